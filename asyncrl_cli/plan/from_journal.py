@@ -230,7 +230,7 @@ class _Measurement:
 
     def _publish(self, alone: _Alone) -> PublishCost:
         """Means over the measured steps that published. With staleness the trainer continues while engines load, so it
-        was kept only for its own part of the publish (decision 0062)."""
+        was kept only for its own part of the publish (decision 0038)."""
         held, delivered, stalls = [], [], []
         for span in self._chosen:
             if span.publish is not None:

@@ -3,7 +3,7 @@
 ``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. Its rules are the
 orchestrator's: groups start while the ledger has room and engines have places; a batch is taken, trained and, where
 one is due, a version is written; engines load it while the trainer takes its next batch, with at most one publish in
-flight (decision 0062). Evaluations, checkpoints and faults are not simulated. Pure: no clock, no I/O.
+flight (decision 0038). Evaluations, checkpoints and faults are not simulated. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations

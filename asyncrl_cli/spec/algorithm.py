@@ -46,7 +46,7 @@ CorrectionName = Literal[
 GAE = "gae"
 """The advantage estimator that needs a critic."""
 RUNNING_BASELINE = "running_baseline"
-"""The advantage estimator that compares a rollout with its prompt's earlier ones; for groups of one."""
+"""The advantage estimator that compares a rollout with its prompt's earlier rollouts; for groups of one."""
 TURN_BASELINES = ("turn_norm", "turn_mean")
 """Advantage estimators that compare a turn with the same turn of the group's other rollouts."""
 
@@ -85,7 +85,7 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _by_preset(presets: Mapping[str, Mapping[str, Any]], key: str, default: Any, **field: Any) -> Any:
-    """A field whose default the section's ``preset`` decides; ``default`` if the preset does not name the key."""
+    """A field with the default of the section's ``preset``, or ``default`` if the preset does not name the key."""
     return Field(default_factory=lambda data: presets.get(data.get("preset", ""), {}).get(key, default), **field)
 
 
@@ -94,7 +94,7 @@ _correction = partial(_by_preset, CORRECTION_PRESETS)
 
 
 class _Named:
-    """Marks a text that is one of these names, or the user's own function."""
+    """Annotation for a text that is one of ``names`` or a user's `module:function`."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -113,27 +113,26 @@ class _Named:
 
 
 class CorrectionSpec(Section):
-    """Off-policy correction: rollouts were sampled by another policy than the trainer's current one, with older weights
-    or with the engine's numerics.
+    """Off-policy correction. The policy that sampled a rollout differs from the trainer's, because its weights are
+    older or because the engine's numerics differ.
 
-    The importance weight is proximal / behaviour. An omitted key has the value of `preset`. See
-    docs/algorithms.md.
+    The importance weight is proximal / behaviour. An omitted key has the value of `preset`. See docs/algorithms.md.
     """
 
     preset: CorrectionName = "truncated"
     """`truncated`: token weights, truncated at 2. `sequence_truncated`: sequence weights, truncated at 2. `icepop`:
-    tokens with a weight outside 0.5 to 5 are masked. `geometric`: sequences whose mean ratio is outside 0.999 to 1.001
+    tokens with a weight outside 0.5 to 5 are masked. `geometric`: sequences with a mean ratio outside 0.999 to 1.001
     are rejected. `decoupled`: no weights. `decoupled_log_linear`: as `truncated`, without the extra forward pass.
     `off`: the clipped ratio is relative to the behaviour policy."""
     proximal: Literal["recomputed", "log_linear", "behaviour"] = _correction("proximal", "recomputed")
-    """The policy that the clipped ratio is relative to. `recomputed`: the trainer's policy at the start of the step
+    """The policy in the denominator of the clipped ratio. `recomputed`: the trainer's policy at the start of the step
     (decoupled PPO; one more forward pass if a step has several updates). `log_linear`: interpolated between behaviour
     policy and current policy by the token's age. `behaviour`: the policy that sampled the token."""
     level: Literal["token", "sequence", "geometric"] | None = _correction("level", None)
     """The importance weight of a token: the token's ratio, the product of its sequence's ratios, or their geometric
     mean. null: every weight is 1."""
     cap: float | None = _correction("cap", None, gt=0)
-    """Larger weights are truncated to this (truncated importance sampling)."""
+    """Larger weights are truncated to this value (truncated importance sampling)."""
     mask_low: float | None = _correction("mask_low", None, gt=0)
     """Tokens with a smaller weight are masked."""
     mask_high: float | None = _correction("mask_high", None, gt=0)
@@ -159,25 +158,25 @@ class CriticSpec(Section):
     value_clip: float | None = Field(0.2, gt=0)
     """Values are clipped to this distance from the values at the start of the step (PPO2). null: no clipping."""
     warmup_steps: NonNegative = 0
-    """First steps, in which only the critic is trained."""
+    """Number of steps at the start that train only the critic."""
 
 
 class AlgorithmSpec(Section):
     """The objective: an algorithm by name, and the keys that differ from it. An omitted key has the value of `preset`.
-    A file or `--set` that sets the preset also replaces the values that the files below it have for the preset's keys.
-    See docs/algorithms.md."""
+    A file or `--set` that sets the preset also replaces the preset's keys in the files that it overrides. See
+    docs/algorithms.md."""
 
     preset: AlgorithmName = "grpo"
-    """The algorithm. `ppo` has a critic. `distill` (on-policy distillation) needs `reference_path`: the reverse KL
-    divergence to this teacher replaces the reward. `single_rollout` needs `rollout.group_size: 1`."""
+    """The algorithm. `ppo` has a critic. `distill` (on-policy distillation) needs a teacher in `reference_path`: the
+    reverse KL divergence to the teacher replaces the reward. `single_rollout` needs `rollout.group_size: 1`."""
     advantage: Annotated[
         str, _Named("group_norm", "group_mean", "leave_one_out", *TURN_BASELINES, RUNNING_BASELINE, "none", GAE)
     ] = _algorithm("advantage", "group_norm")
     """The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `turn_norm` and
-    `turn_mean` (the rewards from a turn of an environment on, compared with the group's), `running_baseline` (a
-    single rollout, compared with the prompt's earlier rewards, normalized over the step), `none` (the rewards that
-    follow), `gae` (by a critic), or `module:function` of rewards, and of lengths and metrics if it has parameters with
-    these names."""
+    `turn_mean` (rewards from an environment's turn onwards, compared with the group's), `running_baseline` (a single
+    rollout, compared with the prompt's earlier rewards, normalized over the step), `none` (the rewards that follow),
+    `gae` (by a critic), or `module:function` of rewards, and of lengths and metrics if it has parameters with these
+    names."""
     baseline_half_life: Positive = 5.0
     """With `running_baseline`: number of later visits to a prompt after which one of its rewards weighs half."""
     reward_parts: dict[Text, float] = Field(default_factory=dict)
@@ -185,7 +184,8 @@ class AlgorithmSpec(Section):
     Default: the task's own reward alone. Accuracies and evaluations always use the task's own reward."""
     reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """How `reward_parts` are combined. `sum_then_normalize`: their weighted sum replaces the reward.
-    `normalize_then_sum`: each part is normalized within its group, the weighted sum over the step's rollouts (GDPO)."""
+    `normalize_then_sum`: each part is normalized within its group, and then their weighted sum over the step's rollouts
+    (GDPO)."""
     whiten_advantages: bool = _algorithm("whiten_advantages", False)
     """Normalize the advantages of all tokens of a batch to mean 0 and deviation 1."""
     gamma: Fraction = _algorithm("gamma", 1.0)
@@ -225,31 +225,31 @@ class AlgorithmSpec(Section):
     reference_update_every: NonNegative = 0
     """Steps between two updates of the reference model to the policy's weights; 0 keeps the initial model."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
-    """Correction for rollouts that another policy than the trainer's current one sampled."""
+    """Off-policy correction."""
     overlong_penalty: float = _algorithm("overlong_penalty", 0.0, ge=0)
-    """Subtracted from the reward of a response of `rollout.max_response_tokens`, and proportionally less from one that
-    ends within `overlong_buffer` (soft overlong punishment)."""
+    """Penalty on the reward of a response of `rollout.max_response_tokens` (soft overlong punishment). It rises from 0
+    linearly over `overlong_buffer`."""
     overlong_buffer: Fraction = 0.2
     """The last part of `rollout.max_response_tokens`, as a fraction of it."""
     mask_truncated: bool = False
     """Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."""
     uniform_groups: Literal["skip", "train", "reject"] = _algorithm("uniform_groups", "skip")
     """Groups with equal rewards (with `normalize_then_sum`: equal in each part): `skip` excludes their tokens
-    from the loss, `train` keeps them (they count in the mean), `reject` replaces the group by one of another prompt
+    from the loss, `train` keeps them (they count in the mean), `reject` replaces the group with another prompt's
     (dynamic sampling)."""
     critic: CriticSpec = Field(default_factory=CriticSpec)
     """The critic of `advantage: gae`."""
     router_replay: bool = False
-    """For a mixture of experts: record which experts the engine chose for each token, and have the trainer use the same
-    (rollout routing replay, R3). The trainer computes their weights, so the router is trained. Each token takes one
-    byte more for each expert that it uses in each layer."""
+    """For a mixture of experts: the trainer uses the experts that the engine chose for each token (rollout routing
+    replay, R3). It still computes their weights, so the router is trained. Each token takes one byte more for each
+    expert that it uses in each layer."""
 
     @property
     def parts_apart(self) -> bool:
-        """Whether each of the reward's parts is normalized on its own."""
+        """True if each part of the reward is normalized separately."""
         return bool(self.reward_parts) and self.reward_aggregation == "normalize_then_sum"
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic estimates the advantages."""
+        """True if a critic estimates the advantages."""
         return self.advantage == GAE

@@ -1,5 +1,6 @@
-"""The keys of a spec that may change when a run is resumed: all except those that the journal's rows depend on (the
-position of a prompt in the data, the size of a batch, the distribution that a token was sampled from).
+"""Decides which keys of a spec may change when a run is resumed: all keys on which the journal's rows do not depend.
+
+Rows depend, for example, on the position of a prompt in the data, the size of a batch and the sampling distribution.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 FIXED = {
     "name": "it is the prefix of the run's id",
     "seed": "it decides the order of prompts and the seeds of rollouts",
-    "model": "checkpoints and recorded log-probs are those of this model",
-    "task": "recorded rewards are those of this task",
+    "model": "checkpoints and recorded log-probs belong to this model",
+    "task": "recorded rewards belong to this task",
     "data.train": "the journal records the position in this data",
     "data.curriculum": "the journal records the position in it",
     "data.shuffle": "the journal records the position in this order",
@@ -25,26 +26,25 @@ FIXED = {
     "rollout.group_size": "recorded groups have this size",
     "rollout.max_prompt_tokens": "it decides which prompts are skipped",
     "rollout.max_response_tokens": "recorded rollouts were truncated there",
-    "rollout.sampling": "recorded log-probs are those of this distribution",
+    "rollout.sampling": "recorded log-probs belong to this distribution",
     "pipeline.groups_per_step": "recorded batches have this size",
     "stop.epochs": "the start counted them as stop.steps, which `asyncrl resume RUN --steps N` changes",
     "pipeline.publish_every": "it decides which steps have a version",
 }
-"""Keys that cannot change, with everything below them, and why."""
+"""Keys that cannot change, including all keys below them, and why."""
 ALLOWED = re.compile(
     r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox"
     r"|tools\.mcp\.\w+\.(url|(headers|env)\..+|timeout_s))"
 )
-"""Keys below a fixed one that may change: how rewards are computed and where tools are, not what they are."""
+"""Keys below a fixed key that may still change: they say how rewards are computed and where tools run."""
 
 
 def check_changes(
     before: ExperimentSpec, after: ExperimentSpec, references: Mapping[tuple[str, ...], str] | None = None
 ) -> list[str]:
-    """The keys that changed, as `key=value`. A value with an entry in ``references`` (``LoadedSpec.references``) is
-    written as its reference.
+    """Return the keys that changed, as `key=value`. Raises ``SpecError`` if one of them must not change.
 
-    Raises ``SpecError`` if one of the keys must not change.
+    A value with an entry in ``references`` (``LoadedSpec.references``) is written as its reference.
     """
     old, new = _flat(before), _flat(after)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")
@@ -64,9 +64,10 @@ def check_changes(
 
 
 def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
-    """`trainer.schedule.steps` of a resumed run with another `stop.steps`; None if the spec needs no change.
+    """Return `trainer.schedule.steps` for a resumed run with another `stop.steps`; None if the spec needs no change.
 
-    The schedule belongs to the run: stretched, it would give other rates to the steps that are trained again."""
+    The schedule keeps its length: stretched, it would give other rates to the steps that are trained again.
+    """
     old, new = before.trainer.schedule, after.trainer.schedule
     if before.stop.total == after.stop.total or old.kind == "constant" or old != new or new.steps is not None:
         return None
@@ -74,7 +75,7 @@ def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
 
 
 def training_changes(changed: str) -> list[str]:
-    """The comma-separated changes that change the weights of a batch that is trained again."""
+    """Return the changes, out of a comma-separated list, that affect the weights when a batch is trained again."""
     return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[\w.]+=[^,]*)", changed)
 
 
@@ -85,7 +86,7 @@ def refuse_fixed(keys: Iterable[str]) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a key may not change when a run is resumed."""
+    """True if a key must not change when a run is resumed."""
     return _problem(key) is not None
 
 

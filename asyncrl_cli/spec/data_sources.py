@@ -1,4 +1,4 @@
-"""The kind of source that a split's ``path`` names, from its text alone, and the columns that a template needs.
+"""Tells the kind of a split's source from the text of its ``path``, and finds the columns that a template needs.
 
 hf:owner/name       a data set of the Hugging Face hub
 module:function     a Python function that yields rows
@@ -19,7 +19,7 @@ from string import Formatter
 from typing import Literal
 
 HUB = "hf:"
-"""What a hub id begins with: ``hf:owner/name``, or ``hf:owner/name@revision``."""
+"""Prefix of a hub id: ``hf:owner/name``, or ``hf:owner/name@revision``."""
 Kind = Literal["hub", "function", "jsonl", "json", "parquet", "csv", "saved"]
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -30,13 +30,13 @@ SUFFIXES: dict[str, Kind] = {
     "": "saved",
 }
 TEXTS: tuple[Kind, ...] = ("jsonl", "json", "csv")
-"""Files of lines, which may be compressed."""
+"""Kinds of text files, which may be compressed."""
 COMPRESSED = (".gz", ".zst")
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def kind_of(path: str) -> Kind | None:
-    """The kind of a source; None for a file with an unknown suffix."""
+    """Return the kind of a source, or None for a file with an unknown suffix."""
     if path.startswith(HUB):
         return "hub"
     if FUNCTION.fullmatch(path):
@@ -49,12 +49,12 @@ def kind_of(path: str) -> Kind | None:
 
 
 def names_a_file(path: str) -> bool:
-    """Whether the text is the path of a file or folder (not a hub id or a function)."""
+    """True if the text is the path of a file or folder (not a hub id or a function)."""
     return kind_of(path) not in ("hub", "function")
 
 
 def files_of(path: str) -> list[str]:
-    """The files that match a pattern, in sorted order. Otherwise the path itself, also for a pattern without matches.
+    """Return the files that match a pattern, sorted; for no match, and for other paths, the path itself.
 
     An existing file is not a pattern, whatever its name.
     """
@@ -64,7 +64,7 @@ def files_of(path: str) -> list[str]:
 
 
 def template_columns(template: str) -> set[str]:
-    """The columns that a template names. Raises ``ValueError`` for one that is malformed or names none."""
+    """Return the columns that a template names. Raises ``ValueError`` if it is malformed or names none."""
     columns = set()
     for _, name, _, _ in Formatter().parse(template):
         if name is not None:

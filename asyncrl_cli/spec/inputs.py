@@ -1,4 +1,4 @@
-"""The sections of the inputs of a run: its model, its task and its prompts."""
+"""The spec's sections for a run's inputs: model, task and prompts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from asyncrl_cli.spec.base import (
 from asyncrl_cli.spec.data_sources import files_of
 
 CHARACTERS = "characters"
-"""The tokenizer of a new model that has one token for each printable ASCII character."""
+"""Name of the tokenizer for new models that has one token for each printable ASCII character."""
 
 
 class ModelInit(Section):
     """A model built from an architecture's config, with random weights."""
 
     architecture: Text
-    """A transformers model type with a causal language model, such as `qwen3` or `llama`; or one that also sees images:
-    `gemma3`, `qwen2_5_vl`, `qwen3_vl`."""
+    """A transformers model type with a causal language model, such as `qwen3` or `llama`, or a type that also sees
+    images: `gemma3`, `qwen2_5_vl`, `qwen3_vl`."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the architecture's transformers config. `vocab_size` and the special token ids come from the
-    tokenizer. For images: the language model's are in `text_config`, the vision tower's in `vision_config`."""
+    tokenizer. A model for images has its language model's arguments in `text_config`, and its vision tower's in
+    `vision_config`."""
     tokenizer: Annotated[Text, SystemPath] = CHARACTERS
-    """`characters` makes a tokenizer with one token for each printable ASCII character; anything else is the path of a
+    """`characters` makes a tokenizer with one token for each printable ASCII character. Any other text is the path of a
     saved tokenizer (relative to this file)."""
 
 
@@ -46,7 +47,7 @@ Sources = Annotated[
     | Annotated[None, Tag("none")],
     Discriminator(lambda value: "list" if isinstance(value, list) else "text" if value is not None else "none"),
 ]
-"""One source, a list of files, or none. The discriminator keeps errors to the type that was written."""
+"""One source, a list of files, or none. With the discriminator, pydantic reports errors only for the type given."""
 
 
 class SplitSpec(Section):
@@ -62,13 +63,13 @@ class SplitSpec(Section):
     prompt_column: Text = "prompt"
     """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
     uid_column: Text = "uid"
-    """The column with the unique name of each row. If there is no column `uid`, rows are named by number and content; a
-    column of another name must exist."""
+    """The column with the unique name of each row. Rows without a column `uid` are named by number and content; a
+    column with another name must exist."""
     template: str | None = None
     r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a literal brace."""
     image_column: Text | None = None
-    """The column with a row's image or list of images: paths, data URLs or bytes. They take the places of `<image>` in
-    the prompt. Default: images are only in the messages. See docs/data.md."""
+    """The column with a row's image or list of images: paths, data URLs or bytes. They replace `<image>` in the prompt.
+    Default: images are only in the messages. See docs/data.md."""
     system: str | None = None
     """A system message to put before the prompt. A text prompt becomes a chat of this message and a user message."""
     config: str | None = None
@@ -78,44 +79,42 @@ class SplitSpec(Section):
 
     @property
     def named(self) -> list[str]:
-        """The sources as they are written. Empty if the task makes the prompts."""
+        """The sources as written. Empty if the task makes the prompts."""
         return [self.path] if isinstance(self.path, str) else self.path or []
 
     @property
     def paths(self) -> list[str]:
-        """The sources, with the files of each pattern, in their order."""
+        """The sources in order, with each pattern replaced by its files."""
         return [file for path in self.named for file in files_of(path)]
 
 
 class WarmStart(Section):
-    """Supervised training (SFT) on the task's demonstrations or on rows of your own, before reinforcement learning
-    starts.
+    """Supervised training (SFT) on the task's demonstrations or on your own rows, before reinforcement learning starts.
 
-    Matrices are trained by Muon, everything else by AdamW; the loss covers replies only. See docs/models.md.
+    Muon trains the matrices, and AdamW all other weights. The loss covers only replies. See docs/models.md.
     """
 
     steps: Count
     """Optimizer updates."""
     data: SplitSpec | None = None
     """Rows to train on instead of the task's demonstrations. `prompt_column` names the column with the conversation,
-    often `messages`; its last message is an assistant's. Rows longer than `model.max_length` are skipped and counted.
+    often `messages`, which ends with an assistant message. Rows longer than `model.max_length` are skipped and counted.
     """
     response_column: Text | None = None
-    """The column of `data` with the reply, as text, if `prompt_column` has only the prompt."""
+    """The column of `data` with the reply as text, if `prompt_column` has only the prompt."""
     train_on: Literal["last", "all"] = "last"
-    """The loss covers the last assistant message of a row of `data`, or all of them. `all` needs a chat template that
-    never changes earlier messages when later ones follow."""
+    """Whether the loss covers only the last assistant message of a row of `data`, or all of them. `all` needs a chat
+    template that never changes earlier messages when later messages follow."""
     batch_size: Count = 24
     """Demonstrations, or rows, per update."""
     clean_fraction: Fraction = 0.75
-    """Fraction of the steps, at the beginning, that use only clean demonstrations. The others use the task's mixture.
-    """
+    """Fraction of the steps, at the start, that use only clean demonstrations. Later steps use the task's mixture."""
     matrix_learning_rate: LearningRate = 0.03
     """Muon's peak learning rate."""
     learning_rate: LearningRate = 3e-3
     """AdamW's peak learning rate."""
     weight_decay: Decay = 0.01
-    """Weight decay of Muon."""
+    """Muon's weight decay."""
     warmup_steps: NonNegative = 30
     """Updates of linear warm-up; a cosine schedule follows."""
     threads: Count = 2
@@ -123,13 +122,13 @@ class WarmStart(Section):
 
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM's slots for adapters can have; an adapter of lower rank is padded with zeros."""
+"""Ranks of vLLM's slots for adapters. An adapter with a rank between two of these is padded with zeros."""
 
 
 class LoraSpec(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685). Only they are trained; the model's own weights stay fixed.
 
-    There is no dropout: with it, the trainer's log-probs would not be those of the policy that generates.
+    There is no dropout, because it would make the trainer's log-probs differ from the engines' log-probs.
     """
 
     rank: Count = 16
@@ -140,18 +139,18 @@ class LoraSpec(Section):
     """Names of the layers that get an adapter, such as `q_proj`. `all-linear`: every linear layer except the output
     head."""
     serve: Literal["merged", "adapter"] = "merged"
-    """What the engines get with each weight version. `merged`: all weights, with the adapters merged into them.
-    `adapter`: only the adapters, which vLLM applies on top of the initial model's weights. Engines read these weights
-    from the model's folder when they start, so every host with engines must have it."""
+    """The weights that engines get with each version. `merged`: all weights, with the adapters merged into them.
+    `adapter`: only the adapters, which vLLM applies on top of the initial model. Engines read the initial model from
+    its folder when they start, so every host with engines needs this folder."""
 
     @property
     def slot_rank(self) -> int:
-        """The rank of the slot in which vLLM stores these adapters: the smallest one that is large enough."""
+        """Rank of the slot where vLLM stores these adapters: the smallest rank that is large enough."""
         return next((rank for rank in SLOT_RANKS if rank >= self.rank), self.rank)
 
 
 FROZEN: Sequence[Literal["vision"]] = ("vision",)
-"""``model.freeze`` by default."""
+"""Default of ``model.freeze``."""
 
 
 class ModelSpec(Section):
@@ -164,7 +163,7 @@ class ModelSpec(Section):
     warm_start: WarmStart | None = None
     """Supervised training first. The result is cached by content."""
     lora: LoraSpec | None = None
-    """Train adapters instead of all weights. In saved models they are merged into the weights, and in engines, too,
+    """Train adapters instead of all weights. They are merged into the weights of saved models, and also of engines
     unless `serve` is `adapter`."""
     max_length: Count = 1024
     """Longest sequence in tokens: prompt and response together."""
@@ -175,10 +174,10 @@ class ModelSpec(Section):
     A variable that the template does not read is refused."""
 
     max_images: NonNegative = 0
-    """Images that a conversation may have; 0: text alone. The model needs a vision tower, and torchvision is required.
-    """
+    """Largest number of images in a conversation; 0: text only. Images need a model with a vision tower, and
+    torchvision."""
     freeze: list[Literal["vision"]] = Field(default_factory=lambda: list(FROZEN))
-    """Parts of a model with images that are not trained. `vision`: the vision tower; its projector is trained."""
+    """Parts of a vision-language model that are not trained. `vision`: the vision tower; its projector is trained."""
 
     @property
     def published_adapter(self) -> LoraSpec | None:
@@ -199,13 +198,13 @@ class EpisodeSpec(Section):
     workers: Count = 1
     """Processes that play episodes."""
     concurrency: Count = 128
-    """Episodes that one process plays at a time; further ones wait."""
+    """Episodes that one process plays at a time; further episodes wait."""
     memory_mb: MemoryMB | None = None
-    """Limit of the address space of such a process, and of each process it starts, in MiB."""
+    """Address space, in MiB, that a process may use. Each process that it starts has the same limit."""
 
 
 class CurriculumStage(Section):
-    """One stage of a curriculum: the range of difficulty from which its training prompts come."""
+    """One stage of a curriculum: the difficulty range of its training prompts."""
 
     until_prompt: Count | None = None
     """The stage ends when this many prompts have been drawn since the run began. Only the last stage may have no end.
@@ -220,19 +219,19 @@ class CurriculumSpec(Section):
     """Training prompts in stages of difficulty. After the last stage they come from all rows."""
 
     field: str
-    """The column with a row's difficulty, a number (for a task's own prompts: the field)."""
+    """The column (or the field of a task's own prompts) with the difficulty, a number."""
     stages: Annotated[list[CurriculumStage], Field(min_length=1)]
     """The stages, in order."""
 
 
 class PromptFilterSpec(Section):
-    """Online filtering: training prompts that are solved are excluded."""
+    """Online filtering: solved training prompts are excluded."""
 
     solved_streak: Count = 1
-    """A prompt is excluded after this many consecutive groups in which every rollout was correct."""
+    """A prompt is excluded after this many consecutive groups with only correct rollouts."""
     revisit_fraction: Fraction = 0.0
-    """Fraction of the times that an excluded prompt is still used when its turn comes. If it is not solved then, it is
-    included again."""
+    """Fraction of an excluded prompt's turns at which it is used anyway. If it is not solved then, it is included
+    again."""
 
 
 class DataSpec(Section):
@@ -243,8 +242,8 @@ class DataSpec(Section):
     eval: SplitSpec | None = Field(
         default_factory=lambda data: None if "train" in data and data["train"].path else SplitSpec(size=256)
     )
-    """Held-out prompts, never trained on. null: none, so nothing is evaluated but `evaluation.sets`. Default: null if
-    `data.train` has a path, else 256 prompts that the task makes."""
+    """Held-out prompts, never trained on. null: none, so only `evaluation.sets` are evaluated. Default: null if
+    `data.train` has a path, otherwise 256 prompts that the task makes."""
     shuffle: bool = True
     """Shuffle the training prompts in every epoch; the order follows from the seed."""
     curriculum: CurriculumSpec | None = None
@@ -252,35 +251,35 @@ class DataSpec(Section):
     apply_chat_template: bool = True
     """Render a text prompt as a user message with the model's chat template. `false`: use it as plain text, for base
     models and for texts that already have the template's tokens. Models without a chat template always get plain text,
-    and prompts that are chat messages always go through the template."""
+    and chat messages always go through the template."""
     image_max_pixels: Count = 16_777_216
-    """Largest number of pixels of an image: rows with larger ones are refused. The model's processor scales images down
-    to its own limit."""
+    """Largest number of pixels of an image; rows with larger images are refused. The model's processor scales images
+    down to its own limit."""
     filter: PromptFilterSpec | None = None
     """Online filtering: exclude training prompts that are solved."""
 
 
 class SandboxSpec(Section):
-    """A sandbox for each episode: an empty folder, the programs and the Python of this machine, and limits.
+    """A sandbox for each episode: an empty folder, this machine's programs and Python, and limits.
 
     A `command` runs inside; agents, environments and tools get it as `sandbox`. See docs/agents.md.
     """
 
     kind: Literal["bubblewrap", "gvisor", "none"] = "bubblewrap"
-    """`bubblewrap`: in namespaces of its own. `gvisor`: in gVisor, too, which has a kernel of its own; every node needs
-    its `runsc`. `none`: nothing is confined; commands may do all that your user may do."""
+    """`bubblewrap`: separate namespaces. `gvisor`: also gVisor's separate kernel; every node needs its `runsc`. `none`:
+    no confinement; commands may do everything that your user may do."""
     time_s: Seconds = 60.0
-    """Seconds that one command in it may take (of the task `command`: `task.episode.timeout_s` holds instead)."""
+    """Time limit of a command in seconds. The task `command` uses `task.episode.timeout_s` instead."""
     memory_mb: MemoryMB = 1024
-    """MiB of memory of all its processes."""
+    """Memory limit of all its processes together in MiB."""
     processes: Count = 128
-    """Processes and threads at a time."""
+    """Largest number of processes and threads at a time."""
     disk_mb: Count = 256
-    """MiB of files in its work folder, in memory; its `/tmp` has as much again."""
+    """Size limit of its work folder in MiB; the folder is in memory. `/tmp` has a separate limit of the same size."""
     readable: list[Annotated[Text, SystemPath]] = Field(default_factory=list)
-    """Further files and folders that can be read inside, at the same paths (relative to this file)."""
+    """Further files and folders (relative to this file) that can be read inside, at the same paths."""
     network: Literal["gateway", "none"] = "gateway"
-    """`gateway`: the model's server can be reached, and nothing else. `none`: nothing can."""
+    """`gateway`: only the model's server can be reached. `none`: nothing can be reached."""
 
 
 class McpServerSpec(Section):
@@ -291,8 +290,8 @@ class McpServerSpec(Section):
     args: list[str] = Field(default_factory=list)
     """Arguments of the program."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the program, which gets only `PATH`, `HOME` and a few others of the run's. Write a
-    secret as `${env:NAME}`, because the run's folder keeps this reference and not its value."""
+    """Environment variables of the program. From the run's environment it gets only `PATH`, `HOME` and a few others.
+    Write a secret as `${env:NAME}`: the run's folder then keeps the reference, not the value."""
     url: Text | None = None
     """Address of a streamable HTTP server, such as `http://localhost:8000/mcp`."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -300,14 +299,14 @@ class McpServerSpec(Section):
     allowed_tools: Annotated[list[Text], Field(min_length=1)] | None = None
     """The tools that the policy gets. Default: all tools of the server."""
     timeout_s: Seconds = 30.0
-    """Seconds that a connection to the server may take, and that one call of a tool may take."""
+    """Time limit, in seconds, for connecting to the server and for each tool call."""
 
 
 class ToolsSpec(Section):
-    """Tools for the policy from elsewhere. See docs/agents.md."""
+    """External tools for the policy. See docs/agents.md."""
 
     mcp: Annotated[dict[SetName, McpServerSpec], Field(min_length=1)]
-    """MCP servers, by a name of your choice."""
+    """MCP servers, by names of your choice."""
 
 
 class TaskMember(Section):
@@ -316,7 +315,7 @@ class TaskMember(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
     """Prefix of the uids of its prompts and of the names of its metrics."""
     weight: float = Field(1.0, gt=0, le=1_000_000_000)
-    """Its share of the prompts, relative to the weights of the other tasks."""
+    """Its share of the prompts, relative to the other tasks' weights."""
     use: str
     """The task, as in `task.use`."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -324,7 +323,7 @@ class TaskMember(Section):
     tools: ToolsSpec | None = None
     """Tools for the policy, as in `task.tools`."""
     reward_timeout_s: Seconds | None = None
-    """Seconds that a reward of this task may take. Default: `task.reward_timeout_s`."""
+    """Time limit of a reward of this task in seconds. Default: `task.reward_timeout_s`."""
     train: SplitSpec | None = None
     """Its training prompts. Default: the task generates as many as its share needs."""
     eval: SplitSpec | None = None
@@ -343,16 +342,16 @@ class TaskSpec(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's class."""
     tools: ToolsSpec | None = None
-    """Tools for the policy, in addition to a tool task's own ones. A task with a reward becomes an episode: the policy
-    may call tools, and the first reply without a call is scored."""
+    """Tools for the policy, in addition to the tools that a task brings. A task with a reward becomes an episode: the
+    policy may call tools, and the first reply without a call is scored."""
     mix: list[TaskMember] = Field(default_factory=list)
     """Several tasks to train on together, each with its share of the prompts."""
     special_tokens: Literal["hidden", "shown"] | None = None
     """Special tokens in the text that rewards, environments and the APIs read. `shown` keeps them, except tokens that
-    end a reply: for models with marks such as `</think>` among their special tokens. Default: `hidden`."""
+    end a reply. Use it for models with special tokens such as `</think>`. Default: `hidden`."""
     reward_timeout_s: Seconds = 30.0
-    """Seconds that the reward of one rollout may take; after that the rollout has failed. A reward that sees the group
-    has this time for the group."""
+    """Time limit of one rollout's reward in seconds; the rollout fails after it. A reward that sees the group has this
+    time for the entire group."""
     reward_workers: Count = 1
     """Processes that compute rewards."""
     reward_memory_mb: MemoryMB | None = None

@@ -1,6 +1,6 @@
 """All keys of a spec by dotted path, for suggestions, the reference and the schema.
 
-In a path, `*` stands for a name that the spec chooses, or for an index of a list: `evaluation.sets.*.data`.
+In a path, `*` stands for a user-defined name or a list index: `evaluation.sets.*.data`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the section class that it belongs to, its field, and the section class of its value, if it has one.
-    ``many``: the value is a mapping or a list of such sections."""
+    """One key of the spec.
+
+    ``holder`` is the section class that has the key, and ``opens`` the section class of its value, if the value is a
+    section. ``many``: the value is a mapping or a list of such sections.
+    """
 
     holder: type[Section]
     name: str
@@ -29,18 +32,18 @@ class Key:
 
     @property
     def description(self) -> str:
-        """The sentences that docs/spec.md shows for it."""
+        """The key's description in docs/spec.md."""
         return descriptions(self.holder).get(self.name, "")
 
     @property
     def follows(self) -> bool:
-        """Whether the default depends on other keys."""
+        """True if the default depends on other keys."""
         return bool(self.field.default_factory_takes_validated_data)
 
     @property
     def default(self) -> Any:
-        """The value of an omitted key; ``PydanticUndefined`` if the key is required or its default depends on
-        others."""
+        """The value of an omitted key. ``PydanticUndefined`` if the key is required or its default depends on other
+        keys."""
         return PydanticUndefined if self.follows else self.field.get_default(call_default_factory=True)
 
 
@@ -61,7 +64,7 @@ def keys() -> dict[str, Key]:
 
 
 def general(path: str) -> str:
-    """A path of a spec, with `*` for names and indices."""
+    """Return a path with `*` in place of user-defined names and list indices."""
     parts: list[str] = []
     for part in path.split("."):
         above = keys().get(".".join(parts))

@@ -1,9 +1,9 @@
 """A spec is a stack of layers: the files it extends, the file itself, then `--set` overrides.
 
-Mappings are merged key by key; any other value replaces the one of the layer below. Each node keeps its location.
+Mappings are merged key by key; any other value replaces the lower layer's value. Each node keeps its location.
 
-`pipeline.mode` and the presets of algorithms decide the defaults of other keys. A layer that sets one drops the values
-of these keys in the layers below, so `--set pipeline.mode=sync` works on any spec.
+`pipeline.mode` and the algorithm presets decide the defaults of other keys. A layer that sets a preset drops the lower
+layers' values of these keys, so `--set pipeline.mode=sync` works on any spec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, Node, read_yaml
 
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 32
-"""Largest number of files of one spec, and of entries of one `extends`."""
+"""Largest number of files in a spec, and of entries in one `extends`."""
 MAX_BYTES = 128 * 1024
 """Largest size of a file in bytes: PyYAML reads this in about a second."""
 
@@ -34,11 +34,11 @@ PRESETS = {
     "algorithm.preset": _following(AlgorithmSpec),
     "algorithm.correction.preset": _following(CorrectionSpec),
 }
-"""The preset keys, each with the keys of its section whose defaults it sets, or that belong to one of its values."""
+"""The preset keys, each with the keys of its section that follow it: a layer that sets the preset drops them."""
 
 
 def merge(base: Node, over: Node) -> Node:
-    """``base`` with the values of ``over`` merged into it."""
+    """Merge the values of ``over`` into ``base``."""
     if over is base:
         return base
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
@@ -51,7 +51,7 @@ class Layers:
     """Reads a file with everything that it extends; each file is read once.
 
     ``files`` has every file read, and ``problems`` receives their mistakes. ``partial``: a layer could not be read, so
-    keys may be missing that the complete spec has.
+    a missing key is no mistake of the user.
     """
 
     def __init__(self, problems: list[Problem]) -> None:
@@ -61,7 +61,7 @@ class Layers:
         self._done: dict[str, Node | None] = {}
 
     def read(self, path: str, data: bytes | None = None) -> Node | None:
-        """The file, merged onto all files that it extends; None if the file itself cannot be read.
+        """Merge the file onto all files that it extends. None if the file itself cannot be read.
 
         ``data`` is the file's content if it comes from elsewhere, such as standard input.
         """
@@ -70,7 +70,7 @@ class Layers:
     def _read(
         self, path: str, blame: Location | None, chain: tuple[Path, ...], data: bytes | None = None
     ) -> Node | None:
-        """As above: ``blame`` is the `extends` value that named this file, ``chain`` the files that led to it."""
+        """``blame``: the location of the `extends` that named this file; ``chain``: the files that led to it."""
         file = Path(os.path.realpath(path))
         key = "extends" if blame else ""
         location = blame or Location(path)
@@ -161,7 +161,7 @@ class Layers:
 
 
 def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
-    """The tree with one ``a.b=value`` of `--set` applied; missing mappings on the way are created."""
+    """Apply one ``a.b=value`` of `--set` to the tree, and create missing mappings on the way."""
     path, equals, text = assignment.partition("=")
     location = Location(f"--set {path}")
     if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
@@ -179,8 +179,7 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
 
 
 def _without_preset(root: Node, preset: str) -> Node:
-    """The tree without the files' values of the keys that a preset decides; those of other overrides stay."""
-
+    """The tree without the files' values of the keys that a preset decides. Values from `--set` stay."""
     section, _, _ = preset.rpartition(".")
 
     def kept(key: str, node: Node) -> bool:
@@ -203,7 +202,6 @@ def _child(node: Node | None, *keys: str) -> Node | None:
 def _with_value(
     node: Node, keys: list[str], value: Node, location: Location, path: str, problems: list[Problem]
 ) -> Node:
-    """The tree with a value under the remaining keys of an override's path."""
     if not keys:
         return replace(value, key_location=location)
     key, *rest = keys
@@ -222,12 +220,12 @@ def _with_value(
 
 
 def _similar(path: str) -> str:
-    """A hint for a file that does not exist: a specification in its folder with a similar name."""
+    """A hint for a file that does not exist: a spec in its folder with a similar name."""
     folder, name = os.path.split(path)
     try:
         stems = {Path(other).stem: other for other in os.listdir(folder or ".") if Path(other).suffix in SUFFIXES}
     except OSError:
         return "check the path"
-    # Without suffixes, which would make all names similar.
+    # Compare the names without their suffixes, which would make all of them similar.
     close = closest(Path(name).stem, stems)
     return f"did you mean `{os.path.join(folder, stems[close[0]])}`?" if close else "check the path"

@@ -1,7 +1,7 @@
 """Loads a spec file as a checked ``ExperimentSpec``: first the layers, then types, then the rules between fields.
 
-All mistakes are reported at once, each as one problem: if an earlier stage has reported a key, the problems that later
-stages find at this key are dropped.
+All mistakes are reported together, each as one problem: after a stage has reported a key, problems that later stages
+find at this key are dropped.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, Node
 
 @dataclass(frozen=True, slots=True)
 class LoadedSpec:
-    """A valid spec: its paths absolute, with the files it was read from, and its warnings."""
+    """A valid spec with absolute paths, the files that it was read from, and its warnings."""
 
     spec: ExperimentSpec
     files: tuple[Path, ...]
     warnings: tuple[Problem, ...]
     references: Mapping[tuple[str, ...], str]
-    """Values that contain environment variables, in their written form, by path: ``dump_spec`` writes this form."""
+    """The original texts of values with environment variables, by path. ``dump_spec`` writes them, not the values."""
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
-    ``data`` is the file's content if it comes from elsewhere; ``path`` is then only its name and folder. Raises
+    ``data`` is the file's content if it comes from elsewhere; ``path`` then gives only its name and folder. Raises
     ``SpecError`` with every problem found.
     """
     problems: list[Problem] = []
@@ -68,22 +68,22 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
 
 
 def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
-    """``load_spec`` of the spec in a run's folder.
+    """Load the spec in a run's folder. Its ``runs_dir`` is the run's current parent folder, because runs can be moved.
 
-    Its ``runs_dir`` is the folder in which the run is now, because runs can be moved. Raises ``ConfigError`` when the
-    run's folder lacks a spec, and ``SpecError`` when the spec with the overrides is not valid.
+    Raises ``ConfigError`` when the run's folder lacks a spec, and ``SpecError`` when the spec with the overrides is not
+    valid.
     """
     file = run / "spec.yaml"
     if not file.exists():
         raise ConfigError(
-            "the run's folder has no spec.yaml, in which the run's spec was recorded when it started",
+            "the run's folder has no spec.yaml, where a run records its spec when it starts",
             location=str(run),
             hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` work without it",
         )
     try:
         loaded = load_spec(file, overrides)
     except SpecError:
-        # The only problems to report: "X cannot be combined with Y" would suggest that correcting Y is enough.
+        # Fixed keys come first: "X cannot be combined with Y" would suggest that correcting Y is enough.
         refuse_fixed(override.partition("=")[0] for override in overrides)
         raise
     references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
@@ -97,22 +97,21 @@ def _without_secrets(problem: Problem) -> Problem:
 def _load(
     root: Node | None, overrides: Sequence[str], layers: Layers, references: dict[tuple[str, ...], str]
 ) -> ExperimentSpec | None:
-    """``references`` receives those of ``LoadedSpec``."""
     if root is None:
         return None
     problems = layers.problems
     root = _without_evaluation(root, problems)
     for assignment in overrides:
         root = _without_evaluation(override(root, assignment, problems), problems)
-    # Before the rules, which look at the files, and before the spec is written to another folder.
+    # Paths become absolute before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
-        if keys()[name].holder is SplitSpec:  # A recorded spec names the files: new ones change nothing.
+        if keys()[name].holder is SplitSpec:  # A recorded spec lists the files, so files added later change nothing.
             root = root.changed(name.split("."), partial(_expanded, shows_references=is_fixed(name)))
     for name, key in keys().items():
         if key.opens is key.field.annotation:  # A section that is null has its defaults.
             root = root.changed(name.split("."), lambda node: None if node.value is None else node)
-    references.update(root.references())  # After the paths: a reference to a relative path has its folder, too.
+    references.update(root.references())  # After the paths: a reference in a relative path now has the folder, too.
     blamed = [problem.path for problem in problems]
 
     def add(problem: Problem, key: bool) -> None:
@@ -135,19 +134,21 @@ def _load(
 
 
 def _without_evaluation(root: Node, problems: list[Problem]) -> Node:
-    """The tree without held-out prompts if it has `evaluation: off`. A later override may name prompts again."""
+    """Carry out `evaluation: off`: remove the held-out prompts. A later override may name prompts again."""
     evaluation = root.child("evaluation")
     if evaluation is None or evaluation.value not in (False, "off"):
         return root
-    # Null has the defaults, as in every section: the keys below it may be comments.
+    # An empty section (null) has its defaults, as everywhere: the keys below it may be commented out.
     return override(root.changed(["evaluation"], lambda _: None), "data.eval=null", problems)
 
 
 def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
-    """The limit that the spec would exceed when written as one file, so that it could not be loaded again; empty if
-    none."""
+    """The limit that the spec exceeds when it is written as one file, or empty text.
+
+    A spec beyond a limit could not be loaded again, so the run could not be resumed.
+    """
     count, length = _measure(root.plain())
-    if length < MAX_BYTES // 32:  # even if every character is written as an escape; dumping takes time
+    if length < MAX_BYTES // 32:  # Fits even if every character is written as an escape. Dumping would take time.
         return ""
     if length <= MAX_BYTES and count <= MAX_VALUES:
         count, _ = _measure(_written(spec.model_dump(), path=(), references=references, text=_literal))
@@ -158,7 +159,7 @@ def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, 
 
 
 def _measure(value: Any) -> tuple[int, int]:
-    """The number of values, and a lower bound of their size in bytes."""
+    """The number of values, and a lower bound on their size in bytes."""
     if not isinstance(value, (dict, list)):
         return 1, len(str(value)) + 1
     below = [_measure(inner) for inner in (value.values() if isinstance(value, dict) else value)]
@@ -167,10 +168,9 @@ def _measure(value: Any) -> tuple[int, int]:
 
 
 def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
-    """The node with its path made absolute, if its text is a path. Relative paths start at the folder of its file.
+    """Make the node's path absolute, or each item of a list. Relative paths start at the folder of the node's file.
 
-    ``is_path(text, path)``: whether the text is a path (and not, for example, a hub id); ``path`` is its absolute form.
-    Of a list, each item.
+    ``is_path(text, path)`` tells paths from other texts, such as hub ids; ``path`` is the text's absolute form.
     """
     if isinstance(node.value, list):
         return replace(node, value=[_absolute(item, is_path) for item in node.value])
@@ -187,8 +187,8 @@ def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
 
 
 def _expanded(node: Node, shows_references: bool) -> Node:
-    """The node with each pattern replaced by its files. A pattern with a reference stays unless references of this key
-    are written as their values anyway."""
+    """Replace each pattern by its files. A pattern with a reference stays, because the file names would show the value
+    of the environment variable, unless the values of this key are public anyway."""
     if isinstance(node.value, list):
         found = [_expanded(item, shows_references) for item in node.value]
         return replace(
@@ -203,7 +203,7 @@ def _expanded(node: Node, shows_references: bool) -> Node:
 
 
 def _path_keys() -> dict[str, Callable[[str, str], bool]]:
-    """The keys whose values may be paths, each with a function that decides whether a value is one (``_absolute``)."""
+    """The keys that may have paths, each with its ``is_path`` for ``_absolute``."""
     splits = [name for name, key in keys().items() if key.holder is SplitSpec and name.endswith(".path")]
     return {
         "model.path": looks_like_path,
@@ -215,7 +215,7 @@ def _path_keys() -> dict[str, Callable[[str, str], bool]]:
 
 
 def looks_like_path(text: str, path: str) -> bool:
-    """Whether ``text`` is a path and not a name: it starts like a path, or ``path`` or its parent folder exists."""
+    """True if ``text`` is a path and not a name: it starts like a path, or ``path`` or its parent folder exists."""
     if text == CHARACTERS:
         return False
     folder = os.path.dirname(path) if "/" in text else path
@@ -223,22 +223,22 @@ def looks_like_path(text: str, path: str) -> bool:
 
 
 def _literal(text: str) -> str:
-    """The text with ``${env:`` escaped, so that reading it gives the text itself."""
+    """Escape ``${env:``, so reading the result gives the text itself."""
     return re.sub(r"\$+\{env:", r"$\g<0>", text)
 
 
 def _is_public(key: str, value: object) -> bool:
-    """Whether a value is written although it came from an environment variable."""
+    """True if a value is written although it came from an environment variable."""
     if is_fixed(key):
         return re.match(r"task\.(mix\.\d+\.)?(options|tools)\.", key) is None
     return general(key) in keys() and not isinstance(value, (str, Path))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that YAML 1.1 or 1.2 would read as something else.
+    """Quotes every text that YAML 1.1 or 1.2 would not read as text.
 
-    Unprintable characters are written as escapes, which YAML has only between double quotes: PyYAML folds rare line
-    breaks into spaces, and a terminal must not get control characters.
+    Unprintable characters are written as escapes, which YAML allows only between double quotes: otherwise PyYAML folds
+    rare line breaks into spaces, and a terminal would get control characters.
     """
 
     def represent_text(self, text: str) -> yaml.Node:
@@ -251,7 +251,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def resolved(loaded: LoadedSpec) -> dict[str, Any]:
-    """The complete spec as JSON values, with defaults, and with references as ``dump_spec`` writes them."""
+    """Return the complete spec with defaults as JSON values, with references as ``dump_spec`` writes them."""
     values: dict[str, Any] = _written(
         loaded.spec.model_dump(mode="json"), path=(), references=loaded.references, text=str
     )
@@ -277,10 +277,10 @@ def _written(
 
 
 def dump_spec(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
-    """The complete spec as YAML, with defaults; loading it gives the same spec.
+    """Return the complete spec with defaults as YAML. Loading it gives the same spec.
 
-    Values with environment variables are written as their references, so that no secret is written. Two kinds are
-    not: numbers and switches, and what defines a run (``spec.changes.FIXED``): a resume must not change it.
+    Values from environment variables are written as references, which keeps secrets out of files. Two kinds are written
+    as values: numbers and switches, and keys that a resume must not change (``spec.changes.FIXED``).
     """
     values = _written(spec.model_dump(), path=(), references=references, text=_literal)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

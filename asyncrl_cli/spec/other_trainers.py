@@ -1,4 +1,4 @@
-"""The names that other trainers (verl, TRL, OpenRLHF, prime-rl, AReaL, slime) have for the keys of a spec.
+"""Names of other trainers (verl, TRL, OpenRLHF, prime-rl, AReaL, slime) for the keys of a spec.
 
 A name may include its sections, as in `rollout.n`.
 """
@@ -133,7 +133,7 @@ _KEYS = {
     "tracking.tensorboard": "use_tensorboard",
     "cluster.address": "ray_address",
 }
-"""The keys to use instead, likeliest first, and the names that others have for them."""
+"""The keys to use, likeliest first, each with other trainers' names for them."""
 
 _HINTS = {
     "all columns of a row reach the task: name it in task.options, or read it in your reward function": "label_key",
@@ -184,7 +184,7 @@ _HINTS = {
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }
 # fmt: on
-"""Hints for names of other trainers that have no corresponding key, each with these names."""
+"""Hints for other trainers' names without a corresponding key, each with these names."""
 
 VALUES = {
     "spo": ("single_rollout", "running_baseline"),
@@ -201,7 +201,7 @@ CONVERTIBLE = {
     "num_generations": "trl",
     "per_device_train_batch_size": "trl",
 }
-"""Top-level keys by which a complete configuration of another trainer is recognized, if `asyncrl convert` reads it."""
+"""Top-level keys that identify another trainer's complete configuration, which `asyncrl convert` can read."""
 
 KEYS = {name: keys.split() for keys, names in _KEYS.items() for name in names.split()}
 HINTS = {name: hint for hint, names in _HINTS.items() for name in names.split()}

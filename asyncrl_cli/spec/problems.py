@@ -1,4 +1,4 @@
-"""Mistakes of a spec, and their locations.
+"""Mistakes in a spec, and their locations.
 
 A problem names one key by its dotted path, and has a hint; ``load.py`` adds the location in the file.
 """
@@ -13,12 +13,12 @@ from asyncrl_cli.core.errors import Severity, UserError, diagnostic
 from asyncrl_cli.core.terminal import counted, printable
 
 SHOWN = 50
-"""Largest number of problems that a message lists; further ones are only counted."""
+"""Largest number of problems in a message; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where something is written: a file with line and column (from 1), or an option of the command line."""
+    """A place in a file, with line and column (from 1), or an option of the command line."""
 
     file: str
     line: int | None = None
@@ -29,7 +29,7 @@ class Location:
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths written here start from; the current one for the command line."""
+        """The folder where relative paths written here start; for the command line, the current folder."""
         return Path() if self.line is None else Path(self.file).parent
 
 
@@ -46,11 +46,11 @@ class Problem:
     column: int | None = None
 
     def at(self, location: Location) -> Problem:
-        """The same problem, at a location."""
+        """Return the same problem at a location."""
         return replace(self, file=location.file, line=location.line, column=location.column)
 
     def __str__(self) -> str:
-        """The lines of a diagnostic: the key with what is wrong about it, the location, the hint."""
+        """Return a diagnostic: the key with its mistake, the location, the hint."""
         message = f"{self.path}: {self.message}" if self.path else self.message
         location = str(Location(self.file, self.line, self.column))
         parts = (part.replace("\n", r"\n") for part in (message, location, self.hint))
@@ -58,7 +58,7 @@ class Problem:
 
 
 class SpecError(UserError):
-    """A spec that cannot run. ``problems`` holds everything found, warnings too, in the order of the file."""
+    """A spec that cannot run. ``problems`` has all problems, including warnings, in the order of the file."""
 
     exit_code = 2
 

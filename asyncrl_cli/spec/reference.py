@@ -45,7 +45,7 @@ This page is generated from the models in `asyncrl_cli/spec` by `python -m async
 
 
 def reference() -> str:
-    """docs/spec.md."""
+    """Return the text of docs/spec.md."""
     schema = ExperimentSpec.model_json_schema()
     sections: dict[type[Section], list[str]] = {ExperimentSpec: []}
     for path, key in keys().items():
@@ -72,7 +72,7 @@ def _table(section: type[Section], paths: list[str], properties: dict[str, Any])
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A field's type in words, from its JSON schema."""
+    """Describe a field's type in words, from its JSON schema."""
     if options := schema.get("anyOf") or schema.get("oneOf"):
         return _choice([word for option in options for word in _values(option) or [_type(option)]])
     if _values(schema):

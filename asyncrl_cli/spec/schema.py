@@ -1,7 +1,7 @@
 """The JSON schema of a spec file, for editors. It accepts every file that `asyncrl validate-spec` accepts.
 
-`python -m asyncrl_cli.spec.schema > specs/spec.schema.json` writes the copy that the specs of the repository name in
-their first line; a test compares it with the models. `asyncrl init` writes a copy beside the spec that it copies.
+`python -m asyncrl_cli.spec.schema > specs/spec.schema.json` writes the copy that the repository's specs name in their
+first line; a test compares it with the models. `asyncrl init` writes another copy next to the new spec.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ABOUT = ("description", "title", "default", "examples")
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema (draft 2020-12). In a file that extends others no key is required, as the others may have it."""
+    """Return the schema (draft 2020-12). A file that extends others has no required keys: the others may have them."""
     model = ExperimentSpec.model_json_schema()
     entries = _list_entries(model)
     for name, section in {"": model, **model["$defs"]}.items():
@@ -46,14 +46,14 @@ def json_schema() -> dict[str, Any]:
 
 
 def _list_entries(schema: dict[str, Any]) -> set[str]:
-    """Sections that are entries of lists. A list replaces the one below it, so its entries are always complete."""
+    """Sections that are entries of lists. Layers do not merge lists, so an entry always needs its required keys."""
     properties = [field for section in (schema, *schema["$defs"].values()) for field in section["properties"].values()]
     items = [field.get("items", {}).get("$ref", "") for field in properties]
     return {reference.rpartition("/")[2] for reference in items if reference}
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a value, which also accepts `${env:NAME}` for a scalar, and null for a section."""
+    """The schema extended to accept `${env:NAME}` for a scalar, and null for a section."""
     schema = dict(schema)
     for part in ("items", "additionalProperties"):
         if isinstance(schema.get(part), dict):
@@ -86,7 +86,7 @@ def _required() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the text of a file."""
+    """Return the text of the schema file."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 

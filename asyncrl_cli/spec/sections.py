@@ -1,7 +1,7 @@
 """The sections of an experiment spec, one pydantic model each.
 
-Unknown keys are refused, numbers carry their bounds, and the docstring below a field is its description in
-docs/spec.md. Checks between sections are in ``rules``.
+Unknown keys are refused and numbers have bounds. The docstring below a field is its description in docs/spec.md.
+Checks between sections are in ``rules``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, SplitSpec, TaskSpec
 
 DType = Literal["float32", "bfloat16"]
 NOT_COUNTED = 10**9
-"""Steps of a run with `stop.epochs` before its prompts are counted."""
+"""Total steps of a run with `stop.epochs` until its prompts are counted."""
 _HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
 _RAY = rf"auto|[a-z][a-z0-9+.-]*://\S+|({_HOST}|\[[0-9A-Fa-f:.]+\]):[0-9]{{1,5}}"
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -46,27 +46,26 @@ _LABEL_VALUES = rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))"
 
 
 def is_flash(attention: str) -> bool:
-    """Whether a value of `trainer.attention` is a version of flash attention, which needs no mask for packed rows."""
+    """True for a version of flash attention, which needs no mask for packed rows."""
     return attention.startswith("flash")
 
 
 def why_rows_are_separate(trainer: TrainerSpec) -> str | None:
-    """The setting with which rows cannot share prefixes, whatever the model; None if there is none."""
+    """Return the setting that rules out shared prefixes for every model, or None."""
     if is_flash(trainer.attention) or trainer.attention == "eager":
         return f"trainer.attention {trainer.attention}"
     return "trainer.sequence_parallel" if trainer.sequence_parallel > 1 else None
 
 
 def shares_prefixes(spec: ExperimentSpec) -> bool:
-    """Whether rows with a common prefix may be computed together, if the model allows it."""
+    """True if the spec allows rows to share the computation of common prefixes. The model may still not support it."""
     return spec.trainer.share_prefixes is not False and why_rows_are_separate(spec.trainer) is None
 
 
 class SamplingSpec(Section):
     """How training rollouts are sampled.
 
-    There is no top-p and no top-k: they would truncate the distribution, and the recorded log-probs would not be those
-    of the tokens that were sampled.
+    There is no top-p and no top-k: they truncate the distribution, so the recorded log-probs would be wrong.
     """
 
     temperature: Temperature = 1.0
@@ -81,16 +80,16 @@ class GatewaySpec(Section):
     host: Annotated[str, pattern(_HOST, "must be a host name or an address")] = "127.0.0.1"
     """Address to listen on. Other hosts can reach it unless it is a loopback address."""
     port: int = Field(0, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0 picks a free port."""
     max_body_mb: Count = 2
-    """Largest body of a request in MiB."""
+    """Largest request body in MiB."""
 
 
 class EngineRange(Section):
     """The number of engines of a run. It starts with `min`, and adds more when Ray has room for them."""
 
     min: Count
-    """Number of engines that the run starts with. When it loses one, it asks for another."""
+    """Number of engines at the start. When the run loses an engine, it asks Ray for another."""
     max: Count
     """Largest number of engines."""
 
@@ -109,14 +108,14 @@ class RolloutSpec(Section):
     """The vLLM engines and what they generate."""
 
     engines: Annotated[Count | EngineRange, WrapValidator(_number_or_range)] = 1
-    """vLLM engines, each in a Ray actor of its own: a number, or `{min: 1, max: 4}`. The run starts with `min`. More
-    engines join when Ray has room for them. When an engine leaves, the others continue its requests
-    (docs/clusters.md). `asyncrl serve` starts `min` engines."""
+    """Number of vLLM engines, or a range such as `{min: 1, max: 4}`. Each engine is one Ray actor. With a range, the
+    run starts with `min` engines, and more join when Ray has room for them. When an engine leaves, the others continue
+    its requests (docs/clusters.md). `asyncrl serve` starts `min` engines."""
     threads_per_engine: Count = 1
-    """CPU threads of an engine (ignored on GPU)."""
+    """CPU threads per engine (ignored on GPU)."""
     gpus_per_engine: Gpus = 0
-    """GPUs of an engine (its tensor-parallel size); 0 runs vLLM on the CPU. With a share such as 0.5,
-    each engine is on one GPU together with a trainer rank."""
+    """GPUs per engine (its tensor-parallel size); 0 runs vLLM on the CPU. With a share such as 0.5, each engine shares
+    one GPU with a trainer rank."""
     group_size: Count = 8
     """Rollouts per prompt."""
     max_running_rollouts: Count = 256
@@ -131,27 +130,28 @@ class RolloutSpec(Section):
     """The engines' dtype."""
     kv_cache_mb: Count | None = None
     """Key-value cache of a CPU engine in MiB. Default: enough for `max_running_rollouts` sequences of average length,
-    and for one of `model.max_length`."""
+    and for one sequence of `model.max_length`."""
     retries: NonNegative = 2
     """How often a failed rollout is generated again before its group is rejected."""
     max_failed_share: Fraction = 0.25
-    """The run stops when a larger share of the last 100 groups, and at least 8 of them, are lost because a rollout
-    failed, or because the reward is None for all rollouts but one. 0: the run stops at the first lost group."""
+    """The run stops when more than this share of the last 100 groups is lost, and at least 8 groups. A group is lost
+    when a rollout failed, or when the reward is None for all rollouts but one. 0 stops the run at the first lost group.
+    """
     hang_seconds: float = Field(120.0, ge=1, le=YEAR_S)
-    """An engine that has rollouts to generate and produces no token for this long is restarted."""
+    """An engine that has rollouts to generate but produces no token for this long is restarted."""
     gateway: GatewaySpec = Field(default_factory=GatewaySpec)
     """OpenAI-compatible access, for agents and `asyncrl serve`."""
     tool_parser: Text | None = None
-    """How the model writes tool calls: the name of one of vLLM's tool parsers. Default: `hermes`, `<tool_call>{"name":
-    ..., "arguments": {...}}</tool_call>`."""
+    """vLLM tool parser that reads the model's tool calls. Default: `hermes`, which reads `<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>`."""
     reasoning_parser: Text | None = None
-    """How the model writes its reasoning: the name of one of vLLM's reasoning parsers, such as `qwen3` or
-    `deepseek_r1`. Default: the entire reply is content."""
+    """vLLM reasoning parser that reads the model's reasoning, such as `qwen3` or `deepseek_r1`. Default: the entire
+    reply is content."""
     speculative_tokens: NonNegative = 0
-    """Tokens that an engine guesses ahead of each one that it generates, if the sequence repeats itself: those that
-    followed its last tokens earlier in it (n-grams). Rollouts are the same as without guesses. Only CPU engines."""
+    """Number of tokens that an engine guesses ahead where a sequence repeats itself (n-gram speculation): it proposes
+    the tokens that followed the same n-gram before. The rollouts do not change. CPU engines only."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the vLLM engine, passed on unchanged."""
+    """Further vLLM engine arguments, passed on unchanged."""
 
     @property
     def longest_rollout(self) -> int:
@@ -160,12 +160,12 @@ class RolloutSpec(Section):
 
     @property
     def min_engines(self) -> int:
-        """Engines that the run starts with."""
+        """Number of engines at the start."""
         return self.engines.min if isinstance(self.engines, EngineRange) else self.engines
 
     @property
     def max_engines(self) -> int:
-        """Largest number of engines of the run."""
+        """Largest number of engines."""
         return self.engines.max if isinstance(self.engines, EngineRange) else self.engines
 
 
@@ -181,7 +181,7 @@ class OptimizerSpec(Section):
     weight_decay: Decay = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """The norm of the gradient is clipped to this value."""
+    """Gradients are clipped to this norm."""
 
 
 class ScheduleSpec(Section):
@@ -194,8 +194,8 @@ class ScheduleSpec(Section):
     final_fraction: Fraction = 0.0
     """Final learning rate of `linear` and `cosine`, as a fraction of the peak."""
     steps: Count | None = None
-    """Training steps that `linear` and `cosine` span: by default `stop.steps`. Later steps keep the last rate. A resume
-    with another `stop.steps` sets it to the old value, because steps that are trained again must have the same rate."""
+    """Training steps that `linear` and `cosine` span. Default: `stop.steps`. Later steps keep the final rate. A resume
+    with another `stop.steps` keeps the old length, because steps that are trained again must have the same rate."""
 
 
 class TrainerSpec(Section):
@@ -204,11 +204,11 @@ class TrainerSpec(Section):
     ranks: Count = 1
     """Trainer processes, one Ray actor each."""
     threads_per_rank: Count = 1
-    """CPU threads of a rank. On GPU they matter only with `offload`: they compute the optimizer's step, each thread
-    about 0.8 billion weights per second."""
+    """CPU threads per rank. On GPU they matter only with `offload`, where they compute the optimizer's step: each
+    thread updates about 0.8 billion weights per second."""
     gpus_per_rank: OneGpu = 0
-    """1 trains on GPU with NCCL, 0 on CPU with gloo. With a share such as 0.5, each rank is on one GPU together
-    with an engine."""
+    """1 trains on GPU with NCCL, 0 on CPU with gloo. With a share such as 0.5, each rank shares one GPU with an
+    engine."""
     dtype: DType = "float32"
     """Dtype of the trained weights."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
@@ -220,41 +220,41 @@ class TrainerSpec(Section):
     epochs: Count = 1
     """Passes over the batch in one step."""
     tokens_per_microbatch: Count = 8192
-    """Tokens of one forward and backward pass, per rank, including padding. With `sequence_parallel` the ranks of a
-    group share them."""
+    """Tokens per forward and backward pass of a rank, including padding. With `sequence_parallel`, the ranks of a group
+    share them."""
     attention: Literal[
         "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
     ] = "sdpa"
     """How transformers computes attention. Flash attention needs bfloat16, a package and a GPU: `flash_attention_2`
     needs flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or Hopper,
-    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs a GPU alone, and
-    is the fastest for rows with long prefixes in common."""
+    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a GPU, and
+    is the fastest for rows that share long prefixes."""
     share_prefixes: bool | None = None
-    """Compute a prefix that rows have in common once: a group's prompt, and what branches of a rollout share. Log-probs
-    and gradients equal the ones of separate rows. Default: wherever the model and `attention` allow it, which flash
+    """Compute a prefix that several rows share only once: a group's prompt, and the common part of a rollout's
+    branches. Log-probs and gradients do not change. Default: on if the model and `attention` support it; flash
     attention does not."""
     packing: bool = Field(default_factory=lambda data: is_flash(data.get("attention", "")))
     """Join the rows of a micro-batch into one sequence instead of padding them. Default: true with flash attention. The
-    other implementations compute attention over the joined sequence, so padding is faster with them."""
+    other implementations compute attention across the entire joined sequence, so padding is faster with them."""
     sequence_parallel: Count = 1
-    """Ranks that share each sequence (DeepSpeed's Ulysses), for sequences that are too long for one. Each rank has a
-    slice of the positions, and in attention a share of the heads."""
+    """Number of ranks that share each sequence (DeepSpeed's Ulysses), for sequences that are too long for one rank.
+    Each rank has a slice of the positions, and in attention a share of the heads."""
     expert_parallel: Count = 1
-    """Ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens are sent to the ranks that
-    have their experts, and a rank gathers the weights of its own experts only. Needs ZeRO-3."""
+    """Number of ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens are sent to the
+    ranks that have their experts, and a rank gathers only its own experts' weights. Needs ZeRO-3."""
     gradient_checkpointing: bool = False
     """Recompute activations to save memory."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What a GPU rank keeps in CPU memory. `optimizer`: Adam's state and the float32 weights. `all` (with ZeRO-3): the
-    trained weights, too."""
+    """State that a GPU rank keeps in CPU memory. `optimizer`: Adam's state and the float32 weights. `all` (needs
+    ZeRO-3): the trained weights, too."""
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default_factory=lambda data: 3 if data.get("ranks", 1) > 1 or data.get("offload") == "all" else 2
     )
-    """DeepSpeed ZeRO stage. Default: 3, which shards the weights. For a single rank 2, because a single rank has all
-    weights anyway, and stage 3 would only add work (3 with `offload: all`)."""
+    """DeepSpeed ZeRO stage. Default: 3, which shards the weights. A single rank has nothing to shard, so its default is
+    2 (3 with `offload: all`)."""
     max_skipped_updates: Count = 10
-    """The run stops after this many consecutive updates that were skipped because the loss or gradient was not finite.
-    """
+    """The run stops after this many consecutive skipped updates. An update is skipped if its loss or gradient is not
+    finite."""
 
 
 class PipelineSpec(Section):
@@ -262,8 +262,8 @@ class PipelineSpec(Section):
 
     mode: Literal["sync", "one_step_off", "async"] = "async"
     """A preset: `sync` is staleness 0 with `drain`, `one_step_off` is staleness 1 with `drain`, with `async` you set
-    both. A file or `--set` that sets the mode replaces `max_staleness`, `weight_update` and `partial_rollouts` of the
-    files below it."""
+    both. A file or `--set` that sets the mode also replaces `max_staleness`, `weight_update` and `partial_rollouts`
+    in the files that it overrides."""
     partial_rollouts: bool = False
     """With mode `sync`: generation stops when a batch is complete. Unfinished rollouts keep their tokens and continue
     under the next weights. Engines are busy until the batch is complete, and idle while the trainer trains."""
@@ -290,22 +290,21 @@ class PipelineSpec(Section):
     ahead: Count | None = None
     """No new group is admitted while this many batches of finished groups wait for the trainer, because they would only
     get staler. 2 is useful if the trainer is always the slower side; if response lengths vary a lot, it costs speed.
-    null: only `max_staleness` limits them."""
+    null: only `max_staleness` limits admission."""
     stall_minutes: float = Field(10.0, ge=0.01, le=YEAR_S // 60)
     """The run stops after this long without progress, and names what it was waiting for."""
     max_restarts: NonNegative = 10
-    """Restarts of one kind of component (engines, trainer ranks, scorer, gateway, episode workers) within
-    6 hours. After that many the run stops with the first cause."""
+    """Largest number of restarts within 6 hours for each kind of component (engines, trainer ranks, scorer, gateway,
+    episode workers). After that, the run stops with the first cause."""
     max_rejected_in_a_row: Count = 2000
-    """The run stops after this many consecutive groups that were rejected."""
+    """The run stops after this many consecutive rejected groups."""
 
 
 class EvaluationSet(Section):
-    """Further prompts to evaluate on, of any task and split."""
+    """Further prompts to evaluate on, from any task and split."""
 
     data: SplitSpec
-    """The prompts. Without a path the task generates them: its split `eval`, or `train` if `split` is `train`.
-    """
+    """The prompts. Without a path the task generates them: its split `eval`, or `train` if `split` is `train`."""
     task: TaskSpec | None = None
     """The task that scores them. Default: the task of the run."""
     every: NonNegative | None = None
@@ -313,46 +312,46 @@ class EvaluationSet(Section):
     greedy: bool = True
     """Generate one greedy response per prompt. false: sample `samples` responses."""
     samples: Count = 1
-    """Responses per prompt when they are sampled."""
+    """Sampled responses per prompt, with `greedy: false`."""
 
 
 class EvaluationSpec(Section):
-    """Accuracy on the held-out prompts and on further sets, generated by the same engines.
+    """Accuracy on the held-out prompts and on further sets. The run's engines generate the responses.
 
     `evaluation: off` evaluates nothing; it is short for `data.eval: null` without `sets`.
     """
 
     every: NonNegative = 0
-    """Steps between two evaluations during training; 0 evaluates before and after training only."""
+    """Steps between two evaluations during training; 0 evaluates only before and after training."""
     prompts: Count | None = None
-    """Prompts of an evaluation during training. Default: all held-out prompts."""
+    """Prompts per evaluation during training. Default: all held-out prompts."""
     samples: Count = 1
     """Sampled responses per held-out prompt. With more than one, every evaluation samples them and reports pass@1 to
     pass@k; with one, only the evaluations before and after training sample."""
     temperature: Temperature | None = None
     """Temperature of sampled responses. Default: `rollout.sampling.temperature`."""
     fix_version: bool = False
-    """Delay new weights until a running evaluation ends, so that it measures exactly one weight version. Otherwise the
-    evaluation records which versions it used."""
+    """Delay new weights until a running evaluation ends, so it measures exactly one weight version. Otherwise the
+    evaluation records the versions that it used."""
     sets: dict[SetName, EvaluationSet] = Field(default_factory=dict)
     """Further sets, by name."""
 
 
 class CheckpointSpec(Section):
-    """When the trainer's state is saved."""
+    """When the trainer's state is saved, and which checkpoints are kept."""
 
     every: NonNegative = 0
     """Steps between two checkpoints; 0 saves only when the run ends or is interrupted."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: NonNegative = 0
-    """Also keep the checkpoints of steps that are divisible by this; 0: none."""
+    """Also keep checkpoints of steps divisible by this number; 0: none."""
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the best greedy held-out accuracy at their step."""
     upload: Text | None = None
-    """Where each complete checkpoint is copied: a URL that fsspec can write, such as `s3://bucket/folder`, or a shell
-    command with `ASYNCRL_CHECKPOINT` (the folder), `ASYNCRL_STEP` and `ASYNCRL_RUN_ID` in its environment. Training
-    does not wait for it. A copy that fails is tried again after the next checkpoint (docs/tutorial.md)."""
+    """Destination for a copy of each complete checkpoint: a URL that fsspec can write, such as `s3://bucket/folder`, or
+    a shell command with `ASYNCRL_CHECKPOINT` (the folder), `ASYNCRL_STEP` and `ASYNCRL_RUN_ID` in its environment.
+    Training does not wait for it. A failed copy is retried after the next checkpoint (docs/tutorial.md)."""
 
     @property
     def upload_protocol(self) -> str | None:
@@ -365,7 +364,7 @@ class JournalSpec(Section):
     """The durable record of the run: all groups, rollouts, batches and published versions."""
 
     segment_seconds: Seconds = 10.0
-    """Tokens of unfinished rollouts are recorded at every publish, and at least this often."""
+    """Tokens of unfinished rollouts are recorded at least this often, and at every publish."""
     keep: Literal["all"] | Count = "all"
     """`all` keeps the tokens of every rollout. A number N deletes the tokens of groups that were trained before the Nth
     newest checkpoint. Data that a resume from a kept checkpoint needs is never deleted."""
@@ -377,14 +376,14 @@ class WandbSpec(Section):
     project: Text = "asyncrl"
     """Project of the run."""
     entity: Text | None = None
-    """User or team that owns the project. Default: that of your account."""
+    """User or team that owns the project. Default: your account's default entity."""
     mode: Literal["online", "offline"] = "online"
     """`online` needs an API key (`WANDB_API_KEY`, or `wandb login`). `offline` writes to the run's folder only: `wandb
     sync RUN/wandb/offline-*` uploads it later."""
 
 
 class TrackingSpec(Section):
-    """Where the run is logged besides its own folder: MLflow, TensorBoard, Weights & Biases, your own monitors."""
+    """Where the run is logged in addition to its folder: MLflow, TensorBoard, Weights & Biases, your own monitors."""
 
     mlflow: bool = True
     """Log parameters, metrics and artifacts to MLflow."""
@@ -393,7 +392,7 @@ class TrackingSpec(Section):
     experiment: Text = "asyncrl"
     """MLflow experiment."""
     system_metrics: bool = True
-    """Log processors, memory, disk, network and GPUs of the driver's machine, every ten seconds."""
+    """Log CPU, memory, disk, network and GPU metrics of the driver's machine every ten seconds."""
     register_model: str | None = Field(None, pattern=r"^[^/:]+$")
     """Register the final model in MLflow as a version of the model with this name. Default: do not register it."""
     tensorboard: bool = False
@@ -401,7 +400,7 @@ class TrackingSpec(Section):
     wandb: WandbSpec | None = None
     """Log metrics to Weights & Biases. Default: off."""
     monitors: list[Annotated[str, pattern(MODULE_NAME, "must be module:Class")]] = Field(default_factory=list)
-    """Your own monitors, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in modules beside
+    """Your own monitors, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in modules next to
     the spec or on Python's path."""
 
 
@@ -409,21 +408,21 @@ Notice = Literal["finish", "failure", "stall"]
 
 
 class NotifySpec(Section):
-    """Notifications about the run. If one cannot be delivered, a warning is shown and the run continues."""
+    """Notifications about the run. If delivery fails, the run shows a warning and continues."""
 
     webhook: str | None = Field(None, pattern=r"^(https?://\S+|env:[A-Za-z_][A-Za-z0-9_]*)$")
-    """URL that gets a POST request with JSON. `env:NAME` reads the URL from that environment variable, so that it is
-    not written to the run's folder, MLflow or reports."""
+    """URL that gets a POST request with JSON. `env:NAME` reads the URL from that environment variable, which keeps it
+    out of the run's folder, MLflow and reports."""
     command: Text | None = None
     """A shell command. It has `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` in its
-    environment, the webhook's JSON on its standard input, and 30 s of time."""
+    environment, the webhook's JSON on its standard input, and 30 s to finish."""
     on: list[Notice] = Field(list(get_args(Notice)))
     """Events to notify of: `finish` (the last step is done), `failure` (the run failed), `stall` (the run has made no
     progress for half of `pipeline.stall_minutes`)."""
 
 
 class NodeSelector(Section):
-    """The nodes of a joined cluster that may be used; without `nodes` and `labels` all of them."""
+    """The nodes of a joined cluster that may be used. Without `nodes` and `labels`, all may be used."""
 
     nodes: list[Annotated[str, pattern(_HOST, "must be a host name or an address")]] = Field(default_factory=list)
     """Addresses or host names, as `ray status -v` shows them."""
@@ -445,30 +444,30 @@ class ClusterSpec(Section):
     engines: NodeSelector = Field(default_factory=NodeSelector)
     """Nodes for the engines. An engine has all its GPUs on one node."""
     gpu_memory_gb: float | None = Field(None, gt=0, le=10_000)
-    """Memory of a GPU in GB (10⁹ bytes), for the memory estimate (docs/sizing.md). Default: that of this machine's
-    smallest GPU."""
+    """Memory of a GPU in GB (10⁹ bytes), for the memory estimate (docs/sizing.md). Default: the memory of this
+    machine's smallest GPU."""
     host_memory_gb: float | None = Field(None, gt=0, le=1_000_000)
-    """Memory of a host in GB, for the memory estimate. Default: what is available on this machine."""
+    """Memory of a host in GB, for the memory estimate. Default: the memory available on this machine."""
     gpus_per_host: Count = 8
-    """GPUs of a host, for the memory estimate."""
+    """GPUs per host, for the memory estimate."""
     autoscaling: bool = False
-    """The cluster adds nodes when Ray asks for them. If it lacks resources at the start, the run then waits for them
-    instead of being refused."""
+    """Set this if the cluster adds nodes when Ray asks for them. A run that lacks resources at the start then waits for
+    them instead of being refused."""
 
 
 class StopSpec(Section):
     """When the run ends."""
 
     steps: Count | None = None
-    """Training steps. With `epochs`, too: the run ends at whichever comes first."""
+    """Training steps. If `epochs` is set, too, the run ends at whichever comes first."""
     epochs: Count | None = None
-    """Passes over the training prompts. The start counts the prompts and records the result as `stop.steps`: epochs ·
+    """Passes over the training prompts. At the start, the prompts are counted and `stop.steps` is recorded: epochs ·
     prompts / `pipeline.groups_per_step`, rounded up to a published version. Skipped prompts and rejected groups give
     their places to the next prompts. With a curriculum an epoch has the prompts of one stage (docs/data.md)."""
 
     @property
     def total(self) -> int:
-        """`steps`; with `epochs`, a number that no run reaches until a start has counted them."""
+        """`steps`; with `epochs`, an unreachable number until the start has counted the prompts."""
         return self.steps or NOT_COUNTED
 
 

@@ -17,7 +17,7 @@ from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS, VALUES
 from asyncrl_cli.spec.problems import Problem
 
 KeyPath = tuple[int | str, ...]
-"""The keys and indices that lead to a value, as pydantic has them."""
+"""The keys and indices that lead to a value, in pydantic's form."""
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -43,11 +43,11 @@ _MESSAGES = {
     "less_than": "must be less than {lt:.12g}, not {shown}",
 }
 _SUGGESTED = 100
-"""Largest number of unknown keys that get a suggestion: each takes milliseconds, and a file may have thousands."""
+"""Largest number of unknown keys with a suggestion: each takes milliseconds, and a file may have thousands."""
 
 
 def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[Problem, bool]]:
-    """Each of pydantic's errors as a problem, and whether it is the key (rather than the value) that is wrong.
+    """Translate pydantic's errors. Yields each problem, and True if the key (not the value) is wrong.
 
     In a ``partial`` spec (one of its files could not be read), no key is reported as missing.
     """
@@ -74,10 +74,10 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
 
 
 def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[KeyPath, str]]:
-    """Merge the errors of keys that take either a word or another type: pydantic reports an error for each alternative,
-    with the type in its location.
+    """Merge the errors of keys that take either a word or another type.
 
-    Returns the errors of the other type, located at the key itself, and the words that are valid, by location.
+    Pydantic reports an error for each alternative, with the type in its location. Returns the errors of the other type,
+    located at the key itself, and the valid words, by location.
     """
     kept: list[ErrorDetails] = []
     words: dict[KeyPath, str] = {}
@@ -99,8 +99,8 @@ def _is_leaf(location: KeyPath) -> bool:
 
 
 def _foreign(location: KeyPath, value: Any, *, inside: bool = False) -> list[KeyPath]:
-    """The unknown keys to report for an unknown one: if it is a section of another trainer, the keys in it that have a
-    counterpart here; otherwise the key itself."""
+    """The keys to report for an unknown key: for another trainer's section, its keys that have a counterpart here;
+    otherwise the key itself."""
     answered = any(elsewhere(*_parent(location)))
     if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
         return [location] if not inside or answered or _known(location)[0] else []
@@ -110,7 +110,6 @@ def _foreign(location: KeyPath, value: Any, *, inside: bool = False) -> list[Key
 
 
 def _known(location: KeyPath) -> tuple[list[str], str]:
-    """Suggestions for an unknown key, and the hint that names them."""
     parent, key = _parent(location)
     if instead := elsewhere(parent, key)[1]:
         return [], instead
@@ -140,7 +139,7 @@ def _flow(value: Any) -> str:
 
 
 def _message(detail: ErrorDetails, words: str = "") -> str:
-    """The message of an error; ``words`` are further valid values."""
+    """``words``: further valid values."""
     kind, value = detail["type"], detail["input"]
     if kind in _MESSAGES:
         return _MESSAGES[kind].format(**detail.get("ctx", {}), shown=_shown(value), length=len(str(value)))
@@ -177,7 +176,7 @@ def _default_hint(key: Key | None) -> str:
     if key is None:
         return ""
     default = key.default
-    if key.opens and not isinstance(default, int):  # that one may be a number as well
+    if key.opens and not isinstance(default, int):  # Of all sections, only rollout.engines may also be a number.
         return f"write its keys below it: {', '.join(key.opens.model_fields)}"
     return "" if default is PydanticUndefined or default == {} else f"default: {_shown(default)}"
 
@@ -214,24 +213,24 @@ def _shown(value: Any) -> str:
 
 
 def suggest(parent: str, key: str) -> list[str]:
-    """Suggestions for an unknown ``key`` under ``parent``: dotted keys, the most likely first.
+    """Suggest dotted keys for an unknown ``key`` under ``parent``, the most likely first.
 
-    The counterpart of another trainer's name comes before a key with a similar name, unless the counterpart is in
-    another section and the similar key in this one.
+    The counterpart of another trainer's name comes before a key with a similar name, unless only the similar key is in
+    the same section.
     """
     parent = general(parent)
     prefix = f"{parent}." if parent else ""
-    beside = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
-    siblings = [name for name in beside if "." not in name]
+    here = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
+    siblings = [name for name in here if "." not in name]
     if not parent:
-        siblings.append(beside.setdefault("extends", "extends"))
+        siblings.append(here.setdefault("extends", "extends"))
     close = closest(key, siblings, cutoff=0.75)
     known, _ = elsewhere(parent, key)
     own = [path for path in _suffixes(parent, key) if "." in path and path in keys()]
     if own:
         return own[:1]
     if close and not any(_shared(parent, path) for path in known) and (parent or not known):
-        return [beside[close[0]]]
+        return [here[close[0]]]
     names = {path: path.rpartition(".")[2] for path in keys()}
     wanted = {names[path] for path in known}
     closer = max((_shared(parent, path) for path in known), default=-1)
@@ -248,8 +247,10 @@ def suggest(parent: str, key: str) -> list[str]:
 
 
 def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
-    """The counterparts of another trainer's key, found by the longest known part of its path: the keys to use, or a
-    hint on what to do instead. Both are empty for an unknown key."""
+    """Look up another trainer's key by the longest known part of its path.
+
+    Returns the keys to use, and a hint. Both are empty for an unknown key.
+    """
     known = next((name for name in _suffixes(parent, key) if name in KEYS or name in HINTS), "")
     return KEYS.get(known, []), HINTS.get(known, "")
 
@@ -261,5 +262,5 @@ def _suffixes(parent: str, key: str) -> list[str]:
 
 
 def _shared(parent: str, path: str) -> int:
-    """How many sections a path has in common with the location of the unknown key."""
+    """Number of sections that a path has in common with the unknown key's location."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(parent.split("."), path.split("."), strict=False))))

@@ -1,9 +1,8 @@
 """Reads YAML text as a tree of nodes that keep their locations in the file.
 
-Scalars follow YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text. `${env:NAME}` and
-`${env:NAME:-default}` are replaced by environment variables, and a scalar that contained one is interpreted after the
-replacement, so that numbers work; `$${env:` is a literal `${env:`. Problems are collected, never raised: the reader
-continues after a mistake, with the text unchanged.
+Scalars follow YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text. `${env:NAME}` and `${env:NAME:-default}`
+are replaced by environment variables before the scalar is interpreted, so a variable may hold a number; `$${env:` is a
+literal `${env:`. Problems are collected, never raised: the reader continues after a mistake, with the text unchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.yaml_syntax import explain_syntax
 
 MAX_VALUES = 10_000
-"""Largest number of values of one document, with aliases expanded: without a limit, a kilobyte of nested aliases could
-expand to billions."""
+"""Largest number of values in a document, with aliases expanded. Without this limit, a kilobyte of nested aliases could
+expand to billions of values."""
 MAX_DEPTH = 64
 """Deepest nesting, far below Python's recursion limit."""
 
@@ -37,7 +36,7 @@ SCALARS = {
     ),
     _TAG + "merge": re.compile(r"<<\Z"),
 }
-# The lookbehind and the excluded brace keep matching linear in texts with many dollars or unfinished variables.
+# The lookbehind and the excluded brace keep the search linear in texts with many dollars or unfinished variables.
 _REFERENCE = re.compile(r"(?<!\$)(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\})?")
 
 
@@ -60,7 +59,7 @@ _TOO_DEEP = f"nested too deeply, in more than {MAX_DEPTH} levels"
 
 
 class _TooLarge(Exception):
-    """A document beyond the limits; reading it stops here."""
+    """The document exceeds a limit; reading stops here."""
 
     def __init__(self, message: str, mark: yaml.Mark) -> None:
         super().__init__(message)
@@ -76,7 +75,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value with its location, and the location of its key, if it has one."""
+    """A value with its location, and the location of its key if it has a key."""
 
     value: dict[str, Node] | list[Node] | Scalar
     location: Location
@@ -85,13 +84,13 @@ class Node:
     """The original text, if environment variables were replaced in it."""
 
     def plain(self) -> Any:
-        """The value without locations, as dicts, lists and scalars."""
+        """Return the value without locations, as dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def child(self, key: str) -> Node | None:
-        """The entry of a key, or of an index of a list."""
+        """Return the entry of a key, or of an index of a list."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
@@ -99,8 +98,8 @@ class Node:
         return None
 
     def changed(self, keys: list[str], change: Callable[[Node], Node | None]) -> Node:
-        """A copy of the tree in which ``change`` is applied to every node at the path ``keys`` (``*``: any key or
-        index). If it returns None, the entry is removed."""
+        """Return a copy of the tree with ``change`` applied to every node at the path ``keys`` (``*``: any key or
+        index). If ``change`` returns None, the entry is removed."""
         first, *rest = keys
 
         def below(child: Node) -> Node | None:
@@ -114,7 +113,7 @@ class Node:
         return replace(self, value={name: child for name, child in chosen.items() if child is not None})
 
     def references(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The paths (keys and indices) at which environment variables were replaced, each with the original text."""
+        """Yield the path (keys and indices) and the original text of each value with environment variables."""
         if self.reference is not None:
             yield path, self.reference
         below = dict(enumerate(self.value)) if isinstance(self.value, list) else self.value
@@ -122,13 +121,13 @@ class Node:
             yield from node.references((*path, str(name)))
 
     def location_of(self, path: str, *, key: bool = False) -> Location:
-        """The location of a dotted path's value, or with ``key`` of its key.
+        """Return the location of a dotted path's value, or with ``key`` of its key.
 
-        For a path that is not in the file, the location of the nearest key above it.
+        For a path that is not in the file, this is the location of the nearest key above it.
         """
         node, names = self, path.split(".") if path else []
         while names:
-            # The longest first: a key may have dots of its own.
+            # Longest first: a key may itself contain dots.
             for count in range(len(names), 0, -1):
                 below = node.child(".".join(names[:count]))
                 if below is not None:
@@ -142,8 +141,8 @@ class Node:
 def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = "") -> Node | None:
     """Read one YAML document; None if its structure cannot be read (``problems`` says why).
 
-    ``origin`` names the file; with a command-line option as origin, that option is the location of every node.
-    ``path`` is the dotted path of the document's root.
+    ``origin`` names the file; if it is a command-line option, every node has this option as its location. ``path`` is
+    the dotted path of the document's root.
     """
     reader = _Reader(origin, problems)
     try:
@@ -228,7 +227,7 @@ class _Reader:
         return {**merged, **own}
 
     def merged(self, source: yaml.Node, path: str) -> Iterator[tuple[str, Node]]:
-        """The entries that `<<` merges in; in a list, earlier mappings take precedence."""
+        """The entries that `<<` merges in. Reversed, because in a list earlier mappings take precedence."""
         for part in reversed(source.value) if isinstance(source, yaml.SequenceNode) else [source]:
             node = self.node(part, path)
             if isinstance(node.value, dict):
@@ -237,7 +236,7 @@ class _Reader:
                 self.report(path, "`<<` needs a mapping, or a list of mappings", node.location)
 
     def scalar(self, tag: str, text: str, path: str, location: Location) -> tuple[Scalar, bool]:
-        """A scalar's value, and whether environment variables were replaced in it."""
+        """A scalar's value, and True if environment variables were replaced in it."""
         expanded, substituted = self.expand(text, path, location)
         if substituted:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
@@ -259,8 +258,7 @@ class _Reader:
         return value, substituted
 
     def characters(self, text: str, path: str, location: Location) -> str:
-        """The text with pairs of escaped surrogates (as JSON writes rare characters) joined; half a pair is a
-        mistake."""
+        """Join pairs of escaped surrogates, which JSON writes for rare characters. Half a pair is a mistake."""
         if text.isascii():
             return text
         try:
@@ -272,7 +270,7 @@ class _Reader:
             return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
-        """The text with environment variables replaced, and whether it had any."""
+        """Replace environment variables. Returns the text, and True if any were replaced."""
         substituted = False
 
         def value(match: re.Match[str]) -> str:
@@ -298,7 +296,7 @@ class _Reader:
 
 
 def _convert(tag: str, text: str) -> Scalar:
-    """A scalar's value. ValueError if its text does not fit its tag."""
+    """Raises ``ValueError`` if the text does not fit the tag."""
     kind = tag.removeprefix(_TAG)
     if kind in ("null", "bool", "int", "float") and not SCALARS[tag].match(text):
         raise ValueError(text)

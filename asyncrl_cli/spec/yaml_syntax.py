@@ -1,4 +1,4 @@
-"""Explains errors of the YAML parser: the location, and what to write instead."""
+"""Explains errors of the YAML parser: where the mistake is, and how to write it correctly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
 
 
 class Mistake(NamedTuple):
-    """A message, a hint, and the line and column that it is about (from 0; None when the parser named no location)."""
+    """A message, a hint, and the line and column of the mistake (from 0; None if the parser named no location)."""
 
     message: str
     hint: str
@@ -23,7 +23,7 @@ class Mistake(NamedTuple):
 
 
 def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
-    """The parser's error in ``text``, with a message and a hint for the author of a spec."""
+    """Explain the parser's error in ``text`` to the author of a spec."""
     at = error.problem_mark or error.context_mark
     problem, context = error.problem or "", error.context or ""
     if at is None:
@@ -89,7 +89,7 @@ def _open_quote(text: str, index: int) -> Mistake | None:
             if isinstance(token, yaml.ScalarToken):
                 last = token
     except yaml.YAMLError:
-        pass  # The text is known to be wrong: what counts is the last token before that.
+        pass  # The text is known to be wrong. Only the last token before the mistake matters.
     if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
         return None
     message = f"unclosed quote: the next one is in line {last.end_mark.line + 1}"
@@ -136,7 +136,6 @@ def _no_value(line: str) -> tuple[str, str]:
 
 
 def _after_block(here: _Spot, found: str) -> Mistake:
-    """Text after the end of a value or section."""
     if found in ("<block mapping start>", "<block sequence start>", "?"):
         message = "indentation matches none of the sections above"
         return here.mistake(message, "indent it like the other keys of its section")
@@ -151,7 +150,6 @@ def _after_block(here: _Spot, found: str) -> Mistake:
 
 
 def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> Mistake:
-    """Characters that a value cannot start with, and what may occur only once."""
     if "found undefined alias" in problem:
         name = problem.rpartition("'")[0].rpartition("'")[2]
         return here.mistake(f"`*{name}` has no anchor `&{name}` above it", "if it is text, put it in quotes")

@@ -1,7 +1,7 @@
-"""Rules between fields: small functions that yield problems, each with the key that it is about.
+"""Rules between fields: small functions that yield problems, each with the key to change.
 
-A rule gets a spec whose fields are valid one by one. Hints name values that would work. docs/spec.md shows the
-docstrings of the rules, in the order of these imports.
+Every single field of the spec is already valid. Hints name values that would work. docs/spec.md shows the docstrings of
+the rules, in the order of these imports.
 """
 
 from asyncrl_cli.spec.rules import model, data, sizes, objective, machine, quantization  # noqa: I001

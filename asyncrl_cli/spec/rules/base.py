@@ -12,22 +12,22 @@ RULES: list[Rule] = []
 
 
 def rule(check: Rule) -> Rule:
-    """Decorator: check this rule for every spec."""
+    """Register a rule, which is then checked for every spec."""
     RULES.append(check)
     return check
 
 
 def warning(path: str, message: str, hint: str = "") -> Problem:
-    """A problem that does not refuse the spec."""
+    """Return a problem that does not refuse the spec."""
     return Problem(path, message=message, hint=hint, severity="warning")
 
 
 def argument_name(written: str) -> str:
-    """The name of a vLLM argument that may be written as on vLLM's command line (`--max-model-len`)."""
+    """Return the Python name of a vLLM argument, which may be written as on the command line (`--max-model-len`)."""
     return written.strip("-").replace("-", "_").lower()
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number as text; at most the twelve largest."""
+    """Return the divisors of a number as text; at most the twelve largest."""
     found = [part for part in range(1, min(number, 100_000) + 1) if number % part == 0]
     return ", ".join(map(str, found[-12:]))

@@ -1,4 +1,4 @@
-"""Rules of the task, or a mix of tasks, and of the prompts: where they come from, and in which order."""
+"""Rules for the task or mix of tasks, and for the prompts: their sources and their order."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ READY_TASKS = {
     "command": "asyncrl_cli.tasks.ready.command:Command",
     "prompts": "asyncrl_cli.tasks.ready.matching:Prompts",
 }
-"""The ready tasks, which are part of asyncrl, and their classes."""
+"""The ready tasks and their classes."""
 GYM = "gym/"
-"""Prefix of the name of a reasoning-gym data set."""
+"""Prefix of the names of reasoning-gym data sets."""
 HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
 SOURCES = (
     "name .jsonl, .json, .parquet or .csv files (relative to the spec; text also as .gz or .zst), a folder that "
     "`datasets` saved, `hf:owner/name`, or `module:function`"
 )
 SAVED_MARKS = ("dataset_info.json", "dataset_dict.json")
-"""Files of which a folder saved by `datasets` has at least one."""
+"""A folder saved by `datasets` has at least one of these files."""
 
 
 @rule
@@ -86,8 +86,8 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def splits(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Each split has a `path` or a `size`, its files or folder exist, each once, `image_column` comes with
-    `model.max_images`, and `data.eval` has no source of `data.train`."""
+    """Each split has a `path` or a `size`. Its files or folder exist, and are named once. `image_column` needs
+    `model.max_images`. `data.eval` and `data.train` have no source in common."""
     for key, split in all_splits(spec):
         paths = split.paths
         if not paths and split.size is None and not key.startswith("task.mix."):
@@ -109,7 +109,7 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 def _source_fault(path: str, several: bool) -> str:
-    """The mistake of one source of a split; ``several``: it is one of several files."""
+    """The mistake in one source of a split, or empty text. ``several``: the split has several sources."""
     kind = kind_of(path)
     if several and kind in ("hub", "function", "saved"):
         return f"only files can be joined, and {path} is not a file; task.mix joins any sources"
@@ -128,7 +128,7 @@ def _source_fault(path: str, several: bool) -> str:
 
 @rule
 def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A split's `template` names columns; `config` and `split` belong to data sets, and a hub id needs its `split`."""
+    """A split's `template` names columns. Only data sets have `config` and `split`, and a hub id needs a `split`."""
     for key, split in all_splits(spec):
         first = next(iter(split.paths), None)
         kind = None if first is None else kind_of(first)
@@ -170,7 +170,7 @@ def mcp_servers(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Stages of a curriculum end one after another, and `min` is not above `max`; only the last may have no end."""
+    """The stages of a curriculum end one after another, and only the last may have no end. `min` is at most `max`."""
     stages = spec.data.curriculum.stages if spec.data.curriculum else []
     before = 0
     for index, stage in enumerate(stages):
@@ -190,7 +190,7 @@ def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
-    """More than one of `samples` in an evaluation set needs `greedy: false`: all greedy responses are equal."""
+    """In an evaluation set, `samples` above 1 needs `greedy: false`: all greedy responses are equal."""
     for name, chosen in spec.evaluation.sets.items():
         if chosen.greedy and chosen.samples > 1:
             hint = "set greedy to false, or remove samples"
@@ -199,7 +199,7 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def held_out(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A run without held-out prompts has no settings for their evaluation."""
+    """Without held-out prompts, settings of their evaluation have no effect."""
     if spec.data.eval is not None:
         return
     if spec.evaluation.every and not spec.evaluation.sets:
@@ -211,7 +211,7 @@ def held_out(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
-    """An evaluation set's task has no other `special_tokens` than the run's: engines decode all responses alike."""
+    """An evaluation set's task has the same `special_tokens` as the run: engines decode all responses alike."""
     for name, chosen in spec.evaluation.sets.items():
         own = chosen.task.special_tokens if chosen.task is not None else None
         if own is not None and own != (spec.task.special_tokens or "hidden"):
@@ -220,7 +220,7 @@ def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:
-    """Every split of a spec, by its key."""
+    """Yield every split of a spec with its key."""
     yield "data.train", spec.data.train
     if spec.model.warm_start is not None and spec.model.warm_start.data is not None:
         yield "model.warm_start.data", spec.model.warm_start.data

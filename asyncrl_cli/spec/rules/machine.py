@@ -1,4 +1,4 @@
-"""Rules of devices, engines and their arguments, of the runs folder and MLflow, and of mappings without fixed keys."""
+"""Rules for devices, engines and their arguments, the runs folder, MLflow, and mappings without fixed keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_ENGINE_ARGS = {
     **dict.fromkeys(("load_format", "generation_config", "worker_cls", "worker_extension_cls")),
     **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "enable_chunked_prefill", "async_scheduling")),
 }
-"""vLLM arguments that asyncrl sets itself, each with the key to use instead ("": none). Arguments that begin with
+"""vLLM arguments that asyncrl sets itself, each with the key to use instead, or None. Arguments that begin with
 `schedul` are treated in the same way."""
 
 _ONE_ACTOR = "an engine is one process group on one host, with the GPUs of rollout.gpus_per_engine alone"
@@ -51,12 +51,12 @@ IMPOSSIBLE_ENGINE_ARGS = {
     "convert": (("auto", "none"), "only a generating engine can produce rollouts", "remove it"),
     "skip_tokenizer_init": ((False,), "engines need the tokenizer to stop at rollout.sampling.stop", "remove it"),
 }
-"""vLLM arguments of which only some values work: these values, the reason, and the hint. None is always allowed."""
+"""vLLM arguments with few values that work: these values, the reason, and the hint. None is always allowed."""
 
 
 @rule
 def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Trainer and engines compute in the same dtype; otherwise their log-probs differ more."""
+    """Trainer and engines compute in the same dtype. Otherwise their log-probs differ more."""
     if spec.trainer.dtype != spec.rollout.dtype:
         message = f"engines in {spec.rollout.dtype} and trainer in {spec.trainer.dtype}: their log-probs differ more"
         yield warning("rollout.dtype", message, f"use {spec.trainer.dtype} for both, if memory allows")
@@ -64,7 +64,7 @@ def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def float32_on_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Trainer and engines on GPUs compute in bfloat16, not in float32, which is for tests of exactness."""
+    """Trainer and engines on GPUs compute in bfloat16. float32 is for tests of exactness."""
     parts = {"rollout.dtype": spec.rollout.gpus_per_engine, "trainer.dtype": spec.trainer.gpus_per_rank}
     slow = [path for path, gpus in parts.items() if gpus and getattr(spec, path.partition(".")[0]).dtype == "float32"]
     if slow:
@@ -134,10 +134,10 @@ def threads(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def joined_cluster(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A cluster is joined from one of its hosts; its other keys need `cluster.address`."""
+    """A cluster is joined from one of its hosts. The other keys of `cluster` need `cluster.address`."""
     cluster = spec.cluster
     if cluster.address is not None and "://" in cluster.address:
-        message = "the driver has to run on a host of the cluster: it holds the journal, and the gateway is beside it"
+        message = "the driver has to run on a host of the cluster, together with the journal and the gateway"
         hint = "run asyncrl there, with cluster.address: auto (`ray job submit` does; see docs/clusters.md)"
         yield Problem("cluster.address", message, hint)
     for key in ("trainer", "engines", "autoscaling"):
@@ -148,7 +148,7 @@ def joined_cluster(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.engine_args` has no arguments that asyncrl sets itself, and no values that cannot work."""
+    """`rollout.engine_args` has no argument that asyncrl sets itself, and no value that cannot work."""
     for argument, value in spec.rollout.engine_args.items():
         name = argument_name(argument)
         path = f"rollout.engine_args.{argument}"

@@ -1,4 +1,4 @@
-"""Rules of the model."""
+"""Rules for the model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     "max_position_embeddings",
 )
-"""Keys of an architecture's config that the rules read; most architectures have them."""
+"""Config keys that the rules read. Most architectures have them."""
 TEXT_CONFIG = "text_config"
-"""The key of a vision-language config with the language model's keys."""
+"""The key of a vision-language config that holds the language model's keys."""
 HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 
 
 def _sizes(spec: ExperimentSpec) -> dict[str, int]:
-    """The values of ``SIZES`` in `model.init.config`, without those that are invalid."""
+    """The valid values of ``SIZES`` in `model.init.config`."""
     config, _ = _text_config(spec)
     found = {name: config.get(name) for name in SIZES}
     return {name: size for name, size in found.items() if type(size) is int and 1 <= size <= LARGEST}
@@ -67,15 +67,15 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def warm_start_rows(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`model.warm_start.data` has a path, the keys for rows and for demonstrations are set only where they have an
-    effect, and the rates for random weights are not used for a saved model unnoticed."""
+    """`model.warm_start.data` has a path. Keys for rows and for demonstrations are set only where they have an effect.
+    The learning rates for random weights are not used for a saved model by accident."""
     start, key = spec.model.warm_start, "model.warm_start"
     if start is None:
         return
     rate = start.matrix_learning_rate
     if spec.model.path is not None and rate == type(start).model_fields["matrix_learning_rate"].default:
         message = f"{rate} is for random weights, and changes a saved model much"
-        hint = "start with 3e-4, and learning_rate 1e-5; other values of your own are not questioned"
+        hint = "start with 3e-4, and learning_rate 1e-5; any value that you set is accepted"
         yield warning(f"{key}.matrix_learning_rate", message, hint)
     if start.data is None:
         if start.response_column is not None or start.train_on != "last":
@@ -106,7 +106,7 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 VISION_LANGUAGE = ("gemma3", "qwen2_5_vl", "qwen3_vl")
-"""Architectures that see images, which `model.init` can make."""
+"""Architectures with images that `model.init` can make."""
 
 
 @rule
@@ -118,7 +118,7 @@ def architecture_sees_images(spec: ExperimentSpec) -> Iterator[Problem]:
         hint = f"use {', '.join(VISION_LANGUAGE)}, or set it to 0"
         yield Problem("model.max_images", f"`{name}` sees no images", hint)
     if name in VISION_LANGUAGE and not spec.model.max_images:
-        hint = "set it to 1 or more, or use an architecture of text alone"
+        hint = "set it to 1 or more, or use an architecture for text only"
         yield Problem("model.max_images", f"`{name}` is a model for images", hint)
 
 
@@ -134,11 +134,11 @@ def images_are_trained(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
-"""Mixtures of experts that were tested; for others, the checks before a run inspect the model."""
+"""Mixtures of experts that were tested. For others, the checks before a run inspect the model."""
 UNSERVED = {
     "gpt_oss": "vLLM's loader writes its experts and attention sinks in a way that does not support reloading weights",
 }
-"""Architectures that transformers can train, but whose weights cannot be updated in an engine, and why."""
+"""Architectures that transformers can train but engines cannot update, and why."""
 
 
 @rule
@@ -150,7 +150,7 @@ def architecture_is_served(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 DIVIDED = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
-"""Architectures whose experts can be divided among ranks, and the key of their config with the number of experts."""
+"""Architectures that can divide their experts among ranks, and the config key with the number of experts."""
 
 
 @rule
@@ -164,9 +164,10 @@ def experts_are_divided(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @cache
 def _architectures() -> frozenset[str]:
-    """The model types, from the source of transformers, because its import takes seconds; empty if it is not found.
+    """The model types of transformers; empty if transformers is not found.
 
-    ``train.model.initial`` asks transformers itself before a run starts.
+    They are read from its source, because importing it takes seconds. ``train.model.initial`` asks transformers itself
+    before a run starts.
     """
     package = find_spec("transformers")
     source = Path(package.origin or "").parent / "models/auto/modeling_auto.py" if package else Path()
@@ -201,7 +202,7 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator[Problem]:
-    """A problem unless a model's attention heads can be divided into ``size`` equal shares.
+    """Yield a problem unless a model's attention heads can be divided into ``size`` equal shares.
 
     Ulysses needs ``size`` to divide the number of key-value heads, or this number to divide ``size``; in the second
     case several ranks have the same key-value heads.
@@ -213,7 +214,7 @@ def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator
 
 
 def head_problems(sizes: Mapping[str, int], path: str) -> Iterator[Problem]:
-    """The problems in the attention heads of the config at ``path``, which may include the architecture's defaults."""
+    """Yield problems with the attention heads of the config at ``path``. ``sizes`` may have defaults, too."""
     size, heads, kv_heads = map(sizes.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if size and heads and size % heads and not sizes.get("head_dim"):
         hint = f"use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim"
@@ -230,7 +231,7 @@ def positions(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Problem]:
-    """A problem if the model has fewer positions than ``max_length``."""
+    """Yield a problem if the model has fewer positions than ``max_length``."""
     limit = sizes.get("max_position_embeddings")
     if limit is not None and limit < max_length:
         message = f"{max_length} is more than the model's {limit} positions"
@@ -239,8 +240,8 @@ def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Pro
 
 @rule
 def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
-    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank` and kernels for `rollout.dtype`, its
-    weights are not quantized, and a mixture of experts has engines on GPUs."""
+    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank` and kernels for `rollout.dtype`, engines
+    do not quantize weights, and a mixture of experts has engines on GPUs."""
     lora, init = spec.model.published_adapter, spec.model.init
     routed = spec.algorithm.router_replay or (init is not None and init.architecture in MIXTURES)
     if lora is not None and routed and not spec.rollout.gpus_per_engine:
@@ -253,7 +254,7 @@ def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
         message = "vLLM has no float32 kernels for adapters on GPUs"
         yield Problem("rollout.dtype", message, "set it to bfloat16, or model.lora.serve to merged")
     if lora is not None and spec.rollout.engine_args.get("quantization") is not None:
-        message = "adapters beside quantized weights are not tested"
+        message = "adapters together with quantized weights are not tested"
         yield Problem("rollout.engine_args.quantization", message, "remove it, or set model.lora.serve to merged")
 
 

@@ -1,4 +1,4 @@
-"""Rules of the algorithm and its corrections."""
+"""Rules for the algorithm and its corrections."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from asyncrl_cli.spec.rules.model import MIXTURES
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
-"""Advantage estimators that compare a rollout with the others of its group."""
+"""Advantage estimators that compare a rollout with its group's other rollouts."""
 
 REPLAYED = MIXTURES
-"""Architectures that support `router_replay`: those of ``train.model.router_replay.ROUTERS``."""
+"""Architectures that support `router_replay`, as in ``train.model.router_replay.ROUTERS``."""
 
 
 @rule
 def correction(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Stale rollouts are corrected: by weights, masks or rejection, or because the clipped ratio is relative to the
-    policy that sampled them. A bound is set only together with the key that uses it."""
+    """Stale rollouts are corrected: by weights, masks or rejection, or by a clipped ratio relative to the policy that
+    sampled them. A bound is set only together with the key that uses it."""
     algorithm, staleness = spec.algorithm, spec.pipeline.max_staleness
     chosen = algorithm.correction
     key = "algorithm.correction"
@@ -56,7 +56,7 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`algorithm.router_replay` supports the architecture of `model.init`; a saved model is checked before the run."""
+    """`algorithm.router_replay` supports the architecture of `model.init`. A saved model is checked before the run."""
     if spec.algorithm.router_replay and spec.model.init and spec.model.init.architecture not in REPLAYED:
         message = f"the experts of {spec.model.init.architecture} cannot be replayed"
         hint = f"set it to false; it is for mixtures of experts: {', '.join(REPLAYED)}"
@@ -65,7 +65,7 @@ def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Groups with equal rewards are excluded only if their advantages are 0, as with a baseline from the group."""
+    """Groups with equal rewards are excluded only if their advantages are 0, which is so with a group baseline."""
     algorithm = spec.algorithm
     if algorithm.uniform_groups == "train" or algorithm.advantage in GROUP_BASELINES:
         return
@@ -82,7 +82,7 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
     """An advantage relative to the group needs a `group_size` of 2 or more. `running_baseline` needs a `group_size` of
-    1, and 2 groups or more in a step. `data.filter` does not exclude a prompt after a single rollout."""
+    1, and 2 or more groups per step. `data.filter` does not exclude a prompt after a single rollout."""
     chosen, size, groups = spec.algorithm.advantage, spec.rollout.group_size, spec.pipeline.groups_per_step
     if chosen in (*GROUP_BASELINES, *TURN_BASELINES) and size < 2:
         message = f"advantage {chosen} compares the rollouts of a group, and 1 is too few"
@@ -102,8 +102,7 @@ def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Parts of the reward that are normalized one by one need the baseline that normalizes, and no penalty that belongs
-    to the sum."""
+    """Reward parts that are normalized separately need `advantage: group_norm`, and exclude penalties on the sum."""
     algorithm = spec.algorithm
     key = "algorithm.reward_aggregation"
     for name, weight in algorithm.reward_parts.items():
@@ -128,7 +127,7 @@ def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A KL penalty in the loss has a gradient, and a reference is updated only if there is one."""
+    """A KL penalty in the loss has a gradient. Only a run with a reference updates it."""
     algorithm = spec.algorithm
     if algorithm.kl_coef and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
         message = "k1 in the loss has an expected gradient of zero"
@@ -140,8 +139,8 @@ def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A `reference_path` has an effect and is not replaced by the policy; `distill` and `reward_coef: 0` leave
-    something to learn from."""
+    """A `reference_path` has an effect and is not replaced by the policy. With `distill` and `reward_coef: 0` the
+    policy has something to learn from."""
     algorithm, key = spec.algorithm, "algorithm.reference_path"
     if algorithm.reference_path is None and algorithm.preset == "distill":
         yield Problem(key, "missing: distill learns from a teacher", "name the teacher's folder or hub id")

@@ -12,14 +12,14 @@ FP8_ENGINES = {
     "quantization": ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
     "kv_cache_dtype": ("fp8", "fp8_e4m3"),
 }
-"""The values of vLLM's arguments with which engines convert every published version to FP8. vLLM's other quantizations
-need a checkpoint that is quantized already, or are too coarse for the log-probs to agree."""
+"""Values of vLLM's arguments that make engines convert every published version to FP8. vLLM's other quantizations need
+a quantized checkpoint, or are too coarse for the log-probs to agree."""
 EXACT = {"quantization": (), "kv_cache_dtype": ("auto", "bfloat16")}
-"""The values with which engines compute as without them."""
+"""Values that have no effect on bfloat16 engines."""
 
 
 def fp8_arguments(spec: ExperimentSpec) -> dict[str, object]:
-    """The entries of `rollout.engine_args` with which engines compute in FP8 or another quantized format, by name."""
+    """Return the entries of `rollout.engine_args` that make engines compute in FP8 or another quantized format."""
     own = {argument_name(written): value for written, value in spec.rollout.engine_args.items()}
     return {name: own[name] for name in FP8_ENGINES if own.get(name) is not None and own.get(name) not in EXACT[name]}
 

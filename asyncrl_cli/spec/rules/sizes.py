@@ -1,4 +1,4 @@
-"""Rules of lengths, counts and intervals, and of how staleness limits them."""
+"""Rules for lengths, counts and intervals, and for the limits that staleness sets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Every minibatch has at least one rollout for every rank, or for every group of `trainer.sequence_parallel`."""
+    """Every minibatch has at least one rollout for each rank or group of `trainer.sequence_parallel` ranks."""
     rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size // spec.trainer.minibatches
     ranks, size = spec.trainer.ranks, spec.trainer.sequence_parallel
     if 0 < rollouts < ranks // size:
@@ -141,7 +141,7 @@ def offload(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def attention(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Flash attention (`trainer.attention`) needs GPU ranks and bfloat16, and flex attention GPU ranks."""
+    """Flash attention (`trainer.attention`) needs GPU ranks and bfloat16. Flex attention needs GPU ranks."""
     trainer = spec.trainer
     if is_flash(trainer.attention) and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
         where = "GPU" if trainer.gpus_per_rank else "CPU"
@@ -261,7 +261,7 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
-    """The learning rate's warm-up ends before its schedule does, and a schedule's length has an effect."""
+    """The learning rate's warm-up fits into its schedule, and a schedule's length has an effect."""
     schedule = spec.trainer.schedule
     if schedule.steps is not None and schedule.kind == "constant":
         yield warning("trainer.schedule.steps", "has no effect on a constant rate", "remove it, or set kind")
