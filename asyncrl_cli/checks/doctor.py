@@ -1,7 +1,7 @@
-"""Whether a machine can run asyncrl: the checks of `asyncrl doctor`.
+"""The checks of `asyncrl doctor`, which tell whether a machine can run asyncrl.
 
-Each check is a function of measured values, or measures them itself. No check changes anything except folders of its
-own, which it removes.
+Each check is a function of measured values, or measures them itself. A check changes nothing outside its temporary
+folders, which it removes.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from asyncrl_cli.system.memory import available_memory
 MIN_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
 """Memory of the smallest run: one engine, one rank."""
 MIN_FILES, ENOUGH_FILES = 1024, 4096
-"""Open files that a process may have: with fewer than the first Ray does not start, with fewer than the second a run of
-several engines fails halfway."""
+"""Limits of open files per process. Below the first Ray does not start; below the second a run of several engines fails
+halfway."""
 SOCKET_PATH_BYTES = 107
 """The longest path of a Unix socket on Linux."""
 RAY_SOCKET = "/asyncrl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
-"""A path that Ray makes below the folder for temporary files."""
+"""A typical path of a Ray socket below the folder for temporary files."""
 CLOCK_SKEW_S = 2.0
-"""Seconds that the clock of the runs folder's file system may be off."""
+"""Largest difference, in seconds, between the clocks of this machine and of the runs folder's file system."""
 SLOW_COMMIT_S = 0.1
 """A commit that takes longer delays the buffer."""
 IMPORT_S = 180.0
-"""Seconds that a library may take to be imported; a cold disk takes most of them."""
+"""Time limit of an import in seconds. A cold disk takes most of it."""
 
 DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
 """Libraries that ``--deep`` also starts, mapped to their program in libraries.py."""
 DEEP_S = 300.0
-"""Seconds that one of these may take."""
+"""Time limit of such a program in seconds."""
 
 HOSTILE = """
 import builtins, os, socket
@@ -126,7 +126,7 @@ def _checks(runs_dir: Path, quick: bool, deeply: bool) -> Iterator[Check]:
 
 
 def check_python(system: str, version: tuple[int, int]) -> str:
-    """Linux, and a Python that the pinned packages are made for."""
+    """Check for Linux, and for a Python that the pinned packages support."""
     found = f"asyncrl {__version__}, Python {platform.python_version()}, {system}"
     if system != "Linux":
         raise ConfigError(found, hint="use Linux: engines share weights through its /proc")
@@ -136,7 +136,7 @@ def check_python(system: str, version: tuple[int, int]) -> str:
 
 
 def check_all_packages(versions: Mapping[str, str]) -> str:
-    """Everything that a run imports, and one of the two builds of vLLM."""
+    """Check that all packages of a run are installed, and one of the two builds of vLLM."""
     check_packages(versions)
     if "mlflow" not in versions:
         raise ConfigError("not installed: mlflow", hint="install with `make install`")
@@ -144,7 +144,7 @@ def check_all_packages(versions: Mapping[str, str]) -> str:
 
 
 def check_image_packages() -> Result:
-    """Whether models can get images. Most runs have text alone."""
+    """Check that models can get images. Only a warning if not, because most runs have only text."""
     try:
         return check_images()
     except ConfigError as error:
@@ -152,7 +152,10 @@ def check_image_packages() -> Result:
 
 
 def check_build(gpus: tuple[str, ...], versions: Mapping[str, str], driver: tuple[str, str] | None = None) -> Result:
-    """GPUs, and whether the installed vLLM is the build for this machine. ``driver``: its problem, with a hint."""
+    """Check that the installed vLLM is the right build for the machine's GPUs.
+
+    ``driver``: the problem with the GPU driver and a hint, or None.
+    """
     found = f"{len(gpus)} × {gpus[0]}" if gpus else "no NVIDIA GPU"
     if driver is not None:
         raise ConfigError(f"{found}; {driver[0]}", hint=driver[1])
@@ -165,7 +168,7 @@ def check_build(gpus: tuple[str, ...], versions: Mapping[str, str], driver: tupl
 
 
 def check_processors(there: int, usable: int) -> Result:
-    """One core runs everything in turns."""
+    """Warn about a single core, where trainer and engines take turns."""
     found = f"{usable} of {there} cores" if usable < there else f"{there} cores"
     if usable < 2:
         return Warned(found, "use two or more: trainer and engines take turns on one core")
@@ -173,7 +176,7 @@ def check_processors(there: int, usable: int) -> Result:
 
 
 def check_free_memory(available: int) -> str:
-    """Whether there is enough memory for the smallest run."""
+    """Check that there is enough memory for the smallest run."""
     found = f"{available / GIB:.1f} GiB available"
     if available < MIN_BYTES:
         needed = f"{MIN_BYTES / GIB:.1f} GiB"
@@ -192,7 +195,7 @@ def _measure_shared_memory() -> Result:
 
 
 def check_shared_memory(free: int | None, anonymous: bool) -> Result:
-    """Whether there is room for Ray's object store, which is in /dev/shm, and anonymous memory for the weights."""
+    """Check for room in /dev/shm, where Ray keeps its object store, and for anonymous memory for the weights."""
     found = "no /dev/shm" if free is None else f"{free / GIB:.1f} GiB free in /dev/shm"
     if not anonymous:
         raise ConfigError(f"{found}, no memfd_create", hint="use Linux 3.17 or newer: weights need it")
@@ -203,7 +206,7 @@ def check_shared_memory(free: int | None, anonymous: bool) -> Result:
 
 
 def check_sockets(temporary: str) -> str:
-    """Whether the paths of Ray's sockets fit."""
+    """Check that the paths of Ray's sockets are short enough."""
     length = len(os.fsencode(temporary + RAY_SOCKET))
     found = f"paths of about {length} of {SOCKET_PATH_BYTES} bytes"
     if length > SOCKET_PATH_BYTES:
@@ -212,7 +215,7 @@ def check_sockets(temporary: str) -> str:
 
 
 def _measure_journal(folder: Path) -> Result:
-    """Do in the runs folder what a run's journal does: lock a file, open a WAL database, wait for a commit."""
+    """Use the runs folder as a run's journal does: lock a file, open a WAL database, wait for a commit."""
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as own:
             with (Path(own) / "lock").open("w") as lock:
@@ -234,7 +237,7 @@ def _measure_journal(folder: Path) -> Result:
 
 
 def check_journal(folder: Path, commit_s: float, skew_s: float) -> Result:
-    """How fast commits are in the runs folder, and whether its clock agrees with this machine's."""
+    """Check that commits in the runs folder are fast, and that its clock agrees with this machine's."""
     found = f"a commit takes {commit_s * 1000:.1f} ms at {folder}"
     if abs(skew_s) > CLOCK_SKEW_S:
         hint = "set the clocks of this machine and of the file server by NTP: a run compares their times"
@@ -245,7 +248,7 @@ def check_journal(folder: Path, commit_s: float, skew_s: float) -> Result:
 
 
 def _check_ports() -> str:
-    """Whether this host reaches itself over TCP by its name and address, as Ray's processes and the gateway do."""
+    """Check that this host reaches itself over TCP by name and address, as Ray's processes and the gateway do."""
     name = socket.gethostname()
     try:
         for address in ("127.0.0.1", socket.gethostbyname(name)):
@@ -284,7 +287,7 @@ def check_sandbox() -> Result:
 
 
 def check_commands(kind: Kind) -> Result:
-    """Run one command as `task.sandbox` does with this ``kind``."""
+    """Run one command in a sandbox of this ``kind``, as `task.sandbox` does."""
     if kind == "gvisor" and shutil.which("runsc") is None:
         return "runsc is not installed; only task.sandbox with kind: gvisor needs it"
     if reason := problem(kind):
@@ -294,7 +297,7 @@ def check_commands(kind: Kind) -> Result:
 
 
 def check_files(soft: int, hard: int) -> Result:
-    """Whether a process may open enough files; Ray raises its limit to the hard one."""
+    """Check that a process may open enough files. Ray raises its soft limit to the hard limit."""
     unlimited = resource.RLIM_INFINITY
     most = soft if hard == soft else hard
     found = "no limit of open files" if most == unlimited else f"{soft} open files, {hard} at most"
@@ -307,7 +310,10 @@ def check_files(soft: int, hard: int) -> Result:
 
 
 def check_compiler(compiler: str | None, headers: bool, gpu: bool) -> str:
-    """Triton compiles its launchers on a GPU. On a CPU only engines with ``enforce_eager: false`` need a compiler."""
+    """Check for a compiler on machines with GPUs, where Triton compiles kernel launchers.
+
+    On a CPU, only engines with ``enforce_eager: false`` need a compiler.
+    """
     found = f"{compiler or 'no C++ compiler'}, {'with' if headers else 'without'} Python's headers"
     if gpu and not (compiler and headers):
         raise ConfigError(found, hint="install g++ and python3-dev: GPU kernels are compiled")
@@ -315,10 +321,7 @@ def check_compiler(compiler: str | None, headers: bool, gpu: bool) -> str:
 
 
 def try_library(program: str, gpu: bool, limit_s: float) -> str:
-    """Run a program of libraries.py in its own session, which is killed afterwards.
-
-    Raises ``ConfigError`` if it fails, and after ``limit_s`` seconds.
-    """
+    """Run a program of libraries.py. Raises ``ConfigError`` if it fails, or takes more than ``limit_s`` seconds."""
     command = [sys.executable, "-m", libraries.__name__, program, "cuda" if gpu else "cpu"]
     hint = f"see `{shlex.join([*command, '/tmp/model'])}`; `make install` installs the pinned versions"
     started = time.perf_counter()
@@ -331,7 +334,10 @@ def try_library(program: str, gpu: bool, limit_s: float) -> str:
 
 
 def run_program(command: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
-    """The answers of a program, none if it failed, and the last line of its error."""
+    """Return a program's answers (none if it failed) and the last line of its error output.
+
+    It runs in its own session, which is killed afterwards, because libraries leave child processes behind.
+    """
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -2,8 +2,8 @@
 
     python -m asyncrl_cli.checks.engine SPEC FOLDER PARENT
 
-FOLDER has the model's config and tokenizer. The process ends when the one with the id PARENT does. The line with ANSWER
-is the result; a line with MISTAKE is a JSON list: message, location, hint.
+FOLDER has the model's config and tokenizer. The process ends when the process with the id PARENT ends. The line with
+ANSWER is the result; a line with MISTAKE is a JSON list: message, location, hint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.process_tree import die_with
 
 ENGINE_S = 180.0
-"""Seconds that vLLM may take to check its settings; a cold disk takes most of them."""
+"""Time limit for vLLM's check in seconds. A cold disk takes most of it."""
 
 
 def check_engine(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str], folder: Path, model_dir: str) -> str:
-    """Have vLLM check its settings. ``folder`` is for temporary files. Raises ``ConfigError``."""
+    """Have vLLM check its settings. ``folder`` is for temporary files. Raises ``ConfigError`` for invalid settings."""
     spec_file = folder / "spec.yaml"
     spec_file.write_text(dump_spec(spec, references))
     see_doctor = "`asyncrl doctor` shows whether vLLM can be imported here"
@@ -55,7 +55,7 @@ def check_engine(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]
 
 
 def main() -> None:
-    """Check the settings of a spec, as the module's docstring says."""
+    """Check a spec's settings, as described in the module's docstring."""
     spec_file, folder, parent = sys.argv[1:]
     die_with(int(parent))
     spec = load_spec(spec_file).spec

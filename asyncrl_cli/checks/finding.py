@@ -12,13 +12,13 @@ from asyncrl_cli.core.imports import missing_package
 
 class Status(StrEnum):
     OK = "ok"
-    WARNING = "warning"  # some runs cannot work, or are slow
-    FAILURE = "failure"  # no run can work
+    WARNING = "warning"  # some runs fail or are slow
+    FAILURE = "failure"  # every run fails
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The finding of one check. ``hint`` names a remedy; it is empty if the status is ``OK``."""
+    """A check's result. ``hint`` names a remedy; it is empty if the status is ``OK``."""
 
     check: str
     status: Status
@@ -26,13 +26,13 @@ class Finding:
     hint: str = ""
 
     def __str__(self) -> str:
-        """As a notice shows a warning."""
+        """Return the text of a notice."""
         return f"{self.check}: {self.found}. {self.hint}"
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A check's result that is a warning."""
+    """Returned by a check to warn instead of passing."""
 
     found: str
     hint: str
@@ -43,8 +43,8 @@ Result = str | Warned
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. ``look`` returns what it found, or raises a ``UserError``, which is a failure. ``needs``: checks that
-    must have passed."""
+    """One check. ``look`` returns its result, or raises ``UserError`` for a failure. ``needs``: the checks that must
+    pass first."""
 
     name: str
     look: Callable[[], Result]
@@ -52,12 +52,12 @@ class Check:
 
 
 def run_check(check: Check) -> Finding:
-    """Run one check. Raises ``UserError``: also an unexpected exception becomes one."""
+    """Run one check. Raises ``UserError`` for a failure. Unexpected exceptions become a ``ConfigError``."""
     try:
         result = check.look()
     except UserError:
         raise
-    except Exception as error:  # libraries raise such errors for unusual values
+    except Exception as error:  # for unusual values, libraries raise many types of errors
         if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
             raise missing from None
         message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -74,7 +74,7 @@ def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
     for check in checks:
         if missing := failed.intersection(check.needs):
             failed.add(check.name)
-            found = f"not checked, as it needs {', '.join(sorted(missing))}, which failed"
+            found = f"not checked, because it needs {', '.join(sorted(missing))}, which failed"
             yield Finding(check.name, Status.WARNING, found)
             continue
         try:
@@ -86,7 +86,7 @@ def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
 
 
 def joined(*results: Result) -> Result:
-    """Join the results of one check; they are a warning if one of them is."""
+    """Join several results. The joined result is a warning if any of them is a warning."""
     text = "; ".join(filter(None, (one.found if isinstance(one, Warned) else one for one in results)))
     hints = [one.hint for one in results if isinstance(one, Warned)]
     return Warned(text, "; ".join(hints)) if hints else text

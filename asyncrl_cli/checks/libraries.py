@@ -1,10 +1,10 @@
-"""The programs of `asyncrl doctor` that use vLLM, DeepSpeed and Ray, each alone in its process.
+"""The programs with which `asyncrl doctor` tries vLLM, DeepSpeed and Ray, each in a separate process.
 
     python -m asyncrl_cli.checks.libraries PROGRAM DEVICE [FOLDER]
 
-DEVICE is cuda or cpu. The imports show that a library can use it. ``engine`` and ``trainer`` (`--deep`) do what a
-run does on a small model that they write to FOLDER: vLLM generates from the model's weights; DeepSpeed makes a step of
-ZeRO-3, after which the loss is lower. The line with ANSWER has the result.
+DEVICE is cuda or cpu. The imports show that a library can use the device. ``engine`` and ``trainer`` (`--deep`) work
+like a run, on a small model that they write to FOLDER: vLLM generates from the model's weights, and one ZeRO-3 step of
+DeepSpeed has to lower the loss. The line with ANSWER has the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL = {
 
 
 def small_spec(gpu: bool) -> ExperimentSpec:
-    """One engine and one ZeRO-3 rank, each on a GPU or on two threads."""
+    """Return a spec of one engine and one ZeRO-3 rank, each on a GPU or on two threads."""
     return ExperimentSpec.model_validate(
         {
             "name": "doctor",
@@ -80,7 +80,7 @@ def import_ray(_device: str, _: Path) -> str:
 
 
 def try_engine(device: str, folder: Path) -> str:
-    """Start vLLM on a model, and generate. Raises whatever goes wrong."""
+    """Start vLLM on a small model, and generate. Errors are not caught."""
     from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
     from asyncrl_cli.rollout.engine import Engine
     from asyncrl_cli.rollout.engine_settings import engine_environment
@@ -101,7 +101,7 @@ def try_engine(device: str, folder: Path) -> str:
 
 
 def try_trainer(device: str, folder: Path) -> str:
-    """Start DeepSpeed on a model, and make a step of ZeRO-3. Raises whatever goes wrong."""
+    """Start DeepSpeed on a small model, and make a ZeRO-3 step. Errors are not caught."""
     from asyncrl_cli.train import deepspeed_engine as ds
 
     spec = small_spec(device == "cuda")
@@ -123,7 +123,7 @@ def try_trainer(device: str, folder: Path) -> str:
     engine = ds.start_engine(spec, str(folder))
     ids = torch.arange(3, 35, device=engine.device).reshape(2, 16)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, 0] = False  # nothing predicts a first token
+    mask[:, 0] = False  # no logits predict the first token
     losses = []
     for _ in range(2):
         loss = -engine(ids, mask).mean()
@@ -152,7 +152,7 @@ PROGRAMS: dict[str, Callable[[str, Path], str]] = {
 
 
 def main() -> None:
-    """Run one of them."""
+    """Run one of ``PROGRAMS``."""
     name, device, *folder = sys.argv[1:]
     print("ANSWER", PROGRAMS[name](device, Path(*folder)), flush=True)
 

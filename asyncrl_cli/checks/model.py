@@ -1,5 +1,6 @@
-"""Checks of a spec's model and functions before a run starts. Each check returns what it found, or raises a
-``UserError``. No weights are read or made: the model is built on torch's meta device.
+"""Checks of a spec's model and functions before a run starts. Each check returns its result, or raises ``UserError``.
+
+No weights are read or made: the model is built on torch's meta device.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 MOST_LAYERS = 1000
-"""More than any model has. Building 100,000 layers takes minutes, even without weights."""
+"""Limit on a model's layers, above every real model. Building 100,000 layers takes minutes, even without weights."""
 
 
 def check_saved_model(model: ModelSpec) -> Result:
-    """Whether ``model.path`` is the folder of a saved model, or a model of the hub."""
+    """Check that ``model.path`` is the folder of a saved model, or a model of the hub."""
     if model.path is None:
         return f"made from model.init ({model.init.architecture if model.init else ''})"
     return _check_saved(model.path, "model.path")
@@ -66,7 +67,7 @@ def _check_hub_model(name: str, location: str) -> Result:
 
 
 def load_saved_tokenizer(load: Callable[[], Any], location: str = "model.path") -> Any:
-    """The tokenizer that ``load`` gives. Raises ``ConfigError`` when there is none; ``location``: the model's key."""
+    """Call ``load`` for a tokenizer. Raises ``ConfigError`` if it fails. ``location``: the model's key."""
     try:
         return load()
     except UserError:
@@ -80,14 +81,14 @@ def load_saved_tokenizer(load: Callable[[], Any], location: str = "model.path") 
 
 
 def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, SizedModel]:
-    """Whether transformers can build the model, the adapters find their layers, and the vocabulary and the lengths
+    """Check that transformers can build the model, that adapters find their layers, and that vocabulary and lengths
     fit."""
     key = "model.init.config" if spec.model.init is not None else "model.path"
     _check_config(config.get_text_config(), key)
     check_served(config, key)
     try:
         model = without_weights(config, spec.model)
-    except Exception as error:  # of any layer
+    except Exception as error:  # any layer may raise
         wanted = "a vision-language model (model.max_images)" if spec.model.max_images else "a causal language model"
         hint = "change the sizes in model.init.config" if spec.model.init else f"name {wanted}"
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {one_line(error)}"
@@ -120,7 +121,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
 
 
 def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
-    """Whether the model in ``algorithm.reference_path`` can score the policy's tokens: it is there, each token has the
+    """Check that the model in ``algorithm.reference_path`` can score the policy's tokens: it exists, each token has the
     same id in both tokenizers, and sequences fit."""
     from asyncrl_cli.train.model.sequence_parallel import check_config
     from asyncrl_cli.train.model.tokenizer import load_tokenizer
@@ -157,13 +158,13 @@ def _check_positions(config: Any, max_length: int, owner: str) -> None:
 
 
 def _check_config(config: Any, key: str) -> None:
-    """Refuse values that transformers accepts, but with which no model works."""
+    """Refuse values that transformers accepts although no model works with them."""
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
         raise ConfigError(message, location=key, hint="lower it: larger models have wider layers, and not more of them")
     rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
+    for settings in (rope, *rope.values()):  # one set of values, or one set per kind of layer
         theta = settings.get("rope_theta") if isinstance(settings, dict) else None
         if isinstance(theta, int | float) and not theta > 0:
             hint = "set a positive number, such as 10000, or remove it"
@@ -171,14 +172,14 @@ def _check_config(config: Any, key: str) -> None:
 
 
 def check_served(config: Any, key: str) -> None:
-    """Raise ``ConfigError`` for a model that no engine can load from published weights, or that has none to train.
+    """Raise ``ConfigError`` if engines cannot load the model's published weights, or if it has no trainable weights.
 
-    ``config`` is the model's config, ``key`` the key of the spec that it comes from.
+    ``config`` is the model's config, ``key`` its key in the spec.
     """
     kinds = {config.model_type, config.get_text_config().model_type}
     for kind in kinds & UNSERVED.keys():
         message = f"a {kind} cannot be trained: {UNSERVED[kind]}"
-        raise ConfigError(message, location=key, hint="use another model; docs/models.md lists those that were tested")
+        raise ConfigError(message, location=key, hint="use another model; docs/models.md lists the tested models")
     parts = (config, config.get_text_config())
     if quantized := next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None):
         settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
@@ -186,22 +187,21 @@ def check_served(config: Any, key: str) -> None:
         raise ConfigError(
             f"the checkpoint is quantized ({method}), and a trainer cannot update quantized weights",
             location=key,
-            hint="use the model's bfloat16 checkpoint; engines on GPUs can quantize what is published "
+            hint="use the model's bfloat16 checkpoint; engines on GPUs can quantize the published weights "
             "(rollout.engine_args.quantization: fp8_per_tensor)",
         )
 
 
 def check_cache(spec: ExperimentSpec, config: Any) -> Result:
-    """Whether a CPU engine's key-value cache has room for the longest sequence; a warning if not for a group of
-    them."""
+    """Check that a CPU engine's key-value cache has room for the longest sequence. Warn if it has none for a group."""
     from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token, kv_cache_bytes
 
     config = config.get_text_config()
     if spec.rollout.gpus_per_engine:
-        return "what vLLM finds free on the GPU"
+        return "all memory that vLLM finds free on the GPU"
     try:
         per_token = cache_bytes_per_token(spec, config)
-    except AttributeError:  # of a model without attention, such as mamba
+    except AttributeError:  # a model without attention, such as mamba
         found = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
         if spec.rollout.kv_cache_mb is None:
             raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb") from None
@@ -221,7 +221,8 @@ def check_cache(spec: ExperimentSpec, config: Any) -> Result:
 
 
 def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None]) -> str:
-    """Whether the objective's functions can be imported, and the user's own return valid results for a small batch."""
+    """Check that the objective's functions can be imported, and that user functions return valid results for a small
+    batch."""
     import torch
 
     from asyncrl_cli.train.algorithms.advantages import check_advantages
@@ -235,7 +236,7 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
         try:
             if objective.advantage is not None and ":" in algorithm.advantage:
                 rewards = torch.arange(2.0 * spec.rollout.group_size).reshape(2, -1) % 3
-                # Any metric: the names of the task's metrics are not known yet.
+                # Every name is a metric here, because the task's metrics are not known yet.
                 more = {"lengths": 1 + rewards.long(), "metrics": defaultdict(rewards.clone)}
                 asked = {name: more[name] for name in objective.asks}
                 check_advantages(objective.advantage(rewards=rewards, **asked), rewards)
@@ -246,7 +247,7 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
                 losses = objective.loss(logprobs, logprobs.detach(), torch.ones(2, 4), mask, objective.algorithm)
                 if not isinstance(losses, TokenLosses) or losses.loss.shape != mask.shape:
                     raise TypeError(f"it must return TokenLosses of shape [rows, tokens], not {type(losses).__name__}")
-        except Exception as error:  # of the functions
+        except Exception as error:  # user functions may raise any type
             name = getattr(algorithm, location.rpartition(".")[2])
             message = f"{name} fails on a small batch: {type(error).__name__}: {one_line(error)}"
             raise ConfigError(

@@ -1,6 +1,4 @@
-"""Checks of a spec's prompts and chat template before a run starts. Each check returns what it found, or raises a
-``UserError``.
-"""
+"""Checks of prompts and chat template before a run starts. Each check returns its result, or raises ``UserError``."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from asyncrl_cli.train.conversations import DATA, RowEncoder, Rows, encode_row
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 SPREAD = 1000
-"""Number of prompts of one pass over a split, evenly spread, when not all can be tried in time."""
+"""Number of evenly spread prompts in one pass over a split. A pass may be cut short by the time limit."""
 ENOUGH = 100
-"""If at least this many prompts were tried and all are too long, the split is refused although others were not
-tried."""
+"""A split is refused if at least this many prompts were tried and none can be used, even if others were not tried."""
 SHOWN_CHARACTERS = 1000
-"""Number of characters of a prompt, and of its fields, that are shown."""
+"""Largest number of characters of a prompt, and of its fields, in a message."""
 REPLY = "The answer is four."
 """An example reply, to find out how the chat template ends a reply."""
 NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
@@ -41,11 +38,12 @@ def check_prompts(
     limit_s: float,
     locate: Callable[[int], str],
 ) -> Result:
-    """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
+    """Check that prompts can be encoded, and are short enough.
 
-    Their number depends on the load of the machine, so prompts that a run skips are only a warning here, too.
-    ``locate`` gives the location of a row, counted from 0. Raises ``DataError`` when all prompts are skipped, or all of
-    ``ENOUGH``, or the chat template takes too long for one, and ``RunError`` for a chat without a template.
+    Tries all prompts, or as many evenly spread ones as ``limit_s`` seconds allow. The number depends on the machine's
+    load, so a prompt that a run would skip is only a warning. ``locate`` gives the location of a row, counted from 0.
+    Raises ``DataError`` if every prompt tried (``ENOUGH``, or all) is skipped, or if the chat template takes too long
+    for a prompt, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
     unusable: list[tuple[int, DataError]] = []
@@ -54,7 +52,7 @@ def check_prompts(
         try:
             too_long += encoder.encode(prompts[row]) is None
         except DataError as error:
-            if isinstance(error.__cause__, TemplateLimitError):  # the others would take as long
+            if isinstance(error.__cause__, TemplateLimitError):  # the other prompts would take as long
                 error.location = locate(row)
                 raise
             unusable.append((row, error))
@@ -90,9 +88,10 @@ def check_prompts(
 
 
 def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> Result:
-    """Rows of ``model.warm_start.data`` have replies that can be encoded. Tries as many as ``check_prompts``.
+    """Check that the rows of ``model.warm_start.data`` have replies that can be encoded. Tries as many as
+    ``check_prompts``.
 
-    Raises ``DataError`` for a row that cannot be encoded, with its place, and if all tried are too long.
+    Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
     tried = too_long = 0
     started = time.monotonic()
@@ -111,10 +110,10 @@ def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float)
 
 
 def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder, tokenizer: Any) -> Result:
-    """A prompt as the model gets it: the number of tokens, their text with special tokens and line breaks, its images,
-    the row's variables of the template, and the fields that the task gets.
+    """Show a prompt in the model's form: the number of tokens, their text with special tokens and line breaks, images,
+    the row's template variables, and the fields for the task.
 
-    A warning if the text already has the chat template's tokens: the prompt would have them twice.
+    Warns if the text already has the chat template's tokens, because the prompt then has them twice.
     """
     try:
         prompt = prompts[row]
@@ -141,7 +140,7 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder,
     if encoder.is_templated(prompt) and isinstance(prompt.content, str):
         special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         if twice := next((token for token in special if token in str(prompt.content)), ""):
-            hint = "set data.apply_chat_template: false, if the prompts are complete as they are"
+            hint = "set data.apply_chat_template: false if the prompts already have all template tokens"
             return Warned(f"the text has {twice!r} before the template; {found}", hint)
     return found
 
@@ -149,11 +148,11 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder,
 def check_template(
     template: ChatTemplate, tokenizer: Any, *, episodic: bool, reasoning: bool, required: bool = True
 ) -> Result:
-    """The chat template ends, and shows what a conversation has; ``reasoning``: replies have any; ``required``: it
-    writes prompts.
+    """Check that the chat template terminates, and shows all parts of a conversation.
 
-    A warning if ``episodic`` rollouts may have something that the template leaves out. Rows that have it are refused
-    one by one (``PromptEncoder``). Raises ``ConfigError`` for a template that cannot be used.
+    ``episodic``: conversations have several turns; a part that the template leaves out is a warning. In single prompts
+    ``PromptEncoder`` refuses each row that has such a part. ``reasoning``: replies may have reasoning. ``required``:
+    prompts go through the template. Raises ``ConfigError`` for a template that cannot be used.
     """
     if tokenizer.chat_template is None and not episodic:
         return ""
@@ -176,19 +175,19 @@ def check_template(
     if lost:
         notes.append(f"the template does not show {', '.join(lost)}")
     if found.one_call and Feature.PARALLEL not in found.lost:
-        notes.append("it takes one tool call a message and gets further ones as messages")
+        notes.append("it takes one tool call per message, and gets further calls as separate messages")
     if found.default_system:
         system = json.dumps(found.default_system[:SHOWN_CHARACTERS], ensure_ascii=False)
         notes.append(f"without a system message it writes {system}")
     if not (lost and episodic):
         return "; ".join(notes)
-    hint = "use another one (model.chat_template), unless the agent or environment needs none of this"
+    hint = "use another template (model.chat_template), unless the agent or environment needs none of this"
     return Warned("; ".join(notes), hint)
 
 
 def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:
-    """Return a warning if conversations may have something that the tokenizer's chat template leaves out."""
-    if tokenizer.chat_template is None:  # then there are only completions
+    """Return a warning if conversations may have parts that the tokenizer's chat template leaves out."""
+    if tokenizer.chat_template is None:  # then only completions are served
         return ""
     template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
     reasoning = spec.rollout.reasoning_parser is not None
@@ -201,9 +200,9 @@ def _because(why: str) -> str:
 
 
 def check_template_kwargs(template: ChatTemplate, template_kwargs: Mapping[str, Any]) -> None:
-    """Whether the chat template reads every one of ``model.chat_template_kwargs``: Jinja silently ignores others.
+    """Raise ``ConfigError`` if the chat template does not read one of ``model.chat_template_kwargs``.
 
-    Raises ``ConfigError`` if not.
+    Jinja itself ignores unknown variables silently.
     """
     known = template.variables() if template_kwargs else None
     unknown = next((name for name in template_kwargs if known is not None and name not in known), None)
@@ -218,8 +217,8 @@ def check_template_kwargs(template: ChatTemplate, template_kwargs: Mapping[str, 
 
 
 def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:
-    """Whether engines stop at the token with which the chat template ends a reply. A warning if not, because every
-    reply would then continue to ``max_response_tokens``."""
+    """Warn if engines do not stop at the token that ends a reply in the chat template, because every reply would then
+    continue to ``max_response_tokens``."""
     shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
     found = f"replies end at {shown}"
     if tokenizer.chat_template is None:
@@ -227,7 +226,7 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": REPLY}]
     try:
         text = template.text(messages)
-    except ChatError:  # the template may accept prompts of another form
+    except ChatError:  # the template may need prompts of another form
         return found
     written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
     # Some templates leave the end to the next message, and some write text that no model has as an end token.
@@ -239,9 +238,9 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
 
 
 def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
-    """Warn if rewards read responses without marks such as `</think>`, because these are special tokens.
+    """Warn if marks such as `</think>` are hidden from rewards because they are special tokens.
 
-    ``setting``: ``task.special_tokens``; None warns, as the user may not know of it.
+    ``setting``: ``task.special_tokens``. Only None warns, because then the user may not know of the setting.
     """
     names = map(str, tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer))))
     marks = [name for name in names if re.fullmatch(r"</[\w:.-]+>", name) and name not in NO_MARKS]
@@ -250,11 +249,11 @@ def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
     if setting is not None or not marks:
         return found
     found = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {found}: rewards cannot read them"
-    hint = "set task.special_tokens: shown if a reward reads them, else hidden"
+    hint = "set task.special_tokens: shown if a reward reads them, otherwise hidden"
     return Warned(found, hint)
 
 
 def _spread(count: int) -> Iterator[int]:
-    """All row indices, in passes that are each evenly spread over the rows."""
+    """All row indices, in passes that are each spread evenly over the rows."""
     step = max(1, count // SPREAD)
     return (row for first in range(step) for row in range(first, count, step))

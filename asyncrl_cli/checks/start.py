@@ -1,9 +1,8 @@
-"""The checks of a start, one after another, without starting processes: `asyncrl train` begins with them, and
-`asyncrl train --dry-run` makes only them.
+"""The checks before a start. `asyncrl train` begins with them, and `asyncrl train --dry-run` makes only them.
 
-Invariant: no run folder, no MLflow run and no process of a run exists before these checks have passed. With
-``thorough`` (`--dry-run`) vLLM also checks the engine's settings, in a separate process that takes ten seconds, and
-there is more time for prompts. A check that depends on a failed one is skipped.
+Invariant: no run folder, no MLflow run and no process of a run exists before these checks have passed (decision 0028).
+With ``thorough`` (`--dry-run`), vLLM also checks the engine's settings, in a separate process that takes ten seconds,
+and there is more time for prompts. A check that depends on a failed check is skipped.
 """
 
 from __future__ import annotations
@@ -49,23 +48,23 @@ from asyncrl_cli.train.conversations import RowEncoder, Rows
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
-"""Seconds for trying the prompts of one split."""
+"""Time limit, in seconds, for trying the prompts of a split."""
 SHOWN_PROMPTS = ("first prompt", "second prompt", "third prompt")
 PROMPT_CHECKS = frozenset(
     {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", *SHOWN_PROMPTS}
 )
-"""The checks that show what the model gets as a prompt."""
+"""The checks that show the prompts in the model's form."""
 TRAINING_CHECKS = frozenset(
     {"memory", "runs folder", "tracking", "notify", "data.train", "memory with weights", "algorithm"}
 )
 """The checks that an evaluation without training does not need."""
 CLUSTER_CHECKS = frozenset({"model files", "tokenizer", "model", "cluster"})
-"""The checks of the cluster's hosts, and those that determine the model's size, which the hosts' memory depends on."""
+"""The checks of the cluster's hosts, and the checks that find the model's size, because it decides on their memory."""
 
 
 class StartChecks:
-    """The checks of one spec. Use it as a context manager: within it there is a folder for temporary files, and signals
-    raise ``KeyboardInterrupt``."""
+    """The checks of one spec, as a context manager. Inside it there is a folder for temporary files, and signals raise
+    ``KeyboardInterrupt``."""
 
     def __init__(
         self,
@@ -77,10 +76,10 @@ class StartChecks:
         training: bool = True,
         takes_data: bool = True,
     ) -> None:
-        """``search_path``: the folder of the user's own modules. ``notice`` is called with a text when something takes
-        long. ``references``: the references of ``LoadedSpec``; without them, temporary files would contain values from
-        the environment. Without ``training``: the checks of an evaluation by engines alone. Without ``takes_data``:
-        a run that takes no further prompt from `data.train`."""
+        """``search_path``: the folder of the user's own modules. ``notice`` gets a text when something takes long.
+        ``references``: from ``LoadedSpec``; without them, temporary files would contain values from the environment.
+        ``training``: False for an evaluation, which starts only engines. ``takes_data``: False if the run takes no
+        further prompt from `data.train`."""
         self._spec = spec
         self._search_path = search_path
         self._notice = notice
@@ -106,8 +105,10 @@ class StartChecks:
         self._open.close()
 
     def experiment(self) -> Experiment:
-        """The experiment, ready to run; ``notice`` gets warnings. Raises the first failure, as a mistake of the spec
-        (exit code 2): nothing was started."""
+        """Make all checks, and return the experiment, ready to run. ``notice`` gets warnings.
+
+        Raises the first failure with the exit code of a mistake in the spec (2), because nothing was started.
+        """
         for check in self._checks():
             if check.name in TRAINING_CHECKS and not self._training:
                 continue
@@ -127,14 +128,14 @@ class StartChecks:
         return replace(self._experiment, examiner=partial(Newcomers, self._spec, self._replica_bytes))
 
     def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
-        """The findings of all checks, including failures. With ``only``: only these checks; `cluster` stands for
-        all checks of its hosts."""
+        """Make all checks, or ``only`` these, and yield their findings, including failures. `cluster` stands for all
+        checks of its hosts."""
         yield from findings_of(check for check in self._checks() if only is None or check.name in only)
         if only is None or "cluster" in only:
             yield from self._hosts()
 
     def _checks(self) -> Iterator[Check]:
-        """All checks, the cheapest first. Later ones depend on what earlier ones have loaded."""
+        """All checks, the cheapest first. The order matters: later checks use what earlier checks have loaded."""
         spec = self._spec
         yield Check("devices", lambda: machine.check_devices(spec))
         yield Check("memory", lambda: machine.check_memory(spec))
@@ -167,7 +168,7 @@ class StartChecks:
         yield Check("algorithm", lambda: model.check_algorithm(spec, self._search_path, self._notice))
         yield Check("rewards", self._trial, ("task and data",))
         if self._thorough:
-            # Not in this process: an import of vLLM here would keep 700 MB until the end.
+            # In a separate process, because an import of vLLM here would keep 700 MB until the run's end.
             yield Check("engine", self._engine, ("model",))
 
     def _engine_names(self) -> str:
@@ -239,7 +240,7 @@ class StartChecks:
         }
         for location, (name, rows, split) in splits.items():
             if split is None or name in experiment.episodic:
-                continue  # in episodes the task decides what the model gets
+                continue  # in episodes the task writes the model's prompts
             if location == "data.train" and not self._takes_data:
                 continue
             yield Check(location, partial(self._prompts, location, rows, split), ("chat template",))
@@ -288,8 +289,10 @@ class StartChecks:
         return check_engine(self._spec, references=self._references, folder=self._folder, model_dir=self._model_dir)
 
     def _hosts(self) -> Iterator[Finding]:
-        """Whether the cluster that the run joins has the resources, and its hosts can work together. The last check,
-        because the memory that hosts need depends on the model."""
+        """Check that a joined cluster has the resources, and that its hosts can work together.
+
+        This is the last check, because the memory that hosts need depends on the model.
+        """
         if self._spec.cluster.address is not None:
             spec = self._spec
             yield from examine_cluster(

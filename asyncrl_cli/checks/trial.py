@@ -1,8 +1,8 @@
-"""A trial of the task before a run starts: rewards and environments are called on the first rows, in a process and
-within the limits that they will have in the run. Agents are not tried, because they need a model.
+"""A trial of the task before a run starts: rewards and environments are called on the first rows, in the same kind of
+process and with the same limits as in the run. Agents are not tried, because they need a model.
 
-Every start calls the user's own plain rewards once, which takes less than a second. Only a ``thorough`` trial calls
-ready tasks, async rewards, which may ask other machines, and environments, which may start sandboxes.
+Every start calls the user's plain rewards once, which takes less than a second. Only a ``thorough`` trial calls ready
+tasks, async rewards (they may ask other machines) and environments (they may start sandboxes).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 
 ROWS = 2
-"""Number of rows that each task is tried on."""
+"""Number of rows on which each task is tried."""
 SEARCHED = 100
-"""Number of first rows that are searched for rows of each task of a mix."""
+"""Number of first rows to search for rows of each task in a mix."""
 SHORT = "42"
-"""A short response, as a reward may get it."""
+"""A typical short response."""
 HINT = "fix it: in a run such a failure costs a group of rollouts"
 ALL_NONE = "every reward is None, so a run trains on no such response"
 
 
 def try_tasks(experiment: Experiment, thorough: bool) -> Result:
-    """Try the run's task, and the own task of each evaluation set."""
+    """Try the run's task, and the tasks of evaluation sets."""
     spec = experiment.spec
     splits = [prompts for prompts in (experiment.train_prompts, experiment.eval_prompts) if prompts]
     tasks = {"task": (experiment.tasks[""], spec.task, splits)}
@@ -64,7 +64,7 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
         except TaskError as error:
             if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
                 raise
-            # A ready task's code is right, but its judge may not run yet. The other tasks are still tried.
+            # The code of a ready task is right, but its judge may not run yet, so the other tasks are still tried.
             warned = "a run loses the groups of such rows"
             tried = error.message
         if tried.endswith(ALL_NONE):
@@ -84,10 +84,11 @@ def try_task(
     thorough: bool,
     parts: Iterable[str] = (),
 ) -> str:
-    """Call the rewards and environments of a task on the first rows of each split; returns what was called.
+    """Call a task's rewards and environments on the first rows of each split. Returns a text that counts the calls.
 
-    Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, else at ``location``, and
-    in a thorough trial of rewards ``ConfigError`` for one of the reward's ``parts`` that no response has.
+    Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, otherwise at
+    ``location``. A thorough trial of rewards raises ``ConfigError`` for one of the reward's ``parts`` that no response
+    has.
     """
     scored: list[Response] = []
     played: list[Prompt] = []
@@ -123,7 +124,7 @@ def try_task(
 
 
 def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
-    """The first rows of each task, ``count`` of each."""
+    """The first ``count`` rows of each task."""
     rows = Counter[int]()
     left = count * (len(task.members) if isinstance(task, TaskMix) else 1)
     for row in range(min(SEARCHED, len(prompts))):
@@ -139,7 +140,7 @@ def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Pr
 
 
 def _responses(prompt: Prompt) -> list[str]:
-    """The texts that a row's reward is called with; ``answer`` is where most rows have the right one."""
+    """The responses to score for a row. Most rows have the right response in the field ``answer``."""
     answer = prompt.fields.get("answer")
     return ["", SHORT] + ([str(answer)] if isinstance(answer, str | int | float) else [])
 
@@ -147,7 +148,7 @@ def _responses(prompt: Prompt) -> list[str]:
 async def _try(
     spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
 ) -> list[Scored]:
-    """The results of ``scored``. Raises ``TaskError`` for a failure."""
+    """Return the results of ``scored``. Raises ``TaskError`` for a failure."""
     results = []
     if scored:
         async with _process(Load(spec, search_path=search_path, work=Work.PLAIN, blocked_s=BLOCKED_S)) as process:

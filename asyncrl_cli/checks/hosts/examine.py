@@ -1,4 +1,4 @@
-"""Whether hosts of a cluster can work together: for `asyncrl doctor --cluster`, and for every start on several hosts.
+"""Checks that a cluster's hosts can work together, for `asyncrl doctor --cluster` and every start on several hosts.
 
 All hosts answer in parallel, and every wait has a limit, so the time does not grow with the number of hosts.
 verdicts.py judges their answers.
@@ -33,9 +33,9 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import on_node, wait_for
 
 START_S = 60.0
-"""Seconds that a host has to start its probe, a process that imports Ray."""
+"""Time limit, in seconds, for a host to start its probe, a process that imports Ray."""
 ANSWER_S = 20.0 + 2 * CONNECT_S + SAMPLE_S + shared_folder.VISIBLE_S
-"""Seconds that a probe has to answer: 20 more than its own limits."""
+"""Time limit for a probe's answer in seconds: 20 more than the sum of the probe's limits."""
 LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host, or remove it from the cluster"
 
 
@@ -43,9 +43,9 @@ LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host
 class Answers:
     """The hosts' answers, by host name."""
 
-    lost: dict[str, tuple[str, str]] = field(default_factory=dict)  # why it is lost, and a hint
+    lost: dict[str, tuple[str, str]] = field(default_factory=dict)  # the reason and a hint
     facts: dict[str, Facts] = field(default_factory=dict)
-    ahead: dict[str, float] = field(default_factory=dict)  # seconds that its clock is ahead of the driver's
+    ahead: dict[str, float] = field(default_factory=dict)  # seconds by which its clock is ahead of the driver's clock
     failures: dict[verdicts.Pair, Failure] = field(default_factory=dict)
     speeds: dict[verdicts.Pair, float] = field(default_factory=dict)
     unshared: dict[str, str] = field(default_factory=dict)
@@ -54,13 +54,15 @@ class Answers:
 def hosts_for(
     spec: ExperimentSpec | None, nodes: Sequence[Node], here: str, actors: Actors | None = None
 ) -> list[Host]:
-    """The nodes that may have an engine or a trainer rank of the spec, and the driver's (``here``), which is the first;
-    without a spec all of them. ``actors``: as ``ray_cluster``."""
+    """Return the hosts that may have an engine or a trainer rank of the spec, or all hosts without a spec.
+
+    The driver's node (``here``) is always included, and comes first. ``actors``: as for ``ray_cluster``.
+    """
     names = [str(node) for node in nodes]
     shares = {node.node_id: 1.0 for node in nodes}
     if spec is not None:
         engines, ranks = actors or Actors.of(spec)
-        # By total resources: programs that use some of them now may end.
+        # Total resources count, not free ones: programs that use some of them now may end.
         shares = {
             node.node_id: min(times, ranks) / ranks
             for node in (eligible(nodes, spec.cluster.trainer) if ranks else ())
@@ -85,7 +87,7 @@ def hosts_for(
 
 
 def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
-    """Join the cluster at ``address`` and make all checks; those between hosts only if the run may use several."""
+    """Join the cluster at ``address`` and make all checks. Checks between hosts need a run that may use several."""
     try:
         with connected(address):
             nodes = live_nodes()
@@ -100,7 +102,7 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
 
 
 def check_cluster(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Callable[[str], None]) -> None:
-    """Make the checks between the hosts of the cluster, if the spec names one. ``notice`` gets the warnings.
+    """Make the checks between hosts if the spec names a cluster. ``notice`` gets the warnings.
 
     Raises ``ConfigError`` with the first failure, and ``RunError`` when the cluster cannot be reached.
     """
@@ -116,8 +118,11 @@ def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | 
 
 
 def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> list[Finding]:
-    """All checks of several hosts, none for a single one. The first host's versions are expected. Ray must be joined.
-    ``replica_bytes`` is the size of one version of the weights, 0 if there is no model."""
+    """Make all checks of several hosts; a single host needs none. The driver must have joined Ray.
+
+    All hosts must have the first host's versions. ``replica_bytes`` is the size of one version of the weights, or 0
+    without a model.
+    """
     if len(hosts) < 2:
         return []
     try:
@@ -129,8 +134,8 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
 async def examine(
     hosts: Sequence[Host], runs_dir: Path, replica_bytes: int, newcomer: str | None = None
 ) -> list[Finding]:
-    """As ``examine_hosts``. With ``newcomer``, the name of a host that has joined: only its own problems, and those
-    between it and the others, are examined."""
+    """Do the work of ``examine_hosts``. With ``newcomer``, the name of a host that has just joined, look only for its
+    problems and for problems between it and the other hosts."""
     answers = await _ask(hosts, runs_dir, newcomer)
     alive = {node.node_id for node in await asyncio.to_thread(live_nodes)}
     facts = {host.name: answers.facts[host.name] for host in hosts if host.name in answers.facts}
@@ -157,7 +162,7 @@ async def examine(
 
 def refuse(findings: Iterable[Finding], notice: Callable[[str], None]) -> None:
     """Raise the first failure as a ``ConfigError``; ``notice`` gets the warnings."""
-    for finding in list(findings):  # all of them first: the cluster is left before an error is raised
+    for finding in list(findings):  # a list, because the generator leaves the cluster at its end
         if finding.status is Status.FAILURE:
             raise ConfigError(finding.found, location=f"cluster: {finding.check}", hint=finding.hint)
         if finding.status is Status.WARNING:
@@ -166,7 +171,9 @@ def refuse(findings: Iterable[Finding], notice: Callable[[str], None]) -> None:
 
 async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = None) -> Answers:
     """Start a probe on every host, and collect the answers. A host without an answer is lost, and not asked again.
-    ``newcomer``: only pairs with this host are examined; None: all pairs."""
+
+    ``newcomer``: examine only pairs with this host.
+    """
     import ray
 
     secret = secrets.token_hex(16)
@@ -209,7 +216,7 @@ async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = Non
             listening = [
                 replace(host, port=answers.facts[host.name].port) for host in hosts if host.name in answers.facts
             ]
-            # Each host gets bytes from the one before it: no transfer slows another one down.
+            # Each host gets bytes from the host before it in a ring, so no transfer slows down another one.
             pairs = zip(listening, [*listening[-1:], *listening[:-1]], strict=True)
             await asyncio.gather(*(look(host, before, mark) for host, before in pairs))
     finally:

@@ -19,11 +19,11 @@ from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 AVOID_S = 600.0
-"""Seconds until a bad node may be examined again: a firewall may have been opened since."""
+"""Seconds until a bad node may be examined again, because someone may have opened a firewall by then."""
 
 
 class Newcomers:
-    """As ``placement.Examiner``."""
+    """Implements ``placement.Examiner``."""
 
     def __init__(
         self,
@@ -35,8 +35,10 @@ class Newcomers:
         warn: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The nodes that are in the cluster now count as examined. ``replica_bytes`` is the size of a weight version.
-        The other arguments: as ``placement.ExaminerFactory``."""
+        """Treat all nodes that are in the cluster now as examined.
+
+        ``replica_bytes`` is the size of a weight version. Other arguments: as for ``placement.ExaminerFactory``.
+        """
         self._spec = spec
         self._folder = folder
         self._replica_bytes = replica_bytes
@@ -45,19 +47,19 @@ class Newcomers:
         self._warn = warn
         self._now = now
         self._good = {node.node_id for node in live_nodes()}
-        self._bad: dict[str, float] = {}  # by node id, the time until which it is avoided
+        self._bad: dict[str, float] = {}  # node id -> end of the time in which it is avoided
         self._lock = asyncio.Lock()
 
     @property
     def avoided(self) -> frozenset[str]:
-        """The ids of the nodes that must not be used now."""
+        """The ids of nodes that must not be used now."""
         return frozenset(node for node, until in self._bad.items() if self._now() < until)
 
     async def usable(self, nodes: Collection[str]) -> bool:
-        """Whether actors of the run may start on all of these nodes; new ones are examined, one after another."""
+        """Return True if the run's actors may start on all of these nodes. New nodes are examined one after another."""
         if self._good.issuperset(nodes):
             return True
-        async with self._lock:
+        async with self._lock:  # two actors that want the same new node wait for one examination
             for node in dict.fromkeys(nodes):
                 if node in self.avoided or (node not in self._good and not await self._examine(node)):
                     return False
@@ -67,17 +69,17 @@ class Newcomers:
         here = _here()
         others = {here, *self._rank_nodes()}
         hosts = [
-            # The other hosts already hold what they need in memory.
+            # The other hosts already have their weights in memory, so they need no further room.
             host if host.node_id == node else replace(host, share=0.0)
             for host in hosts_for(self._spec, await asyncio.to_thread(live_nodes), here)
             if host.node_id == node or host.node_id in others
         ]
         name = next((host.name for host in hosts if host.node_id == node), None)
         if name is None:
-            return True  # it has left already, and Ray finds another one
+            return True  # it has left already, and Ray finds another node
         try:
             found = await examine(hosts, self._folder, self._replica_bytes, newcomer=name)
-        except UserError as error:  # of the driver's side, such as a full disk; not the host's
+        except UserError as error:  # a problem of the driver's host, such as a full disk
             self._warn(f"{name} has joined, and could not be examined: {error.message}")
             return True
         for finding in found:

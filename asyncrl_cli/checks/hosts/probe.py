@@ -1,8 +1,8 @@
-"""One host's part of the check: a Ray actor there opens a port at the host's own address, as the processes of a run do,
-and connects to the other hosts.
+"""One host's part of the check: a Ray actor opens a port at the host's address, as the processes of a run do, and
+connects to the other hosts.
 
-The protocol: a client sends the secret of this check, the server answers with its node's id. To each further byte of
-the client it answers with ``SAMPLE_BYTES`` bytes.
+The protocol: a client sends the secret of this check, and the server answers with its node's id. To each further byte
+from the client, the server answers with ``SAMPLE_BYTES`` bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.system.memory import available_memory
 
 CONNECT_S = 5.0
-"""Seconds for a connection and its first answer."""
+"""Time limit, in seconds, for a connection and its first answer."""
 SAMPLE_BYTES = 4 * 2**20
 SAMPLE_S = 5.0
-"""Seconds for the sample; the speed of a slower pair follows from the bytes so far."""
+"""Time limit for the sample in seconds. The speed of a slower pair follows from the bytes received until then."""
 STALLED_BYTES = 64 * 2**10
-"""Fewer bytes than these in ``SAMPLE_S`` seconds are not a slow link, but one that loses large packets."""
+"""A link that delivers fewer bytes in ``SAMPLE_S`` seconds is not slow: it loses large packets."""
 
 
 class Failure(StrEnum):
@@ -49,8 +49,8 @@ class Host:
     node_id: str  # Ray's
     name: str  # unique and readable
     address: str
-    # The part of a weight version that it may hold: all of it if it may have an engine, the shards of the ranks that it
-    # has room for, or nothing.
+    # Fraction of a weight version that the host may hold: 1 if it may have an engine, otherwise the shards of the ranks
+    # for which it has room, or 0.
     share: float = 1.0
     port: int = 0  # of its probe
 
@@ -60,17 +60,17 @@ class Facts:
     """A host's report about itself."""
 
     port: int  # of its probe
-    versions: Mapping[str, str]  # by package; also of ``python`` and ``asyncrl``
+    versions: Mapping[str, str]  # by package, ``python`` and ``asyncrl`` included
     code: str  # checksum of asyncrl's code
     memory: int  # available bytes
-    token: bool  # whether Ray asks for a token
+    token: bool  # True if Ray asks for a token
     clock: float  # seconds since 1970, at the end of the answer
     driver: tuple[str, str] | None = None  # why torch cannot use its GPUs, and a hint
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A host's report about the others."""
+    """A host's report about the other hosts."""
 
     failures: Mapping[str, Failure]  # by name
     speed: float | None  # bytes per second from its neighbour
@@ -78,7 +78,7 @@ class Answer:
 
 
 class HostProbe:
-    """The actor."""
+    """The Ray actor on each host."""
 
     def __init__(self, host: Host, secret: str) -> None:
         self._host = host
@@ -96,7 +96,7 @@ class HostProbe:
         return await asyncio.to_thread(_facts, self._server.sockets[0].getsockname()[1])
 
     async def examine(self, others: list[Host], neighbour: Host | None, mark: Path) -> Answer:
-        """Connect to all others in parallel, measure the speed from the neighbour, and use the shared folder."""
+        """Connect to all other hosts in parallel, measure the speed from the neighbour, and use the shared folder."""
         found = await asyncio.gather(*map(self.reach, others))
         failures = {host.name: failure for host, failure in zip(others, found, strict=True) if failure}
         speed = None
@@ -109,7 +109,7 @@ class HostProbe:
         return Answer(failures, speed, await asyncio.to_thread(shared_folder.answer, mark, self._host.node_id))
 
     async def reach(self, target: Host) -> Failure | None:
-        """Connect to another host; why not, if that fails."""
+        """Connect to another host. Returns the reason if it fails."""
         try:
             async with self._connected(target):
                 return None
@@ -117,7 +117,7 @@ class HostProbe:
             return failed.failure
 
     async def measure(self, target: Host) -> float | Failure:
-        """Bytes per second from another host."""
+        """Measure the bytes per second from another host."""
         received = 0
         try:
             async with self._connected(target) as (reader, writer):
@@ -134,7 +134,7 @@ class HostProbe:
 
     @asynccontextmanager
     async def _connected(self, target: Host) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection to another host's probe. Raises ``PairFailed``, in the block, too."""
+        """A connection to another host's probe. Raises ``PairFailed``, also for errors inside the block."""
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -170,7 +170,7 @@ class PairFailed(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The kind of failure that an error of a connection means."""
+    """Return the kind of failure for a connection's error."""
     if isinstance(error, TimeoutError):
         return Failure.SILENT
     if isinstance(error, ConnectionRefusedError):

