@@ -223,7 +223,7 @@ def driver_problem() -> tuple[str, str] | None:
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version of the installed torch, such as ``13.0``, without importing torch. None for a CPU build."""
+    """Return the CUDA version of the installed torch (not imported), such as ``13.0``, or None for a CPU build."""
     package = find_spec("torch")
     if package is None or package.origin is None:
         return None

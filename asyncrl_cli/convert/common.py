@@ -1,4 +1,4 @@
-"""Arithmetic and texts that the settings of several trainers share."""
+"""Arithmetic and texts that the converters of several trainers share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, get_args
 
 from asyncrl_cli.convert.source import Source
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.spec.sections import TrainerSpec
 
-VIDEO, AUDIO = (f"asyncrl trains on text and images: {what} of the data is dropped" for what in ("video", "audio"))
+VIDEO, AUDIO = (f"asyncrl trains on text and images: {kind} in the data is dropped" for kind in ("video", "audio"))
 PROCESSOR = "the limits of images are in the model's preprocessor_config.json: change them in a copy of the model"
 _IMAGE_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|multimodal", re.IGNORECASE)
 _AUDIO_MODEL = re.compile(r"omni|audio", re.IGNORECASE)
@@ -18,8 +19,8 @@ IN_TURN = (
     "`mode: async` with `max_staleness: 1` uses all of them"
 )
 ASSUMED_STEPS = 100
-"""Steps of a run that counts epochs, where a number is a share of them: a configuration does not say how many prompts
-there are."""
+"""Assumed number of steps if a run counts epochs and another number is a share of the steps: a configuration does not
+have the number of prompts."""
 ATTENTION = get_args(TrainerSpec.model_fields["attention"].annotation)
 """Values of `trainer.attention`."""
 
@@ -34,11 +35,11 @@ DISTILLATION: dict[str, Any] = {
     "algorithm.kl_placement": "reward",
     "algorithm.uniform_groups": "train",
 }
-"""On-policy distillation without whitening, which other trainers do not have."""
+"""On-policy distillation as in other trainers, which do not whiten advantages."""
 
 
 class Devices(NamedTuple):
-    """Trainer ranks, engines, and the GPUs of each: below 1, a rank and an engine share one."""
+    """Numbers of trainer ranks and engines, and the GPUs of each. Below 1, a rank and an engine share a GPU."""
 
     ranks: int
     engines: int
@@ -47,9 +48,10 @@ class Devices(NamedTuple):
 
 
 def split(total: int, per_engine: int) -> Devices:
-    """Divide GPUs that trainer and engines used in turn: asyncrl has both at work at the same time.
+    """Divide GPUs that trainer and engines used in turn, because in asyncrl both work at the same time.
 
-    A single GPU is shared."""
+    A single GPU is shared.
+    """
     if total <= 1 and per_engine == 1:
         return Devices(1, engines=1, per_engine=0.5, per_rank=0.5)
     engines = max(total // 2 // per_engine, 1)
@@ -57,32 +59,34 @@ def split(total: int, per_engine: int) -> Devices:
 
 
 def divided(source: Source, found: Devices, total: int) -> None:
-    """Remark how GPUs are divided that the other trainer uses for both in turn."""
+    """Add a remark about the division of GPUs that the other trainer uses for both in turn."""
     generating = int(found.engines * found.per_engine)
     text = (
-        f"the other trainer uses {total} GPU(s) for both in turn. Here {found.ranks} train and {generating} generate, "
-        f"{found.ranks + generating} in all"
+        f"the other trainer uses {counted(total, 'GPU')} for both in turn. Here {found.ranks} train and {generating} "
+        f"generate, {found.ranks + generating} in total"
     )
     if found.per_rank < 1:
-        text = "engine and rank share one GPU, a half each; in mode sync the engine sleeps while it trains"
+        text = "engine and rank share one GPU, half each; in mode sync the engine sleeps during training"
     source.remark("trainer.ranks", text)
 
 
 def run_name(text: object) -> str | None:
-    """A name that a run may have; None if nothing is left of it."""
+    """Return a valid run name made from a text, or None if no valid character is left."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(text)).strip("-._")[:64] or None if text else None
 
 
 def model_path(path: Any, source: Source) -> Any:
-    """`model.path`. A model for audio is unsupported: its data is likely to have audio, and no key says so."""
+    """Return `model.path`. A model for audio is unsupported, because its data probably has audio."""
     if _AUDIO_MODEL.search(PurePosixPath(str(path)).name):
         source.unsupported.append(f"{path} is a model for audio: {AUDIO}")
     return path
 
 
 def images(source: Source, path: Any, column: Any, limit: int, frozen: bool) -> dict[str, Any]:
-    """The settings of a run with images, at most ``limit`` in a prompt. Without ``limit`` and ``column``, a model for
-    images makes it such a run."""
+    """Return the settings of a run with images, at most ``limit`` per prompt.
+
+    Without ``limit`` and ``column``, a run has images if its model is made for them.
+    """
     keys = ("model.max_images", "model.freeze", "data.train.image_column", "data.eval.image_column")
     if not limit and not column and not _IMAGE_MODEL.search(PurePosixPath(str(path)).name):
         return dict.fromkeys(keys)
@@ -94,17 +98,17 @@ def images(source: Source, path: Any, column: Any, limit: int, frozen: bool) -> 
 
 
 def running_rollouts(limit: int, group_size: int, groups: int, devices: Devices) -> int:
-    """`rollout.max_running_rollouts`: at most the limit, at least a group, else what the run generates at a time."""
+    """Return `rollout.max_running_rollouts`: an engine's share of ``groups``, at most the limit, at least one group."""
     return max(min(limit, -(-groups * group_size // devices.engines)), group_size)
 
 
 def multiple(steps: float, of: int) -> int:
-    """The steps, rounded up to a multiple; 0 stays 0."""
+    """Round steps up to a multiple; 0 stays 0."""
     return -(-int(steps) // of) * of if steps > 0 else 0
 
 
 def tracking(source: Source, name: str, project: Any) -> dict[str, Any]:
-    """`tracking`, from the key ``name`` with one logger or a list of loggers."""
+    """Return `tracking` from the key ``name``, which has one logger or a list of loggers."""
     loggers = source.get(name)
     listed = [str(logger).lower() for logger in (loggers if isinstance(loggers, list) else [loggers])]
     return {

@@ -1,4 +1,4 @@
-"""Which files a conversion writes, and what is wrong with the specs in them."""
+"""Chooses the files of a conversion, checks the specs, and writes them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Problem, SpecError
 
 FOLDER = Path("converted")
-"""Where the specs of several configurations go, below the current folder."""
+"""Folder for the specs of several configurations, below the current folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A converted configuration: ``absent`` are problems of files that this machine does not have."""
+    """A converted configuration. ``absent``: problems about files that this machine does not have."""
 
     origin: str
     target: Path | None
@@ -32,12 +32,12 @@ class Result:
 
     @property
     def valid(self) -> bool:
-        """Whether the spec is valid where its files are, and trains what the configuration says."""
+        """True if the spec is valid on a machine with its files, and trains what the configuration describes."""
         return not self.conversion.unsupported and not any(problem.severity == "error" for problem in self.problems)
 
     @property
     def summary(self) -> str:
-        """What was converted, in one line."""
+        """The result in one line."""
         done = self.conversion
         lost = sum(map(len, done.lost.values()))
         counts = [
@@ -51,7 +51,7 @@ class Result:
 
 
 def targets(origins: Sequence[str], output: Path | None) -> list[Path | None]:
-    """A file for each configuration; None is standard output. Raises ``ConfigError`` when two have the same name."""
+    """Return a file for each configuration; None is standard output. Raises ``ConfigError`` for equal file names."""
     folder = output if output and (len(origins) > 1 or output.is_dir()) else None
     if folder is None and len(origins) == 1:
         return [output]
@@ -69,7 +69,7 @@ def targets(origins: Sequence[str], output: Path | None) -> list[Path | None]:
 
 
 def convert_one(trainer: Trainer, origin: str, given: Mapping[str, Any], target: Path | None) -> Result:
-    """Convert a configuration and check its spec, without writing it."""
+    """Convert a configuration, and check its spec without writing it."""
     conversion = convert(given, trainer)
     text = spec_text(conversion, origin, target.parent if target else Path())
     try:
@@ -88,7 +88,7 @@ def convert_one(trainer: Trainer, origin: str, given: Mapping[str, Any], target:
 
 
 def _is_absent(problem: Problem) -> bool:
-    """Whether the problem is a model or a file that is not on this machine."""
+    """True if the problem is a model or file that this machine does not have."""
     is_path = problem.path in PATHS or re.fullmatch(r"evaluation\.sets\.\w+\.data\.path", problem.path)
     return bool(is_path) and problem.severity == "error"
 

@@ -1,7 +1,7 @@
-"""prime-rl's keys (its TOML files and command line), and what becomes of them.
+"""The table of prime-rl's keys (its TOML files and command line).
 
-Read in prime-rl's `packages/prime-rl-configs` and `src/prime_rl/trainer/rl/loss.py`, commit 559b447 of 2026-08-21. The
-trainer's, orchestrator's and inference server's own files have the keys that `rl.toml` has below these names.
+Source: prime-rl's `packages/prime-rl-configs` and `src/prime_rl/trainer/rl/loss.py`, commit 559b447 of 2026-08-21. The
+separate files of trainer, orchestrator and inference server have the keys that `rl.toml` has below these names.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ROWS = [
     Row("*seq_len", "rollout.max_prompt_tokens", "longer prompts are skipped and counted"),
     Row(f"{C}train.sampling.max_completion_tokens", "rollout.max_response_tokens"),
     Row(f"{C}train.sampling.temperature", "rollout.sampling.temperature"),
-    Row(f"{V}dtype", "rollout.dtype", "the trainer computes in the same"),
+    Row(f"{V}dtype", "rollout.dtype", "the trainer computes in the same dtype"),
     Row(f"{V}tool_call_parser", "rollout.tool_parser"),
     Row(f"{V}reasoning_parser", "rollout.reasoning_parser"),
     Row(f"{V}gpu_memory_utilization", "rollout.engine_args.gpu_memory_utilization"),
     Row(f"{V}enforce_eager", "rollout.engine_args.enforce_eager"),
-    Row(f"{C}algo.type", "algorithm.preset", "a name: what it decides is written below"),
+    Row(f"{C}algo.type", "algorithm.preset", "only a name: the keys that it decides are written below"),
     Row(f"{C}algo.type", "algorithm.advantage", "grpo is the reward minus the group's mean"),
     Row(f"{C}algo.type", "algorithm.whiten_advantages"),
     Row(f"{C}algo.teacher.name", "algorithm.reference_path", "the teacher, on the trainer's ranks"),
@@ -83,12 +83,12 @@ ROWS = [
     Row(f"{T}model.optim_cpu_offload {T}model.full_offload {T}model.fsdp_cpu_offload", "trainer.offload",
         "prime-rl keeps the optimizer in the host's memory by default"),
     Row("", "pipeline.mode"),
-    Row(f"{C}max_off_policy_steps", "pipeline.max_staleness", "never exceeded; prime-rl drops what is older"),
+    Row(f"{C}max_off_policy_steps", "pipeline.max_staleness", "never exceeded; prime-rl drops older rollouts"),
     Row(f"{C}batch_size {C}group_size", "pipeline.groups_per_step", "prompts; prime-rl counts rollouts"),
     Row(f"{C}eval.sampling.temperature", "evaluation.temperature"),
     Row(f"{C}eval.source.* {C}eval.num_examples {C}eval.group_size {C}eval.interval",
         "evaluation.sets"),
-    Row("ckpt *ckpt.interval", "checkpoints.every", "0 saves at the end only"),
+    Row("ckpt *ckpt.interval", "checkpoints.every", "0 saves only at the end"),
     Row("*ckpt.keep_last", "checkpoints.keep_last"),
     Row("*ckpt.keep_interval", "checkpoints.keep_every"),
     Row("", "tracking.mlflow"),
@@ -96,13 +96,13 @@ ROWS = [
     Row("*monitors.wandb.entity", "tracking.wandb.entity"),
     Row("*max_steps", "stop.steps"),
 ]
-"""Keys of prime-rl that decide a key of a spec."""
+"""prime-rl's keys that decide a key of a spec."""
 
 OTHERS = [
     lost(f"{C}token_batch_size", "a step has a fixed number of groups: set pipeline.groups_per_step"),
     lost(f"{C}algo.length_penalty*", "write it as a reward of the group (docs/tasks.md)"),
     unsupported(f"{C}train.source.*.algo*", "one algorithm trains all tasks"),
-    needless(f"{C}algo.*", "of an algorithm that asyncrl lacks, or the address of a teacher: asyncrl loads it itself"),
+    needless(f"{C}algo.*", "for algorithms that asyncrl lacks, or a teacher's address: asyncrl loads the teacher"),
     lost(f"{C}*curriculum*", "algorithm.uniform_groups: reject replaces groups without an advantage; data.filter and "
          "data.curriculum choose prompts"),
     lost(f"{C}train.source.*.sampling.* {C}train.source.*.group_size", "all tasks have the settings under rollout"),
@@ -111,7 +111,7 @@ OTHERS = [
     unsupported("*model.vlm* *freeze_vision_encoder", "asyncrl's own keys for images: docs/models.md"),
     lost(f"{T}model.lora.dropout {T}model.lora.modules_to_save", "adapters are plain LoRA, without dropout"),
     lost(f"{T}optim.type", "the optimizer is AdamW", "adamw"),
-    lost(f"{T}optim.*", "of another optimizer"),
+    lost(f"{T}optim.*", "settings of another optimizer"),
     lost(f"*quantization* {T}model.index_cache* {T}model.freeze_moe_router {T}model.debug*", "not in a spec"),
     lost("*trust_remote_code *chat_template *tokenizer.name *conversion_dir",
          "models and tokenizers are loaded by transformers from model.path; model.chat_template names a file"),
@@ -126,14 +126,16 @@ OTHERS = [
     needless(f"{T}model.* {T}gc* {T}matmul_precision {T}memory_profiler_path {T}trace_path {T}dist_timeout_seconds "
              f"{T}enable_token_export", "how the trainer computes: DeepSpeed ZeRO"),
     needless(f"{C}train.source.*.serve* {C}eval.* {C}renderer* {C}model.* {C}concurrency.* {C}env_server_base_port "
-             f"{C}num_train_workers {C}pad_to_multiple_of {C}*inference_metrics*", "of prime-rl's orchestrator"),
+             f"{C}num_train_workers {C}pad_to_multiple_of {C}*inference_metrics*", "about prime-rl's orchestrator"),
 ]
 # fmt: on
 
 
 def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The files and the keys of a command line such as `uv run rl @ rl.toml --max-steps 9`: all files are one
-    configuration, and the last word for a key counts. Raises ``ConfigError``."""
+    """Return the files and keys of a command line such as `uv run rl @ rl.toml --max-steps 9`.
+
+    All files are one configuration, and the last value of a key counts. Raises ``ConfigError``.
+    """
     plain, options = options_of(words)
     files = [word for word in plain if word not in ("uv", "run", "rl", "@", *PARTS)]
     if not files and not options:
@@ -148,7 +150,7 @@ def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _sources(s: Source, part: str) -> list[dict[str, Any]]:
-    """The sources of ``train`` or ``eval``, as nested mappings."""
+    """The sources of ``train`` or ``eval`` as nested mappings."""
     nested: dict[str, Any] = {}
     prefix = f"{C}{part}.source."
     for name in s.matching(f"{prefix}*"):
@@ -203,9 +205,9 @@ def _algorithm(s: Source) -> dict[str, Any]:
     name, distills = s.get(f"{C}algo.type"), s.get(f"{C}algo.type") == "opd"
     if name not in ("grpo", "opd"):
         s.unsupported.append(f"{C}algo.type = {shown(name)}: grpo and opd have a counterpart")
-    text = "prime-rl masks tokens by the change of their probability (DPPO); clip with icepop is the nearest"
+    text = "prime-rl masks tokens by the change in their probability (DPPO); the closest is clip with icepop"
     if own := s.get(f"{T}loss.import_path"):
-        text = f"your loss {own} has other arguments: write it again (docs/algorithms.md)"
+        text = f"your loss {own} has different arguments: write it again (docs/algorithms.md)"
     s.remark("algorithm.loss", text)
     return {
         "algorithm.preset": "distill" if distills else "grpo",
@@ -218,7 +220,7 @@ def _algorithm(s: Source) -> dict[str, Any]:
 
 
 def settings(s: Source) -> dict[str, Any]:
-    """The values by key of the spec. None: the key is not written."""
+    """Return the values by key of the spec. None: the key is not written."""
     per_engine, size = max(s.count(f"{V}tensor_parallel_size"), 1), max(s.count(f"{C}group_size"), 1)
     node = s.count("deployment.gpus_per_node") if s.get("deployment.type") == "multi_node" else 0
     generating = s.count("deployment.num_infer_nodes") * node * s.count("deployment.num_infer_replicas")
@@ -235,7 +237,7 @@ def settings(s: Source) -> dict[str, Any]:
     lora, ep = s.section(f"{T}model.lora.") is not None, s.count(f"{T}model.ep")
     kind, rate = str(s.get(f"{T}scheduler.type")), s.number(f"{T}optim.lr")
     if kind == "linear":
-        s.remark("trainer.schedule.kind", "prime-rl decays in the last decay_steps only, and this over the whole run")
+        s.remark("trainer.schedule.kind", "prime-rl decays only in the last decay_steps, asyncrl over the entire run")
     if s.count(f"{T}model.cp") > 1 and s.get(f"{T}model.cp_style") == "ring":
         s.remark("trainer.sequence_parallel", "no ring attention: ranks exchange heads (Ulysses)")
     names, limits = s.matching("*monitors.wandb.name"), s.matching("*max_steps")

@@ -1,4 +1,4 @@
-"""A trainer's table of keys, applied to a configuration."""
+"""Applies a trainer's table of keys to a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl_cli.convert.source import Source, shown
 
 OFF: tuple[Any, ...] = (None, False, 0, -1, "", "no", "none", "None", "disabled", [], {}, "???")
-"""Values that leave a feature unused in every trainer that is read here."""
+"""Values that switch a feature off in every supported trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Row:
     """Keys of the other trainer that decide one key of a spec.
 
     ``names``: the keys, separated by spaces; they may be patterns (`*` is any text).
-    ``note``: what differs.
+    ``note``: a difference between the trainers.
     """
 
     names: str
@@ -29,12 +29,12 @@ class Row:
 
 
 class Without(Enum):
-    """What it means that a key has no counterpart."""
+    """Consequence of a key without a counterpart."""
 
     NEEDLESS = auto()
-    """A spec does not need it."""
+    """None: a spec does not need the key."""
     LOST = auto()
-    """Something of the configuration is lost: the user has to look at it."""
+    """The spec lacks a part of the configuration: the user has to look at it."""
     UNSUPPORTED = auto()
     """The spec would train something else. It does not count as valid."""
 
@@ -43,9 +43,9 @@ class Without(Enum):
 class Other:
     """Keys (``names``, as in ``Row``) without a counterpart.
 
-    ``note``: what to do instead.
-    ``off``: further values that leave the feature unused.
-    ``when``: a condition of the whole configuration, without which the row does not hold.
+    ``note``: advice to the user.
+    ``off``: further values that switch the feature off.
+    ``when``: the row holds only for configurations that pass this test.
     """
 
     kind: Without
@@ -56,26 +56,26 @@ class Other:
 
 
 def lost(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Other:
-    """Keys that a spec cannot express."""
+    """Return a row for keys that a spec cannot express."""
     return Other(Without.LOST, names=names, note=note, off=off, when=when)
 
 
 def unsupported(names: str, note: str, when: Callable[[Source], bool] | None = None) -> Other:
-    """Keys of a run that asyncrl cannot train, such as one with videos."""
+    """Return a row for keys of runs that asyncrl cannot train, such as runs with videos."""
     return Other(Without.UNSUPPORTED, names, note, when=when)
 
 
 def needless(names: str, note: str) -> Other:
-    """Keys that a spec does not need."""
+    """Return a row for keys that a spec does not need."""
     return Other(Without.NEEDLESS, names, note)
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Another trainer: its name, its own defaults by key, and what becomes of its keys.
+    """Another trainer: its name, its defaults by key, and the tables of its keys.
 
-    ``rows`` are in the order of the spec. The first of ``others`` that matches a key holds for it. ``settings`` gives
-    the values of those keys of a spec that are more than a copy of the first of the row's names that is set.
+    ``rows`` are in the order of the spec. The first match in ``others`` decides. ``settings`` computes values of spec
+    keys. A key without such a value gets the value of the first name in its row that is set.
     """
 
     name: str
@@ -87,10 +87,9 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key of the spec: its value, the keys of the source that decided it with their values, and what to
-    know about it.
+    """One key of the spec: its value, the source's keys that decided it with their values, a note, and remarks.
 
-    A value of None is not written: the comment alone is, with its remarks.
+    If the value is None, only the comment with the remarks is written.
     """
 
     key: str
@@ -102,8 +101,10 @@ class Setting:
 
 @dataclass(slots=True)
 class Conversion:
-    """A configuration, converted: ``lost`` and ``needless`` are keys by their note, ``unsupported`` are the reasons why
-    the spec trains something else."""
+    """A converted configuration.
+
+    ``lost`` and ``needless`` have keys by their note, ``unsupported`` the reasons why the spec trains something else.
+    """
 
     source: Source
     trainer: Trainer
@@ -116,12 +117,12 @@ class Conversion:
 
     @property
     def remarks(self) -> list[tuple[str, str]]:
-        """What the user has to look at, with the key of the spec that it is about."""
+        """Points that the user has to check, each with its key of the spec."""
         return [(setting.key, remark) for setting in self.settings for remark in setting.remarks]
 
 
 def convert(given: Mapping[str, Any], trainer: Trainer) -> Conversion:
-    """Convert a configuration by its dotted keys. Every key is in the result: with a setting, in a list, or unknown."""
+    """Convert a configuration by dotted keys. Every key is in the result: with a setting, in a list, or as unknown."""
     source = Source(given, trainer.defaults)
     values = trainer.settings(source)
     result = Conversion(source, trainer)

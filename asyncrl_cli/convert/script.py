@@ -1,8 +1,8 @@
-"""The command of a shell script that starts a trainer.
+"""Finds the command in a shell script that starts a trainer.
 
-The script is read, not run. Its own assignments, arrays, defaults (`${X:-1}`) and sums (`$((8 * 1024))`) are followed.
-Everything else is unknown: the output of a command, a variable that is set under a condition. A command that needs an
-unknown value is refused with the line.
+The script is read, not run. Assignments, arrays, defaults (`${X:-1}`) and sums (`$((8 * 1024))`) are followed.
+Everything else is unknown, such as the output of a command, or a variable that is set under a condition. A command that
+needs an unknown value is refused, with its line.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+)(\[[@*]\])?(?:(:?[-=])(.*))?", re.DO
 _OPENS, _CLOSES = {"if", "for", "while", "until", "case", "select", "{"}, {"fi", "done", "esac", "}"}
 _KEYWORDS = {*_OPENS, "then", "else", "elif", "do", "!", "export", "readonly", "declare", "local", "exec", "nohup"}
 _UNKNOWN = "\0"
-"""Before and after the reason in a value that is not known."""
+"""Encloses the reason in an unknown value."""
 
 
 def trainer_command(
     path: str, further: Sequence[str], *, is_argument: Callable[[str], bool], launched: Callable[[Sequence[str]], int]
 ) -> list[str]:
-    """The words of the script's one command that starts a program with such arguments, and ``further`` ones.
+    """Return the words of the script's command that starts a program with such arguments, and the ``further`` words.
 
-    ``launched`` gives the number of words up to a command's program. Raises ``ConfigError`` when there is not exactly
-    one such command, or one of its words is not known and no further argument replaces it.
+    ``launched`` gives the number of words up to a command's program. Raises ``ConfigError`` unless there is exactly one
+    such command and all its words are known, or replaced by further arguments.
     """
     try:
         text = Path(path).read_text()
@@ -84,14 +84,14 @@ class _Script:
         self._text = text
         self._known: dict[str, list[str]] = {}
         self._line = 1
-        self._depth = 0  # of blocks that may not run, or run several times
+        self._depth = 0  # nesting of blocks that may run never or several times
         self._conditional = False  # after && and ||
         self._words: list[str] = []
         self._is_open = False  # the last word continues
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
         """Each command's last line and words."""
-        array = ""  # the assignment to an array that has begun
+        array = ""  # the assignment to an array whose values are being read
         for token in _TOKEN.finditer(self._text):
             kind, value = token.lastgroup or "", token[0]
             if array and kind in ("bracket", "end", "comment"):
@@ -105,7 +105,7 @@ class _Script:
                 yield from self._command()
                 self._conditional = value in ("&&", "||")
                 if kind == "redirect":
-                    self._words, self._is_open = ["true"], False  # a file or further arguments follow
+                    self._words, self._is_open = ["true"], False  # ignore the file or arguments that follow
             elif kind in ("space", "continued", "comment"):
                 self._is_open = False
             elif kind in ("single", "escaped", "text"):
@@ -128,12 +128,12 @@ class _Script:
             self._add(self._value(whole), split=True)
             return
         if whole and (whole["plain"] == "@" or (whole["braced"] or "").startswith("@")):
-            return  # the script's own arguments
+            return  # the script's arguments
         text = text.replace("\\\n", "")
         self._add([_IN_QUOTES.sub(lambda found: found["escaped"] or " ".join(self._value(found)), text)])
 
     def _add(self, parts: list[str], split: bool = False) -> None:
-        """Add text to the open word; several parts are several words."""
+        """Add text to the open word. Several parts become several words."""
         if not parts and split:
             return
         if self._is_open:
@@ -167,7 +167,7 @@ class _Script:
         self._known[name] = new
 
     def _value(self, token: re.Match[str]) -> list[str]:
-        """A variable, a sum, or the reason why the value is not known."""
+        """The value of a variable or a sum, or the reason why it is unknown."""
         if token["sum"]:
             names = re.sub(
                 r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: "".join(self._variable(found[1])), token["sum"][3:-2]

@@ -1,4 +1,4 @@
-"""The configuration of another trainer: its keys by their dotted paths, with that trainer's defaults."""
+"""Another trainer's configuration by dotted keys, with the trainer's defaults."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from asyncrl_cli.core.flatten import flatten
 
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.@]+)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
-"""OmegaConf's `${a.b}`, `${.sibling}` and `${oc.select:a.b,default}`; a default may be one more of them."""
+"""OmegaConf's `${a.b}`, `${.sibling}` and `${oc.select:a.b,default}`; a default may itself be a reference."""
 MAX_REFERENCES = 8
-"""How deep references may refer to references."""
+"""Largest depth of references to references."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number, as OmegaConf and transformers do; YAML 1.1 wants a point in it."""
+    """Reads `1e-6` as a number, as OmegaConf and transformers do. YAML 1.1 requires a decimal point."""
 
 
 _Loader.yaml_implicit_resolvers = {key: list(pairs) for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -37,10 +37,10 @@ for _first in "-+.0123456789":
 
 
 class Source:
-    """What a configuration says, with the defaults of its trainer.
+    """A configuration with its trainer's defaults.
 
-    ``given`` has the keys that were written. ``remarks`` collects sentences for the comments above keys of the spec,
-    ``unsupported`` reasons why asyncrl cannot train this.
+    ``given`` has the keys of the configuration. ``remarks`` collects sentences for the comments above keys of the spec,
+    and ``unsupported`` the reasons why asyncrl cannot train this.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Source:
         self.unsupported: list[str] = []
 
     def get(self, *names: str) -> Any:
-        """The value of the first of these keys that is set to anything but null; else the first default; else None."""
+        """Return the first value of these keys that is set and not null, otherwise the first default, otherwise None."""
         for values in (self.given, self.defaults):
             for name in names:
                 if values.get(name) is not None and values.get(name) != "???":
@@ -60,15 +60,15 @@ class Source:
         return None
 
     def matching(self, pattern: str) -> list[str]:
-        """The keys that were written and match a name, in which `*` is any text."""
+        """Return the given keys that match a pattern, where `*` is any text."""
         return [name for name in self.given if fnmatchcase(name, pattern)] if "*" in pattern else [pattern]
 
     def section(self, prefix: str) -> dict[str, Any] | None:
-        """The keys below a prefix, as one mapping of their last parts; None if there are none."""
+        """Return the keys below a prefix as one mapping of their last parts, or None if there are none."""
         return {name.removeprefix(prefix): self.given[name] for name in self.matching(f"{prefix}*")} or None
 
     def number(self, *names: str) -> float:
-        """``get`` as a number; 0 if it is none, or not finite."""
+        """Return ``get`` as a number; 0 if it is not a finite number."""
         try:
             value = float(self.get(*names))
         except (TypeError, ValueError, OverflowError):
@@ -76,16 +76,16 @@ class Source:
         return value if math.isfinite(value) else 0.0
 
     def count(self, *names: str) -> int:
-        """``get`` as a whole number; 0 if it is none."""
+        """Return ``get`` as a whole number; 0 if it is not a finite number."""
         return int(self.number(*names))
 
     def flag(self, *names: str) -> bool:
-        """Whether ``get`` is true, also as a text of a command line."""
+        """Return True if ``get`` is true, or a text from a command line that means true."""
         value = self.get(*names)
         return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
     def remark(self, key: str, text: str) -> None:
-        """Add a sentence about a key of the spec that the user should look at."""
+        """Add a sentence about a key of the spec that the user should check."""
         self.remarks.setdefault(key, []).append(text)
 
 
@@ -94,9 +94,9 @@ PROGRAMS = (".py", ".ipynb")
 
 
 def words(arguments: Sequence[str], argument: str) -> list[str]:
-    """The words of a command line, which may also be one quoted argument, or a shell script with the command.
+    """Return the words of a command line, which may also be a single quoted argument or a shell script.
 
-    ``argument`` is a pattern: a script's command has arguments that match it. Raises ``ConfigError``.
+    ``argument`` is a pattern for the arguments of the command in a script. Raises ``ConfigError``.
     """
     if arguments and Path(arguments[0]).suffix in SHELL_SCRIPTS:
         is_argument = re.compile(argument).match
@@ -114,8 +114,10 @@ def words(arguments: Sequence[str], argument: str) -> list[str]:
 
 
 def launched(line: Sequence[str], *programs: str) -> int:
-    """The number of words up to the program that reads the arguments: one of ``programs``, a script, or the module of
-    `python -m`. 0: there is none."""
+    """Return the number of words up to the program that reads the arguments, or 0 if there is none.
+
+    A program is one of ``programs``, a script, or the module of `python -m`.
+    """
     ends = (
         end
         for end, (before, word) in enumerate(zip(("", *line), line, strict=False), start=1)
@@ -125,15 +127,15 @@ def launched(line: Sequence[str], *programs: str) -> int:
 
 
 def short(text: str) -> str:
-    """At most 60 characters of a text, for messages."""
+    """Shorten a text to 60 characters for messages."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read_file(path: str, instead: str = "") -> dict[str, Any]:
-    """The keys of a YAML, JSON or TOML file, flattened; in TOML also the tables of a list. ``instead`` says how a
-    program is converted.
+    """Return the flattened keys of a YAML, JSON or TOML file; in TOML also the tables of a list.
 
-    Raises ``ConfigError``."""
+    ``instead`` is the hint for a program, which cannot be read. Raises ``ConfigError``.
+    """
     if Path(path).suffix in PROGRAMS:
         raise ConfigError("programs are not read", location=short(path), hint=instead)
     try:
@@ -162,7 +164,7 @@ def read_file(path: str, instead: str = "") -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of a command line: YAML, or the text itself."""
+    """Read a value of a command line as YAML; if that fails, return the text."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -170,7 +172,7 @@ def parse_value(text: str) -> Any:
 
 
 def options_of(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The words before the first option, and each option's values: `--name value…`, `--name=value`, `--flag`."""
+    """Return the words before the first option, and each option's values (`--name value…`, `--name=value`, `--flag`)."""
     plain: list[str] = []
     options: dict[str, list[str]] = {}
     current = plain
@@ -185,7 +187,7 @@ def options_of(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def typed(options: Mapping[str, list[str]]) -> dict[str, Any]:
-    """The keys that options set, flattened; one without a value is true, and several values are a list."""
+    """Return the flattened keys that options set. An option without a value is true; several values are a list."""
     values: dict[str, Any] = {}
     for name, texts in options.items():
         parsed = [parse_value(text) for text in texts]
@@ -194,9 +196,7 @@ def typed(options: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """The values after Hydra's overrides: `key=value`, with `+` or `++` in front, and `~key`.
-
-    Raises ``ConfigError``."""
+    """Apply Hydra's overrides: `key=value`, with `+` or `++` in front, and `~key`. Raises ``ConfigError``."""
     result = dict(values)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -213,12 +213,12 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
 
 
 def shown(value: Any) -> str:
-    """A value in a comment: one line, at most 60 characters."""
+    """Format a value for a comment: one line, at most 60 characters."""
     return short(json.dumps(value, ensure_ascii=True, default=str))
 
 
 def _resolved(name: str, value: Any, given: Mapping[str, Any], depth: int) -> Any:
-    """The value with references to other keys replaced; unchanged where the key is not in the configuration."""
+    """The value with references to other keys replaced. References to unknown keys stay."""
     if not isinstance(value, str) or "${" not in value or depth == 0:
         return value
 

@@ -1,8 +1,7 @@
-"""TRL's arguments (0.19 to 1.10, and open-r1's), and what becomes of them.
+"""The table of TRL's arguments (0.19 to 1.10, and open-r1's).
 
-Read in TRL's `trainer/*_config.py`, `experimental/{ppo,async_grpo}`, `scripts/` and examples, commit f2cd577 of
-2026-07-24, in transformers' `TrainingArguments`, and in open-r1's recipes. The first matching row of the second part
-holds for an argument that has no counterpart.
+Sources: TRL's `trainer/*_config.py`, `experimental/{ppo,async_grpo}`, `scripts/` and examples, commit f2cd577 of
+2026-07-24, transformers' `TrainingArguments`, and open-r1's recipes. In ``OTHERS``, the first matching row decides.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 # fmt: on
-"""TRL's own defaults of the arguments that decide something, for each trainer."""
+"""TRL's defaults of the arguments that decide a key, for each trainer."""
 
-_PPO_ONLY = "of PPO only"
+_PPO_ONLY = "only in PPO"
 # fmt: off
 ROWS = [
     Row("run_name output_dir", "name"),
@@ -79,7 +78,7 @@ ROWS = [
     Row("system_prompt", "data.eval.system"),
     Row("shuffle_dataset", "data.shuffle"),
     Row("system_prompt", "data.apply_chat_template",
-        "of prompts that are texts; TRL does not put them into the chat template, open-r1 does"),
+        "for text prompts; TRL does not put them into the chat template, open-r1 does"),
     Row("use_vllm vllm_mode", "rollout.engines", "the engines are always vLLM's"),
     Row("vllm_tensor_parallel_size", "rollout.gpus_per_engine"),
     Row("num_generations", "rollout.group_size", "PPO has one response per prompt"),
@@ -87,24 +86,25 @@ ROWS = [
     Row("max_prompt_length vllm_max_model_length max_length", "rollout.max_prompt_tokens",
         "longer prompts are skipped and counted, never truncated"),
     Row("max_completion_length response_length max_new_tokens", "rollout.max_response_tokens"),
-    Row("temperature", "rollout.sampling.temperature", "log-probs are computed at it, in trainer and engine"),
-    Row("dtype torch_dtype bf16 fp16 mixed_precision", "rollout.dtype", "that of the trainer"),
-    Row("loss_type importance_sampling_level", "algorithm.preset", "a name: what it decides is written below"),
-    Row("scale_rewards", "algorithm.advantage", "of each group; TRL adds 1e-4 to the deviation, and asyncrl 1e-6"),
+    Row("temperature", "rollout.sampling.temperature", "trainer and engine compute log-probs at this temperature"),
+    Row("dtype torch_dtype bf16 fp16 mixed_precision", "rollout.dtype", "the trainer's dtype"),
+    Row("loss_type importance_sampling_level", "algorithm.preset",
+        "only a name: the keys that it decides are written below"),
+    Row("scale_rewards", "algorithm.advantage", "in each group; TRL adds 1e-4 to the deviation, asyncrl 1e-6"),
     Row("reward_funcs reward_weights multi_objective_aggregation", "algorithm.reward_parts"),
     Row("multi_objective_aggregation", "algorithm.reward_aggregation"),
     Row("normalize_advantages", "algorithm.whiten_advantages", "over all tokens of a step; in TRL a part of PPO"),
-    Row("gamma", "algorithm.gamma", "of PPO; 0 in GKD, where later tokens have no effect"),
+    Row("gamma", "algorithm.gamma", "for PPO; 0 in GKD, where later tokens have no effect"),
     Row("lam", "algorithm.gae_lambda", _PPO_ONLY),
     Row("loss_type importance_sampling_level", "algorithm.loss"),
     Row("epsilon cliprange", "algorithm.clip_low"),
     Row("epsilon_high epsilon cliprange", "algorithm.clip_high", "above 1; TRL's cispo takes the upper edge itself"),
-    Row("delta", "algorithm.dual_clip", "the bound of the ratio where the advantage is negative"),
+    Row("delta", "algorithm.dual_clip", "upper bound of the ratio for negative advantages"),
     Row("sapo_temperature_pos sapo_temperature_neg", "algorithm.sapo_temperatures"),
     Row("loss_type", "algorithm.aggregation", "grpo is sequence_mean, dapo and bnpo token_mean, dr_grpo sequence_sum"),
     Row("loss_type", "algorithm.sequence_divisor", "RLOO adds up the tokens of a sequence"),
     Row("entropy_coef", "algorithm.entropy_coef", "over tokens"),
-    Row("beta kl_coef", "algorithm.kl_coef", "at 0 it needs no reference model"),
+    Row("beta kl_coef", "algorithm.kl_coef", "0 needs no reference model"),
     Row("teacher_model_name_or_path", "algorithm.reference_path", "the teacher"),
     Row("lmbda seq_kd", "algorithm.reward_coef", "every response is the student's own, and no reward trains"),
     Row("kl_estimator", "algorithm.kl_estimator", "k3 in the loss of GRPO, k1 in the reward of RLOO"),
@@ -141,11 +141,11 @@ ROWS = [
     Row("per_device_train_batch_size", "trainer.tokens_per_microbatch",
         "tokens per GPU; TRL counts completions, here at their longest"),
     Row("attn_implementation model_init_kwargs.attn_implementation", "trainer.attention",
-        "sdpa where TRL leaves it to transformers"),
+        "sdpa if TRL leaves the choice to transformers"),
     Row("gradient_checkpointing", "trainer.gradient_checkpointing"),
     Row("deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device", "trainer.offload"),
     Row(METHOD, "pipeline.mode"),
-    Row("max_staleness", "pipeline.max_staleness", "in weight versions, and never exceeded; TRL drops what is older"),
+    Row("max_staleness", "pipeline.max_staleness", "in weight versions, and never exceeded; TRL drops older rollouts"),
     Row("per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size",
         "pipeline.groups_per_step",
         "prompts; TRL counts completions: per device · processes · accumulation / num_generations"),
@@ -163,17 +163,17 @@ ROWS = [
     Row("num_train_epochs", "stop.epochs"),
 ]
 # fmt: on
-"""Arguments of TRL that decide a key of a spec, in the order of the spec."""
+"""TRL's arguments that decide a key of a spec, in the order of the spec."""
 
 # fmt: off
 OTHERS = [
     lost("top_p top_k min_p repetition_penalty generation_kwargs*",
-         "no top-p, top-k or penalties: the recorded log-probs would not be those of the sampled tokens", 1, 1.0),
+         "no top-p, top-k or penalties, because they would make the recorded log-probs wrong", 1, 1.0),
     lost("load_in_8bit load_in_4bit", "no quantized training"),
     lost("use_rslora use_dora lora_target_parameters lora_modules_to_save",
          "adapters are plain LoRA, of the layers in model.lora.target_modules"),
     lost("lora_dropout",
-         "LoRA has no dropout: the trainer's log-probs would not be those of the policy that generates",
+         "LoRA has no dropout, because it would make the trainer's log-probs differ from the engines' log-probs",
          when=lambda s: s.flag("use_peft")),
     needless("lora_dropout lora_task_type bnb_* use_bnb_nested_quant", "no adapters, or no quantized training"),
     unsupported("video_* *_video*", VIDEO),
@@ -185,7 +185,7 @@ OTHERS = [
     lost("vespo_* top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold use_bias_correction_kl "
          "reward_clip_range whiten_rewards missing_eos_penalty vf_coef stop_token_id",
          "not in a spec", 1.0, 0.1, 2.0, 3.0),
-    needless("entropy_coef_* entropy_target", "of adaptive entropy"),
+    needless("entropy_coef_* entropy_target", "settings of adaptive entropy"),
     lost("lr_scheduler_kwargs*", "schedules are linear, cosine and constant, down to trainer.schedule.final_fraction"),
     lost("optim optim_args optim_target_modules neftune_noise_alpha label_smoothing_factor auto_find_batch_size",
          "the optimizer is AdamW", "adamw_torch_fused", "adamw_torch"),
@@ -195,7 +195,7 @@ OTHERS = [
          "models are loaded by transformers from model.path; the output head is computed in float32, without dropout"),
     lost("vllm_structured_outputs_regex vllm_guided_decoding_regex", "no structured outputs in training"),
     lost("push_to_hub", "export a model with `asyncrl checkpoint export`, and upload that folder"),
-    lost("callbacks benchmarks", "monitors of your own: tracking.monitors; benchmarks: evaluation.sets"),
+    lost("callbacks benchmarks", "your own monitors: tracking.monitors; benchmarks: evaluation.sets"),
     lost("load_best_model_at_end", "checkpoints.keep_best keeps the best"),
     lost("deepspeed fsdp parallelism_config* fsdp_config*",
          "the trainer is DeepSpeed ZeRO: set trainer.zero_stage and trainer.offload"),
@@ -203,11 +203,11 @@ OTHERS = [
     needless("vllm_* use_transformers_* transformers_* cache_implementation request_timeout heartbeat_* "
              "queue_maxsize token_budget",
              "asyncrl starts and restarts its engines itself; their other settings are under rollout.engine_args"),
-    needless("teacher_model_init_kwargs*", "the teacher is loaded as the policy is, in trainer.dtype"),
+    needless("teacher_model_init_kwargs*", "the teacher is loaded like the policy, in trainer.dtype"),
     needless("packing* padding_free dataset_text_field dataset_kwargs* completion_only_loss assistant_only_loss "
              "eos_token pad_token activation_offloading eval_packing",
-             "of supervised training: the student answers the prompts itself"),
-    needless("hub_* trackio_* env.*", "the hub, and variables of the environment"),
+             "for supervised training: here the student answers the prompts itself"),
+    needless("hub_* trackio_* env.*", "the hub, and environment variables"),
     needless("logging_* log_* num_completions_to_print include_* disable_tqdm report_to_*",
              "every step is logged; every rollout is in the journal: `asyncrl inspect buffer`, `asyncrl watch`"),
     needless("eval_* per_device_eval_batch_size do_eval do_train do_predict prediction_loss_only batch_eval_metrics "
@@ -229,10 +229,10 @@ OTHERS = [
              "about the process that trains; asyncrl starts DeepSpeed ranks itself (docs/clusters.md)"),
 ]
 # fmt: on
-"""Arguments of TRL without a counterpart."""
+"""TRL's arguments without a counterpart."""
 
 TRAINERS = {
     method: Trainer("TRL", defaults=defaults | {METHOD: method}, rows=ROWS, others=OTHERS, settings=settings)
     for method, defaults in DEFAULTS.items()
 }
-"""By the name of TRL's command."""
+"""Trainers by the names of TRL's commands."""

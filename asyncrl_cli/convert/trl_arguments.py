@@ -1,4 +1,4 @@
-"""TRL's arguments as they are written: YAML or JSON files, and the command line of `trl grpo` or of a script."""
+"""Parses TRL's arguments: YAML or JSON files, and the command line of `trl grpo` or a script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTEAD = (
 
 
 class Arguments(NamedTuple):
-    """The trainer, the configuration files, and the arguments of the command line, which count for each file."""
+    """The trainer, the configuration files, and the command line's arguments, which apply to each file."""
 
     method: str
     files: list[str]
@@ -32,10 +32,10 @@ class Arguments(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
-    """A command line: `trl grpo`, files, `--config FILE`, `--name value…`, `--name=value`, `--flag`. Before them may be
-    a script and its launcher, such as `accelerate launch --num_processes 8 train.py`.
+    """Parse a command line: `trl grpo`, files, `--config FILE`, `--name value…`, `--name=value`, `--flag`.
 
-    Raises ``ConfigError`` for a word that is none of them.
+    It may start with a script and its launcher, such as `accelerate launch --num_processes 8 train.py`. Raises
+    ``ConfigError`` for any other word.
     """
     line = words(arguments, "--")
     end = 0 if _begins_with_arguments(line) else launched(line, "trl")
@@ -70,5 +70,5 @@ def _begins_with_arguments(line: Sequence[str]) -> bool:
 
 
 def _accelerate(name: str) -> dict[str, Any]:
-    """The keys of Accelerate's configuration, if it is a file and not one of TRL's names such as `zero3`."""
+    """The keys of Accelerate's configuration if it is a file, and not one of TRL's names such as `zero3`."""
     return read_file(name) if os.path.exists(name) else {}

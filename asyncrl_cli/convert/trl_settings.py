@@ -1,7 +1,7 @@
-"""Values of a spec that several of TRL's arguments decide, or that need arithmetic. The table is in ``trl.py``.
+"""Computes values of a spec that need arithmetic, or several of TRL's arguments. The table is in ``trl.py``.
 
-TRL counts completions per device and optimizer updates; asyncrl counts groups and steps. One of TRL's generation
-batches is a step here.
+TRL counts completions per device and optimizer updates; asyncrl counts groups and steps. A generation batch in TRL is a
+step in asyncrl.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncrl_cli.convert.common import (
 from asyncrl_cli.convert.source import Source, shown
 
 METHOD = "method"
-"""Not an argument: `grpo`, `rloo`, `ppo`, `async_grpo` or `gkd`, from the command or the default."""
+"""Not an argument of TRL: `grpo`, `rloo`, `ppo`, `async_grpo` or `gkd`, from the command or the default."""
 PROMPT_TOKENS = 1024
-"""`rollout.max_prompt_tokens` where TRL has no limit."""
+"""`rollout.max_prompt_tokens` if TRL has no limit."""
 CORRECTION = "vllm_importance_sampling_"
 SCHEDULES = {
     "linear": "linear",
@@ -49,11 +49,11 @@ AGGREGATIONS = {
     "cispo": "token_mean",
 }
 BUILT_IN = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
-"""Reward functions that TRL has."""
+"""TRL's reward functions."""
 
 
 def settings(s: Source) -> dict[str, Any]:
-    """The values by key of the spec. None: the key is not written."""
+    """Return the values by key of the spec. None: the key is not written."""
     ppo = s.get(METHOD) == "ppo"
     peft = s.flag("use_peft")
     stage = s.get("deepspeed_config.zero_stage")
@@ -110,7 +110,7 @@ def settings(s: Source) -> dict[str, Any]:
 
 
 def _sizes(s: Source) -> dict[str, Any]:
-    """Devices, batches, steps, and the settings that depend on the number of updates in a step."""
+    """Devices, batches, steps, and settings that depend on the number of updates in a step."""
     method = str(s.get(METHOD))
     ppo, is_async, single = method == "ppo", method == "async_grpo", method in ("ppo", "gkd")
     processes = max(s.count("num_processes"), 1)  # Accelerate's number, not TRL's
@@ -162,7 +162,7 @@ def _sizes(s: Source) -> dict[str, Any]:
     counted = _steps(s, completions, updates)
     steps = counted or ASSUMED_STEPS
     count = s.number("warmup_steps")
-    # A `warmup_steps` below 1 is a share, as `warmup_ratio` is.
+    # A `warmup_steps` below 1 is a share, like `warmup_ratio`.
     ratio = count if 0 < count < 1 else 0.0 if count else s.number("warmup_ratio")
     if ratio and counted is None:
         s.remark("trainer.schedule.warmup_updates", f"a share of the steps, computed for {steps}")
@@ -175,7 +175,7 @@ def _sizes(s: Source) -> dict[str, Any]:
         "rollout.engines": devices.engines,
         "rollout.gpus_per_engine": 0 if cpu else devices.per_engine,
         "rollout.group_size": size,
-        # TRL's limit is 256; fewer if a step (of each version in the bound) has fewer.
+        # TRL's limit is 256. Fewer if all steps within the staleness bound have fewer rollouts.
         "rollout.max_running_rollouts": running_rollouts(
             256, group_size=size, groups=groups * versions, devices=devices
         ),
@@ -199,7 +199,7 @@ def _sizes(s: Source) -> dict[str, Any]:
 
 
 def _steps(s: Source, completions: int, updates: int) -> int | None:
-    """`stop.steps`; None where TRL counts epochs."""
+    """`stop.steps`; None if TRL counts epochs."""
     if s.number("max_steps") > 0:
         return max(multiple(s.number("max_steps"), updates) // updates, 1)
     if s.number("total_episodes") > 0:
@@ -208,7 +208,7 @@ def _steps(s: Source, completions: int, updates: int) -> int | None:
 
 
 def _interval(s: Source, key: str, kind: str, *, steps: int, updates: int) -> int:
-    """An interval in steps; TRL counts optimizer updates, a share of all of them, or epochs."""
+    """An interval in steps. TRL counts optimizer updates, a share of all updates, or epochs."""
     strategy = str(s.get(f"{kind}_strategy"))
     if strategy in ("no", "False", "None"):
         return 0
@@ -220,7 +220,7 @@ def _interval(s: Source, key: str, kind: str, *, steps: int, updates: int) -> in
 
 
 def _objective(s: Source, updates: int) -> dict[str, Any]:
-    """The keys of `algorithm` that depend on the trainer and its loss. ``updates``: optimizer updates of a step."""
+    """The keys of `algorithm` that depend on the trainer and its loss. ``updates``: optimizer updates per step."""
     method, loss_type = str(s.get(METHOD)), str(s.get("loss_type"))
     ppo, rloo, cispo = method == "ppo", method == "rloo", loss_type == "cispo"
     loss = "gspo" if s.get("importance_sampling_level") == "sequence" else "clip"
@@ -229,7 +229,7 @@ def _objective(s: Source, updates: int) -> dict[str, Any]:
     elif method in ("grpo", "async_grpo") and loss_type not in AGGREGATIONS:
         s.remark("algorithm.loss", f"loss_type={loss_type} has no counterpart: `clip` is used instead")
     elif rloo and updates > 1:
-        s.remark("algorithm.loss", "TRL's RLOO clips the ratio of a whole sequence, and this one that of each token")
+        s.remark("algorithm.loss", "TRL's RLOO clips the ratio of an entire sequence, asyncrl each token's ratio")
     scale = str(s.get("scale_rewards")).lower()
     advantage = "gae" if ppo else "leave_one_out" if rloo else "group_mean"
     if advantage == "group_mean" and scale in ("group", "true"):
@@ -242,7 +242,7 @@ def _objective(s: Source, updates: int) -> dict[str, Any]:
     clip_high = s.number("epsilon_high") if s.get("epsilon_high") is not None and not ppo else clip
     if cispo and not ppo:  # `epsilon_high` is the upper edge itself.
         if clip_high <= 1:
-            edge = "TRL's cispo takes the upper edge itself (5 in its paper), and this one is below 1"
+            edge = "TRL's cispo takes the upper edge itself (5 in its paper), and this edge is below 1"
             s.remark("algorithm.clip_high", edge)
         clip_high = clip_high - 1 if clip_high > 1 else 4.0
     reference_steps = 0
@@ -253,7 +253,7 @@ def _objective(s: Source, updates: int) -> dict[str, Any]:
             s.remark("algorithm.reference_update_every", mixes)
     temperatures = [s.number("sapo_temperature_pos"), s.number("sapo_temperature_neg")]
     return {
-        # A name: what a preset decides is written, too.
+        # Only a name, because all keys that a preset decides are written.
         "algorithm.preset": method if ppo or rloo else preset,
         "algorithm.advantage": advantage,
         "algorithm.whiten_advantages": ppo or s.flag("normalize_advantages"),
@@ -276,8 +276,8 @@ def _objective(s: Source, updates: int) -> dict[str, Any]:
 
 
 def _distillation(s: Source) -> dict[str, Any]:
-    """GKD with λ = 1 and β = 1, the reverse KL divergence. The student's samples estimate what TRL sums over the
-    vocabulary."""
+    """GKD with λ = 1 and β = 1, the reverse KL divergence. The student's samples estimate the sum over the vocabulary
+    that TRL computes."""
     for name in ("lmbda", "beta"):
         if s.number(name) != 1.0:
             s.unsupported.append(f"{name} = {shown(s.get(name))}: preset: distill is GKD with lmbda 1 and beta 1")
@@ -286,14 +286,14 @@ def _distillation(s: Source) -> dict[str, Any]:
         s.unsupported.append("teacher_model_name_or_path: without one the teacher is the model itself, with no effect")
     if s.number("temperature") != 1.0:
         s.remark("rollout.sampling.temperature", "TRL compares student and teacher at 1, and here at this temperature")
-    s.remark("algorithm.kl_coef", "of the sampled token; TRL sums over the vocabulary, with less variance")
+    s.remark("algorithm.kl_coef", "for the sampled token; TRL sums over the vocabulary, with less variance")
     s.remarks.pop("task.use", None)
     unclipped = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"))  # a step has one update
     return DISTILLATION | unclipped | {"task.use": "prompts", "algorithm.reference_path": teacher}
 
 
 def _correction(s: Source) -> dict[str, Any]:
-    """Weights of tokens by the ratio of trainer and engine."""
+    """Token weights by the ratio of trainer and engine."""
     found: dict[str, Any] = dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
     if s.get(METHOD) != "ppo" and s.flag(f"{CORRECTION}correction"):
         level, _, rest = str(s.get(f"{CORRECTION}mode")).partition("_")
@@ -319,7 +319,7 @@ def _task(s: Source) -> dict[str, Any]:
     if names == ["accuracy_reward"]:
         return task | {"task.use": "math", "task.options.field": "solution"}
     if s.get("reward_model_name_or_path", "reward_model_path"):
-        s.remark("task.use", "there is no reward model: call one from a reward function, or use the task `judge`")
+        s.remark("task.use", "there are no reward models: call yours from a reward function, or use the task `judge`")
     names = names or ["my_reward"]
     imports = [
         f"from {name.rpartition('.')[0] if '.' in name else 'trl.rewards' if name in BUILT_IN else 'my_rewards'} "
@@ -337,7 +337,7 @@ def _task(s: Source) -> dict[str, Any]:
     imports += ["from asyncrl_cli.tasks.base import RewardResult"] if apart else []
     s.remark(
         "task.use",
-        "write rewards.py beside this file:\n"
+        "write rewards.py next to this file:\n"
         + "\n".join(f"    {line}" for line in dict.fromkeys(imports))
         + "\n\n    def rewards(prompts, completions, **columns):\n"
         f"        functions = [{functions}]\n"
@@ -354,7 +354,7 @@ COLUMNS = ("prompt_column", "image_column", "system")
 
 
 def _data(s: Source) -> dict[str, Any]:
-    """`data.train` and `data.eval`: a file or folder, or a data set of the hub with its configuration and splits."""
+    """`data.train` and `data.eval`: a file or folder, or a hub data set with its configuration and splits."""
     name = s.get("dataset_name")
     is_local = name is not None and (str(name).startswith((".", "/", "~")) or os.path.exists(str(name)))
     on_hub = name is not None and not is_local

@@ -1,7 +1,7 @@
-"""verl's keys (0.7 to 0.10), and what becomes of them.
+"""The table of verl's keys (0.7 to 0.10).
 
-Read in verl's `trainer/config`, `experimental/*/config` and examples, commit 1dda039 of 2026-08-22. The first matching
-row of the second part holds for a key that has no counterpart.
+Source: verl's `trainer/config`, `experimental/*/config` and examples, commit 1dda039 of 2026-08-22. In ``OTHERS``, the
+first matching row decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULTS = {
     "rollout.n_gpus_per_node": 8,
 }
 # fmt: on
-"""verl's own defaults of the keys that decide something: a file with `defaults: [ppo_trainer]` has them, too."""
+"""verl's defaults of the keys that decide a key here. A file with `defaults: [ppo_trainer]` has them, too."""
 
 OVERRIDE = r"[+~]*[a-z]\w*(\.\w+)+="
 """A pattern for an override on a command line."""
@@ -51,9 +51,10 @@ INSTEAD = (
 
 
 def overrides_of(line: list[str]) -> list[str]:
-    """The overrides and files of a command line, without the program before them and Hydra's own options.
+    """Return the overrides and files of a command line, without the program and Hydra's options.
 
-    Raises ``ConfigError``."""
+    Raises ``ConfigError``.
+    """
     end = launched(line)
     if line and line[-1].endswith(".py") and end == len(line):
         raise ConfigError("programs are not read", location=short(line[-1]), hint=INSTEAD)
@@ -61,20 +62,20 @@ def overrides_of(line: list[str]) -> list[str]:
     rest = iter(line[end:])
     for word in rest:
         if not word.startswith("-"):
-            kept += [] if word == "$@" else [word]  # a script's own arguments
+            kept += [] if word == "$@" else [word]  # the script's arguments
             continue
         name, equals, value = word.partition("=")
         value = value if equals else next(rest, "")
         if name not in ("--config-path", "--config-name", "--config-dir"):
             raise ConfigError(f"`{short(word)}` is not an override of verl", hint="overrides are key=value")
         if name == "--config-name" and not re.fullmatch(_OWN_CONFIG, value.strip("'\"")):
-            raise ConfigError(f"`{short(value)}` is not one of verl's own configurations", hint=INSTEAD)
+            raise ConfigError(f"`{short(value)}` is not one of verl's configurations", hint=INSTEAD)
     return kept
 
 
 _OWN_CONFIG = r"(?:(?:one_step_off_|fully_async_)?ppo_(?:megatron_)?)trainer(?:\.yaml)?"
 
-_GAE = "of `advantage: gae` only"
+_GAE = "only with `advantage: gae`"
 # fmt: off
 ROWS = [
     Row("trainer.experiment_name", "name"),
@@ -104,19 +105,20 @@ ROWS = [
         f"{R}n_gpus_per_node", "rollout.engines", "an engine is one vLLM instance"),
     Row(f"{R}tensor_model_parallel_size", "rollout.gpus_per_engine", "the size of vLLM's tensor parallelism"),
     Row(f"{R}n", "rollout.group_size"),
-    Row(f"{R}max_num_seqs", "rollout.max_running_rollouts", "per engine, and not more than the batch has for it"),
+    Row(f"{R}max_num_seqs", "rollout.max_running_rollouts", "per engine, and at most its share of the batch"),
     Row("data.max_prompt_length data.filter_overlong_prompts data.truncation", "rollout.max_prompt_tokens",
         "longer prompts are skipped and counted, never truncated"),
     Row("data.max_response_length", "rollout.max_response_tokens"),
     Row(f"{R}temperature {R}do_sample", "rollout.sampling.temperature",
-        "log-probs are computed at it, in trainer and engine"),
-    Row(f"{R}dtype", "rollout.dtype", "the trainer computes in the same"),
+        "trainer and engine compute log-probs at this temperature"),
+    Row(f"{R}dtype", "rollout.dtype", "the trainer computes in the same dtype"),
     Row(f"{R}multi_turn.format", "rollout.tool_parser", "the name of one of vLLM's tool parsers"),
     Row(f"{R}gpu_memory_utilization {R}standalone_gpu_memory_utilization",
         "rollout.engine_args.gpu_memory_utilization", "an engine has its GPUs to itself"),
     Row(f"{R}enforce_eager", "rollout.engine_args.enforce_eager"),
     Row(f"{R}max_num_batched_tokens", "rollout.engine_args.max_num_batched_tokens"),
-    Row(f"algorithm.adv_estimator {D}enabled", "algorithm.preset", "a name: what it decides is written below"),
+    Row(f"algorithm.adv_estimator {D}enabled", "algorithm.preset",
+        "only a name: the keys that it decides are written below"),
     Row("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage"),
     Row("algorithm.adv_estimator", "algorithm.whiten_advantages", "in verl a part of gae and REINFORCE++"),
     Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "algorithm.reward_parts"),
@@ -126,13 +128,13 @@ ROWS = [
     Row(f"{A}policy_loss.loss_mode", "algorithm.loss"),
     Row(f"{A}clip_ratio_low {A}clip_ratio", "algorithm.clip_low"),
     Row(f"{A}clip_ratio_high {A}clip_ratio", "algorithm.clip_high"),
-    Row(f"{A}clip_ratio_c", "algorithm.dual_clip", "verl has it always, at 3"),
+    Row(f"{A}clip_ratio_c", "algorithm.dual_clip", "verl always has it; its default is 3"),
     Row(f"{A}tau_pos {A}tau_neg", "algorithm.sapo_temperatures"),
-    Row(f"{A}loss_agg_mode", "algorithm.aggregation", "over the whole minibatch of all ranks"),
+    Row(f"{A}loss_agg_mode", "algorithm.aggregation", "over the entire minibatch of all ranks"),
     Row(f"{A}loss_scale_factor", "algorithm.sequence_divisor"),
     Row(f"{A}entropy_coeff", "algorithm.entropy_coef"),
     Row(f"{A}use_kl_loss {A}kl_loss_coef algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef",
-        "at 0 it needs no reference model"),
+        "0 needs no reference model"),
     Row(f"{A}kl_loss_type algorithm.kl_penalty", "algorithm.kl_estimator",
         "verl's names: kl is k1, mse is k2, low_var_kl is k3"),
     Row(f"{A}use_kl_loss algorithm.use_kl_in_reward", "algorithm.kl_placement"),
@@ -140,7 +142,7 @@ ROWS = [
     Row(f"{L}*", "algorithm.reward_coef", "the clipped loss with the teacher's divergence as the only reward"),
     Row(f"{A}router_replay.mode *router_replay.mode *enable_rollout_routing_replay", "algorithm.router_replay"),
     Row(f"{CORRECTION}bypass_mode {CORRECTION}loss_type", "algorithm.correction.preset",
-        "`decoupled`: the ratio is relative to the policy at the start of the step; `off`: to the one that sampled"),
+        "`decoupled`: the ratio is relative to the policy at the start of the step; `off`: to the sampling policy"),
     Row(f"{CORRECTION}rollout_is", "algorithm.correction.level"),
     Row(f"{CORRECTION}rollout_is_threshold", "algorithm.correction.cap"),
     Row(f"{CORRECTION}rollout_is_threshold", "algorithm.correction.mask_low"),
@@ -153,7 +155,7 @@ ROWS = [
     Row(" ".join(f"{name}len" for name in OVERLONG), "algorithm.overlong_buffer",
         "a fraction of the longest response; verl counts tokens"),
     Row("algorithm.filter_groups.enable", "algorithm.uniform_groups",
-        "of groups with equal rewards. `reject` replaces them; `train` keeps them in the loss's denominator, as verl "
+        "groups with equal rewards: `reject` replaces them; `train` keeps them in the loss's denominator, as verl "
         "does; `skip` saves their computation"),
     Row("critic.optim.lr critic.model.path", "algorithm.critic.learning_rate",
         "the critic starts from the policy's weights, not from another model"),
@@ -172,7 +174,7 @@ ROWS = [
     Row(f"{A}optim.lr_warmup_steps {A}optim.lr_warmup_steps_ratio", "trainer.schedule.warmup_updates",
         "in optimizer updates; verl counts steps"),
     Row(f"{A}optim.min_lr_ratio", "trainer.schedule.final_fraction"),
-    Row(f"{A}ppo_mini_batch_size", "trainer.minibatches", "updates per pass; verl gives the prompts of one"),
+    Row(f"{A}ppo_mini_batch_size", "trainer.minibatches", "updates per pass; verl gives the prompts per update"),
     Row(f"{A}ppo_epochs", "trainer.epochs"),
     Row(f"{A}ppo_max_token_len_per_gpu {A}use_dynamic_bsz {A}ppo_micro_batch_size_per_gpu",
         "trainer.tokens_per_microbatch", "tokens per GPU, for updates and log-probs"),
@@ -185,7 +187,7 @@ ROWS = [
     Row(f"{V1}trainer_mode", "pipeline.mode"),
     Row(f"async_training.staleness_threshold {V1}sampler.max_off_policy_threshold", "pipeline.max_staleness",
         "in weight versions, and never exceeded; in verl, staleness_threshold is a share of one version's prompts; "
-        "max_off_policy_threshold counts versions, the first one included"),
+        "max_off_policy_threshold counts versions, including the first"),
     Row("data.train_batch_size data.gen_batch_size async_training.require_batches", "pipeline.groups_per_step",
         "prompts per step, in verl and here; each gives rollout.group_size rollouts"),
     Row(f"async_training.trigger_parameter_sync_step {V1}separate_async.parameter_sync_step",
@@ -194,7 +196,7 @@ ROWS = [
     Row("trainer.test_freq", "evaluation.every", "every run is evaluated before and after training as well"),
     Row(f"{R}val_kwargs.n", "evaluation.samples"),
     Row(f"{R}val_kwargs.temperature {R}val_kwargs.do_sample", "evaluation.temperature",
-        "of sampled responses; greedy ones are generated, too"),
+        "for sampled responses; greedy responses are generated, too"),
     Row("data.val_files", "evaluation.sets", "the files after the first, which is data.eval.path"),
     Row("trainer.save_freq", "checkpoints.every"),
     Row("trainer.max_actor_ckpt_to_keep", "checkpoints.keep_last"),
@@ -206,14 +208,14 @@ ROWS = [
     Row("trainer.total_epochs", "stop.epochs"),
 ]
 # fmt: on
-"""Keys of verl that decide a key of a spec, in the order of the spec."""
+"""verl's keys that decide a key of a spec, in the order of the spec."""
 
 _VLLM = "put vLLM's own arguments under rollout.engine_args"
 # fmt: off
 OTHERS = [
     needless("*_target_ hydra.* defaults ray_kwargs.* trainer.ray_wait_register_center_timeout *nccl_timeout",
              "about verl's own processes and configuration"),
-    needless("*profiler.* *profiler", "profiling: asyncrl has `timeline`, `report` and metrics of its own"),
+    needless("*profiler.* *profiler", "profiling: asyncrl has `timeline`, `report` and metrics"),
     lost("*megatron.*_parallel_size *megatron.sequence_parallel *virtual_pipeline_model_parallel_size "
          "*.veomni.expert_parallel_size *.engine.tp *.engine.pp *.engine.vpp *.engine.ep *.engine.cp *.engine.etp",
          "the trainer is DeepSpeed ZeRO-3: experts are divided by trainer.expert_parallel", 1, True),
@@ -243,25 +245,25 @@ OTHERS = [
     lost("reward.reward_model.enable reward_model.enable *reward_model.model_path reward_model.model.path "
          "reward.reward_manager.module.path reward_model.reward_loop_module_path",
          "call a reward model from a reward function or use the task `judge` (docs/tasks.md)"),
-    lost("*sandbox_fusion.url", "the task `unit_tests` runs code in a sandbox of its own (docs/tasks.md)"),
+    lost("*sandbox_fusion.url", "the task `unit_tests` runs code in asyncrl's sandbox (docs/tasks.md)"),
     lost("reward.reward_manager.name reward_model.reward_manager reward_manager.name",
-         "rewards are one function of one response: write in it what this reward manager does", "naive", "dapo"),
+         "a reward is a function of one response: do this reward manager's work there", "naive", "dapo"),
     lost("*custom_reward_function.reward_kwargs.* reward.reward_kwargs.* reward_model.reward_kwargs.*",
          "give your reward function these arguments in its adapter", when=settings.reward_arguments_are_used),
     needless("reward.* reward_model.* reward_manager.* sandbox_fusion.* custom_reward_function.* data.reward_fn_key",
-             "rewards are the function of task.use, whose processes task.reward_* limits; all columns reach it"),
+             "rewards come from the function in task.use, which gets all columns; task.reward_* limits its processes"),
     needless("distillation.*", "the teacher is on the trainer's ranks, sharded like the policy"),
     lost("*mtp.enable *mtp.enable_train *mtp.enable_rollout", "multi-token prediction: not in a spec"),
     needless("*router_replay.* *mtp.* *.mtp *moe_load_balance*", "router replay and multi-token prediction"),
     lost(f"{R}top_p {R}top_k {R}val_kwargs.top_p {R}val_kwargs.top_k",
-         "no top-p and no top-k: the recorded log-probs would not be those of the sampled tokens", 1, 1.0),
+         "no top-p and no top-k, because they would make the recorded log-probs wrong", 1, 1.0),
     lost(f"{R}ignore_eos {R}over_sample_rate {R}pipeline_model_parallel_size {R}expert_parallel_size "
          f"{R}moe_tensor_parallel_size {R}max_model_len {R}logprobs_mode {R}cudagraph_capture_sizes "
          f"{R}scheduling_policy",
          _VLLM, 1, "processed_logprobs", "fcfs"),
     lost(f"{R}engine_kwargs.*", _VLLM),
     lost(f"{R}agent.default_agent_loop {R}agent.agent_loop_config_path {R}agent.custom_async_server.*",
-         "an agent of your own is `module:function` in task.use (docs/agents.md)", "single_turn_agent", "tool_agent"),
+         "name your own agent as `module:function` in task.use (docs/agents.md)", "single_turn_agent", "tool_agent"),
     lost(f"{R}prompt_length {R}response_length", "set rollout.max_prompt_tokens and rollout.max_response_tokens",
          when=settings.lengths_differ),
     needless(f"{R}disaggregation.* {R}name {R}mode {R}load_format {R}free_cache_engine {R}layered_summon {R}seed "
@@ -278,7 +280,7 @@ OTHERS = [
          f"{R}multi_turn.tool_response_truncate_side", "limits of turns and tools are your environment's or agent's",
          when=lambda s: s.flag(f"{R}multi_turn.enable")),
     needless(f"{R}multi_turn.*", "turns and tools are your environment's (docs/agents.md)"),
-    needless(f"{A}policy_loss.* {A}tau_* {A}clip_ratio*", "of other losses"),
+    needless(f"{A}policy_loss.* {A}tau_* {A}clip_ratio*", "settings of other losses"),
     unsupported("data.video_key *limit_mm_per_prompt.video", VIDEO, when=lambda s: not settings.is_complete(s)),
     unsupported("data.audio_key *limit_mm_per_prompt.audio", AUDIO, when=lambda s: not settings.is_complete(s)),
     lost("data.video_key *limit_mm_per_prompt.video", VIDEO),
@@ -286,7 +288,7 @@ OTHERS = [
     lost("data.mm_processor_kwargs.* data.image_patch_size", PROCESSOR),
     needless("data.image_* data.mm_processor_kwargs *multi_modal* *limit_mm_per_prompt", PROCESSOR),
     lost("data.custom_cls.* data.sampler.* data.datagen.*",
-         "a source of your own is `module:function` in data.train.path (docs/data.md)"),
+         "name your own source as `module:function` in data.train.path (docs/data.md)"),
     lost(f"data.apply_chat_template_kwargs {M}custom_chat_template",
          "save a chat template as a file, and name it in model.chat_template"),
     lost("*trust_remote_code *external_lib *hf_config_path *tokenizer_path data.tokenizer *lora_adapter_path "
@@ -303,7 +305,7 @@ OTHERS = [
     lost("algorithm.filter_groups.metric", "groups are compared by their rewards", "seq_reward", "seq_final_reward",
          "score", when=lambda s: s.flag("algorithm.filter_groups.enable")),
     needless("algorithm.kl_ctrl.* algorithm.pf_ppo.* algorithm.filter_groups.*",
-             "of what is off, or fixed: the KL coefficient is constant, and replacing groups has no limit of batches"),
+             "off or fixed: the KL coefficient is constant, and replacing groups has no limit of batches"),
     lost("trainer.val_only", "`asyncrl evaluate SPEC` evaluates without training"),
     lost("trainer.resume_from_path trainer.default_hdfs_dir trainer.esi_redundant_time",
          "`asyncrl resume RUN` continues a run; checkpoints are on a file system"),
@@ -311,12 +313,12 @@ OTHERS = [
              "trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.use_legacy_worker_impl "
              "trainer.use_v1 trainer.default_local_dir",
              "every run has a folder below runs_dir, with its checkpoints, and is evaluated first"),
-    lost("rollout.n", f"the rollouts per prompt are those of {R}n"),
-    lost(f"{V1}colocate_async.* {V1}sampler.custom_sampler.*", "of verl's asynchronous trainer only", 1),
+    lost("rollout.n", f"{R}n has the rollouts per prompt"),
+    lost(f"{V1}colocate_async.* {V1}sampler.custom_sampler.*", "only for verl's asynchronous trainer", 1),
     needless(f"{V1}* transfer_queue.* async_training.*",
-             "the ledger decides which groups start and which are trained; none is dropped for its age"),
+             "the ledger decides which groups start and which are trained; no group is dropped for its age"),
 ]
 # fmt: on
-"""Keys of verl without a counterpart."""
+"""verl's keys without a counterpart."""
 
 TRAINER = Trainer("verl", defaults=DEFAULTS, rows=ROWS, others=OTHERS, settings=settings.settings)

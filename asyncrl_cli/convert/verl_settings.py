@@ -1,4 +1,4 @@
-"""Values of a spec that several of verl's keys decide, or that need arithmetic. The table of keys is in ``verl.py``."""
+"""Computes values of a spec that need arithmetic, or several of verl's keys. The table of keys is in ``verl.py``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ESTIMATORS = {
     "reinforce_plus_plus": ("reinforce_pp", "none"),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", "group_mean"),
 }
-"""verl's advantage estimators: the preset, and `algorithm.advantage`."""
+"""The preset and `algorithm.advantage` for each of verl's advantage estimators."""
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
 TOOL_FORMATS = {
@@ -59,7 +59,7 @@ TOOL_FORMATS = {
     "qwen": "hermes",
     "qwen3_coder": "qwen3_coder",
 }
-"""verl's names of tool formats, and vLLM's parsers for them."""
+"""vLLM's parser for each of verl's tool formats."""
 AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -72,7 +72,7 @@ Mode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "full
 
 
 def settings(s: Source) -> dict[str, Any]:
-    """The values by key of the spec. None: the key is not written."""
+    """Return the values by key of the spec. None: the key is not written."""
     gae = s.get("algorithm.adv_estimator") == "gae"
     loss_mode = s.get(f"{A}policy_loss.loss_mode")
     estimator = _chosen(s, key="algorithm.advantage", name="algorithm.adv_estimator", table=ESTIMATORS, fallback="grpo")
@@ -89,7 +89,7 @@ def settings(s: Source) -> dict[str, Any]:
     offloads_all = s.flag(f"{F}param_offload") or s.flag(f"{F}offload_policy")
     router_replay = s.get(f"{A}router_replay.mode")
     if router_replay == "R2":
-        only = "R2 replays the trainer's own choice of experts: there is R3 alone, which replays the engine's"
+        only = "R2 replays the trainer's choice of experts; asyncrl has only R3, which replays the engine's choice"
         s.remark("algorithm.router_replay", only)
     overlong = next((name for name in OVERLONG if s.flag(f"{name}enable")), None)
     column = s.given.get("data.image_key")
@@ -119,13 +119,13 @@ def settings(s: Source) -> dict[str, Any]:
         )
         if in_turns and s.get(f"{R}multi_turn.format")
         else None,
-        # A name: what a preset decides is written, too.
+        # Only a name, because all keys that a preset decides are written.
         "algorithm.preset": loss if estimator[0] == "grpo" and loss != "clip" else estimator[0],
         "algorithm.advantage": _advantage(s, estimator[1]),
         "algorithm.whiten_advantages": s.get("algorithm.adv_estimator") in WHITENED,
         **_parts(s),
         "algorithm.loss": loss,
-        # Ratios are not negative: a lower bound above 1 below them is none.
+        # Ratios are never negative, so a clip_low above 1 has no effect.
         "algorithm.clip_low": min(s.number(f"{A}clip_ratio_low", f"{A}clip_ratio"), 1.0),
         "algorithm.clip_high": s.number(f"{A}clip_ratio_high", f"{A}clip_ratio"),
         "algorithm.dual_clip": s.get(f"{A}clip_ratio_c") if loss_mode == "vanilla" else None,
@@ -164,9 +164,9 @@ def settings(s: Source) -> dict[str, Any]:
 
 
 def _sizes(s: Source, longest: int) -> dict[str, Any]:
-    """Devices, batches, versions and steps. ``longest``: tokens of a rollout with its prompt, at most."""
+    """Devices, batches, versions and steps. ``longest``: tokens of the longest prompt and response together."""
     mode = _mode(s)
-    in_turn = mode in ("sync", "colocate_async")  # all GPUs generate, and then all of them train
+    in_turn = mode in ("sync", "colocate_async")  # all GPUs generate, and then all GPUs train
     fully_async = mode == "fully_async"
     if mode == "sync":
         s.remark("pipeline.mode", IN_TURN)
@@ -175,7 +175,7 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         staleness = math.ceil(s.number("async_training.staleness_threshold"))
     elif mode in ("separate_async", "colocate_async"):
         staleness = max(s.count(f"{V1}sampler.max_off_policy_threshold") - 1, 1)
-    # verl aborts rollouts, and continues them with a new KV cache, or lets them finish.
+    # verl either aborts rollouts and continues them with a new KV cache, or lets them finish.
     weight_update = "recompute" if staleness is not None else None
     if fully_async and not s.flag("async_training.partial_rollout"):
         weight_update = "drain"
@@ -195,7 +195,7 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         indivisible = f"{groups} groups are not divisible into minibatches of {per_update}"
         s.remark("trainer.minibatches", f"{indivisible}: choose the number of updates")
 
-    # verl's asynchronous trainer counts versions.
+    # verl's asynchronous trainer counts intervals in versions.
     intervals = {
         key: multiple(max(s.count(name), 0) * (publish_every if fully_async else 1), publish_every)
         for key, name in {"evaluation.every": "trainer.test_freq", "checkpoints.every": "trainer.save_freq"}.items()
@@ -241,7 +241,7 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         ),
         "trainer.ranks": devices.ranks,
         "trainer.gpus_per_rank": devices.per_rank,
-        # verl moves its schedule once per step, asyncrl once per update.
+        # verl advances its schedule once per step, asyncrl once per update.
         "trainer.schedule.warmup_updates": round(warmup * max(s.count(f"{A}ppo_epochs"), 1) * minibatches),
         "trainer.minibatches": minibatches,
         "trainer.tokens_per_microbatch": tokens,
@@ -258,7 +258,7 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
 
 
 def _data_path(s: Source, key: str, path: object) -> str | list[str] | None:
-    """A file, or a list of files."""
+    """One file, or a list of files."""
     files = [str(file) for file in (path if isinstance(path, list | tuple) else [path]) if file is not None]
     if any(kind_of(file) is None for file in files):
         s.remark(key, "asyncrl reads .jsonl, .json, .parquet and .csv (docs/data.md)")
@@ -272,7 +272,7 @@ def _dtype(s: Source, key: str, name: object) -> str:
 
 
 def _mode(s: Source) -> Mode:
-    """Which of verl's trainers the configuration is for."""
+    """The trainer of verl for which the configuration was written."""
     if any(name.startswith("async_training.") for name in s.given):
         return "fully_async"
     match s.get(f"{V1}trainer_mode"):
@@ -284,7 +284,7 @@ def _mode(s: Source) -> Mode:
 
 
 def _chosen(s: Source, key: str, name: str, table: dict[str, Any], fallback: str) -> Any:
-    """The table's entry for the value of verl's key ``name``; without one the fallback's, with a remark."""
+    """The table's entry for the value of verl's key ``name``. If there is none, the fallback's entry, with a remark."""
     value = str(s.get(name))
     if value not in table:
         s.remark(key, f"{name}={value} has no counterpart: `{fallback}` is used instead")
@@ -301,7 +301,7 @@ def _advantage(s: Source, name: str) -> str:
 
 
 def _parts(s: Source) -> dict[str, Any]:
-    """GDPO's rewards, by their keys in the dict that the reward function returns."""
+    """GDPO's rewards, by their keys in the reward function's dict."""
     if s.get("algorithm.adv_estimator") != "gdpo":
         return {"algorithm.reward_parts": None, "algorithm.reward_aggregation": None}
     names = [str(name) for name in s.get("algorithm.gdpo_reward_keys") or []]
@@ -320,7 +320,7 @@ def _kl(s: Source) -> dict[str, Any]:
     if in_loss:
         coef = s.number(f"{A}kl_loss_coef")
         if in_reward:
-            both = "a spec has one KL penalty: the one in the loss is used, the one in the reward is not"
+            both = "a spec has one KL penalty: only the penalty in the loss is used, not the penalty in the reward"
             s.remark("algorithm.kl_coef", both)
     elif in_reward:
         coef = s.number("algorithm.kl_ctrl.kl_coef")
@@ -330,7 +330,7 @@ def _kl(s: Source) -> dict[str, Any]:
     name = "algorithm.kl_penalty" if of_reward else f"{A}kl_loss_type"
     text = str(s.get(name))
     if text.endswith("+"):
-        s.remark("algorithm.kl_estimator", f"`{text}` is a value of {text[:-1]} with the gradient of k2: k2 is used")
+        s.remark("algorithm.kl_estimator", f"`{text}` is the value of {text[:-1]} with k2's gradient: k2 is used")
         estimator = "k2"
     elif not coef and text not in KL_ESTIMATORS:
         estimator = "k3"
@@ -344,7 +344,7 @@ def _kl(s: Source) -> dict[str, Any]:
 
 
 def _distillation(s: Source) -> dict[str, Any]:
-    """Distillation by policy gradient: minus k1 is the advantage of the sampled token, as with `preset: distill`."""
+    """Distillation by policy gradient. The sampled token's advantage is minus k1, as with `preset: distill`."""
     if not s.flag(f"{D}enabled"):
         return dict.fromkeys(("algorithm.reference_path", "algorithm.reward_coef"))
     same = {"use_policy_gradient": True, "loss_mode": "k1", "use_task_rewards": False, "loss_max_clamp": None}
@@ -370,7 +370,7 @@ def _distillation(s: Source) -> dict[str, Any]:
 
 
 def _correction(s: Source) -> dict[str, Any]:
-    """Weights and rejections. In bypass mode the clipped ratio itself is the correction."""
+    """Weights and rejection. In bypass mode the clipped ratio is the correction."""
     bypass = s.flag(f"{CORRECTION}bypass_mode")
     if bypass and s.get(f"{CORRECTION}loss_type") == "reinforce":
         clipped = "REINFORCE with importance weights has no counterpart: the clipped objective is used"
@@ -400,7 +400,7 @@ def _correction(s: Source) -> dict[str, Any]:
 
 
 def _bounds(s: Source, name: str) -> tuple[float | None, float | None]:
-    """A threshold of verl: a number (the upper one), or a text `lower_upper`."""
+    """Lower and upper bound from a threshold of verl: a number (the upper bound), or a text `lower_upper`."""
     parts = [part for part in str(s.get(name) or "").split("_") if part]
     try:
         numbers = [float(part) for part in parts[:2]]
@@ -425,7 +425,7 @@ def _task(s: Source, in_turns: bool) -> str:
     column = s.get("data.reward_fn_key") or "data_source"
     s.remark(
         "task.use",
-        "write rewards.py beside this file; verl's functions have other arguments:\n"
+        "write rewards.py next to this file; verl's functions have other arguments:\n"
         f"    {f'from {stem} import {name}' if path else default}\n\n"
         "    def reward(prompt, response):\n"
         f'        score = {name}(prompt["{column}"], response, prompt["reward_model"]["ground_truth"], '
@@ -436,7 +436,7 @@ def _task(s: Source, in_turns: bool) -> str:
 
 
 def _held_out(s: Source, image_column: Any) -> dict[str, Any]:
-    """`data.eval.path` is the first file; the others are `evaluation.sets`, each named by its folder."""
+    """`data.eval.path` is the first file. The other files are `evaluation.sets`, each named after its folder."""
     found = s.get("data.val_files")
     files = [str(path) for path in found] if isinstance(found, list) else [str(found)] if found else []
     if not files:
@@ -460,17 +460,17 @@ def _held_out(s: Source, image_column: Any) -> dict[str, Any]:
 
 
 def is_complete(s: Source) -> bool:
-    """True for the output of `--cfg job` and for copies of verl's own file, which have keys that no user wrote."""
+    """True for the output of `--cfg job` and for copies of verl's file. They have keys that no user wrote."""
     return "data.return_raw_input_ids" in s.given or any(name.endswith("_target_") for name in s.given)
 
 
 def critic_differs(s: Source) -> bool:
-    """True if there is a critic with settings that a user wrote. A complete configuration has all of them."""
+    """True if a user wrote settings of a critic. A complete configuration has them anyway."""
     return s.get("algorithm.adv_estimator") == "gae" and not is_complete(s)
 
 
 def reward_arguments_are_used(s: Source) -> bool:
-    """True if arguments of the reward function matter. The overlong penalty's are converted."""
+    """True if arguments of the reward function matter. The overlong penalty's arguments are converted."""
     return s.get("reward.custom_reward_function.path", "custom_reward_function.path") is not None
 
 

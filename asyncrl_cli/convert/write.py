@@ -1,4 +1,4 @@
-"""A converted configuration as a spec's text, with a comment for every key of the source."""
+"""Writes a converted configuration as a spec, with a comment for every key of the source."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ PATHS = ("model.path", "data.train.path", "data.eval.path")
 
 
 def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
-    """The spec of a conversion. ``origin`` names the converted configuration, and ``folder`` is the spec's: relative
-    paths start from there, and in the source from the current folder."""
+    """Return the text of a converted spec.
+
+    ``origin`` names the converted configuration. ``folder`` is the spec's folder, where its relative paths start; in
+    the source they start in the current folder.
+    """
     trainer = conversion.trainer.name
     lines = [
         f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
@@ -76,16 +79,15 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
 
 
 def _value(value: Any) -> str:
-    """A value in YAML, on one line."""
-    unicode = printable(str(value)) == str(value)  # What is not printable is written as an escape.
+    """A value as YAML on one line."""
+    unicode = printable(str(value)) == str(value)  # Unprintable characters are written as escapes.
     style = '"' if isinstance(value, str) and (not unicode or "\n" in value) else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6, allow_unicode=unicode)
     return text.removesuffix("...\n").strip()
 
 
 def _from_folder(key: str, path: Any, folder: Path) -> Any:
-    """A relative path of the current folder, relative to another one; hub ids and other paths unchanged. Of a list,
-    each of its paths."""
+    """Make a path, or each path of a list, relative to ``folder`` instead of the current folder. Hub ids stay."""
     if isinstance(path, list):
         return [_from_folder(key, one, folder) for one in path]
     path = str(path)
@@ -98,7 +100,7 @@ def _from_folder(key: str, path: Any, folder: Path) -> Any:
 def _footer(conversion: Conversion, trainer: str) -> Iterator[str]:
     given = conversion.source.given
     if conversion.lost:
-        yield from ("", f"# {CHECK}: no counterpart. What these keys of {trainer} do is not in this spec.")
+        yield from ("", f"# {CHECK}: no counterpart. This spec does not have the effect of these keys of {trainer}.")
         for note, names in conversion.lost.items():
             yield from _comment(note, "")
             yield from (f"#     {name} = {_line(shown(given[name]))}" for name in sorted(names))
@@ -111,7 +113,7 @@ def _footer(conversion: Conversion, trainer: str) -> Iterator[str]:
             yield from _comment(note, "")
             yield from _list(names)
     if conversion.unused:
-        yield from ("", f"# Without effect: switched off in {trainer}, or without meaning beside the values above.")
+        yield from ("", f"# Without effect: switched off in {trainer}, or meaningless with the values above.")
         yield from _list(conversion.unused)
 
 
@@ -121,7 +123,7 @@ def _list(names: Iterable[str]) -> Iterator[str]:
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
-    """A comment; its first line is wrapped, and further ones (code) are as they are."""
+    """A comment. Its first line is wrapped; further lines are code and stay unchanged."""
     first, *code = text.split("\n")
     wrapped = textwrap.wrap(_line(first), WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
     yield from (f"{indent}# {line}" for line in wrapped)
@@ -129,5 +131,5 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _line(text: str) -> str:
-    """The text without line breaks, also those that only YAML knows."""
+    """The text without line breaks, including breaks that only YAML knows."""
     return re.sub(r"[\r\n\x85\u2028\u2029]+", " ", text)

@@ -1,4 +1,4 @@
-"""The pages of `asyncrl inspect buffer`: the buffer as a whole, some of its groups, one group, one rollout.
+"""The pages of `asyncrl inspect buffer`: the entire buffer, a list of groups, one group, one rollout.
 
 Steps are counted from 1 here, as in metrics.jsonl; the journal counts from 0.
 """
@@ -36,30 +36,30 @@ from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.runs.directory import RunDirectory
 
 DUE_ROWS = 12
-"""Admission versions shown one by one, the oldest ones."""
+"""Largest number of admission versions with their own row; the oldest versions come first."""
 TOKENS_SHOWN = 4000
-"""A group with more sampled tokens shows the log-prob of each only rollout by rollout."""
+"""A group with more sampled tokens shows log-probs of tokens only on its rollouts' pages."""
 UID_WIDTH = 20
 TOKEN_MARGIN = "    |"
 CONTEXT_MARGIN = "  > "
-"""The margin of text that is context: the policy did not sample it."""
+"""The margin of context, which is text that the policy did not sample."""
 AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
 REASONS = {
     "uniform": "all rewards are equal",
     "failed": "a rollout failed past its retries",
     "unscored": "fewer than two rollouts have a reward: it returned None for the others",
 }
-"""Meanings of the ledger's short categories."""
+"""Why a group was rejected, by the ledger's name for the reason."""
 ENDS = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
 """Meanings of finish reasons."""
 Value = TypeVar("Value")
 
 
-# -- the buffer as a whole
+# -- the entire buffer
 
 
 def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
-    """Counts, ages, deadlines, lengths and rewards."""
+    """Show counts, ages, deadlines, lengths and rewards."""
     found = overview(connection)
     document = asdict(found)
     document |= {"run": run.run_id, "phase": run.status, **document.pop("progress")}
@@ -117,11 +117,11 @@ def _known(value: Value | None, shown: Callable[[Value], str], unknown: str = ""
     return unknown if value is None else shown(value)
 
 
-# -- some groups
+# -- a list of groups
 
 
 def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFilter, limit: int) -> Page:
-    """The newest groups that pass a filter."""
+    """List the newest groups that pass a filter."""
     found = list_groups(connection, wanted, limit + 1)
     rows, more = found[:limit], len(found) > limit
     document = {
@@ -164,8 +164,10 @@ def _group_document(row: GroupRow) -> dict[str, Any]:
 
 
 def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str, saved_to: Path | None = None) -> Page:
-    """The group with this id, or the newest of the prompt with this uid; its images are saved to the folder. Raises
-    ``RunError`` when there is none."""
+    """Show the group with this id, or the newest group of the prompt with this uid. Save its images to ``saved_to``.
+
+    Raises ``RunError`` if there is no such group.
+    """
     found = groups_called(connection, name)
     if not found:
         raise RunError(
@@ -184,8 +186,10 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str, sav
 def rollout_page(
     run: RunDirectory, connection: sqlite3.Connection, rollout_id: str, saved_to: Path | None = None
 ) -> Page:
-    """One rollout (``12-3``) with its group; its images are saved to the folder. Raises ``RunError`` when nothing is
-    recorded of it."""
+    """Show a rollout (``12-3``) with its group. Save its images to ``saved_to``.
+
+    Raises ``RunError`` if there is no record of it.
+    """
     try:
         record = group_record(connection, group_and_index(rollout_id)[0])
     except LookupError as error:
@@ -194,7 +198,7 @@ def rollout_page(
     if not rollouts:
         group_id = record.row.group_id
         raise RunError(
-            f"nothing is recorded of rollout {rollout_id} yet",
+            f"rollout {rollout_id} has no record yet",
             location=run.run_id,
             hint=f"see the records of its group: asyncrl inspect buffer {run.argument} --group {group_id}",
         )
@@ -265,18 +269,17 @@ def _when(row: GroupRow, bound: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A segment as it is shown."""
+    """A segment with its text."""
 
     segment: Segment
     branch: int
     text: str | None
     """None without a tokenizer."""
     names: Sequence[str]
-    """Its tokens' texts, or ids."""
+    """Texts of its tokens, or their ids."""
 
 
 def _sequences(rollout: RolloutRecord, decoder: Decoder | None) -> list[list[_Part]]:
-    """The parts of each of a rollout's sequences."""
     found = []
     for rollout_id, segments in groupby(rollout.segments, key=lambda segment: segment.rollout_id):
         sequence = list(segments)
@@ -320,7 +323,6 @@ def _rollout_lines(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]],
 
 
 def _part_lines(part: _Part, with_tokens: bool) -> Iterator[str]:
-    """A part with its text. Context has another margin, and no log-probs."""
     logprobs = part.segment.logprobs
     if part.segment.version == CONTEXT:
         yield f"  context, {len(logprobs)} tokens"
@@ -342,12 +344,12 @@ def _part_lines(part: _Part, with_tokens: bool) -> Iterator[str]:
 
 
 def _size(sequences: Sequence[Sequence[_Part]]) -> str:
-    """Calls, context and branches of a rollout; empty for a rollout of one turn."""
+    """The calls, context and branches of a rollout; empty for a single turn."""
     segments = [[part.segment for part in sequence] for sequence in sequences]
     context = sum(len(one.ids) for one in chain.from_iterable(segments) if one.version == CONTEXT)
     if not context:
         return ""
-    # A call is a run of sampled tokens.
+    # A call is an uninterrupted run of sampled tokens.
     runs = chain.from_iterable(groupby(some, lambda one: one.version == CONTEXT) for some in segments)
     size = f" in {counted(sum(not is_context for is_context, _ in runs), 'call')}, {context} of context"
     return f"{size}, {counted(len(sequences) - 1, 'branch')}" if len(sequences) > 1 else size

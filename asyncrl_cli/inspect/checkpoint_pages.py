@@ -1,4 +1,4 @@
-"""Checkpoints as pages: a list with damages and the reasons to keep each, and one with its files."""
+"""The pages of `asyncrl checkpoints`: a list with damage and the reasons to keep each, and one checkpoint's files."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ NOT_KEPT = "nothing: `prune` removes it"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The checkpoints of a run, with facts from its journal, by step."""
+    """A run's checkpoints, with facts from its journal, by step."""
 
     run: RunDirectory
     checkpoints: tuple[Checkpoint, ...]
     accuracies: Mapping[int, float]
     """Greedy held-out accuracies."""
     saved: Mapping[int, float]
-    """Unix times. A copied folder has the time of its copy, the journal does not."""
+    """Unix times from the journal: files of a copied folder have the time of the copy."""
     uploads: Mapping[int, str]
     """`done`, or why the last upload failed. A checkpoint without an upload has no entry."""
     retention: CheckpointSpec
-    """The rules of the run's spec."""
+    """The retention rules of the run's spec."""
 
     def reasons(self, retention: CheckpointSpec) -> dict[int, tuple[str, ...]]:
-        """Why each is kept, by step; no reason for those that ``prune`` removes."""
+        """Return the reasons to keep each checkpoint, by step. ``prune`` removes checkpoints without a reason."""
         return keep_reasons([checkpoint.step for checkpoint in self.checkpoints], self.accuracies, retention)
 
     def row(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """One checkpoint as a document. Only names and sizes of its files are looked at."""
+        """Return a checkpoint's facts for JSON. Checks only the names and sizes of its files, which is fast."""
         return {
             "step": checkpoint.step,
             "folder": str(checkpoint.folder.absolute()),
@@ -58,7 +58,10 @@ class Stored:
 
 
 def stored(run: RunDirectory) -> Stored:
-    """Read a run's checkpoints. Raises ``RunError``, and ``JournalError`` for a damaged journal; it may be missing."""
+    """Read a run's checkpoints. The journal may be missing.
+
+    Raises ``RunError`` for an invalid spec, and ``JournalError`` for a damaged journal.
+    """
     greedy: dict[int, float] = {}
     saved: dict[int, float] = {}
     uploads: dict[int, str] = {}
@@ -69,7 +72,7 @@ def stored(run: RunDirectory) -> Stored:
                 saved[one.after_step] = one.at
                 if one.uploaded_at is not None or one.upload_failure:
                     uploads[one.after_step] = one.upload_failure or "done"
-    try:  # this section alone: others may refer to environment variables that are set only where the run trains
+    try:  # read only this section: others may need environment variables that are set only where the run trains
         retention = CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
     except (KeyError, ValidationError):
         raise RunError(

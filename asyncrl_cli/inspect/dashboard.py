@@ -1,7 +1,7 @@
-"""The panel that shows a run on a terminal: the live view of `asyncrl train`, and `asyncrl watch` from outside.
+"""The panel that shows a run on a terminal: the live view of `asyncrl train` and `asyncrl watch`.
 
-It shows plain data (``Shown``) and omits rows without data. Texts of a run are text: neither markup of rich nor control
-characters of a terminal.
+It shows plain data (``Shown``) and omits rows without data. Texts from a run are never read as rich markup or as
+terminal control characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 TREND_STEPS = 32
-"""Values in a sparkline: as many as fit next to the numbers on a terminal of 80 columns."""
+"""Values in a sparkline, which has to fit next to the numbers on a terminal of 80 columns."""
 TRENDS = (
     "reward/mean",
     "response/tokens_mean",
@@ -32,7 +32,7 @@ TRENDS = (
 """Metrics with a sparkline."""
 BARS = "▁▂▃▄▅▆▇█"
 FINISHED, RUNNING = "█", "░"
-"""A group in the picture of the buffer."""
+"""The signs for groups in the picture of the buffer."""
 PICTURE_WIDTH = 32
 DUE_ROWS = 6
 FAULTS = 3
@@ -44,32 +44,32 @@ class Shown:
     """A run at one moment. Empty or None: not known."""
 
     now: str
-    """Activity of the run."""
+    """The run's activity."""
     step: int = 0
     steps: int = 0
     version: int = 0
     max_staleness: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The newest step's."""
+    """Metrics of the newest step."""
     trends: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The last values of each metric in ``TRENDS``."""
     accuracy: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Held-out accuracies by kind of evaluation, oldest first."""
     remaining_s: float | None = None
-    """Seconds to the last step."""
+    """Seconds until the last step."""
     trainer: str = ""
-    """Activity of the trainer."""
+    """The trainer's activity."""
     engines: str = ""
-    """How many serve."""
+    """Number of engines that serve."""
     counts: Counts | None = None
     due: Sequence[Due] | None = None
-    """Groups that are not taken, by their deadline."""
+    """Groups that are not in a batch yet, by deadline."""
     faults: Sequence[str] = ()
-    """The newest ones, a line each."""
+    """The newest faults, one line each."""
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A bar per value, from the lowest to the highest of them."""
+    """Draw one bar per value, scaled from the lowest value to the highest."""
     if not values:
         return ""
     low, span = min(values), max(values) - min(values)
@@ -79,13 +79,13 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def picture(due: Due, groups_per_cell: int) -> str:
-    """The groups of one deadline: finished ones, then running ones. Counts are rounded up: no group is hidden."""
+    """Draw the groups of one deadline: finished groups, then running groups. Counts are rounded up to hide no group."""
     cells = [-(-count // groups_per_cell) for count in (due.finished, due.running)]
     return FINISHED * cells[0] + RUNNING * cells[1]
 
 
 def panel(shown: Shown) -> RenderableType:
-    """The panel, one line to a row."""
+    """Build the panel, with one line per row."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -95,7 +95,7 @@ def panel(shown: Shown) -> RenderableType:
         return shown
 
     table = Table.grid(padding=(0, 2))
-    # rich takes room from columns without a fixed width first. So labels survive a long line.
+    # rich first shrinks columns without a fixed width, so the labels survive a long line.
     table.add_column(style="dim", width=LABEL_WIDTH)
     table.add_column()
     table.add_row("now", line(shown.now))
@@ -113,7 +113,7 @@ def panel(shown: Shown) -> RenderableType:
 
 
 def _rows(shown: Shown) -> Iterator[tuple[str, str]]:
-    """Rows of the newest step. A step of another version of asyncrl may lack any metric."""
+    """Rows of the newest step. Any metric may be missing in a run of another version of asyncrl."""
     m = shown.metrics
 
     def trend(name: str) -> str:

@@ -1,8 +1,7 @@
-"""Recorded token ids as text: decoded with the tokenizer that the run's engines start from, and token by token with
-log-prob and weight version, to be coloured.
+"""Decodes recorded token ids with the tokenizer of the run's engines. Tokens have their log-probs and weight versions.
 
-Needs the ``tokenizers`` library alone. Invariant: the parts that ``parts`` returns make up the text of all ids, also
-where a boundary splits a character or where a token's text depends on the one before it.
+Needs only the ``tokenizers`` library. Invariant: the joined parts that ``parts`` returns are the text of all ids, even
+if a boundary splits a character or a token's text depends on the previous token.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from asyncrl_cli.records.images import Image
 from asyncrl_cli.runs.directory import RunDirectory
 
 PRECEDING = 8
-"""Tokens before one that its text may depend on: no character of UTF-8 has more than four bytes."""
+"""Number of previous tokens that may change a token's text. UTF-8 characters have at most four bytes."""
 REPLACEMENT = "\ufffd"
-"""Shown by a decoder for bytes that are not (yet) a character."""
+"""A decoder's text for bytes that are not (yet) a character."""
 
 
 class Decoder:
-    """A tokenizer, for reading only. Special tokens are shown."""
+    """Decodes token ids, including special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: a ``tokenizers.Tokenizer``."""
         self._tokenizer = tokenizer
 
     def parts(self, ids: Sequence[int], ends: Sequence[int]) -> list[str]:
-        """The text of all ids, split at token indices that rise to ``len(ids)``.
+        """Return the text of all ids, split at ascending token indices, the last of them ``len(ids)``.
 
-        A character that tokens share belongs to the part that completes it.
+        A character that spans several tokens belongs to the part that completes it.
         """
         texts, start = [], 0
         for end in ends:
@@ -60,10 +59,10 @@ class Decoder:
 
 
 def open_decoder(run: RunDirectory) -> Decoder | None:
-    """The decoder for a run's tokens; None when neither its folder nor the model it names has a ``tokenizer.json``."""
+    """Open the decoder for a run's tokens. None if neither its folder nor its model has a ``tokenizer.json``."""
     folders = [run.model_stub]
     saved = value_at(resolved_spec(run), "model.path")
-    if isinstance(saved, str):  # a saved model is used from its own folder, and has no model stub
+    if isinstance(saved, str):  # engines use a saved model from its folder, so there is no model stub
         folders.append(Path(saved))
     for path in (folder / "tokenizer.json" for folder in folders):
         if path.is_file():
@@ -71,19 +70,21 @@ def open_decoder(run: RunDirectory) -> Decoder | None:
 
             try:
                 return Decoder(Tokenizer.from_file(str(path)))
-            except Exception:  # the library raises nothing narrower for a file that it cannot read
+            except Exception:  # the library has no narrower type for unreadable files
                 continue
     return None
 
 
 REFERENCE_SHOWN = 600
-"""Characters of a reference answer."""
+"""Largest number of characters of a reference answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShown:
-    """A token's text, the log-prob (nats) it was sampled with and the version that sampled it; both None for context.
-    ``age`` counts the versions of this rollout from its oldest, 0."""
+    """A token's text, its log-prob (nats) and the weight version that sampled it; both are None for context.
+
+    ``age`` counts the versions in the rollout, from 0 for the oldest.
+    """
 
     text: str
     logprob: float | None
@@ -92,14 +93,17 @@ class TokenShown:
 
     @property
     def surprise(self) -> float:
-        """1 - probability: 0 for a token that was certain, or context."""
+        """1 - probability: 0 for a certain token, and for context."""
         if self.logprob is None or math.isnan(self.logprob):
             return 0.0
         return 1.0 - math.exp(min(0.0, self.logprob))
 
 
 def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tuple[tuple[TokenShown, ...], int]:
-    """The first ``limit`` tokens of a rollout's first sequence, and how many more it has; ids without a decoder."""
+    """Return the first ``limit`` tokens of a rollout's first sequence, and the number of further tokens.
+
+    Without a decoder, the text of a token is its id.
+    """
     main = [segment for segment in rollout.segments if sequence_of(segment.rollout_id)[-1] == 0]
     ids = [int(token) for segment in main for token in segment.ids]
     logprobs = [float(value) for segment in main for value in segment.logprobs]
@@ -116,7 +120,7 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
 
 
 def message_text(content: Any) -> str:
-    """A message's content as text, with the digests of its images."""
+    """Return a message's content as text, with the digests of its images."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "".join(
@@ -128,7 +132,7 @@ def message_text(content: Any) -> str:
 
 
 def content_text(content: Any) -> str:
-    """A prompt's content as text; a chat's messages with their roles. It may be anything that a file has there."""
+    """Return a prompt's content as text, and a chat's messages with their roles. ``content`` may be any JSON value."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "\n".join(
@@ -140,7 +144,7 @@ def content_text(content: Any) -> str:
 
 
 def images_of(group: GroupRecord) -> dict[Image, str]:
-    """The images of a group's prompt and of its rollouts, each with a line about its file, size and tokens."""
+    """Return the images of a group's prompt and rollouts, each with a line about its file, size and tokens."""
     placed = [*group.images, *(placed for rollout in group.rollouts for placed in rollout.images)]
     lengths = {one.image: one.length for one in reversed(placed) if one.length}
     found = {}
@@ -152,7 +156,7 @@ def images_of(group: GroupRecord) -> dict[Image, str]:
 
 
 def reference_text(fields: Mapping[str, Any]) -> str:
-    """The right answer, as far as a prompt's fields have it: ``answer``, or else all of them."""
+    """Return the right answer: a prompt's field ``answer``, or all of its fields if there is no ``answer``."""
     known = fields.get("answer", fields)
     text = known if isinstance(known, str) else json.dumps(known, default=str, ensure_ascii=False) if known else ""
     return text if len(text) <= REFERENCE_SHOWN else f"{text[:REFERENCE_SHOWN]} …"

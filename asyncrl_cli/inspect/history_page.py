@@ -29,7 +29,7 @@ SHARES = {
 
 
 def history_page(run: RunDirectory, history: History | None) -> Page:
-    """Without a history (there is no journal yet) the page has the start of the run and its state."""
+    """Show a run's history. Without a history (there is no journal yet), show only its start and state."""
     state, manifest = run.state, run.manifest
     document: dict[str, Any] = {
         "run": run.run_id,
@@ -39,7 +39,7 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
         "manifest": manifest,
         "history": None,
     }
-    # The version that engines serve, as on every page; ``state`` has the trainer's, which may still be on its way.
+    # The version that engines serve, as on every page. ``state`` has the trainer's version, which may not be published.
     version = state.version if history is None else history.progress.version
     lines = [
         f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {version}",
@@ -154,16 +154,16 @@ def _evaluations(history: History) -> Iterator[str]:
 
 
 LOOK_S = 0.5
-"""Seconds between two looks at a run that is followed."""
+"""Seconds between two looks at a followed run."""
 
 
 def as_json(event: Event) -> str:
-    """``event`` (its kind), ``at`` (unix time, s) and its fields."""
+    """Return ``event`` (its kind), ``at`` (Unix time in seconds) and its fields as JSON."""
     return json.dumps({"event": event.name, "at": event.at, **event.facts()})
 
 
 def as_line(event: Event) -> str:
-    """Local time, kind, and the fields that are not empty."""
+    """Return a line with local time, kind, and the fields that are not empty."""
     facts = event.facts()
     metrics = facts.pop("metrics", {})
     if "begun_at" in facts:
@@ -175,13 +175,13 @@ def as_line(event: Event) -> str:
 
 
 def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:
-    """A run's events by time; with ``follow`` those to come as well, until the run has ended.
+    """Yield a run's events by time; with ``follow`` also new events until the run ends.
 
-    Raises ``JournalError`` where there is no journal.
+    Raises ``JournalError`` if there is no journal.
     """
     reader = Reader(kinds)
     while True:
-        running = follow and run.status in ACTIVE  # asked first, to read everything that it wrote before it ended
+        running = follow and run.status in ACTIVE  # before reading: otherwise a run's last events could be missed
         yield from spooled(run.path / FILE, reader.read)
         if not running:
             return

@@ -1,4 +1,4 @@
-"""Pages of plain text for people, and the same as a document for programs. Nothing depends on colour."""
+"""Pages of plain text for people, each with the same facts as a JSON document for programs. No meaning needs colour."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from asyncrl_cli.core.terminal import printable
 
 WIDTH = 100
-"""Columns that output is made to fit."""
+"""Width of the output in columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Output of a command: ``document`` is JSON-able, ``lines`` say the same to a person."""
+    """Output of a command: ``document`` for JSON, and ``lines`` with the same facts for people."""
 
     document: dict[str, Any]
     lines: list[str]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """A line for the header and one for each row. Columns are right-aligned, those in ``left`` left-aligned.
+    """Format a header and rows as lines. Columns in ``left`` are left-aligned, other columns right-aligned.
 
-    A cell is one line: line breaks in it are shown as escapes.
+    Line breaks in a cell are shown as escapes.
     """
     rows = [[printable(cell).replace("\n", r"\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -40,8 +40,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection
 
 
 def paragraph(text: str, indent: str = "") -> list[str]:
-    """A text's lines, wrapped and indented. Its own spaces stay, and what would move a terminal's cursor is shown
-    as an escape."""
+    """Wrap and indent a text. Its spaces stay, and characters that move a terminal's cursor are shown as escapes."""
     lines = []
     for line in text.split("\n"):
         lines += textwrap.wrap(printable(line), WIDTH - len(indent), drop_whitespace=False, break_on_hyphens=False) or [
@@ -51,7 +50,7 @@ def paragraph(text: str, indent: str = "") -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in its natural unit: ``4.1 s``, ``12 min``, ``3.5 h``, ``2.0 d``."""
+    """Format a length of time in its natural unit: ``4.1 s``, ``12 min``, ``3.5 h``, ``2.0 d``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     if seconds < 120:
@@ -64,17 +63,17 @@ def duration(seconds: float) -> str:
 
 
 def moment(at: float) -> str:
-    """A unix time in local time, to the second."""
+    """Format a Unix time as local time, to the second."""
     return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
 
 
 def count_range(least: int, most: int) -> str:
-    """A number that may change within bounds: ``2``, or ``1 to 4``."""
+    """Format the bounds of a number: ``2``, or ``1 to 4``."""
     return str(least) if least == most else f"{least} to {most}"
 
 
 def number(value: float) -> str:
-    """A short form of a number: whole ones with thousands apart, others with three significant digits or more."""
+    """Format a number: whole numbers with thousands separators, others with at least three significant digits."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value):

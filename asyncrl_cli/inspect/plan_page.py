@@ -21,9 +21,9 @@ from asyncrl_cli.runs.manifest import SPEED
 from asyncrl_cli.sizing.parts import Device, shown
 
 SAME_SPEED = 0.05
-"""Smaller differences of the processors' speed are not reported."""
+"""Smaller differences in processor speed are not reported."""
 LABEL = 9
-"""Columns of a line's label."""
+"""Width of a line's label in columns."""
 TRAINER = {
     "training": "training",
     "publishing": "writing weights",
@@ -37,11 +37,11 @@ TRAINER = {
 def plan_page(
     name: str, predicted: Prediction, by_length: Mapping[float, float], planned: Planned, memory: Sequence[Device]
 ) -> Page:
-    """A prediction for the spec of this name.
+    """Show a prediction for the spec of this name.
 
     Args:
-        by_length: seconds of a step by the factor on lengths.
-        memory: contents of its GPUs' memory, where they are known.
+        by_length: seconds per step, by the factor on lengths.
+        memory: the memory of its GPUs, if known.
     """
     title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
     outcome = predicted.outcome
@@ -97,7 +97,7 @@ def plan_page(
 
 
 def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
-    """The measurements of a run, with residuals, and how well its own steps are simulated."""
+    """Show a run's measurements with residuals, and how well the simulation reproduces its steps."""
     costs, trainer = measured.costs, measured.trainer
     text = [f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}"]
     if (engine := measured.engine) is not None:
@@ -107,9 +107,9 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
             f"of a request, over {number(engine.requests)}"
         )
         if engine.beside_trainer:
-            text.append(f"         {engine.beside_trainer:.0%} longer while the trainer trains beside it")
+            text.append(f"         {engine.beside_trainer:.0%} longer while the trainer trains next to it")
     else:
-        text.append("engine   not recorded: rollouts take as long as they took, whatever runs beside them")
+        text.append("engine   not recorded: rollouts take as long as they took, whatever runs next to them")
     text += [
         f"trainer  {trainer.per_step_s:.3g} s a step + {1e6 * trainer.per_token_s:.3g} us a token; residual "
         f"{trainer.residual:.0%} of a step, over {trainer.steps}",
@@ -134,8 +134,11 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
 
 
 def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, float], own_s: float) -> Page:
-    """A prediction next to a run's measurements. ``parts``: change of the step's seconds when one part is replaced by
-    the measured one; ``own_s``: the step simulated with everything replaced."""
+    """Compare a prediction with a run's measurements.
+
+    ``parts``: how the step's seconds change if one part is replaced by its measurement. ``own_s``: seconds of the step
+    if all parts are replaced.
+    """
     measured_s = lines[0].measured
     rows = [(name, f"{seconds:+.3f} s") for name, seconds in parts.items() if name != "together"]
     rows.append(("not in the model", f"{measured_s - own_s:+.3f} s"))
@@ -154,11 +157,11 @@ def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, floa
 
 
 def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
-    """Whether the processors are as fast as they were when ``calibration`` ran.
+    """Compare the processors' speed with their speed when ``calibration`` ran.
 
     Args:
-        now: their speed at the time that the prediction is for, as in the manifest; anything else: not known.
-        step_s: the predicted step.
+        now: their speed now, in the manifest's unit; not known if it is not a float.
+        step_s: seconds of the predicted step.
     """
     then, host = calibration.manifest.get(SPEED), calibration.manifest.get("host")
     document: dict[str, Any] = {"then": then, "now": now, "step_s": None}
@@ -172,14 +175,14 @@ def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
         text = f"the processors are as fast as when the run was measured, within {SAME_SPEED:.0%}"
         if abs(slower - 1) > SAME_SPEED:
             text = (
-                f"the processors take {less(1 - slower)} time for the same work than when the run was measured: expect "
+                f"the processors need {less(1 - slower)} time for the same work than when the run was measured: expect "
                 f"a step of about {_seconds(slower * step_s)} instead of {_seconds(step_s)}"
             )
     return Page(document, _wrapped([f"machine  {text}"]))
 
 
 def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
-    """The best allocations of ``gpus``, the fastest first."""
+    """Show the best allocations of ``gpus``, the fastest first."""
     header = ("engines", "GPUs each", "ranks", "S", "slots", "step s", "tokens/s", "trainer trains", "engines idle",
               "rank's memory", "cache tokens")  # fmt: skip
     rows = [
@@ -227,7 +230,7 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
 
 
 def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
-    """Predictions next to measurements, each with its unit."""
+    """Format predictions next to measurements, each with its unit."""
     rows = [(line.name, *_compared(line), "" if line.fits else "does not fit") for line in lines]
     return table((title, "predicted", "measured", "difference", ""), rows)
 
@@ -243,7 +246,7 @@ def _compared(line: Line) -> tuple[str, str, str]:
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON has it."""
+    """Return an outcome's facts for JSON."""
     return asdict(outcome) | {
         "staleness": {str(age): groups for age, groups in sorted(outcome.staleness.items())},
         "mean_staleness": outcome.mean_staleness,
@@ -275,5 +278,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    """Long lines continue below the text that their label begins."""
+    """Wrap long lines. Their continuation is indented past the label."""
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * LABEL) or [""]]

@@ -1,5 +1,4 @@
-"""The resolved spec that a run was started from, as plain values: also of a run of another release, whose spec this
-one would refuse."""
+"""Reads a run's resolved spec as plain values. It also works for other releases of asyncrl, with other keys."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 
 
 def resolved_spec(run: RunDirectory) -> dict[str, Any]:
-    """The spec's sections, without secrets; empty when the file is missing or damaged."""
+    """Return the spec's sections without secrets; empty if the file is missing or damaged."""
     import yaml
 
     try:
@@ -22,7 +21,7 @@ def resolved_spec(run: RunDirectory) -> dict[str, Any]:
 
 
 def spec_text(run: RunDirectory) -> str:
-    """``resolved_spec`` as YAML; empty when there is none."""
+    """Return ``resolved_spec`` as YAML, or empty text if there is none."""
     import yaml
 
     spec = resolved_spec(run)
@@ -30,7 +29,7 @@ def spec_text(run: RunDirectory) -> str:
 
 
 def value_at(spec: Mapping[str, Any], path: str) -> Any:
-    """The value under a dotted key; None where there is none."""
+    """Return the value under a dotted key, or None."""
     value: Any = spec
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -38,13 +37,13 @@ def value_at(spec: Mapping[str, Any], path: str) -> Any:
 
 
 def engine_counts(spec: Mapping[str, Any]) -> tuple[int, int]:
-    """How many engines a run has at least and at most; 1 where the spec does not say."""
+    """Return the smallest and largest number of engines of a run. The default is 1."""
     least, most = (setting(spec, f"rollout.engines.{bound}", 0) for bound in ("min", "max"))
     fixed = setting(spec, "rollout.engines", 1)
     return (least, most) if least and most else (fixed, fixed)
 
 
 def setting(spec: Mapping[str, Any], path: str, default: int) -> int:
-    """The whole number under a dotted key, or ``default`` where there is none."""
+    """Return the whole number under a dotted key, or ``default`` if there is none."""
     value = value_at(spec, path)
     return value if isinstance(value, int) else default

@@ -18,10 +18,10 @@ from asyncrl_cli.runs.directory import RunDirectory
 
 
 class RunData:
-    """A run of this machine: live, ended or copied.
+    """A run on this machine: live, ended or copied.
 
-    Each access reads the table again: a pandas ``DataFrame``, or without pandas a list of dictionaries.
-    Steps are counted from 1; times are unix seconds. Raises ``JournalError`` for a damaged journal.
+    Each access reads the table again. A table is a pandas ``DataFrame``, or without pandas a list of dictionaries.
+    Steps are counted from 1; times are Unix seconds. Raises ``JournalError`` for a damaged journal.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -58,7 +58,7 @@ class RunData:
         return _table({"file": name, **row} for name in names for row in self._run.read(name)[1:])
 
     def text(self, group: int, index: int = 0) -> str:
-        """The text of a rollout's prompt and response, with special tokens.
+        """Return the text of a rollout's prompt and response, with special tokens.
 
         Raises ``RunError`` if there is no such rollout, or the run has no tokenizer.
         """
@@ -82,7 +82,7 @@ class RunData:
 
 
 def find(run: str | PathLike[str], runs_dir: str | PathLike[str]) -> RunData:
-    """Return the records of a run; see ``asyncrl_cli.load_run``."""
+    """Return a run's records; see ``asyncrl_cli.load_run``."""
     folder = Path(run)
     return RunData(RunDirectory(folder) if (folder / "manifest.json").is_file() else find_run(Path(runs_dir), str(run)))
 

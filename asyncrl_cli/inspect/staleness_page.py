@@ -20,9 +20,9 @@ from asyncrl_cli.plan.prediction import bound_text, less, limit_text
 from asyncrl_cli.runs.directory import RunDirectory
 
 ROWS = 20
-"""Ranges of steps, to fit a long run on a screen."""
+"""Largest number of ranges of steps, so a long run fits on a screen."""
 COLUMNS = 4
-"""Ranges of staleness, likewise."""
+"""Largest number of ranges of staleness, for the same reason."""
 VIOLATIONS_SHOWN = 20
 ASSUMPTIONS = (
     "This is an estimate: the ledger decides again, with the lengths of the last {steps} steps that have",
@@ -32,7 +32,7 @@ ASSUMPTIONS = (
 
 
 def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
-    """Staleness by step, or by ranges of steps, and whether the bound held."""
+    """Show staleness by step, or by ranges of steps, and the proof of the bound."""
     where = report.progress
     settings = where.settings
     lines = [
@@ -66,7 +66,7 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
 def _table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
     highest = max(whole.groups, default=0)
     size = -(-(highest + 1) // COLUMNS)
-    # Less than 0 is a violation, and shown there.
+    # A staleness below 0 is a violation; the proof shows it.
     ranges = [(low, min(low + size - 1, highest)) for low in range(0, highest + 1, size)]
     columns = [*(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges), "mean", "max"]
 
@@ -81,7 +81,7 @@ def _table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
     if len(shown) > 1:
         rows.append(row("all", whole))
     lines = table(("step", *columns, *columns, "crossed"), rows)
-    # The two halves have the same columns. The line above them says which counts groups, and which tokens.
+    # The two halves have the same columns, so a line above them names groups and tokens.
     middle = lines[0].index("max") + len("max")
     above = "groups".rjust(middle) + "tokens".rjust(lines[0].rindex("max") + len("max") - middle)
     return ["shares of groups and of tokens by their staleness in versions", f"{above}  rollouts", *lines]
@@ -144,8 +144,8 @@ def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
         ]
     else:
         claims = [
-            "The recorded steps are not reproduced within 10 %, so this says nothing of the run; what fits least: "
-            f"{found.misfit}."
+            "The simulation does not reproduce the recorded steps within 10 %, so this says nothing about the run. The "
+            f"worst fit: {found.misfit}."
         ]
     assumptions = [line.format(steps=observed.steps, bound=bound) for line in ASSUMPTIONS]
     document = page.document | {
@@ -186,5 +186,5 @@ def _staleness_document(step: StepStaleness) -> dict[str, Any]:
 
 
 def mean_age(counts: Counter[int]) -> float | None:
-    """The mean of counts by staleness; None for no counts."""
+    """Return the mean of counts by staleness, or None without counts."""
     return sum(age * count for age, count in counts.items()) / counts.total() if counts.total() else None

@@ -1,17 +1,17 @@
-"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, in the Trace Event Format.
+"""Writes a run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, in the Trace Event Format.
 
     process     tracks
     run         steps, evaluations, checkpoints, faults and starts; counters of the groups, the reward and the staleness
     trainer     one per rank: training and publishing, which all ranks do together; the share of the time it is busy
-    rollouts    lanes: a rollout is in the first one that is free, from its group's admission to its last record
-    engine-0 …  the load of each version, at the end of the arrow from the trainer that published it; below, in lanes,
-                the requests that the engine had, from being sent to leaving it
+    rollouts    lanes: a rollout is in the first free lane, from its group's admission to its last record
+    engine-0 …  the load of each version, with an arrow from the trainer that published it; below, in lanes, the
+                engine's requests, from the time they were sent until they left the engine
 
-The journal does not say which engine's pause was the longest: every engine's load is drawn with the longest one. It
-knows of an engine's request once it has ended.
+The journal has only the longest pause of all engines, so every engine's load is drawn with this length. It records an
+engine's request when the request ends.
 
-Invariants: slices of one track never overlap, whatever the clocks did; events are made and written one at a time, and
-nothing is held of a rollout or a request but the end of its lane.
+Invariants: slices of a track never overlap, even if clocks were set back. Events are made and written one at a time;
+memory keeps only the end of each lane.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 TraceEvent = Mapping[str, Any]
 
 RUN, TRAINER, ROLLOUTS, ENGINES = 1, 2, 3, 4
-"""Ids of the processes; engines count on from the last one."""
+"""Ids of the processes; ``ENGINES`` is the first engine's id."""
 LOADS = 1
 """The first track of an engine; its lanes follow."""
 STEPS, EVALUATIONS, CHECKPOINTS, FAULTS, STARTS = 1, 2, 3, 4, 5
@@ -63,20 +63,20 @@ COUNTERS = {
     },
     TRAINER: {"trainer": {"busy": "share/trainer_busy"}},
 }
-"""Counters by process: the names of their values, and the metric that each shows."""
+"""Counters by process: the names of their values, each with its metric."""
 
 
 class Lanes:
-    """Gives intervals to lanes without overlaps; a lane is used again once it is free.
+    """Assigns intervals to lanes without overlaps, and reuses free lanes.
 
-    Intervals that come in the order of their starts take as few lanes as there can be.
+    If intervals come in the order of their starts, the number of lanes is minimal.
     """
 
     def __init__(self) -> None:
-        self._free_at: list[tuple[int, int]] = []  # a heap of the lanes, by the end of their last interval
+        self._free_at: list[tuple[int, int]] = []  # a heap of lanes, by the end of their last interval
 
     def put(self, start: int, end: int) -> int:
-        """The lane of the interval from ``start`` to ``end``, from 1."""
+        """Return a lane, counted from 1, for the interval from ``start`` to ``end``."""
         if self._free_at and self._free_at[0][0] <= start:
             lane = self._free_at[0][1]
             heapreplace(self._free_at, (end, lane))
@@ -93,9 +93,9 @@ class Lanes:
 
 
 def write_timeline(run: RunDirectory, path: Path) -> int:
-    """Write a run's trace; gzipped when the path ends with ``.gz``; Perfetto opens both.
+    """Write a run's trace, gzipped if the path ends with ``.gz``. Perfetto opens both.
 
-    Returns the number of events. Raises ``OSError``, and ``JournalError``.
+    Returns the number of events. Raises ``OSError`` and ``JournalError``.
     """
     events = spooled(run.path / FILE, lambda connection: timeline_events(run, connection))
     with output_file(path) as raw:
@@ -113,12 +113,12 @@ def _write(events: Iterable[TraceEvent], raw: Any) -> int:
         text.write((",\n" if count else "") + json.dumps(event))
         count += 1
     text.write("\n]}\n")
-    text.detach()  # flushes; the file below is closed by who opened it
+    text.detach()  # flush without closing the file: the caller closes it
     return count
 
 
 def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[TraceEvent]:
-    """A run's events, in no particular order. Times are microseconds since the run's first start."""
+    """Yield a run's events in no particular order. Times are microseconds since the run's first start."""
     spec = resolved_spec(run)
     trace = _Trace(
         connection,
@@ -139,7 +139,7 @@ class _Trace:
 
     def steps(self) -> Iterator[TraceEvent]:
         """Training, publishing, the arrows between trainer and engines, and the counters."""
-        free = 0  # when the trainer ended what it did before: a clock may have been set back
+        free = 0  # end of the trainer's previous work: slices start after it even if the clock was set back
         if (publish := first_publish(self._connection)) is not None:
             free = self._us(publish.ended_at)
             yield from self._publish(publish, self._us(publish.begun_at), free)
@@ -160,7 +160,7 @@ class _Trace:
             yield from self._counters(span)
 
     def _publish(self, publish: PublishSpan, begin: int, free: int) -> Iterator[TraceEvent]:
-        """``begin`` and ``free``: when the trainer began to publish, and was free again."""
+        """``begin`` and ``free``: times at which the trainer began to publish, and was free again."""
         begin = min(begin, free)
         end = max(begin, self._us(publish.ended_at))
         load = max(begin, end - round(publish.stall_s * 1e6))
@@ -190,7 +190,7 @@ class _Trace:
             yield arrow | {"ph": "f", "bp": "e", "pid": engine, "tid": LOADS, "ts": load}
 
     def _counters(self, span: StepSpan) -> Iterator[TraceEvent]:
-        # A counter keeps its value until the next one. A step's metrics cover the window before its report.
+        # A counter keeps its value until its next event, and a step's metrics cover the time before its report.
         since = self._us(span.reported_at - span.metrics.get("time/step_s", 0.0))
         for process, counters in COUNTERS.items():
             for name, values in counters.items():
@@ -223,7 +223,6 @@ class _Trace:
                     yield self._instant(STARTS, name=process, at=at, facts=facts)
 
     def rollouts(self) -> Iterator[TraceEvent]:
-        """Every recorded rollout, in the order of admission."""
         for one in rollout_times(self._connection):
             start = self._us(one.admitted_at)
             end = max(start, self._us(one.recorded_at))
@@ -242,9 +241,8 @@ class _Trace:
             )
 
     def requests(self) -> Iterator[TraceEvent]:
-        """Every request of an engine, in the order of their starts."""
         for request in engine_requests(self._connection):
-            # One that is not known: the run had more engines once.
+            # An unknown engine: the run had more engines in the past.
             lanes = self._lanes_of.setdefault(request.engine, Lanes())
             process = ENGINES + list(self._lanes_of).index(request.engine)
             start = self._us(request.begun_at)
@@ -255,7 +253,7 @@ class _Trace:
             )
 
     def names(self, run_id: str) -> Iterator[TraceEvent]:
-        """Names of processes and tracks; after the rollouts, when their lanes are known."""
+        """Names of processes and tracks. They come last, when all lanes are known."""
         processes = {RUN: f"run {run_id}", TRAINER: "trainer", ROLLOUTS: "rollouts"}
         processes |= dict(enumerate(self._lanes_of, ENGINES))
         tracks = {
@@ -286,7 +284,7 @@ def _slice(process: int, track: int, name: str, begin: int, end: int, facts: Map
 
 
 def _sound(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is unknown; NaN and infinity, which JSON has not, as text."""
+    """Drop unknown facts, and write NaN and infinity, which JSON does not have, as text."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in facts.items()

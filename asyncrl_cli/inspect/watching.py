@@ -1,7 +1,7 @@
-"""A run observed from outside, repeatedly: the panel's data, and rollouts one by one.
+"""Observes a run from outside: the panel's data, and rollouts one by one.
 
-Invariant: a look costs the same for a run of any length. It reads the newest steps, the buffer, the
-evaluations and the newest faults, each by an index, and never walks through groups or rollouts.
+Invariant: a look costs the same for a run of any length. It reads the newest steps, the buffer, the evaluations and the
+newest faults, each by an index, and never scans groups or rollouts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 TOKENS_SHOWN = 1500
-"""Tokens of a rollout that a screen has room for."""
+"""Largest number of tokens on a screen."""
 UNLIKELY = ((0.9, "bold underline red"), (0.5, "underline dark_orange"), (0.1, "italic yellow"))
-"""Styles of tokens with a probability of at most 1 minus the number. They differ without their colours, too."""
+"""Styles of tokens with a probability of at most 1 minus the number. They differ even without colours."""
 VERSION_STYLES = ("blue", "underline magenta", "bold green", "italic cyan", "bold underline yellow", "reverse red")
 """Styles by the version's age in the rollout."""
 
@@ -57,7 +57,7 @@ WANTED: dict[Wanted, RewardRange | None] = {
 
 
 def look(run: RunDirectory, now: float | None = None) -> Shown:
-    """The state of the run at the unix time ``now``."""
+    """Return the state of the run at the Unix time ``now``."""
     at = time.time() if now is None else now
     phase, state = run.status, run.state
     reason = f": {state.reason}" if state.reason and phase not in ACTIVE else ""
@@ -98,7 +98,7 @@ def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: floa
         counts=Counts(
             running=sum(one.running for one in due),
             finished=sum(one.finished for one in due),
-            # From the newest step's metrics: counting them here would go through all groups.
+            # These counts come from the newest step's metrics: counting here would scan all groups.
             **{
                 name: int(metrics.get(f"buffer/groups_{name}", 0)) for name in ("taken", "rejected", "requeued", "late")
             },
@@ -124,7 +124,7 @@ def _trainer(connection: sqlite3.Connection, steps: int, now: float) -> str:
 
 
 class Pager:
-    """Goes through a run's rollouts, from the newest on."""
+    """Pages through a run's rollouts, from the newest to older ones."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.colouring: Colouring = "log-prob"
@@ -137,24 +137,23 @@ class Pager:
         self._decoder_sought = False
 
     def turn(self, older: bool) -> None:
-        """Go to the next older or newer wanted rollout; stay if there is none. Begins with the newest one that has
-        ended."""
+        """Go to the next older or newer wanted rollout; stay if there is none. Starts at the newest ended rollout."""
         self._find(
             lambda connection: next_rollout(connection, after=self._shown, older=older, rewards=WANTED[self.wanted])
         )
 
     def filter(self) -> None:
-        """Want all rollouts, the right ones or the wrong ones, in turn; and go to the newest of them."""
+        """Switch between all, right and wrong rollouts, and go to the newest of them."""
         kinds = list(WANTED)
         self.wanted = kinds[(kinds.index(self.wanted) + 1) % len(kinds)]
         self._find(lambda connection: next_rollout(connection, after=None, older=True, rewards=WANTED[self.wanted]))
 
     def go_to(self, step: int) -> None:
-        """Go to a wanted rollout of a step, counted from 1; stay where there is none."""
+        """Go to a wanted rollout of a step, counted from 1; stay if there is none."""
         self._find(lambda connection: newest_rollout(connection, step - 1, WANTED[self.wanted]), f"of step {step}")
 
     def _find(self, found_in: Callable[[sqlite3.Connection], RolloutIndex | None], where: str = "") -> None:
-        with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel shows it
+        with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel shows this error
             found = found_in(connection)
             kind = "" if self.wanted == "all" else f"{self.wanted} "
             self._note = "" if found else f"there is no further {kind}rollout {where}".rstrip()
@@ -176,7 +175,7 @@ class Pager:
 
 
 def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | None, colouring: Colouring) -> Text:
-    """A rollout's facts, its prompt, and its tokens in colours."""
+    """Show a rollout's facts, its prompt, and its tokens in colours."""
     name = training_rollout_id(*index)
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
     unknown = "masked" if rollout.masked else "no reward"
@@ -192,7 +191,7 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     for token in shown:
         text.append(plain_text(token.text, _style(token, colouring)))
     if not shown:
-        text.append("(its tokens are not in the journal any more)")
+        text.append("(its tokens are no longer in the journal)")
     if left_out:
         text.append(f"\n({left_out} more tokens)")
     if reference := reference_text(group.prompt.fields):

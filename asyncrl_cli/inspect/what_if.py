@@ -1,5 +1,5 @@
-"""A recorded run, simulated with its own lengths and costs (docs/planning.md). For `asyncrl staleness` and the report,
-which have the spec of a run as plain values."""
+"""Simulates a recorded run with its measured lengths and costs (docs/planning.md), for `asyncrl staleness` and the
+report. They have a run's spec only as plain values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
 @dataclass(frozen=True, slots=True)
 class Reproduced:
-    """A recorded run, simulated as it was."""
+    """A recorded run, simulated with its own settings."""
 
     spec: Mapping[str, Any]
     measured: Calibration
@@ -26,7 +26,7 @@ class Reproduced:
     lines: tuple[Line, ...]
     """The outcome next to the measurements."""
     misfit: str | None
-    """The part that does not fit the measurements; no prediction holds then."""
+    """The part that does not fit the measurements; then no prediction holds. None if all parts fit."""
 
     def under(self, max_staleness: int) -> Outcome:
         if max_staleness == self.scenario.settings.max_staleness:
@@ -34,7 +34,7 @@ class Reproduced:
         return simulate(with_bound(self.scenario, max_staleness), STEPS)
 
     def prediction(self) -> Prediction:
-        """The prediction for the run, as `asyncrl plan` makes it for the same spec."""
+        """Predict the run, as `asyncrl plan` does for the same spec."""
         longest = max(rollout.response for group in self.scenario.groups for rollout in group.rollouts)
         devices = Devices.of(
             value_at(self.spec, "rollout.gpus_per_engine") or 0,
@@ -45,7 +45,7 @@ class Reproduced:
 
 
 def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
-    """Simulate a run as it was. Without a limit of rollouts in its spec, engines run as many as ran at once."""
+    """Simulate a run with its own settings. If its spec has no limit of running rollouts, use their largest number."""
     engines, _ = engine_counts(spec)
     update = value_at(spec, "pipeline.weight_update")
     scenario = Scenario(
@@ -70,6 +70,6 @@ def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
 
 
 def reproduced_from(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Reproduced:
-    """Simulate the run of a journal. Raises ``ValueError`` for too few steps, or batches without groups."""
+    """Simulate the run in a journal. Raises ``ValueError`` for too few steps, or batches without groups."""
     on_one_host = not value_at(spec, "trainer.gpus_per_rank") and not value_at(spec, "rollout.gpus_per_engine")
     return reproduced(spec, calibrate(connection, on_one_host))

@@ -162,7 +162,7 @@ def test_equal_paths_on_two_disks_are_not_a_shared_folder(tmp_path: Path) -> Non
         other = there / mark.name
         assert shared_folder.answer(other, "two", 0.0) == f"has no folder {there}"
         there.mkdir()
-        assert shared_folder.answer(other, "two", 0.0) == f"does not see what the driver writes into {there}"
+        assert shared_folder.answer(other, "two", 0.0) == f"does not see the driver's files in {there}"
         assert shared_folder.missing_answer(mark, "two", 0.0).startswith("writes into another folder")
 
 

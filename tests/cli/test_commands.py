@@ -282,7 +282,7 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
     assert "needs 1 GPU (1 engine × 0 + 1 rank × 1), and this machine has no GPU" in found["devices"]["found"]
     assert found["task and data"]["found"].startswith(f"{tmp_path}/leaves.py:1: importing the task called sys.exit(3)")
     assert "model 'org/model'" in found["model files"]["found"] or "'org/model'" in found["model files"]["found"]
-    assert found["tokenizer"]["found"] == "not checked, as it needs model files, which failed"
+    assert found["tokenizer"]["found"] == "not checked, because it needs model files, which failed"
     failures = {name for name, finding in found.items() if finding["status"] == "failure"}
     assert failures == {"devices", "task and data", "model files"}
     assert all(found[name]["hint"] for name in failures)

@@ -351,8 +351,7 @@ def test_unknown_groups_and_rollouts_are_refused(run: RecordedRun, asyncrl: Any)
     assert err.startswith("error: no group has the id or the prompt uid 'p1000'\n --> run-1\nhint: ")
     assert asyncrl("inspect", "buffer", "--rollout", "1000-0")[0] == 1
     assert (
-        asyncrl("inspect", "buffer", "--rollout", "0-9")[2]
-        == "error: nothing is recorded of rollout 0-9 yet\n --> run-1\n"
+        asyncrl("inspect", "buffer", "--rollout", "0-9")[2] == "error: rollout 0-9 has no record yet\n --> run-1\n"
         "hint: see the records of its group: asyncrl inspect buffer run-1 --group 0\n"
     )
 

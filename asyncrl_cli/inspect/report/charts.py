@@ -1,8 +1,7 @@
-"""The report's charts, as figures of plotly.js: dicts that become JSON.
+"""The report's charts, as plotly.js figures: dicts that become JSON.
 
-A curve's x values are in its ``meta``, one list for each axis; the page's script shows the chosen ones. Colours that
-depend on light or dark are the script's. Nothing depends on colour alone: several metrics of a run differ by their
-dashes, several runs by their markers.
+A curve's x values are in its ``meta``, one list per axis. The page's script shows the chosen axis, and sets the colours
+that depend on light or dark mode. No meaning needs colour: metrics also differ by dashes, and runs by markers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
 COLOURS = ("#2a85c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""By Okabe and Ito: colour-blind people can tell them apart. The blue is lighter, to be seen on dark ground."""
+"""Okabe and Ito's palette, which colour-blind people can tell apart. The blue is lighter, for dark backgrounds."""
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FAINT = "#8b949e"
@@ -28,26 +27,26 @@ PART_COLOURS: Mapping[TrainerPart, str] = dict(
     zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#999999"), strict=True)
 )
 GROUP_COLOURS = dict(zip(GROUP_NAMES, ("#e69f00", "#0072b2", "#b8c4ce"), strict=True))
-"""Groups with nothing right, with something to learn, and with nothing wrong."""
+"""Groups with only wrong, mixed, and only right rollouts."""
 RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")
-"""From low to high, in order also for colour-blind people."""
+"""From low to high. Colour-blind people see the same order."""
 STEP_SCALE = [[0, "#56b4e9"], [0.5, "#9a6fb0"], [1, "#d55e00"]]
-"""From early to late steps, seen on light and on dark ground."""
+"""From early to late steps, visible on light and dark backgrounds."""
 MARKERS = 8
-"""Markers along a run's curve, where runs are compared."""
+"""Largest number of markers on a run's curve in a comparison of runs."""
 DIGITS = 5
-"""Significant digits of a number in a chart."""
+"""Significant digits of numbers in a chart."""
 STEP_RANGES = 80
-"""Columns of a chart of shares."""
+"""Columns in a chart of shares."""
 MOST_AGES = 8
-"""Values of staleness that are drawn as stacked shares; more become a heat map."""
+"""Largest number of staleness values in a chart of stacked shares; more values become a heat map."""
 JITTER = 0.3
-"""The height over which equal rewards are scattered, as a share of the distance between two values."""
+"""Half the height over which equal rewards are scattered, as a share of the distance between two values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure. ``section`` is its part of the page, if it shows all runs."""
+    """One figure. ``section`` is its part of the page if it shows all runs."""
 
     title: str
     data: list[dict[str, Any]]
@@ -123,7 +122,7 @@ class CurveCharts:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A curve of one run: the ``at``-th of the run at ``run_at`` in the chart."""
+    """A curve of one run. ``run_at`` is the run's index in the chart, ``at`` the curve's index in the run."""
 
     run: str
     label: str
@@ -134,8 +133,10 @@ class _Line:
 
 
 def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
-    """Charts of held-out accuracy, the ``PANELS`` and the machine, with all runs in each. A chart is omitted if no run
-    has data for it. ``runs`` are by their labels."""
+    """Draw held-out accuracy, the ``PANELS`` and the machine, with all runs in each chart.
+
+    A chart is omitted if no run has data for it. ``runs``: curves by the runs' labels.
+    """
     several = len(runs) > 1
     charts, constant = [], {}
     for panel in PANELS:
@@ -167,8 +168,8 @@ def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
 
 
 def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
-    """A line for each run and metric. Metrics that are 0, or equal to an earlier one, in all runs are omitted, unless
-    no other is left."""
+    """A line for each run and metric. Leaves out metrics that are 0 or equal to an earlier metric in all runs, unless
+    none is left."""
     known = [name for name in panel.series if any(name in curves.series for curves in runs.values())]
 
     def idle(name: str) -> bool:
@@ -181,7 +182,7 @@ def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
     shown = [name for name in known if not idle(name) and not twin(name)] or known[:1]
     labels = {name: panel.series[name] for name in shown}
     if len(panel.series) == 1 or list(labels.values()) == ["mean"]:
-        labels = dict.fromkeys(shown, "")  # the title says it
+        labels = dict.fromkeys(shown, "")  # the title is enough
     return [
         _Line(run, label=labels[name], run_at=run_at, at=at, axis=curves.axis, values=curves.series[name])
         for run_at, (run, curves) in enumerate(runs.items())
@@ -216,7 +217,7 @@ def _chart(section: str, title: str, lines: Sequence[_Line], *, several: bool, s
 
 
 def _trace(line: _Line, *, several: bool) -> dict[str, Any]:
-    """A curve. The legend has each label once, and switches the label of all runs."""
+    """A curve. The legend shows each label once, and switches this label's curves in all runs."""
     name = ", ".join(filter(None, [line.run if several else "", line.label]))
     return {
         "type": "scatter",
@@ -235,7 +236,7 @@ def _trace(line: _Line, *, several: bool) -> dict[str, Any]:
 
 
 def _add_bounds(chart: Chart, bounds: set[int]) -> None:
-    """Draw the bound, and the largest staleness as a broad line: the mean may lie on it."""
+    """Draw the bound. The largest staleness gets a broad line, because the mean may lie on it."""
     for trace in chart.data:
         broad = trace["name"] == "max"
         trace["line"] |= {"shape": "hvh", "dash": "solid", "width": 5.0 if broad else 1.6}
@@ -257,7 +258,7 @@ def _add_bounds(chart: Chart, bounds: set[int]) -> None:
 
 
 def _accuracy(runs: Mapping[str, Curves]) -> Chart:
-    """Evaluations with their 95 % intervals. A line joins those on as many prompts, where there are three at least."""
+    """Evaluations with 95 % intervals. A line joins three or more evaluations on the same number of prompts."""
     data: list[dict[str, Any]] = []
     labels: set[str] = set()
     for run_at, (run, curves) in enumerate(runs.items()):
@@ -293,11 +294,11 @@ def _accuracy(runs: Mapping[str, Curves]) -> Chart:
     return Chart("Held-out accuracy", data=data, layout={"yaxis": {"range": [0, 1.04]}}, section=LEARNING)
 
 
-# -- one run alone: how its time was spent, and how what it trained on was distributed
+# -- a single run: how its time was spent, and the distributions of its training data
 
 
 def time_chart(times: Sequence[StepTime]) -> Chart:
-    """The trainer's time by activity, as shares in ranges of steps."""
+    """Draw the trainer's time by activity, as shares in ranges of steps."""
     ranges = in_parts(times, STEP_RANGES)
     sums = [{part: math.fsum(time.seconds[part] for time in some) for part in PARTS} for some in ranges]
     shown = [part for part in PARTS if any(spent[part] for spent in sums)]
@@ -310,7 +311,7 @@ def time_chart(times: Sequence[StepTime]) -> Chart:
 
 
 def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
-    """The share of tokens by their staleness, over ranges of steps."""
+    """Draw the shares of tokens by staleness, over ranges of steps."""
     ranges = in_ranges(steps, STEP_RANGES)
     ages = range(max((max(step.tokens, default=0) for step in ranges), default=0) + 1)
     title, x = "Tokens by their staleness in versions", [step.last + 1 for step in ranges]
@@ -333,8 +334,11 @@ def histogram_chart(title: str, found: Histogram) -> Chart:
 
 
 def scatter_chart(points: Sequence[tuple[int, float, int]], rewards: Sequence[float] | None) -> Chart:
-    """Length against reward, coloured by step. ``rewards``: all values that occur, if these are few; else None. With
-    few values points would cover each other, so they are scattered around their value."""
+    """Draw length against reward, coloured by step.
+
+    ``rewards``: all values that occur if they are few, otherwise None. With few values the points would cover each
+    other, so they are scattered around their value.
+    """
     tokens, heights, steps = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [])
     axis: dict[str, Any] = {"title": {"text": "reward"}}
     shown: Sequence[float] = heights
@@ -365,7 +369,7 @@ def scatter_chart(points: Sequence[tuple[int, float, int]], rewards: Sequence[fl
 
 
 def ramp(count: int) -> list[str]:
-    """So many colours, from low to high."""
+    """Return ``count`` colours, from low to high."""
     if count <= 1:
         return [RAMP[1]] * count
     colours = []
@@ -419,7 +423,7 @@ def _heat_map(
 
 
 def short(values: Sequence[float | None]) -> list[Any]:
-    """Numbers with few digits; None for NaN and infinity, which JSON does not have."""
+    """Round numbers to ``DIGITS``. NaN and infinity, which JSON does not have, become None."""
     found: list[Any] = []
     for value in values:
         if value is None or not math.isfinite(value):

@@ -22,9 +22,9 @@ from asyncrl_cli.journal.step_timeline import StepSpan
 
 Value = TypeVar("Value")
 POINTS = 500
-"""Points of a curve. With more steps, each is the mean of several in a row."""
+"""Largest number of points of a curve. With more steps, a point is the mean of consecutive steps."""
 SMOOTHED_FROM = 20
-"""Points from which on a running mean is drawn."""
+"""Smallest number of points with a running mean."""
 PASS_AT = 4
 """Largest number of values of k in the chart of pass@k."""
 
@@ -42,23 +42,23 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A series with its own points."""
+    """A series with separate points."""
 
     axis: Axis
     values: tuple[float, ...]
     spans: tuple[tuple[float, float], ...] = ()
-    """95 % intervals, if they are known."""
+    """95 % intervals, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The measurements of a run over its course."""
+    """A run's measurements over time."""
 
     axis: Axis
     series: Mapping[str, tuple[float | None, ...]]
-    """Metrics by name; None where a step has no value."""
+    """Metrics by name; None if a step has no value."""
     evaluations: Mapping[tuple[str, int], Points]
-    """Accuracies by kind and number of prompts: evaluations on other prompts do not compare."""
+    """Accuracies by kind and number of prompts: evaluations on different prompts cannot be compared."""
     pass_at: Mapping[str, Points] = field(default_factory=dict)
     """By k, as ``pass@4``."""
     machine: Mapping[str, Points] = field(default_factory=dict)
@@ -67,14 +67,16 @@ class Curves:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The mean of the finite values; None without one."""
+    """Return the mean of the finite values, or None without any."""
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else None
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
-    """The running mean over about an eighth of all points, fewer at the ends. It is None where a value is None, and
-    None altogether for few points."""
+    """Return the running mean over about an eighth of all points, fewer at the ends.
+
+    It is None where a value is None. Returns None for few points.
+    """
     if len(values) < SMOOTHED_FROM:
         return None
     most = max(2, len(values) // 16)
@@ -87,7 +89,7 @@ def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
 
 
 def in_parts(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
-    """The values in at most so many parts of equal length; the last part may be shorter."""
+    """Split values into at most ``most`` parts of equal length; the last part may be shorter."""
     size = max(1, -(-len(values) // most))
     return [values[start : start + size] for start in range(0, len(values), size)]
 
@@ -101,7 +103,7 @@ def curves(
     max_staleness: int = 0,
     points: int = POINTS,
 ) -> Curves:
-    """The metrics of these ``names``, the accuracies of all evaluations, and what the machine did."""
+    """Read the metrics ``names``, the accuracies of all evaluations, and the machine's load."""
     evaluated = evaluations(connection)
     course = _Course(spans, first_start(connection))
     parts = in_parts(spans, points)
@@ -118,7 +120,7 @@ def curves(
 
 
 class _Course:
-    """The trained steps, to place points on the axes."""
+    """Places points on the axes of the trained steps."""
 
     def __init__(self, spans: Sequence[StepSpan], begun: float) -> None:
         self.begun = begun
@@ -127,7 +129,7 @@ class _Course:
         self._tokens = [0.0, *accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans)]
 
     def axis(self, steps: Sequence[float], times: Sequence[float]) -> Axis:
-        """Points at so many done steps, and at these unix times."""
+        """Return the positions of points, given as numbers of trained steps and Unix times."""
         return Axis(
             steps=tuple(steps),
             tokens=tuple(self._tokens[bisect_left(self._steps, step)] for step in steps),

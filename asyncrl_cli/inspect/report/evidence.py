@@ -1,9 +1,9 @@
-"""How the trainer of a recorded run spent its time, step by step: training, or waiting for exactly one thing. The
-report prints it below the advice (plan/prediction.py), with the costs that are not simulated.
+"""Measures how a recorded run's trainer spent its time, step by step: training, or waiting for exactly one thing. The
+report prints it below the advice (plan/prediction.py), with costs that are not simulated.
 
 Invariant: the parts of ``split_wait`` add up to the wait.
 
-A step's window runs from the end of the previous step to the end of this one. Time while the run was down belongs to no
+A step's window lasts from the end of the previous step to its own end. Time while the run was down belongs to no
 window. A reward that comes within 0.2 s is recorded together with its rollout, so its time counts as generation.
 
 Steps are counted from 0 here, as in the journal.
@@ -27,9 +27,9 @@ from asyncrl_cli.plan.prediction import Prediction
 from asyncrl_cli.records.groups import BufferSettings
 
 TrainerPart = Literal["training", "publishing", "generation", "due", "reward", "saving", "between"]
-"""Waits: ``generation``: fewer groups had finished than a batch needs. ``due``: enough had finished, but groups that
-would have missed their deadline had not (the staleness bound). ``reward``: the batch's last group was generated and not
-scored. ``between``: the batch was complete, and the loop was held up by something else, such as an evaluation."""
+"""Waits: ``generation``: fewer groups had finished than a batch needs. ``due``: enough had finished, but a group that
+would have missed its deadline had not (the staleness bound). ``reward``: the batch's last group was generated but not
+scored. ``between``: the batch was complete, and something else held up the loop, such as an evaluation."""
 PARTS: tuple[TrainerPart, ...] = get_args(TrainerPart)
 
 NAMES: Mapping[TrainerPart, str] = {
@@ -42,18 +42,18 @@ NAMES: Mapping[TrainerPart, str] = {
     "between": "other waits",
 }
 FEW_STEPS = 10
-"""With fewer steps, the noise of the training reward cannot be estimated, and most of the time is the run's start."""
+"""With fewer steps, the noise of the training reward cannot be estimated, and the start takes most of the time."""
 MUCH = 0.1
-"""A cost that is not simulated is mentioned from this share of the trainer's time, or this number per group, on."""
+"""Smallest cost to mention, as a share of the trainer's time or as groups per trained group."""
 IDLE = 0.5
-"""Engines that had requests for less of the time than this were idle."""
+"""Engines count as idle if they had requests for less than this share of the time."""
 BOUND_BY_DISK = 0.5
-"""A journal that was written for more of the time than this delays commits."""
+"""The disk delays commits if the journal was being written for more than this share of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one step's window by what the trainer did in them."""
+    """The seconds of a step's window, by the trainer's activity."""
 
     step: int
     seconds: Mapping[TrainerPart, float]
@@ -61,8 +61,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Shares of the time, 0 to 1: ``trainer`` has every part and sums to 1; the others are independent of it, and None
-    where they were not recorded."""
+    """Shares of the time, 0 to 1. ``trainer`` has every part, and its sum is 1. The other shares are independent of it,
+    and None if they were not recorded."""
 
     trainer: Mapping[TrainerPart, float]
     engines_busy: float | None
@@ -78,10 +78,10 @@ def split_wait(
     scored_at: float,
     saving_s: float = 0.0,
 ) -> dict[TrainerPart, float]:
-    """The seconds from when the trainer was free to when it had its batch, by what it waited for.
+    """Split the trainer's wait for its batch (from ``asked_at`` to ``taken_at``) by cause, in seconds.
 
-    ``enough_at`` is when as many groups had finished as a batch has; ``generated_at`` and ``scored_at`` are when the
-    batch's last group had all tokens, and all rewards; training stood still for ``saving_s`` for a checkpoint.
+    At ``enough_at`` enough groups for a batch had finished. At ``generated_at`` the batch's last group had all tokens,
+    and at ``scored_at`` all rewards. A checkpoint stopped training for ``saving_s``.
     """
     taken_at = max(asked_at, taken_at)
     generated_at = min(max(generated_at, asked_at), taken_at)
@@ -99,7 +99,7 @@ def split_wait(
 
 
 def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], groups_per_step: int) -> list[StepTime]:
-    """The windows of trained steps, all of ``PARTS`` in each."""
+    """Return the windows of trained steps, each with all of ``PARTS``."""
     enough = enough_finished(finished_groups(connection), [span.step for span in spans], groups_per_step)
     last = last_groups(connection)
     saved = {checkpoint.after_step: checkpoint.stall_s for checkpoint in Checkpoint.read(connection)}
@@ -133,10 +133,10 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], grou
 def enough_finished(
     finished: Iterable[tuple[float, int | None]], steps: Sequence[int], groups_per_step: int
 ) -> dict[int, float]:
-    """Times, by step, when as many groups had finished as a batch has, earlier batches' groups not counted.
+    """Return, by step, the time when enough groups for a batch had finished, without earlier batches' groups.
 
-    ``finished`` are times and batches of groups, by time; ``steps`` ascend. From that time to the batch's own, the
-    ledger waited for groups that were due.
+    ``finished`` has the groups' times and batches, by time; ``steps`` ascend. From the returned time until the batch
+    was taken, the ledger waited for groups that were due.
     """
     found: dict[int, float] = {}
     upcoming = iter(finished)
@@ -152,9 +152,9 @@ def enough_finished(
 
 
 def activity(times: Sequence[StepTime], spans: Sequence[StepSpan]) -> Activity | None:
-    """The shares of the whole run. None before a trained step.
+    """Return the shares of the entire run, or None before the first trained step.
 
-    The first step waits for the very first rollouts, whatever bounds the run, and counts in short runs only.
+    The first step always waits for the very first rollouts, so it counts only in short runs.
     """
     times = times[1:] if len(times) >= FEW_STEPS else times
     spent = {part: sum(time.seconds[part] for time in times) for part in PARTS}
@@ -170,7 +170,7 @@ def activity(times: Sequence[StepTime], spans: Sequence[StepSpan]) -> Activity |
 
 
 def _mean_share(spans: Sequence[StepSpan], name: str) -> float | None:
-    """The mean of a share, weighted by the length of the steps' windows; None if it was not recorded."""
+    """The mean of a share, weighted by the lengths of the steps' windows; None if it was not recorded."""
     known = [
         (span.metrics[name], span.metrics.get("time/step_s", 1.0))
         for span in spans
@@ -181,7 +181,7 @@ def _mean_share(spans: Sequence[StepSpan], name: str) -> float | None:
 
 
 def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:
-    """The prediction for a recorded run, or the reason why there is none."""
+    """Predict a recorded run. Returns the reason if that is impossible."""
     try:
         found = reproduced_from(connection, spec)
     except ValueError as error:
@@ -192,7 +192,7 @@ def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Predi
 
 
 def breakdown(spent: Activity) -> str:
-    """How the trainer spent its time, in a sentence."""
+    """Describe how the trainer spent its time in a sentence."""
     parts = sorted((part for part in PARTS if spent.trainer[part] >= 0.005), key=lambda part: -spent.trainer[part])
     return f"The trainer's time: {', '.join(f'{NAMES[part]} {spent.trainer[part]:.0%}' for part in parts)}."
 
@@ -204,7 +204,7 @@ def besides(
     settings: BufferSettings,
     spent: Activity,
 ) -> Iterator[str]:
-    """Large costs that are not simulated: the start, evaluations, checkpoints, the disk, groups generated in vain."""
+    """Describe large costs that are not simulated: the start, evaluations, checkpoints, the disk, discarded groups."""
     began, begun = first_start(connection), spans[0].taken_at
     share = (begun - began) / (spans[-1].ended_at - began)
     if share >= MUCH:
@@ -218,8 +218,7 @@ def besides(
     if dropped["rejected"] >= MUCH * trained:
         yield (
             f"For each trained group, {dropped['rejected'] / trained:.2f} were rejected (`asyncrl inspect buffer` has "
-            "the reasons). Prompts whose rollouts are not all correct or all wrong waste less (`data.curriculum`, "
-            "`data.filter`)."
+            "the reasons). Prompts with both right and wrong rollouts waste less (`data.curriculum`, `data.filter`)."
         )
     if dropped["requeued"] >= MUCH * trained:
         yield (

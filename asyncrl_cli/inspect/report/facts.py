@@ -1,4 +1,4 @@
-"""The summary of a run: short values by name, in groups. Every run has the same names, to compare runs."""
+"""A run's summary: short values by name, in groups. Every run has the same names, so runs can be compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATE = (
     ("KL to the sampling policy", "correction/kl_behaviour", ".2g"),
     ("KL to the reference", "train/kl_reference", ".2g"),
 )
-"""Names, metrics and formats of the last steps' measurements."""
+"""Names, metrics and formats of measurements in the last steps."""
 LOAD = (
     ("processor", PROCESSOR, "{:.0%}"),
     ("memory", MEMORY, "{:,.1f} GB"),
@@ -65,7 +65,7 @@ def facts(
 
 
 def clock(seconds: float) -> str:
-    """A length of time to the second: ``43 s``, ``5 min 9 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Format a length of time with two units: ``43 s``, ``5 min 9 s``, ``2 h 5 min``, ``3 d 4 h``."""
     whole = round(seconds)
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:

@@ -1,12 +1,11 @@
-"""What a report says first, in sentences: did the run learn, what limited its speed, was it ever too stale, and what
-failed.
+"""A report's first answers: did the run learn, what limited its speed, was it ever too stale, and what failed?
 
-Learning: held-out accuracy decides where there is any; training reward otherwise. Only evaluations with the same number
-of prompts are compared: those are the same prompts. Held-out accuracy is a share of prompts, so its uncertainty follows
-from their number: intervals are Wilson's, differences of two evaluations Newcombe's (1998, method 10), both at 95 %.
-The highest of several evaluations is high by chance, too, so its difference from the last one is tested at a level that
-is divided by their number (Bonferroni). Evaluations share their prompts, which makes a real difference easier to see
-than these intervals say: they err towards "inconclusive".
+Learning: held-out accuracy decides if there is any, otherwise the training reward. Only evaluations with the same
+number of prompts are compared, because these are the same prompts. Held-out accuracy is a share of prompts, so its
+uncertainty follows from their number: Wilson's intervals, and Newcombe's for the difference of two evaluations (1998,
+method 10), both at 95 %. The highest of several evaluations is partly high by chance, so its difference from the last
+evaluation is tested at a level divided by their number (Bonferroni). All evaluations use the same prompts, so a real
+difference is easier to see than these intervals say: they err towards "inconclusive".
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Tone = Literal["good", "bad", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question and its answer, the evidence, and what to do; ``tone``: whether that is good news."""
+    """A question with its answer, the evidence, and the remedy. ``tone``: good or bad news."""
 
     question: str
     answer: str
@@ -43,11 +42,11 @@ class Answer:
 
 
 def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> Answer:
-    """Say which part limited the speed, and how to change that.
+    """Say which part limited the speed, and how to make the run faster.
 
     Args:
         found: the prediction for the run, or the reason why there is none.
-        recorded: sentences on how the trainer spent its time; empty before the first step.
+        recorded: sentences about the trainer's time; empty before the first step.
     """
     text, more = _no_step(ended), tuple(recorded)
     if recorded and isinstance(found, str):
@@ -65,7 +64,7 @@ def _no_step(ended: bool) -> str:
 
 
 def stale(report: Report, ended: bool) -> Answer:
-    """Whether the bound on staleness held."""
+    """Say whether the bound on staleness held."""
     tone: Tone = "bad"
     bound = counted(report.progress.settings.max_staleness, "version")
     if not report.steps:
@@ -105,7 +104,7 @@ Direction = Literal["rose", "fell", "did not change beyond its noise"]
 
 
 def change(before: Evaluation, after: Evaluation, z: float = Z) -> Direction:
-    """Whether the accuracy of two evaluations differs beyond their noise."""
+    """Compare the accuracies of two evaluations, and ignore differences within their noise."""
     low, high = wilson(before.accuracy, before.prompts, z), wilson(after.accuracy, after.prompts, z)
     difference = after.accuracy - before.accuracy
     if difference > math.hypot(after.accuracy - high[0], low[1] - before.accuracy):
@@ -125,14 +124,14 @@ class Trend:
 
 
 def trend(values: Sequence[float]) -> Trend | None:
-    """The trend of a sequence with independent noise; None without two values."""
+    """Return the trend of values with independent noise, or None for fewer than two values."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 2:
         return None
     size = max(1, len(known) // 10)
     begin, end = known[:size], known[-size:]
     first, last = math.fsum(begin) / size, math.fsum(end) / size
-    # Noise is measured between neighbours: a trend itself does not count as noise.
+    # Noise is measured between neighbours, because the trend itself must not count as noise.
     steps = [(later - earlier) ** 2 for earlier, later in pairwise(known)]
     error = math.sqrt(math.fsum(steps) / (2 * len(steps)) * 2 / size)
     if abs(last - first) <= SURE * error:
@@ -143,7 +142,7 @@ def trend(values: Sequence[float]) -> Trend | None:
 def learned(
     rewards: Sequence[float], evaluations: Sequence[Evaluation], spec: Mapping[str, Any], ended: bool = False
 ) -> Answer:
-    """Say whether the run learned. ``rewards`` are the mean training rewards by step."""
+    """Say whether the run learned. ``rewards``: the mean training reward of each step."""
     series = leading_series(evaluations)
     tone: Tone = "plain"
     if not rewards and ended:
@@ -157,7 +156,7 @@ def learned(
 
 
 def same_prompts(series: Sequence[Evaluation]) -> list[list[Evaluation]]:
-    """The evaluations of equal prompts, each by step; the sets with the most prompts first."""
+    """Group evaluations on the same prompts. The group with the most prompts comes first."""
     by_prompts: dict[int, list[Evaluation]] = {}
     for one in series:
         by_prompts.setdefault(one.prompts, []).append(one)
@@ -165,7 +164,7 @@ def same_prompts(series: Sequence[Evaluation]) -> list[list[Evaluation]]:
 
 
 def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations that the answer rests on, by step: the greedy ones, or else the kind with the most."""
+    """Return the evaluations on which the answer rests, by step: greedy, or otherwise the most frequent kind."""
     ordered = sorted(evaluations, key=attrgetter("kind", "after_step"))
     kinds = {kind: list(some) for kind, some in groupby(ordered, attrgetter("kind"))}
     several = [some for kind, some in kinds.items() if len(some) > 1]
@@ -174,23 +173,23 @@ def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def _held_out(series: Sequence[Evaluation]) -> tuple[str, Tone]:
     several = [some for some in same_prompts(series) if len(some) > 1]
-    # Those that show most of the run; with the most prompts, if several do.
+    # Compare the evaluations that span most of the run; the ones with the most prompts if there are several such sets.
     compared = max(several, key=lambda some: some[-1].after_step - some[0].after_step)
     first, last = compared[0], compared[-1]
-    what = f"held-out accuracy ({first.kind})"
+    measure = f"held-out accuracy ({first.kind})"
     went = f"from {with_interval(first)} at step {first.after_step} to {with_interval(last)} at step {last.after_step}."
     match change(first, last):
         case "rose":
             if peak := next(filter(None, map(_fell_again, several)), None):
-                return f"Yes, but not to the end: {what} rose {went} {peak}", "plain"
-            return f"Yes: {what} rose {went}", "good"
+                return f"Yes, but not to the end: {measure} rose {went} {peak}", "plain"
+            return f"Yes: {measure} rose {went}", "good"
         case "fell":
-            return f"No: {what} fell {went}", "bad"
-    return f"Inconclusive: {what} did not change beyond its noise, {went}", "plain"
+            return f"No: {measure} fell {went}", "bad"
+    return f"Inconclusive: {measure} did not change beyond its noise, {went}", "plain"
 
 
 def _fell_again(same: Sequence[Evaluation]) -> str:
-    """Say that the last of these evaluations is worse than the best one by more than noise; empty if it is not."""
+    """Say that the last evaluation is worse than the best by more than noise; empty if it is not."""
     *earlier, last = same
     best = max(earlier, key=lambda one: one.accuracy)
     if change(best, last, NormalDist().inv_cdf(1 - LEVEL / 2 / len(earlier))) != "fell":
@@ -200,7 +199,7 @@ def _fell_again(same: Sequence[Evaluation]) -> str:
 
 
 def with_interval(evaluation: Evaluation) -> str:
-    """An accuracy with its interval and the number of prompts."""
+    """Format an accuracy with its interval and the number of prompts."""
     low, high = wilson(evaluation.accuracy, evaluation.prompts)
     return f"{evaluation.accuracy:.3f} ({low:.3f} to {high:.3f}, {evaluation.prompts:,} prompts)"
 
@@ -237,7 +236,7 @@ def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any]) -> tuple[str, 
 
 
 def not_comparable(spec: Mapping[str, Any]) -> list[str]:
-    """Why training rewards of different steps are of different prompts."""
+    """Return the reasons why different steps use different kinds of prompts, so their rewards cannot be compared."""
     reasons = {
         "data.curriculum changes the prompts": value_at(spec, "data.curriculum"),
         "data.filter leaves out solved prompts": value_at(spec, "data.filter"),

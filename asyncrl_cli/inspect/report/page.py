@@ -1,10 +1,10 @@
 """The report: everything about each run, read at one moment, as one HTML file that loads nothing.
 
-Bounded for any length of run: rows of rollouts are counted and chosen in SQL, and only steps are held one by one.
+Memory is bounded for any length of run: SQL counts and chooses rollouts, and only steps are held one by one.
 
-plotly.js, styles, script and data are in the page. A Content-Security-Policy forbids what would go over the network.
-The template escapes text of runs (prompts, tokens, messages), and data is JSON without a ``<``, so nothing in a run can
-become markup.
+plotly.js, styles, script and data are in the page, and a Content-Security-Policy forbids network access. The template
+escapes texts of runs (prompts, tokens, messages), and data is JSON without a ``<``, so nothing in a run can become
+markup.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FAULTS_SHOWN = 100
 NOT_SET = "not set"
 RUN_ID = re.compile(r"^(.+)-\d{8}-\d{6}-(\w+)$")
 LABEL_LENGTH = 28
-"""Characters of a run's label in charts and tables."""
+"""Largest length of a run's label in charts and tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class RunSummary:
     run_id: str
     answers: tuple[Answer, ...]
     prediction: Prediction | str
-    """The reason, if there is no prediction."""
+    """The prediction, or the reason why there is none."""
     facts: Facts
     """The same names for every run."""
     curves: Curves
@@ -87,7 +87,7 @@ class RunSummary:
 
 
 def summarize(run: RunDirectory) -> RunSummary:
-    """Read a run. Raises ``JournalError`` when it has no journal, or one that cannot be read."""
+    """Read a run. Raises ``JournalError`` if its journal is missing or cannot be read."""
     spec, files, machine = resolved_spec(run), evaluation_files(run), machine_samples(run)
     with snapshot(run.path / FILE) as connection:
         past = history(connection)
@@ -156,14 +156,14 @@ def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], staleness
 
 
 def render(runs: Sequence[RunSummary]) -> str:
-    """The page of one run, or of several side by side."""
+    """Render the page of one run, or of several runs side by side."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("asyncrl_cli.inspect.report", "page"),
         autoescape=True,
         undefined=StrictUndefined,
-        # Text that changes the direction of writing would also change the rest of its line.
+        # Escapes marks that change the writing direction: they would also turn around the rest of the line.
         finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -172,7 +172,7 @@ def render(runs: Sequence[RunSummary]) -> str:
     charts: dict[str, Chart] = {}
 
     def drawn(some: Iterable[Chart]) -> list[tuple[str, str]]:
-        """The ids of charts on the page, with their titles."""
+        """Add charts to the page. Returns their ids and titles."""
         first = len(charts)
         charts.update((f"chart-{at}", chart) for at, chart in enumerate(some, first))
         return [(name, chart.title) for name, chart in list(charts.items())[first:]]
@@ -196,7 +196,7 @@ def render(runs: Sequence[RunSummary]) -> str:
 
 
 def short_labels(run_ids: Sequence[str]) -> list[str]:
-    """Run ids as short as they stay different: the name, the name with the last part, or the whole id."""
+    """Shorten run ids while they stay different: to the name, the name with the last part, or the entire id."""
 
     def name(run_id: str) -> str:
         return RUN_ID.sub(r"\1", run_id)
@@ -217,12 +217,12 @@ def write(text: str, path: Path) -> None:
 
 
 def embedded(value: Any) -> str:
-    """JSON that may stand inside a script element."""
+    """Return JSON that is safe inside a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
-    """The keys of the specs that are not the same in all runs, with the value of each run."""
+    """Return the keys that differ between the runs' specs, with the value of each run."""
     specs = [flatten(run.spec) for run in runs]
     keys = dict.fromkeys(key for spec in specs for key in spec)
     rows = [(key, [_value_text(spec[key]) if key in spec else NOT_SET for spec in specs]) for key in keys]

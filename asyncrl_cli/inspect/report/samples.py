@@ -1,7 +1,6 @@
-"""Rollouts to read, and the files next to a journal: evaluations with their samples, samples of the machine.
+"""Reads sample rollouts, and the files next to a journal: evaluations with their samples, and the machine's load.
 
-A line of a file that cannot be read is skipped: a run that was killed leaves half a line, and a report of the rest is
-worth having.
+Unreadable lines of a file are skipped: a killed run leaves half a line, and a report of the rest is still useful.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ _SCALES = {
 }
 _OF_GPUS = {"utilization_percentage": (GPU, 0.01), "memory_usage_megabytes": (GPU_MEMORY, 1e-3)}
 EACH = 3
-"""Rollouts of a kind, each from another part of the run."""
+"""Number of rollouts of a kind, each from another part of the run."""
 LOOKED_AT = 50
 """Rows read per sample, to find a rollout of a group that is not shown yet."""
 TOKENS_SHOWN = 600
 HELD_OUT_EACH = 3
-"""Held-out prompts of a kind."""
+"""Number of held-out prompts of a kind."""
 RESPONSE_SHOWN = 1500
-"""Characters of a held-out response."""
+"""Largest number of characters of a held-out response."""
 IMAGES_SHOWN = 4
 IMAGE_SIDE = 240
-"""Pixels of an image's longer side at most. Smaller images keep their size."""
+"""Longer side of an image in pixels. Smaller images keep their size."""
 
 KINDS: tuple[Extreme, ...] = get_args(Extreme)
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationFile:
-    """The first line of an evaluation's file: accuracy and the like. ``pass_at`` is empty with one sample a prompt."""
+    """The first line of an evaluation's file. ``pass_at`` is empty with one sample per prompt."""
 
     path: Path
     kind: str
@@ -62,14 +61,14 @@ class EvaluationFile:
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """The machine's load at the unix time ``at``, by the titles of charts. GPUs are averaged."""
+    """The machine's load at the Unix time ``at``, by chart title. GPUs are averaged."""
 
     at: float
     values: Mapping[str, float]
 
 
 def evaluation_files(run: RunDirectory) -> list[EvaluationFile]:
-    """All evaluations, by step."""
+    """Read the first lines of all evaluations, by step."""
     found = []
     for path in run.path.glob("evaluations/*.jsonl"):
         for head in _rows(path, 1):
@@ -88,7 +87,7 @@ def evaluation_samples(file: EvaluationFile) -> Iterator[Mapping[str, Any]]:
 
 
 def machine_samples(run: RunDirectory) -> list[MachineSample]:
-    """All samples, oldest first."""
+    """Read all samples of the machine's load, oldest first."""
     found = []
     for row in _rows(run.path / "system.jsonl"):
         at = row.get("time")
@@ -115,7 +114,7 @@ def _readings(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _rows(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file's lines, of the first ``most`` lines."""
+    """The JSON objects in a file's first ``most`` lines."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in islice(lines, most):
@@ -130,35 +129,35 @@ def _rows(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
 
 
 def newest(files: Sequence[EvaluationFile], kind: str) -> tuple[EvaluationFile, EvaluationFile] | None:
-    """The first and the last evaluation of a kind; None without two."""
+    """Return the first and the last evaluation of a kind, or None for fewer than two."""
     of_kind = [one for one in files if one.kind == kind]
     return (of_kind[0], of_kind[-1]) if len(of_kind) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout, its first sequence. Steps count from 1."""
+    """The first sequence of a rollout. Steps count from 1."""
 
     kind: str
     rollout_id: str
     uid: str
     prompt: str
     reference: str
-    """The right answer, as far as the prompt's fields have it."""
+    """The right answer from the prompt's fields, if they have it."""
     reward: float
     tokens: int
     staleness: int
     step: int
     shown: tuple[TokenShown, ...]
     left_out: int
-    """Tokens that are not shown."""
+    """Number of tokens that are not shown."""
     images: tuple[str, ...]
     """The first images of prompt and rollout, as data URLs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer to a held-out prompt after so many steps."""
+    """An answer to a held-out prompt after ``step`` steps."""
 
     step: int
     text: str
@@ -168,7 +167,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSample:
-    """A held-out prompt, and what was answered before and after."""
+    """A held-out prompt with the answers before and after training."""
 
     uid: str
     prompt: str
@@ -180,7 +179,7 @@ class HeldOutSample:
 
 
 def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sample]:
-    """Up to ``EACH`` of each kind, of different groups and from different parts of the run."""
+    """Choose up to ``EACH`` rollouts of each kind, from different groups and different parts of the run."""
     if (steps := trained_steps(connection)) is None:
         return []
     first, last = steps
@@ -222,7 +221,7 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
 
 
 def _data_url(image: Image) -> str:
-    """A small copy. It is encoded again, so a report has no bytes of files that others made."""
+    """A small copy. Encoding it again keeps bytes of untrusted image files out of the report."""
     small = image.decoded().copy()
     small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
     written = io.BytesIO()
@@ -233,13 +232,13 @@ def _data_url(image: Image) -> str:
 def held_out_samples(
     connection: sqlite3.Connection, before: EvaluationFile, after: EvaluationFile
 ) -> list[HeldOutSample]:
-    """Prompts with a reward in two evaluations: some answered right only in the later one, some wrong there."""
+    """Choose prompts with a reward in two evaluations: some newly answered right in the later one, some wrong there."""
     earlier = {str(row.get("uid")): row for row in evaluation_samples(before) if row.get("reward") is not None}
     wrong: list[HeldOutSample] = []
     learned: list[HeldOutSample] = []
     for row in evaluation_samples(after):
         uid = str(row.get("uid"))
-        if uid not in earlier or row.get("reward") is None:  # a response that failed or is masked is not wrong
+        if uid not in earlier or row.get("reward") is None:  # failed and masked responses are not wrong
             continue
         one = HeldOutSample(
             uid=uid,
@@ -259,7 +258,7 @@ def held_out_samples(
 
 
 def _held_out_images(connection: sqlite3.Connection, content: Any) -> tuple[str, ...]:
-    """The images that a prompt's messages name, as far as the journal has them."""
+    """The images in a prompt's messages, if the journal has them."""
     try:
         digests = image_digests(content or "")
     except (AttributeError, KeyError, TypeError):  # a file may have anything there
