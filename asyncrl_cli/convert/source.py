@@ -52,7 +52,7 @@ class Source:
         self.unsupported: list[str] = []
 
     def get(self, *names: str) -> Any:
-        """Return the first value of these keys that is set and not null, otherwise the first default, otherwise None."""
+        """Return the first value of these keys that is set and not null. Otherwise the first default, or None."""
         for values in (self.given, self.defaults):
             for name in names:
                 if values.get(name) is not None and values.get(name) != "???":
@@ -172,7 +172,7 @@ def parse_value(text: str) -> Any:
 
 
 def options_of(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the words before the first option, and each option's values (`--name value…`, `--name=value`, `--flag`)."""
+    """Return the words before the first option, and the options' values (`--name value…`, `--name=value`, `--flag`)."""
     plain: list[str] = []
     options: dict[str, list[str]] = {}
     current = plain

@@ -12,7 +12,7 @@ from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
 Unit = Literal["s", "share", "versions"]
 WITHIN: dict[Unit, float] = {"s": 0.10, "share": 0.10, "versions": 0.2}
-"""The largest error with which a simulation is accepted. It is relative for seconds, and absolute for others."""
+"""The largest accepted error of a simulation. It is relative for seconds, and absolute for other units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Line:
 
 
 def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
-    """The quantities that both have."""
+    """Compare the quantities that both have."""
     seconds = sum(observed.trainer.values())
     measured = {part: spent / seconds for part, spent in observed.trainer.items()}
     lines = [
@@ -67,7 +67,7 @@ def _line(name: str, unit: Unit, predicted: float, measured: float) -> Line:
 
 
 def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:
-    """The part of the simulation that has the largest error; None where everything fits."""
+    """Return the part of the simulation with the largest error, or None if everything fits."""
     if all(line.fits for line in lines):
         return None
     seconds = {part: spent / observed.steps for part, spent in observed.trainer.items()}
@@ -86,13 +86,13 @@ def _per_step(outcome: Outcome, *parts: str) -> float:
 
 
 def error_parts(predicted: Scenario, measured: Calibration) -> Mapping[str, float]:
-    """By how many seconds the predicted step changes when one part of the prediction is replaced by the measurement.
+    """Return the change of the predicted step in seconds when a part of the prediction is replaced by its measurement.
 
-    ``together`` replaces all parts. The rest of the error is something that the simulator lacks.
+    ``together`` replaces all parts. The simulator does not model the rest of the error.
     """
     base = simulate(predicted, STEPS).step_s
     own, then = predicted.costs, measured.costs
-    # Which tokens are in the loss depends on the rollouts, and not on the trainer.
+    # The share of tokens in the loss depends on the rollouts, not on the trainer.
     trained = replace(own.trainer, trained_share=then.trainer.trained_share)
     swapped = {
         "lengths": replace(predicted, groups=measured.groups, costs=replace(own, trainer=trained)),

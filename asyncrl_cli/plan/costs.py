@@ -1,6 +1,6 @@
-"""The costs of engines, trainer and publishes, in seconds. docs/planning.md has the formulas and their sources.
+"""The costs of engines, trainer and publishes in seconds. docs/planning.md has the formulas and their sources.
 
-Constants are measured (plan/from_journal.py) or follow from data sheets (plan/guess.py). Pure.
+Constants are measured (plan/from_journal.py) or come from data sheets (plan/guess.py). Pure.
 """
 
 from __future__ import annotations
@@ -28,35 +28,39 @@ class EngineCost:
 
     iteration: Callable[[int], float]
     per_context_token_s: float = 0.0
-    prefill_s: float = 0.0  # to read a token of a prompt; all sequences of the engine wait for it
-    kv_tokens: int | None = None  # that the key-value cache has room for; None where that is never reached
-    beside_trainer: float = 0.0  # how much longer an iteration is while the trainer trains on its processors: a share
+    prefill_s: float = 0.0  # per token of a prompt; all sequences of the engine wait during prefill
+    kv_tokens: int | None = None  # capacity of the key-value cache; None if it is never reached
+    beside_trainer: float = 0.0  # relative slowdown of an iteration while the trainer trains on the same processors
 
 
 def seconds_of(base_s: float, growth_s: float, iterations: float) -> float:
-    """Seconds of so many iterations: the first takes ``base_s``, and each one ``growth_s`` longer than the last."""
+    """Return the seconds of iterations if the first takes ``base_s``, and each next one ``growth_s`` more."""
     return iterations * (base_s + growth_s * iterations / 2)
 
 
 def iterations_in(base_s: float, growth_s: float, seconds: float) -> float:
-    """The inverse of ``seconds_of``."""
+    """Return the inverse of ``seconds_of``."""
     return 2 * seconds / (base_s + sqrt(base_s * base_s + 2 * growth_s * seconds)) if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
-    """A training step: ``per_step_s + per_token_s · tokens in the loss``. The second term is at least
-    ``longest_token_s · tokens of the longest sequence``, which no number of ranks makes shorter."""
+    """A training step: ``per_step_s + per_token_s · tokens in the loss``.
+
+    The second term is at least ``longest_token_s · tokens of the longest sequence``, which more ranks do not shorten.
+    """
 
     per_step_s: float
     per_token_s: float
-    trained_share: float = 1.0  # of a batch's tokens, that are in the loss
+    trained_share: float = 1.0  # share of a batch's tokens that are in the loss
     longest_token_s: float = 0.0
-    beside_engines: float = 0.0  # how much longer a step is while engines generate on its processors: a share
+    beside_engines: float = 0.0  # relative slowdown of a step while engines generate on the same processors
 
     def seconds(self, tokens: int, longest: int) -> float:
-        """Seconds of a step on rollouts of so many tokens, prompts included, while engines are idle. ``longest``: the
-        tokens of the longest rollout."""
+        """Return the seconds of a step while engines are idle.
+
+        ``tokens``: of all rollouts, including prompts. ``longest``: of the longest rollout.
+        """
         return self.per_step_s + max(self.per_token_s * tokens * self.trained_share, self.longest_token_s * longest)
 
     def faster(self, factor: float) -> TrainerCost:
@@ -71,8 +75,8 @@ class TrainerCost:
 
 @dataclass(frozen=True, slots=True)
 class PublishCost:
-    """A publish keeps the trainer for ``held_s``. All engines serve the version ``deliver_s`` later; for the last
-    ``stall_s`` of that time they generate nothing."""
+    """A publish keeps the trainer busy for ``held_s``. All engines serve the version ``deliver_s`` later, and generate
+    nothing in the last ``stall_s`` of this time."""
 
     held_s: float = 0.0
     deliver_s: float = 0.0
@@ -91,7 +95,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All that is measured or assumed of a run, except its lengths."""
+    """All measurements or assumptions of a run, except its lengths."""
 
     engine: EngineCost
     trainer: TrainerCost

@@ -1,8 +1,8 @@
-"""One simulated engine. Between two events it generates at a known rate, so tokens need no events.
+"""A simulated engine. Between two events it generates at a known rate, so tokens need no events.
 
-All sequences advance by one token in an iteration, so a sequence ends when the engine's count of iterations has grown
-by its length. The time of m iterations follows from the number n of sequences and their context C, which grows by n
-tokens in an iteration.
+Each iteration adds one token to every sequence, so a sequence ends when the engine's count of iterations has grown by
+its length. The time of m iterations follows from the number n of sequences and their context C, which grows by n tokens
+per iteration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf
 from asyncrl_cli.plan.costs import EngineCost, iterations_in, seconds_of
 
 RESUME_BELOW = 0.95
-"""A sequence that waits starts when at most this share of the cache is full with it."""
+"""A waiting sequence starts if the cache is then at most this full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,17 +23,16 @@ class Sequence:
     """A rollout on an engine."""
 
     group: int  # its id in the simulation
-    context: int  # tokens that it starts with
-    missing: float  # tokens that it still has to sample
+    context: int  # tokens at its start
+    missing: float  # tokens still to sample
     outside_s: float = 0.0  # as in ``RolloutLength``
-    ends: float = 0.0  # iteration of the engine at which it has all its tokens
-    started: float = 0.0  # iteration at which it started
+    ends: float = 0.0  # the engine's iteration at which it has all its tokens
+    started: float = 0.0  # the engine's iteration at which it started
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """An engine. While it reads prompts or loads weights, and does not generate, its clock ``at`` is ahead of the
-    simulation's."""
+    """An engine. While it reads prompts or loads weights, its clock ``at`` is ahead of the simulation's clock."""
 
     cost: EngineCost
     slots: int
@@ -55,7 +54,7 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """The number of its sequences, with those that wait."""
+        """Number of running and waiting sequences."""
         return len(self.running) + len(self.waiting)
 
     def advance(self, now: float) -> None:
@@ -73,7 +72,7 @@ class Engine:
         self._generate(iterations_in(base, growth, seconds))
 
     def next_end(self) -> float:
-        """When the first sequence ends, if nothing changes until then."""
+        """Return the time at which the first sequence ends, if nothing changes until then."""
         self._skip_gone()
         if not self._ends or self.halted:
             return inf
@@ -81,11 +80,11 @@ class Engine:
         return self.at + seconds_of(base, growth, max(0.0, self._ends[0][0] - self.iterations))
 
     def pop_ended(self) -> list[Sequence]:
-        """Remove and return the sequences that have all their tokens at the time of ``next_end``."""
+        """Remove and return the sequences that end at the time of ``next_end``."""
         ended = []
         self._skip_gone()
         if self._ends:
-            self._generate(max(0.0, self._ends[0][0] - self.iterations))  # the rest after rounding
+            self._generate(max(0.0, self._ends[0][0] - self.iterations))  # removes the rounding error of ``advance``
         while self._ends and self._ends[0][0] <= self.iterations + 1e-9:
             sequence = self.running.pop(heappop(self._ends)[1])
             self.context -= sequence.context + (self.iterations - sequence.started)
@@ -96,15 +95,14 @@ class Engine:
         return ended
 
     def add(self, sequence: Sequence) -> None:
-        """Start a sequence, or have it wait for a slot. Call ``advance`` first."""
+        """Start a sequence, or let it wait for a slot. Call ``advance`` first."""
         if self.halted or len(self.running) >= self.slots or not self._has_room(sequence):
             self.waiting.append(sequence)
         else:
             self._start(sequence)
 
     def admit_waiting(self) -> None:
-        """Start sequences that wait, as far as there is room. Before that, preempt the newest while the cache is too
-        full."""
+        """Start waiting sequences while there is room. Before that, preempt the newest while the cache is too full."""
         limit = self.cost.kv_tokens
         while limit is not None and self.context > limit and len(self.running) > 1:
             _, newest = self.running.popitem()
@@ -116,7 +114,7 @@ class Engine:
             self._start(self.waiting.popleft())
 
     def stall(self, seconds: float) -> None:
-        """Generate nothing for so long, from ``at`` on."""
+        """Generate nothing for ``seconds``, starting at ``at``."""
         if self.running:
             self.stalled_s += seconds
         else:

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 MOST_SHARED = 0.5
-"""The largest share of its time that an engine can lose while the trainer trains: two that compete evenly for
-processors get half of them each."""
+"""Largest share of its time that an engine can lose while the trainer trains: if both compete evenly for processors,
+each gets half of them."""
 
 LEAST_REQUESTS = 20
 ROUNDS = 100
-"""The most rounds of ``fit_engine``. Where the number of running requests hardly changes, a round only halves the error
-of the constants."""
+"""Largest number of rounds of ``fit_engine``. If the number of running requests hardly changes, a round only halves the
+error of the constants."""
 SETTLED = 1e-5
-"""Rounds end when the last one has changed a request's time by less than this share."""
+"""Fitting ends when a round has changed a request's time by less than this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that an engine had from ``begun_at`` to ``ended_at``: tokens that it sampled, and those before them.
+    """A request on an engine from ``begun_at`` to ``ended_at``, with its sampled tokens and its prompt's tokens.
 
-    ``fitted``: whether constants are fitted to its duration. Other requests only ran at the same time.
+    ``fitted``: constants are fitted to its duration. Other requests only ran at the same time.
     """
 
     begun_at: float
@@ -41,10 +41,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EngineFit:
-    """Constants of an engine (plan/costs.py), fitted to so many ``requests``.
+    """Constants of an engine (plan/costs.py), fitted to ``requests`` requests.
 
-    ``residual``: the root mean square of the errors of their durations, as a share of the mean duration. Time that a
-    request takes besides its iterations is in ``fixed_s``.
+    ``residual``: root mean square error of their durations, as a share of the mean duration. ``fixed_s`` includes a
+    request's time outside its iterations.
     """
 
     fixed_s: float
@@ -57,7 +57,7 @@ class EngineFit:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFit:
-    """Constants of a step, fitted to so many ``steps``; ``residual``: as in ``EngineFit``."""
+    """Constants of a step, fitted to ``steps`` steps. ``residual``: as in ``EngineFit``."""
 
     per_step_s: float
     per_token_s: float
@@ -66,7 +66,7 @@ class TrainerFit:
 
 
 def nonnegative(columns: Floats, target: Floats) -> Floats:
-    """Least squares with coefficients of at least 0: the most negative one is omitted, until there is none."""
+    """Solve least squares with coefficients of at least 0: drop the most negative coefficient until none is left."""
     kept = list(range(columns.shape[1]))
     scale = np.abs(columns).max(axis=0)
     kept = [at for at in kept if scale[at] > 0]
@@ -86,19 +86,18 @@ def fit_engine(
     training: Sequence[tuple[float, float]],
     shared_host: bool,
 ) -> EngineFit:
-    """An engine's constants from the requests that engines had.
+    """Fit an engine's constants to recorded requests.
 
-    A request of L tokens lasts for L iterations, each of ``fixed + per_sequence·n + per_context·C``. Over its life that
-    is ``fixed·L + per_sequence·N + per_context·K``: N is the number of tokens that its engine sampled in that time, K
-    the sum over these iterations of the engine's contexts. When an iteration took place depends on the constants, so
-    they are fitted in rounds. While the trainer trains on the same processors, time counts for 1/(1 + beside_trainer)
-    of itself.
+    A request of L tokens lasts for L iterations of ``fixed + per_sequence·n + per_context·C`` each. Its duration is
+    ``fixed·L + per_sequence·N + per_context·K``: N is the number of tokens that its engine sampled in this time, and K
+    the sum of the engine's contexts over these iterations. The times of iterations depend on the constants, so they are
+    fitted in rounds. While the trainer trains on the same processors, time counts only 1/(1 + beside_trainer).
 
     Args:
         engines: the requests of each engine.
-        stalls: begin and end of each engine's pauses for new weights, without sampling.
+        stalls: begin and end of each engine's pauses for new weights.
         training: begin and end of each step's training.
-        shared_host: whether trainer and engines share processors.
+        shared_host: trainer and engines share processors.
 
     Raises ``ValueError`` with too few requests.
     """
@@ -113,7 +112,7 @@ def fit_engine(
     columns, found = np.concatenate([grid.columns() for grid in grids]), np.zeros(4)
     for _ in range(ROUNDS):
         before, found = found, _solve(columns, target)
-        # The time of a request that each constant explains, on average: in units of time they can be compared.
+        # Compare changes as the time that each constant explains in an average request: all are then in seconds.
         if np.abs((found - before) * columns.mean(axis=0)).max() < SETTLED * target.mean():
             break
         for grid in grids:
@@ -139,7 +138,7 @@ def _solve(columns: Floats, target: Floats) -> Floats:
 
 
 def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit:
-    """``seconds = per_step + per_token · tokens`` over steps, neither below 0.
+    """Fit ``seconds = per_step + per_token · tokens``, with both constants at least 0.
 
     Raises ``ValueError`` without a step.
     """
@@ -148,7 +147,7 @@ def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit
     target, counts = np.array(seconds, float), np.array(tokens, float)
     columns = np.stack([np.ones(len(target)), counts], 1)
     per_step, per_token = nonnegative(columns, target)
-    if len(target) < 5:  # two constants from so few steps would be noise
+    if len(target) < 5:  # too few steps for two constants
         per_step, per_token = 0.0, target.sum() / max(1.0, counts.sum())
     error = per_step + per_token * counts - target
     return TrainerFit(
@@ -160,7 +159,7 @@ def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit
 
 
 class _Engine:
-    """The requests of an engine over time. In each interval the same requests run."""
+    """An engine's requests over time, in intervals during which the same requests run."""
 
     def __init__(
         self,
@@ -169,8 +168,8 @@ class _Engine:
         training: Sequence[tuple[float, float]],
         contexts: bool,
     ) -> None:
-        """``contexts``: whether the cost of contexts is fitted. For small models on a CPU it is near 0, and fitting it
-        would make the other constants less certain."""
+        """``contexts``: fit the cost of contexts, too. For small models on a CPU it is near 0, and fitting it would
+        make the other constants less certain."""
         begin, end, tokens, prompt = (
             np.array([getattr(request, name) for request in requests], float)
             for name in ("begun_at", "ended_at", "tokens", "prompt")
@@ -195,20 +194,20 @@ class _Engine:
         self._has_contexts = contexts
 
     def columns(self) -> Floats:
-        """For each fitted request: its iterations, the tokens that all requests sampled in them, the sum of their
-        contexts in them, and the seconds of its life while the trainer trained."""
+        """For each fitted request: its iterations, the tokens that all requests sampled meanwhile, the sum of their
+        contexts over these iterations, and the seconds during which the trainer trained."""
         own = np.maximum(self._over_lives(self._iterations), 1e-12)
         sampled = self._over_lives(self._iterations * self._running) / own
         contexts = self._over_lives(self._iterations * self._contexts) / own * self._has_contexts
         return np.stack([self._tokens, self._tokens * sampled, self._tokens * contexts, self._beside], 1)
 
     def spread(self, fixed: float, per_sequence: float, per_context: float, share: float) -> None:
-        """Compute how many iterations each interval has with these constants, and from them the contexts."""
+        """Compute each interval's number of iterations from these constants, and then the contexts."""
         iteration = fixed + per_sequence * self._running + per_context * self._contexts
         beside = np.where(self._training, 1 - share, 1.0)
         self._iterations = self._lasting * ~self._stalled * beside / np.maximum(iteration, 1e-9)
         done = np.concatenate([[0.0], np.cumsum(self._iterations)])
-        # A running request has sampled what was done since its begin.
+        # A running request has sampled one token in each iteration since its begin.
         since = self._running * (done[:-1] + self._iterations / 2) - self._summed(done[self._first])
         self._contexts = self._prompts + np.maximum(since, 0.0)
 
@@ -217,7 +216,7 @@ class _Engine:
         return np.asarray((sums[self._last] - sums[self._first])[self._chosen])
 
     def _summed(self, of_requests: Floats) -> Floats:
-        """The sum over the requests that run, in each interval."""
+        """The sum over the running requests, for each interval."""
         changes = np.zeros(len(self._edges))
         np.add.at(changes, self._first, of_requests)
         np.add.at(changes, self._last, -of_requests)
@@ -225,7 +224,7 @@ class _Engine:
 
 
 def _inside(spans: Sequence[tuple[float, float]], at: Floats) -> NDArray[np.bool_]:
-    """Whether each time is in one of the spans."""
+    """True for each time that is in one of the spans."""
     if not spans:
         return np.zeros(len(at), bool)
     edges = np.array(sorted(spans), float)

@@ -1,8 +1,8 @@
-"""Measures lengths and costs of a run from its journal, and the steps that a simulation is compared with.
+"""Measures a run's lengths and costs from its journal, and the steps for comparison with a simulation.
 
-These are the last steps without an evaluation, a checkpoint or a start in them, which no simulation has. Costs are
-fitted to steps with an evaluation as well: its requests are work of the engines like any other. Steps are counted from
-0 here, as in the journal; times are in seconds.
+These are the last steps without an evaluation, a checkpoint or a start, because a simulation has none. Costs are also
+fitted to steps with an evaluation, because its requests are ordinary work of the engines. Steps are counted from 0
+here, as in the journal; times are in seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import BufferSettings
 
 STEPS = 30
-"""The most steps that are measured: the last ones that can be."""
+"""Largest number of measured steps; the last suitable steps are used."""
 LEAST_STEPS = 3
 
 Spans = Sequence[tuple[float, float]]
@@ -65,24 +65,23 @@ class Calibration:
     settings: BufferSettings
     groups: tuple[GroupLengths, ...]
     costs: Costs
-    # None where the journal has no engine requests. A simulated rollout then takes as long as the recorded one,
-    # whatever else runs.
+    # None if the journal has no engine requests. A simulated rollout then takes as long as it took in the run.
     engine: EngineFit | None
     trainer: TrainerFit
     observed: Observed
-    concurrency: int  # the most rollouts that ran at the same time
+    concurrency: int  # largest number of rollouts that ran at the same time
 
 
 def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
     """Measure a run. ``shared_host``: trainer and engines share processors.
 
-    Raises ``ValueError`` when too little of it is recorded.
+    Raises ``ValueError`` if the journal has too few steps.
     """
     return _Measurement(connection).calibration(shared_host)
 
 
 def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of the intervals: those that overlap are one, and all are sorted."""
+    """Return the union of the intervals, sorted. Overlapping intervals become one."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -103,8 +102,7 @@ class _Measurement:
             raise ValueError("no step is trained yet")
         evaluations = joined(evaluation_spans(connection))
         self._chosen = self._undisturbed(evaluations)[-STEPS:]
-        # The steps to which costs are fitted.
-        self._fitted = self._chosen
+        self._fitted = self._chosen  # costs are fitted to these steps
         if evaluations:
             self._fitted = [span for span in self._undisturbed(()) if span.step >= self._chosen[0].step]
         self._first = first_group(connection, self._chosen[0].step)
@@ -161,14 +159,14 @@ class _Measurement:
                 found.append(span)
         if len(found) < LEAST_STEPS:
             raise ValueError(
-                f"only {len(found)} of {len(spans)} steps can be measured: the others have an evaluation, a "
-                "checkpoint or a start in them"
+                f"only {len(found)} of {len(spans)} steps can be measured: an evaluation, a checkpoint or a start "
+                "disturbed the others"
             )
         return found
 
     def _lengths(self) -> tuple[GroupLengths, ...]:
-        """The groups of the measured steps and those that were rejected among them, in the order of their admission."""
-        served: dict[str, float] = defaultdict(float)  # seconds that a rollout was at engines
+        """The groups of the measured steps, and groups rejected in between, in the order of their admission."""
+        served: dict[str, float] = defaultdict(float)  # seconds that a rollout spent on engines
         for request in self._requests:
             served[_rollout(request)] += request.ended_at - request.begun_at
         episodic = {_rollout(request) for request in self._requests if "/" in request.request_id}
@@ -201,7 +199,7 @@ class _Measurement:
         of_engine: dict[str, list[Request]] = defaultdict(list)
         for one in self._requests:
             begin, end = _running(one)
-            # It is known when vLLM had it, and all of its tokens.
+            # Fit only requests with known times in vLLM and all tokens known.
             sound = one.running_from is not None and one.ending in ("stop", "length", "aborted") and one.tokens > 0
             sound = sound and not one.request_id.startswith(EVALUATION) and begun <= begin and end <= over
             request = Request(begin, end, tokens=float(one.tokens), prompt=one.context_tokens, fitted=sound)
@@ -217,9 +215,9 @@ class _Measurement:
         busy = joined(map(_running, self._requests))
         trained = sum(span.trained_until - span.taken_at for span in self._fitted)
         both = sum(_overlap((span.taken_at, span.trained_until), busy) for span in self._fitted)
-        share = both / trained if trained else 0.0  # of the training time, when engines had requests
-        # The measured steps were mostly trained while engines were busy. With idle engines they would be shorter. By
-        # how much is assumed to be the same as for engines: a run shows the trainer too rarely in both situations.
+        share = both / trained if trained else 0.0  # share of the training time during which engines had requests
+        # The measured steps were mostly trained while engines were busy. With idle engines they would be shorter. The
+        # difference is assumed to be the same as for engines, because a run rarely shows the trainer in both states.
         alone = 1 - share + share / (1 + beside)
         return TrainerCost(
             per_step_s=trainer.per_step_s * alone,
@@ -229,13 +227,13 @@ class _Measurement:
         )
 
     def _publish(self, alone: _Alone) -> PublishCost:
-        """Means over the measured steps that published. With staleness the trainer continues while engines load, so it
-        was kept only for its own part of the publish (decision 0038)."""
+        """Means over the measured steps that published. With staleness, the trainer continues while engines load, so
+        only its own part of the publish counts for it (decision 0038)."""
         held, delivered, stalls = [], [], []
         for span in self._chosen:
             if span.publish is not None:
                 begun, ended = span.publish.begun_at, span.publish.ended_at
-                # Without the time that it waited for the last publish, which is simulated.
+                # Without the wait for the previous publish, because that wait is simulated.
                 own_s = span.ended_at - span.trained_until - span.metrics.get("time/publish_wait_s", 0.0)
                 if not self._settings.max_staleness:
                     own_s = span.metrics.get("publish/write_s", own_s)
@@ -274,7 +272,7 @@ class _Measurement:
         return Overheads(start_s=_mean(starts), settle_s=_mean(settles), step_s=_mean(free), deliver_s=_mean(delivered))
 
     def _observed(self, with_engines: bool) -> Observed:
-        """``with_engines``: whether a simulation has engines' work."""
+        """``with_engines``: the simulation models the engines' work."""
         spent: defaultdict[str, float] = defaultdict(float)
         idle = idle_of = 0.0
         for span in self._chosen:
@@ -301,7 +299,7 @@ class _Measurement:
 
 
 def _running(request: EngineRequest) -> tuple[float, float]:
-    """From when to when vLLM had it; if it was lost or cancelled, from when to when its engine had it."""
+    """The request's begin and end in vLLM; if it was lost or cancelled, its begin and end on the engine."""
     if request.running_from is None or request.running_until is None:
         return request.begun_at, request.ended_at
     return request.running_from, request.running_until
@@ -316,17 +314,17 @@ def _mean(seconds: Sequence[float]) -> float:
 
 
 def _overlap(span: tuple[float, float], others: Spans) -> float:
-    """Seconds of the span that are in the others, which do not overlap."""
+    """Seconds of the span that are in the other spans, which do not overlap each other."""
     return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in others if begin < span[1])
 
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """How long other work would have taken if trainer and engines had not run on its processors: the inverse of
-    the simulator's contention."""
+    """Estimates the duration of other work without trainer and engines on the same processors: the inverse of the
+    simulator's contention."""
 
-    beside: float  # ``EngineCost.beside_trainer``; 0 where they have other processors
-    idle: float  # share of their time that engines had no request
+    beside: float  # ``EngineCost.beside_trainer``; 0 if they have other processors
+    idle: float  # share of the time during which engines had no request
     training: Spans
 
     def __call__(self, begin: float, end: float) -> float:

@@ -1,7 +1,7 @@
-"""Guesses: costs from data sheets, where nothing is measured. docs/planning.md has sources and errors.
+"""Guesses costs from data sheets if nothing was measured. docs/planning.md has sources and errors.
 
-Symbols: p GPUs of an engine, n sequences that it runs, N parameters that a token uses, W(n) those that a batch of n
-tokens reads. Rates are of one GPU, in bf16 without sparsity. Pure.
+Symbols: p GPUs of an engine, n sequences that it runs, N parameters that a token uses, W(n) parameters that a batch of
+n tokens reads. Rates are per GPU, in bf16 without sparsity. Pure.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ from asyncrl_cli.train.flops import Amounts, Gpu, chosen
 NUMBER_BYTES = 2
 """Bytes of a weight in bf16."""
 SCHEDULER_S = 3e-3
-"""Seconds of an engine's iteration for scheduling, sampling and answers, however many sequences it has."""
+"""Seconds per iteration for scheduling, sampling and answers, whatever the number of sequences."""
 PER_SEQUENCE_S = 10e-6
 """Seconds that the scheduler and the sampler add for each sequence of an iteration."""
 LAYER_S = 40e-6
 """Seconds to start a layer's kernels from CUDA graphs."""
 HOST_GPUS = 8
-"""Number of GPUs of a host, in usual servers."""
+"""GPUs per host in usual servers."""
 ALL_REDUCE_S, ACROSS_HOSTS_S = 12e-6, 60e-6
-"""Seconds of a small all-reduce within a host, and between hosts. There are two in a layer."""
+"""Seconds of a small all-reduce within a host, and between hosts. A layer has two."""
 BANDWIDTH_SHARE = 0.7
-"""Share of a GPU's memory bandwidth that decoding gets."""
+"""Share of a GPU's memory bandwidth that decoding reaches."""
 DECODING_SHARE, PREFILL_SHARE = 0.5, 0.4
-"""Shares of a GPU's arithmetic rate that decoding and the reading of prompts get."""
+"""Shares of a GPU's arithmetic rate that decoding and prefill reach."""
 TRAINING_SHARE, EXPERTS_TRAINING_SHARE = 0.4, 0.2
-"""Shares of a GPU's arithmetic rate that training gets (MFU): for dense models, and for mixtures of experts."""
+"""Shares of a GPU's arithmetic rate that training reaches (MFU): for dense models, and for mixtures of experts."""
 UPDATE_S = 1.0
-"""Seconds of a step for the optimizer's update and all else that does not grow with the tokens."""
+"""Seconds per step for the optimizer's update and other work that does not grow with the tokens."""
 WRITE_RATE, LOAD_RATE = 5e9, 20e9
-"""Bytes a second at which a rank writes its shard for the engines, and a GPU loads its part of the weights."""
+"""Bytes per second at which a rank writes its shard for the engines, and a GPU loads its part of the weights."""
 OVERHEADS = Overheads(start_s=0.02, settle_s=0.1, step_s=0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of a model that its speed follows from."""
+    """The numbers that determine a model's speed."""
 
     parameters: float
     active: float  # weights that a token uses, without the input embeddings
     layers: int
-    attention: int  # query heads · width of a head, of one layer; the cost of contexts is proportional to it
-    cache_bytes: float  # of a token's keys and values in all layers
+    attention: int  # query heads · head width in one layer; the cost of contexts is proportional to it
+    cache_bytes: float  # bytes of a token's keys and values in all layers
     experts: float = 0.0  # weights of all routed experts; 0 in a dense model
     chosen: float = 1.0  # share of the routed experts that a token uses
 
     def read(self, tokens: int) -> float:
-        """Weights that an iteration of so many tokens reads: the dense ones and the experts that any of them chose."""
+        """Return the number of weights that an iteration reads: dense weights, and experts chosen by any token."""
         return self.active - self.experts * self.chosen + self.experts * (1 - (1 - self.chosen) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DataSheetIteration:
-    """Seconds of a decode iteration without contexts: fixed work, and reading weights or computing, whichever is
-    longer."""
+    """Seconds of a decode iteration without contexts: fixed work, plus the longer of reading weights and computing."""
 
     shape: Shape
     gpu: Gpu
@@ -77,7 +76,7 @@ class DataSheetIteration:
 
 
 def engine_cost(shape: Shape, gpu: Gpu, gpus: int, kv_tokens: int | None) -> EngineCost:
-    """An engine of ``gpus`` GPUs."""
+    """Guess the cost of an engine with ``gpus`` GPUs."""
     return EngineCost(
         DataSheetIteration(shape, gpu, gpus),
         per_context_token_s=shape.cache_bytes / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
@@ -87,9 +86,9 @@ def engine_cost(shape: Shape, gpu: Gpu, gpus: int, kv_tokens: int | None) -> Eng
 
 
 def training_flops(shape: Shape, groups: Groups, passes: float, shares: bool) -> tuple[float, float]:
-    """Operations for a token of rollouts like these, on average, and for a token of the longest rollout.
+    """Return the floating-point operations per token: the mean for these rollouts, and for the longest rollout.
 
-    A forward pass is 2·N for a token, and 2·L·attention in each layer for the mean of its L causal predecessors;
+    A forward pass takes 2·N per token, and in each layer 2·L·attention for the mean of its L causal predecessors.
     ``passes`` counts forward passes; a backward pass counts as two. ``shares``: a group's prompt is computed once.
     """
     lengths = [rollout.prompt + rollout.response for group in groups for rollout in group.rollouts]
@@ -105,7 +104,7 @@ def training_flops(shape: Shape, groups: Groups, passes: float, shares: bool) ->
 
 
 def training_share(shape: Shape) -> float:
-    """The MFU that is assumed for a model."""
+    """Return the assumed MFU of a model."""
     return EXPERTS_TRAINING_SHARE if shape.experts else TRAINING_SHARE
 
 
@@ -119,8 +118,11 @@ def trainer_cost(
     sequence_parallel: int = 1,
     shares: bool = False,
 ) -> TrainerCost:
-    """The cost of ranks that share the batch. A step takes at least as long as its longest sequence, which only
-    ``sequence_parallel`` ranks train. ``shares``: as in ``training_flops``."""
+    """Guess the cost of ranks that share the batch.
+
+    A step takes at least as long as its longest sequence, which only ``sequence_parallel`` ranks train. ``shares``: as
+    in ``training_flops``.
+    """
     of_mean, of_longest = training_flops(shape, groups, 4.0 if recompute else 3.0, shares)
     rate = gpu.flops * training_share(shape)
     return TrainerCost(
@@ -131,14 +133,14 @@ def trainer_cost(
 
 
 def publish_cost(shape: Shape, ranks: int, gpus: int) -> PublishCost:
-    """Every rank writes its shard; every engine's GPU loads its part of the weights."""
+    """Guess the cost of a publish: every rank writes its shard, and every GPU of an engine loads its part."""
     nbytes = NUMBER_BYTES * shape.parameters
     stall_s = nbytes / (gpus * LOAD_RATE)
     return PublishCost(nbytes / (ranks * WRITE_RATE), stall_s, stall_s)
 
 
 def guessed_costs(spec: ExperimentSpec, shape: Shape, gpu: Gpu, *, groups: Groups, kv_tokens: int | None) -> Costs:
-    """The costs of a spec. ``kv_tokens``: tokens that an engine's cache has room for; None where that is not known."""
+    """Guess the costs of a spec. ``kv_tokens``: tokens that fit into an engine's cache; None if not known."""
     trainer, engine_gpus = spec.trainer, tensor_parallel(spec)
     return Costs(
         engine=engine_cost(shape, gpu=gpu, gpus=engine_gpus, kv_tokens=kv_tokens),
@@ -157,7 +159,7 @@ def guessed_costs(spec: ExperimentSpec, shape: Shape, gpu: Gpu, *, groups: Group
 
 
 def guesses(name: str, shape: Shape) -> str:
-    """A sentence that says that nothing is measured. ``name``: the GPU's."""
+    """Warn that nothing is measured. ``name``: the GPU's name."""
     return (
         f"nothing is measured: speeds follow from the data sheet of {name} ({BANDWIDTH_SHARE:.0%} of its bandwidth, "
         f"{training_share(shape):.0%} of its arithmetic rate in training), and may be off by half"
@@ -165,7 +167,7 @@ def guesses(name: str, shape: Shape) -> str:
 
 
 def shape_of(model: SizedModel, config: Any) -> Shape:
-    """The shape of a causal language model from its sizes and its transformers config.
+    """Return the shape of a causal language model, from its sizes and its transformers config.
 
     Shared experts count as dense.
     """
@@ -175,7 +177,7 @@ def shape_of(model: SizedModel, config: Any) -> Shape:
     width = int(getattr(text, "head_dim", None) or model.hidden // heads)
     used = chosen(text)
     routed = float(sum(model.experts)) if used < 1 else 0.0
-    # A tied head is a matrix that every token uses; untied input embeddings are looked up.
+    # Every token uses the matrix of a tied head. Untied input embeddings are only looked up.
     looked_up = model.embeddings if model.head else 0
     return Shape(
         parameters=float(model.parameters),

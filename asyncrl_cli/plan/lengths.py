@@ -1,4 +1,4 @@
-"""How long rollouts are: recorded groups, or groups drawn from a distribution.
+"""Lengths of rollouts: recorded groups, or groups drawn from a distribution.
 
 A group stays together, because the lengths of a prompt's rollouts are correlated. Lengths are in tokens. Pure.
 """
@@ -23,7 +23,7 @@ class RolloutLength:
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """The rollouts of one group; ``rejected``: the group is dropped when they have ended."""
+    """A group's rollouts. ``rejected``: the group is dropped after they have ended."""
 
     rollouts: tuple[RolloutLength, ...]
     rejected: bool = False
@@ -35,21 +35,21 @@ class GroupLengths:
 
 
 Groups = Sequence[GroupLengths]
-"""The groups of a run, in the order of their admission. A simulation that needs more begins with the first again."""
+"""A run's groups in the order of their admission. A simulation that needs more starts again with the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Response lengths that are log-normal, and truncated."""
+    """Log-normal response lengths, truncated at ``cut``."""
 
     mean: float  # of the truncated lengths
-    sigma: float  # standard deviation of their logarithms, before they are truncated
+    sigma: float  # standard deviation of the logarithms before truncation
     cut: int  # the length at which responses are truncated
     prompt: int = 0  # tokens of every prompt
     correlation: float = 0.3  # of the logarithms within a group, 0 to 1
 
     def groups(self, number: int, group_size: int) -> tuple[GroupLengths, ...]:
-        """So many groups, the same at every call. Their mean is ``mean``, up to rounding, where the cut allows it."""
+        """Draw groups, the same at every call. Their mean is ``mean`` up to rounding, if the cut allows it."""
         draw = random.Random(0)
         shared, own = self.sigma * sqrt(self.correlation), self.sigma * sqrt(1 - self.correlation)
         drawn = []
@@ -66,7 +66,7 @@ class LengthModel:
 
 
 def scaled(groups: Groups, factor: float, longest: int) -> tuple[GroupLengths, ...]:
-    """The same groups with responses ``factor`` times as long, and none longer than ``longest``."""
+    """Return the groups with responses ``factor`` times as long, but at most ``longest``."""
     return tuple(
         replace(
             group,
@@ -82,7 +82,7 @@ def scaled(groups: Groups, factor: float, longest: int) -> tuple[GroupLengths, .
 
 
 def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
-    """The same groups with ``group_size`` rollouts each: the first ones, or some of them again."""
+    """Return the groups with ``group_size`` rollouts each: the first rollouts, or all of them repeatedly."""
     return tuple(
         replace(group, rollouts=tuple(group.rollouts[at % len(group.rollouts)] for at in range(group_size)))
         for group in groups
@@ -90,8 +90,10 @@ def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
 
 
 def describe(groups: Groups, longest: int) -> dict[str, float]:
-    """Statistics of the response lengths. ``sigma`` is the standard deviation of their logarithms, ``at_limit`` the
-    share that reaches ``longest``."""
+    """Return statistics of the response lengths.
+
+    ``sigma`` is the standard deviation of their logarithms, ``at_limit`` the share that reaches ``longest``.
+    """
     lengths = sorted(rollout.response for group in groups for rollout in group.rollouts)
     return {
         "rollouts": len(lengths),
@@ -104,7 +106,7 @@ def describe(groups: Groups, longest: int) -> dict[str, float]:
 
 
 def _scale(mean: float, lengths: Sequence[float], cut: int) -> float:
-    """The factor on these lengths with which they have this mean once they are truncated, by bisection."""
+    """Find, by bisection, the factor that gives the lengths this mean after truncation."""
     low, high = 0.0, 1e9
     for _ in range(100):
         middle = (low * high) ** 0.5 if low else high / 1e3

@@ -1,8 +1,8 @@
-"""The prediction for a scenario: the time of a step, its limit, and the effect of other settings and lengths.
+"""Predicts a scenario: the time of a step, its limit, and the effect of other settings and lengths.
 
 This is the only source of advice on speed: `asyncrl plan`, `asyncrl report` and `asyncrl staleness --what-if` print
-``advice``. Every number comes from ``simulate``. The limit of a run is the part that shortens a step most when it is
-improved. Pure.
+``advice``. Every number comes from ``simulate``. The limit of a run is the part with the largest effect on the time of
+a step when it is improved. Pure.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 STEPS = 30
 """Steps that a prediction simulates, after the buffer has filled."""
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)
-"""The values of ``max_staleness`` that are tried, besides the scenario's own."""
+"""Values of ``max_staleness`` to try, in addition to the scenario's value."""
 NOTICEABLE = 0.05
 """Smaller savings are ignored: they are within the simulation's error."""
 NEARLY = 0.8
-"""The bound is named before another part if it saves at least this share of the other saving: raising it needs no
-device."""
+"""The bound is named before another part if it saves at least this share of the other part's saving, because raising it
+needs no devices."""
 SPANS = (0.7, 0.9, 1.1, 1.3)
-"""The factors on the lengths that are tried."""
+"""Factors on the lengths to try."""
 
 Part = Literal["engines", "trainer", "bound", "tail", "publish", "rewards"]
 """A possible limit of the speed. ``tail``: some rollouts are much longer than others."""
 
 
 class Improvement(NamedTuple):
-    """An improvement of a part: as a noun, in a sentence about the limit, and how to get it."""
+    """An improvement of a part: as a noun, as the start of a sentence about the limit, and the remedy."""
 
     what: str
     limit: str
@@ -60,8 +60,8 @@ IMPROVED: Mapping[Part, Improvement] = {
     ),
     "tail": Improvement(
         "rollouts of equal length",
-        "The longest rollouts limit the speed: if all were equally long, with the same tokens in all",
-        "Shorten them (`rollout.max_response_tokens`), or have others run meanwhile (`pipeline.max_staleness`, "
+        "The longest rollouts limit the speed: if all were equally long, with the same total of tokens",
+        "Shorten them (`rollout.max_response_tokens`), or let others run in the meantime (`pipeline.max_staleness`, "
         "`rollout.max_running_rollouts`).",
     ),
     "publish": Improvement(
@@ -80,7 +80,7 @@ IMPROVED: Mapping[Part, Improvement] = {
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """GPUs of an engine and of a trainer rank, which have their own, and the number of ranks."""
+    """GPUs of an engine and of a trainer rank, which do not share them, and the number of ranks."""
 
     engine_gpus: float
     rank_gpus: float
@@ -88,14 +88,14 @@ class Devices:
 
     @classmethod
     def of(cls, engine_gpus: float, rank_gpus: float, ranks: int) -> Devices | None:
-        """The devices of a spec; None if trainer and engines share processors or GPUs."""
+        """Return a spec's devices, or None if trainer and engines share processors or GPUs."""
         shared = (not engine_gpus and not rank_gpus) or 0 < engine_gpus < 1
         return None if shared else cls(engine_gpus, rank_gpus, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another setting: the seconds of its steps, the share of time that it saves, and the GPUs that it adds."""
+    """Another setting: the seconds per step, the share of time that it saves, and the GPUs that it adds."""
 
     setting: str
     step_s: float
@@ -110,7 +110,7 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     outcome: Outcome
-    sync: Outcome  # the same with ``max_staleness`` 0, where trainer and engines work in turns
+    sync: Outcome  # the same scenario with ``max_staleness`` 0, so trainer and engines work in turns
     lengths: Mapping[str, float]  # ``describe`` of its rollouts
     bound: int  # its ``max_staleness``
     bounds: Mapping[int, float]  # seconds of a step by ``max_staleness``
@@ -119,7 +119,7 @@ class Prediction:
 
     @property
     def ratio_to_sync(self) -> float:
-        """How many times as fast as ``sync``."""
+        """Speed relative to ``sync``."""
         return self.sync.step_s / self.outcome.step_s
 
     @property
@@ -129,7 +129,7 @@ class Prediction:
 
     @property
     def limit(self) -> Part | None:
-        """The part that limits the speed; None if no part alone does."""
+        """The part that limits the speed, or None if no single part does."""
         most = max(self.savings.values())
         if most <= NOTICEABLE:
             return None
@@ -139,7 +139,7 @@ class Prediction:
 
 
 def free_bound(bounds: Mapping[int, float]) -> int:
-    """The smallest bound under which a step takes no noticeable time longer than under the fastest one."""
+    """Return the smallest bound with steps that are not noticeably slower than with the fastest bound."""
     least = min(bounds.values())
     return next(bound for bound, step_s in sorted(bounds.items()) if (1 - NOTICEABLE) * step_s <= least)
 
@@ -155,7 +155,7 @@ def limit_text(found: Prediction) -> str:
 
 
 def bound_text(found: Prediction) -> str:
-    """Name the ``max_staleness`` that is enough."""
+    """Name the smallest sufficient ``max_staleness``."""
     free, own = found.free, found.bound
     enough = f"max_staleness {free} is the smallest that costs no noticeable time (at most {NOTICEABLE:.0%})"
     if free > own:
@@ -173,7 +173,7 @@ def savings_text(found: Prediction) -> str:
 
 
 def changes_text(found: Prediction) -> str:
-    """The settings that help."""
+    """List the settings that help."""
     if not found.changes:
         return f"None of the other settings that were tried saves more than {NOTICEABLE:.0%}."
     return f"Settings that help: {'; '.join(map(str, found.changes))}."
@@ -185,7 +185,10 @@ def advice(found: Prediction) -> tuple[str, ...]:
 
 
 def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
-    """The same with another staleness bound, and without ``partial_rollouts``, which has no meaning at bound 0."""
+    """Return the scenario with another staleness bound.
+
+    ``partial_rollouts`` is switched off, because it has no meaning at bound 0.
+    """
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
@@ -193,9 +196,9 @@ def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: in
     """Simulate a scenario and its neighbours.
 
     Args:
-        longest: tokens at which responses are cut.
-        devices: None where trainer and engines share processors or GPUs; then more of either would slow the other down,
-            and no change of their number is tried.
+        longest: the length, in tokens, at which responses are cut.
+        devices: None if trainer and engines share processors or GPUs. More of either would then slow down the other, so
+            no change of their number is tried.
     """
     outcome = simulate(scenario, steps)
     own = scenario.settings.max_staleness
@@ -210,7 +213,7 @@ def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: in
     others = _others(scenario, longest, devices)
     if (free := free_bound(bounds)) > own:
         others[f"pipeline.max_staleness={free}"] = with_bound(scenario, free), 0
-    # Only where publishing costs time: versions that last longer also let groups get older.
+    # Only if publishing costs time, because groups get older with rarer versions.
     if savings["publish"] > NOTICEABLE:
         every = 2 * scenario.settings.publish_every
         rarely = replace(scenario, settings=replace(scenario.settings, publish_every=every))
@@ -227,7 +230,7 @@ def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: in
 
 
 def spans(scenario: Scenario, longest: int) -> dict[float, float]:
-    """Seconds of a step by the factor on lengths."""
+    """Return the seconds per step, by the factor on lengths."""
     return {
         factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, longest)), STEPS).step_s
         for factor in SPANS
@@ -235,7 +238,7 @@ def spans(scenario: Scenario, longest: int) -> dict[float, float]:
 
 
 def _improved(scenario: Scenario) -> dict[Part, Scenario]:
-    """The scenario with one part improved; the bound is not among them."""
+    """The scenario with one part improved, for each part except the bound."""
     costs = scenario.costs
     publish, overheads = costs.publish, costs.overheads
     quick = PublishCost(publish.held_s / 2, publish.deliver_s / 2, publish.stall_s / 2)
@@ -250,7 +253,7 @@ def _improved(scenario: Scenario) -> dict[Part, Scenario]:
 
 
 def _even(groups: Groups) -> Groups:
-    """The same groups with rollouts of equal length."""
+    """The groups with rollouts of equal length."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = round(fmean(rollout.response for rollout in rollouts))
     outside_s = fmean(rollout.outside_s for rollout in rollouts)
@@ -292,5 +295,5 @@ def _helpful(others: Mapping[str, tuple[Scenario, float]], own_s: float, steps: 
 
 
 def less(share: float) -> str:
-    """A saving, such as `31% less`; a negative one is `31% more`."""
+    """Format a saving, such as `31% less`. A negative saving is `31% more`."""
     return f"{abs(share):.0%} {'less' if share >= 0 else 'more'}"

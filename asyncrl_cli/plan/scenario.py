@@ -1,10 +1,11 @@
-"""The scenario that is simulated for a spec."""
+"""Builds the scenario to simulate for a spec."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.plan.costs import Costs
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.lengths import Groups, resized, scaled
@@ -23,16 +24,16 @@ class Planned:
 
 
 def shares_host(spec: ExperimentSpec) -> bool:
-    """Whether trainer and engines may run on the same processors, and slow each other down."""
+    """True if trainer and engines may run on the same processors, and slow each other down."""
     return spec.trainer.gpus_per_rank == 0 and spec.rollout.gpus_per_engine == 0
 
 
 def planned_scenario(
     spec: ExperimentSpec, settings: BufferSettings, measured: Calibration, of_run: ExperimentSpec
 ) -> Planned:
-    """A spec, with the measurements of the run ``of_run``.
+    """Build the scenario of a spec from the measurements of another run, whose spec is ``of_run``.
 
-    Raises ``ConfigError`` when the runs differ in something that the measured constants depend on.
+    Raises ``ConfigError`` if the specs differ in a setting on which the measured constants depend.
     """
     for name, own, other in (
         ("model", _architecture(spec), _architecture(of_run)),
@@ -43,9 +44,9 @@ def planned_scenario(
     ):
         if own != other:
             raise ConfigError(
-                f"the calibration run had another {name}, so what it measured says nothing of this spec",
+                f"the calibration run had another {name}, so its measurements say nothing about this spec",
                 location=name,
-                hint="calibrate with a run of this spec: --calibrate, or --calibrate-from another one",
+                hint="calibrate with a run of this spec: --calibrate, or --calibrate-from another run",
             )
     guesses = []
     costs, groups = measured.costs, measured.groups
@@ -53,30 +54,30 @@ def planned_scenario(
         share = of_run.trainer.ranks / spec.trainer.ranks
         costs = replace(costs, trainer=replace(costs.trainer, per_token_s=costs.trainer.per_token_s * share))
         guesses.append(
-            f"{spec.trainer.ranks} trainer ranks are taken to train {1 / share:.3g} times as fast as the "
-            f"{of_run.trainer.ranks} that were measured"
+            f"{counted(spec.trainer.ranks, 'trainer rank')} should train {1 / share:.3g} times as fast as the measured "
+            f"{of_run.trainer.ranks}"
         )
     if spec.rollout.min_engines != of_run.rollout.min_engines and shares_host(spec):
-        guesses.append("engines are taken not to slow each other down, although they are on CPUs")
+        guesses.append("engines are assumed not to slow each other down, although they are on CPUs")
     if spec.rollout.group_size != of_run.rollout.group_size:
         groups = resized(groups, spec.rollout.group_size)
-        guesses.append("rollouts of a group are taken to be as long with another group_size")
+        guesses.append("rollouts are assumed to be as long with another group_size")
     longest, of_before = spec.rollout.max_response_tokens, of_run.rollout.max_response_tokens
     if longest < of_before:
         groups = scaled(groups, 1.0, longest)
     elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
-        guesses.append(f"rollouts that were cut at {of_before} tokens are taken to end there")
+        guesses.append(f"rollouts that were cut at {of_before} tokens are assumed to end there")
     return Planned(scenario_of(spec, settings=settings, groups=groups, costs=costs), tuple(guesses))
 
 
 def _architecture(spec: ExperimentSpec) -> object:
-    """The settings that decide on the model's speed."""
+    """The settings that determine the model's speed."""
     model = spec.model
     return (model.path, model.init, model.lora, tensor_parallel(spec))
 
 
 def scenario_of(spec: ExperimentSpec, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
-    """The scenario of a spec with these lengths and costs."""
+    """Build the scenario of a spec with these lengths and costs."""
     return Scenario(
         settings=settings,
         groups=groups,

@@ -1,7 +1,7 @@
-"""Searches the fastest allocation of N GPUs: GPUs of an engine, engines, trainer ranks, staleness bound, concurrency.
+"""Finds the fastest allocation of N GPUs: GPUs per engine, engines, trainer ranks, staleness bound, concurrency.
 
-The memory that an allocation needs is estimated by ``sizing``; one that does not fit is not simulated. The others are
-simulated roughly (large ones at a quarter of their size), and the best of them in full.
+``sizing`` estimates the memory of an allocation, and allocations that do not fit are skipped. The others are simulated
+roughly (large ones at a quarter of their size), and the best of them in full.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ CONCURRENCY = (1, 2)
 COARSE_STEPS, STEPS = 8, 30
 """Steps of a rough simulation, and of a full one."""
 LEAST_ENGINES = 8
-"""With fewer engines the rough simulation has all of them: a quarter of so few would behave differently."""
+"""With fewer engines, the rough simulation has all of them, because a quarter of them would behave differently."""
 REFINED = 5
 """Number of allocations that are simulated in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """GPUs of an engine, engines and trainer ranks; the staleness bound, and the rollouts that an engine runs at
-    once."""
+    """GPUs per engine, numbers of engines and trainer ranks, the staleness bound, and rollouts per engine."""
 
     engine_gpus: int
     engines: int
@@ -40,7 +39,7 @@ class Allocation:
     slots: int
 
     def change(self) -> Change:
-        """The keys of a spec that set it."""
+        """Return the keys of a spec that set this allocation."""
         return {
             "rollout.gpus_per_engine": self.engine_gpus,
             "rollout.engines": self.engines,
@@ -50,7 +49,7 @@ class Allocation:
         }
 
     def settings(self) -> list[str]:
-        """As ``--set`` takes them."""
+        """Return the arguments of ``--set`` for this allocation."""
         return [f"{key}={value}" for key, value in self.change().items()]
 
 
@@ -60,8 +59,8 @@ class Candidate:
 
     allocation: Allocation
     outcome: Outcome
-    trainer_memory: float | None  # share of its GPU's memory that a trainer rank takes; None where not known
-    kv_tokens: int | None  # that an engine's cache has room for; None where not known
+    trainer_memory: float | None  # share of its GPU's memory that a trainer rank takes; None if not known
+    kv_tokens: int | None  # tokens that fit into an engine's cache; None if not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,11 @@ class Found:
 
 
 ScenarioOf = Callable[[ExperimentSpec, int | None], Scenario]
-"""Makes the scenario of a spec and of the number of tokens that an engine's cache has room for (None: not known)."""
+"""Makes a scenario from a spec and the number of tokens that fit into an engine's cache (None: not known)."""
 
 
 def allocations(gpus: int, rollouts: int, engine_gpus: Sequence[int] = ENGINE_GPUS) -> Iterator[Allocation]:
-    """The allocations of ``gpus`` that are tried. ``rollouts``: number in a step."""
+    """Yield the allocations of ``gpus`` to try. ``rollouts``: number of rollouts in a step."""
     seen = set()
     for size in engine_gpus:
         for share in TRAINER_SHARES:
@@ -103,7 +102,7 @@ def search(
 ) -> Found:
     """Simulate the candidates that fit, if the spec can divide their ranks.
 
-    ``model`` is None where its sizes are not known; then all candidates count as fitting.
+    ``model`` is None if its sizes are not known; then all candidates count as fitting.
     """
     coarse: list[tuple[float, Allocation, Scenario, float | None, int | None]] = []
     too_large = 0

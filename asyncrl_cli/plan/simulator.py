@@ -1,8 +1,8 @@
-"""A run, event by event: the real ``Ledger`` decides what is admitted and what a batch takes, costs give the times.
+"""Simulates a run, event by event. The real ``Ledger`` decides about admissions and batches, and costs give the times.
 
-``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. Its rules are the
-orchestrator's: groups start while the ledger has room and engines have places; a batch is taken, trained and, where
-one is due, a version is written; engines load it while the trainer takes its next batch, with at most one publish in
+``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. It follows the
+orchestrator's rules: groups start while the ledger has room and engines have places. A batch is taken and trained, and
+a version is written if one is due. Engines load it while the trainer takes its next batch, with at most one publish in
 flight (decision 0038). Evaluations, checkpoints and faults are not simulated. Pure: no clock, no I/O.
 """
 
@@ -25,14 +25,14 @@ from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.records.groups import BufferSettings
 
 SLICES = 4
-"""Parts of other work where trainer and engines slow it down: they may start or end between two parts."""
+"""Number of parts of work that trainer and engines slow down, because they may start or end between two parts."""
 
 WeightUpdate = Literal["keep", "recompute", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    settings: BufferSettings  # the ledger's; ``total_steps`` is replaced by the steps that are simulated
+    settings: BufferSettings  # for the ledger; ``total_steps`` is replaced by the number of simulated steps
     groups: Groups
     costs: Costs
     engines: int = 1
@@ -41,10 +41,9 @@ class Scenario:
     partial_rollouts: bool = False  # engines stop when a batch is complete, and continue with the new weights
 
     def scaled(self, share: float) -> Scenario:
-        """A smaller run that is simulated faster. Its steps take as long: it has ``share`` of the engines, of the
-        trainer and of the groups in a step.
+        """Return a smaller run, which is simulated faster: ``share`` of the engines, trainer and groups in a step.
 
-        With a share below 1/4 the outcome can differ by 10 %.
+        Its steps take the same time. With a share below 1/4 the outcome can differ by 10 %.
         """
         trainer = self.costs.trainer
         return replace(
@@ -61,16 +60,16 @@ class Outcome:
 
     steps: int
     step_s: float  # mean seconds of a step
-    # Seconds of the trainer by what it did: ``training``, ``publishing`` (its own part), ``other``; or by what it
-    # waited for: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due), ``publish``
-    # (engines that load).
+    # The trainer's seconds by activity: ``training``, ``publishing`` (its own part), ``other``; or by the reason of a
+    # wait: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due), ``publish`` (engines
+    # were loading).
     trainer: dict[str, float]
     engines_idle: float  # share of the engines' time without a request
-    engines_stalled: float  # share of their time that they had requests, and loaded weights
-    running: float  # mean number of sequences that an engine runs
-    staleness: Counter[int]  # number of trained groups by their staleness, in versions
-    generated_tokens: float  # tokens of responses a second
-    trained_tokens: float  # those in batches
+    engines_stalled: float  # share of the engines' time with requests, but loading weights
+    running: float  # mean number of running sequences per engine
+    staleness: Counter[int]  # number of trained groups by staleness in versions
+    generated_tokens: float  # response tokens per second
+    trained_tokens: float  # response tokens in batches per second
 
     @property
     def mean_staleness(self) -> float:
@@ -78,16 +77,15 @@ class Outcome:
         return sum(age * number for age, number in self.staleness.items()) / max(1, self.staleness.total())
 
     def share(self, *parts: str) -> float:
-        """The share of the trainer's time that these parts took."""
+        """Return these parts' share of the trainer's time."""
         total = sum(self.trainer.values())
         return sum(self.trainer.get(part, 0.0) for part in parts) / total if total else 0.0
 
 
 def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:
-    """Simulate ``steps`` steps, after ``warm_up`` others that do not count (default: until the buffer is as full as it
-    gets).
+    """Simulate ``warm_up`` steps, which do not count, and then ``steps`` steps. By default, warm-up fills the buffer.
 
-    Raises ``ValueError`` when the engines together run fewer sequences than a group has.
+    Raises ``ValueError`` if all engines together have fewer slots than a group has rollouts.
     """
     return Simulation(scenario, steps, warm_up).run()
 
@@ -113,15 +111,15 @@ class Simulation:
         self._order = count()
         self._engines = [Engine(self._costs.engine, scenario.slots) for _ in range(scenario.engines)]
         self._places = scenario.engines * scenario.slots
-        self._open = 0  # rollouts that are requested and have not ended
-        self._left: dict[int, int] = {}  # rollouts of a group that have not ended
-        self._lengths: dict[int, int] = {}  # which of the scenario's groups it is
+        self._open = 0  # rollouts that have not ended
+        self._left: dict[int, int] = {}  # by group, the rollouts that have not ended
+        self._lengths: dict[int, int] = {}  # by group, the index in the scenario's groups
         self._started = 0
         self._training = False
         self._publishing = False
         self._draining = 0
         self._waiting = False
-        self._work_left = 0.0  # of the trainer's step: seconds that it would take alone
+        self._work_left = 0.0  # rest of the trainer's step: seconds with idle engines
         self._work_since = 0.0
         self._work_stamp = 0
         self._engines_busy = False
@@ -155,7 +153,7 @@ class Simulation:
             trained_tokens=self._tokens / (seconds or 1.0),
         )
 
-    # -- the trainer: a generator of the seconds that it works for, or of None where it waits
+    # -- the trainer: a generator that yields seconds of work, or None to wait
 
     def _train(self) -> Iterator[float | None]:
         costs = self._costs
@@ -196,12 +194,12 @@ class Simulation:
         yield from self._work("publishing", costs.held_s)
         self._publishing = True
         self._in_background(max(0.0, costs.deliver_s - costs.stall_s), self._load)
-        # Without staleness there is no batch before engines serve the weights: the loop waits here.
+        # With staleness 0 there is no batch before engines serve the weights, so the loop waits here.
         while self._publishing and (self._scenario.partial_rollouts or self.ledger.settings.max_staleness == 0):
             yield from self._wait("publish")
 
     def _train_batch(self, alone_s: float) -> Iterator[float | None]:
-        """Train for as long as it takes, which is longer while engines generate on the same processors."""
+        """Train a batch. It takes longer while engines generate on the same processors."""
         begun = self._now
         self._work_left, self._work_since = alone_s, self._now
         self._training = True
@@ -225,7 +223,7 @@ class Simulation:
             self._resume_trainer()
 
     def _note_busy(self) -> None:
-        """While the trainer trains: change its speed if engines have become busy or idle."""
+        """During training, change the trainer's speed if engines have become busy or idle."""
         if not self._training or not self._costs.trainer.beside_engines:
             return
         if any(engine.running for engine in self._engines) != self._engines_busy:
@@ -253,7 +251,7 @@ class Simulation:
             self._at(self._now + seconds, self._resume_trainer)
 
     def _changed(self) -> None:
-        """The ledger has changed: have a trainer that waits check what it waits for."""
+        """The ledger has changed, so a waiting trainer checks its condition again."""
         if self._waiting and not self._training:
             self._resume_trainer()
 
@@ -288,7 +286,7 @@ class Simulation:
     def _request(self, group_id: int) -> None:
         if group_id not in self._left:  # it was requeued
             return
-        # A group goes to one engine, as far as that has free slots.
+        # All rollouts of a group go to one engine while it has free slots.
         engine = min(self._engines, key=attrgetter("load"))
         engine.advance(self._now)
         for length in self._scenario.groups[self._lengths[group_id]].rollouts:
@@ -342,7 +340,7 @@ class Simulation:
     # -- engines
 
     def _schedule(self, engine: Engine) -> None:
-        """The engine has changed: replace its event by one at its next end."""
+        """The engine has changed, so its next event is scheduled again. The new stamp cancels the old event."""
         engine.stamp += 1
         self._note_busy()
         if (end := engine.next_end()) < inf:
@@ -381,7 +379,7 @@ class Simulation:
             self._schedule(engine)
 
     def _load(self) -> None:
-        """A version is at the engines' hosts: they load it, now or when their rollouts have ended."""
+        """A version is at the engines' hosts, and they load it: now, or with ``drain`` after their rollouts."""
         if self._scenario.weight_update == "drain":
             self._draining = len(self._engines)
             for engine in self._engines:
@@ -399,7 +397,7 @@ class Simulation:
         self._at(self._now + longest, self._served)
 
     def _drained(self, engine: Engine) -> None:
-        """With ``drain``, an engine loads the version when nothing runs; all serve it when the last one does."""
+        """With ``drain``, an engine loads when it has no rollout; all serve the version when the last has loaded it."""
         if engine.running:
             return
         engine.advance(self._now)
@@ -420,15 +418,15 @@ class Simulation:
         self._changed()
 
     def _contention(self) -> float:
-        """How many times as long other work takes now: on one CPU host, trainer and engines compete with it."""
+        """Factor on the time of other work, which competes with trainer and engines on a CPU host."""
         beside = self._costs.engine.beside_trainer
         return 1 + beside * (self._training + any(engine.running for engine in self._engines)) if beside else 1.0
 
     def _in_background(
         self, seconds: float, action: Callable[..., None], *arguments: object, slices: int = SLICES
     ) -> None:
-        """Call ``action`` after work of ``seconds``, which is slowed down by what competes with it. That may
-        change, so each slice of the work is scheduled by itself."""
+        """Call ``action`` after work of ``seconds``, slowed down by contention. Contention may change, so each slice of
+        the work is scheduled separately."""
         if not self._costs.engine.beside_trainer or slices == 1 or not seconds:
             self._at(self._now + seconds * self._contention(), action, *arguments)
             return
