@@ -67,7 +67,7 @@ def test_a_text_is_a_users_message() -> None:
     assert rendered(loaded, chat, apply_chat_template=False) == rendered(loaded, chat)
 
 
-def test_a_text_is_unchanged_where_the_spec_says_so_and_where_there_is_no_template() -> None:
+def test_a_text_is_unchanged_without_a_template_or_if_the_spec_says_so() -> None:
     assert rendered(tokenizer(), TEXT, apply_chat_template=False) == "2 + 2?"
     assert rendered(tokenizer(None), TEXT) == "2 + 2?"
     assert rendered(character_tokenizer(99), TEXT) == "2 + 2?", "the built-in template does not change a text"
@@ -171,7 +171,7 @@ def test_rows_that_the_template_cannot_show_are_refused(
     assert PromptEncoder(tokenizer(template), 999, episodic=True).encode(prompts[0]) == (), "the task's own business"
 
 
-def test_a_row_that_takes_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_takes_too_long_is_refused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "RENDER_S", 0.05)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     slow = "{% if messages[0].content == 'slow' %}" + loops + "{% endif %}{{ messages[-1].content }}"
@@ -188,7 +188,7 @@ def shown(template: str | None, episodic: bool = True) -> Result:
     return check_template(ChatTemplate(loaded), loaded, episodic=episodic, reasoning=False)
 
 
-def test_the_check_of_a_template_says_what_it_cannot_show() -> None:
+def test_the_check_of_a_template_lists_missing_features() -> None:
     found = shown(TEXT_ALONE)
     assert isinstance(found, Warned) and found.hint
     assert "does not show system messages, tools, tool calls, tool results" in found.found

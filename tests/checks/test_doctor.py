@@ -1,4 +1,4 @@
-"""What the doctor finds on this machine and on simulated ones."""
+"""The doctor's findings on this machine and on simulated machines."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_last_line_says_why_a_program_failed() -> None:
 
 
 def test_a_deep_check_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes that it started, however it ended, and no files."""
+    """Neither files nor processes are left, however the check ended."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pids = tmp_path / "pids"
     starts = f"""

@@ -1,4 +1,4 @@
-"""Which hosts are examined, and what is found on a real cluster of several nodes on this machine. No actor remains."""
+"""Hosts are examined on a real cluster of several nodes on this machine. No actor remains."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def cluster() -> Iterator[str]:
 def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
     found = {finding.check: finding for finding in examine_cluster(cluster, None, tmp_path / "runs", 0)}
     assert found["cluster"].found == f"3 nodes at {cluster}"
-    # The finding about the token depends on this machine's environment, that about the speed on its load.
+    # The finding about the token depends on this machine's environment, the finding about the speed on its load.
     assert {name: one.status for name, one in found.items() if name not in ("token", "connections")} == dict.fromkeys(
         ("cluster", "versions", "clocks", "host memory", "shared folder"), "ok"
     )

@@ -1,4 +1,4 @@
-"""What one host measures of others, over real connections on this machine, and how it classifies failures."""
+"""A host measures other hosts over real connections on this machine, and classifies failures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_stranger_without_the_secret_gets_nothing() -> None:
     assert asyncio.run(ask()) == b""
 
 
-def test_the_facts_of_a_host_are_those_of_its_installation() -> None:
+def test_a_host_reports_its_installation() -> None:
     facts = asyncio.run(HostProbe(host("one"), "secret").open())
     assert facts.versions["python"].startswith("3.") and "torch" in facts.versions
     assert len(facts.code) == 64 and facts.memory > 0
@@ -138,7 +138,7 @@ def test_a_slow_link_has_the_speed_of_the_bytes_that_came() -> None:
         (asyncio.IncompleteReadError(b"", 1), "closed"),
     ],
 )
-def test_what_errors_of_connections_mean(error: BaseException, failure: str) -> None:
+def test_connection_errors_are_classified(error: BaseException, failure: str) -> None:
     assert failure_of(error) == failure
 
 
@@ -150,7 +150,7 @@ def test_a_folder_that_is_shared_is_proved_and_left_as_it_was(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
+def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
     with shared_folder.marked(tmp_path / "runs"):
         (tmp_path / "runs" / "a-run").mkdir()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a-run"]

@@ -1,4 +1,4 @@
-"""Which prompts and sizes are refused at the start, however loaded the machine is."""
+"""Unusable prompts and sizes are refused at the start, whatever the load of the machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_one_slow_prompt_says_nothing_about_the_others(first: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "says"), [(LONG, "max_prompt_tokens"), (BROKEN, "no such character")])
-def test_prompts_of_which_none_can_be_used_are_refused(first: str, says: str) -> None:
+def test_a_split_without_a_usable_prompt_is_refused(first: str, says: str) -> None:
     for texts in ([first], [first] * ENOUGH, [first, *[LONG] * 999]):
         with pytest.raises(DataError, match=says) as refused:
             check(texts)
@@ -72,7 +72,7 @@ def test_prompts_of_which_none_can_be_used_are_refused(first: str, says: str) ->
         assert refused.value.hint
 
 
-def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
+def test_the_time_of_the_check_is_shown_to_a_tenth_of_a_second() -> None:
     assert ", 1 of them tried in 0.0 s" in str(check([FINE] * 9, AT_ONCE_S))
 
 
@@ -89,7 +89,7 @@ def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> No
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gpt_oss_in_another", "quantized", "quantized_text"])
-def test_models_that_no_engine_can_be_given_weights_of_are_refused(kind: str) -> None:
+def test_models_that_engines_cannot_load_are_refused(kind: str) -> None:
     from transformers import Gemma3Config, Gemma3TextConfig, GptOssConfig, Qwen3Config
 
     quantized = {"quant_method": "gptq", "bits": 4}
@@ -127,7 +127,7 @@ def test_a_token_beyond_the_models_embedding_is_refused() -> None:
         ({"b": None}, r"the policy's token 'b' \(id 2\) does not exist there"),
     ],
 )
-def test_a_teacher_with_other_ids_is_refused_with_the_first_of_them(
+def test_a_teacher_with_other_ids_is_refused_with_the_first_difference(
     tmp_path: Path, change: dict[str, int | None], says: str
 ) -> None:
     from tokenizers import Tokenizer, models
@@ -169,7 +169,7 @@ def test_a_teachers_own_size_is_counted(tmp_path: Path) -> None:
     assert found.parameters < teacher == counted["reference model"] / 4
 
 
-def test_other_models_are_not() -> None:
+def test_models_that_engines_can_load_are_accepted() -> None:
     from transformers import Gemma3Config, Qwen3MoeConfig
 
     for config in (Gemma3Config(), Qwen3MoeConfig()):

@@ -1,4 +1,4 @@
-"""Nodes that join during a run are examined once, and a bad one is not used for a while."""
+"""Nodes that join during a run are examined once, and a bad node is not used for a while."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_a_node_that_has_joined_is_examined_and_only_once(scene: Scene) -> 
         scene.join("other")
         scene.found = [SLOW]
         assert await asyncio.gather(usable(["guest"]), usable(["guest", "head"])) == [True, True]
-        # With the driver's host and the ranks', whose memory has its weights already.
+        # Examined together with the driver's host and the ranks' hosts, which already have their weights in memory.
         assert scene.examined == [("guest (10.0.0.5)", [("head", 0.0), ("ranks", 0.0), ("guest", 1.0)], 7)]
         assert len(scene.notes.warnings) == 1 and "slow: 3 MB/s" in scene.notes.warnings[0]
         assert scene.notes == []
@@ -92,7 +92,7 @@ def test_a_bad_node_is_named_and_avoided_for_a_while(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_what_is_not_the_hosts_fault_does_not_exclude_it(scene: Scene, gone: bool) -> None:
+def test_problems_of_the_driver_do_not_exclude_a_host(scene: Scene, gone: bool) -> None:
     async def check() -> None:
         scene.found = ConfigError("No space left on device", location="runs_dir", hint="free some")
         if not gone:

@@ -72,7 +72,7 @@ def tried(folder: Path, name: str, thorough: bool = True) -> str:
     return try_task(load_task(spec, folder), spec, folder, [ROWS, HELD_OUT], location="task", thorough=thorough)
 
 
-def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_working_rewards_and_environments_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert tried(folder, "fine") == "called on the first rows: rewards (9)"
     assert tried(folder, "fine", thorough=False) == "called on the first rows: rewards (1)"
     assert tried(folder, "group") == "called on the first rows: rewards (3)"
@@ -115,7 +115,7 @@ def test_parts_of_the_reward_that_no_response_has_are_refused(folder: Path) -> N
         ("Judge", "def judge(self, prompt, text): return '1'", "the reward '1', which is not a finite number"),
     ],
 )
-def test_what_fails_is_refused_at_its_line(folder: Path, name: str, line: str, says: str) -> None:
+def test_a_failure_is_refused_at_its_line(folder: Path, name: str, line: str, says: str) -> None:
     with pytest.raises(TaskError) as refused:
         tried(folder, name)
     file, _, number = refused.value.location.rpartition(":")

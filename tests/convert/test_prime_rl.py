@@ -51,7 +51,7 @@ def test_one_environment_is_the_task_and_rollouts_become_groups(home: Path) -> N
     assert (spec.algorithm.advantage, spec.stop.steps, spec.rollout.tool_parser) == ("group_mean", 200, "hermes")
 
 
-def test_several_environments_are_a_mix_and_those_of_evaluations_are_sets(home: Path) -> None:
+def test_several_environments_are_a_mix_and_evaluation_environments_are_sets(home: Path) -> None:
     spec = spec_of(str(DATA / "multi_env.toml"), "--orchestrator.eval.group-size", "4")
     assert [member.name for member in spec.task.mix] == ["reverse-text-a", "reverse-text-b"]
     held_out = spec.evaluation.sets["reverse_text"]
@@ -73,7 +73,7 @@ def test_on_policy_distillation_is_the_preset_distill(home: Path) -> None:
         (["--model.vlm.vision_encoder_attr", "model.visual"], "docs/models.md"),
     ],
 )
-def test_what_would_train_something_else_is_unsupported(words: list[str], reason: str) -> None:
+def test_settings_that_train_something_else_are_unsupported(words: list[str], reason: str) -> None:
     (found,) = converted(WIKI, *words).unsupported
     assert words[0].removeprefix("--") in found and reason in found
 
@@ -86,7 +86,7 @@ def test_what_would_train_something_else_is_unsupported(words: list[str], reason
         (["--trainer.model.lora.dropout", "0.1"], "trainer.model.lora.dropout"),
     ],
 )
-def test_what_is_lost_is_marked_and_what_is_unknown_is_named(words: list[str], key: str) -> None:
+def test_lost_keys_are_marked_and_unknown_keys_are_named(words: list[str], key: str) -> None:
     conversion = converted(WIKI, *words, "--trainer.my_own", "1")
     assert [key] in conversion.lost.values() and conversion.unknown == ["trainer.my_own"]
 

@@ -32,7 +32,7 @@ def test_references_are_resolved() -> None:
     assert values == given | {"a.same": 3, "b": 3, "c": 5, "d": 3, "e": "runs/3/3", "f": "${no.such}"}
 
 
-def test_overrides_are_those_of_hydra() -> None:
+def test_overrides_follow_hydra() -> None:
     values = {"a.b": 1, "a.c": 2, "d": 3}
     assignments = ["a.b=5e-6", "+e=[x,y]", "++f.g={h: 1}", "~d", 'text="1"']
     assert override(values, assignments) == {"a.b": 5e-6, "a.c": 2, "e": ["x", "y"], "f.g.h": 1, "text": "1"}
@@ -40,7 +40,7 @@ def test_overrides_are_those_of_hydra() -> None:
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "just text", "\x00", "a: *b"])
-def test_what_is_not_a_configuration_is_refused(tmp_path: Path, text: str) -> None:
+def test_files_that_are_no_configuration_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError):
         read_file(str(tmp_path / "c.yaml"))

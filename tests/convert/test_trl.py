@@ -55,7 +55,7 @@ def test_example_files_give_valid_specs_that_name_every_argument(file: Path, hom
     assert conversion.unknown == []
 
 
-def test_all_files_at_once(home: Path, asyncrl: Command) -> None:
+def test_several_files_are_converted_together(home: Path, asyncrl: Command) -> None:
     code, out, err = asyncrl("convert", "trl", *map(str, FILES), "--num_processes", "8", "-o", "specs")
     assert code == 0, err
     specs = sorted(map(str, Path("specs").iterdir()))
@@ -100,7 +100,7 @@ def test_launchers_and_scripts_are_skipped(line: str, expected: tuple[object, ..
     assert parse(line.split()) == parse([line]) == expected
 
 
-def test_models_for_images_and_dropout_are_not_passed_over() -> None:
+def test_models_for_images_and_dropout_are_not_ignored() -> None:
     conversion = converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct")
     values = {setting.key: setting.value for setting in conversion.settings}
     assert values["model.max_images"] == 1 and values["model.freeze"] == [] and conversion.unsupported == []
@@ -214,7 +214,7 @@ def test_settings_of_other_trainers(home: Path, words: list[str], key: str, valu
         (["--fp16"], "float16 is not supported"),
     ],
 )
-def test_what_cannot_be_kept_is_a_remark(words: list[str], remark: str) -> None:
+def test_settings_that_cannot_be_kept_get_a_remark(words: list[str], remark: str) -> None:
     assert remark in "\n".join(text for _, text in converted("grpo", *BASE, *words).remarks)
 
 
@@ -235,7 +235,7 @@ def test_every_argument_of_transformers_is_known() -> None:
     assert conversion.unknown == []
 
 
-def test_what_is_lost_is_marked_and_what_is_off_is_not() -> None:
+def test_lost_keys_are_marked_unless_they_are_off() -> None:
     conversion = converted("grpo", *BASE, "--top_p", "0.9", "--min_p", "null", "--load_in_4bit", "--my_own", "1")
     assert sorted(name for names in conversion.lost.values() for name in names) == ["load_in_4bit", "top_p"]
     assert "min_p" in conversion.unused and conversion.unknown == ["my_own"]

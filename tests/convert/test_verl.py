@@ -222,7 +222,7 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         (f"{A}fsdp_config.dtype=float16", "float16 is not supported"),
     ],
 )
-def test_what_cannot_be_kept_is_a_remark(override: str, remark: str) -> None:
+def test_settings_that_cannot_be_kept_get_a_remark(override: str, remark: str) -> None:
     assert remark in " ".join(text for _, text in converted([*GRPO, override]).remarks)
 
 
@@ -234,7 +234,7 @@ def test_tool_formats_have_the_names_of_vllms_parsers(home: Path, name: str, par
     assert any("multi_turn.format=mine has no counterpart: `hermes`" in text for _, text in remarks)
 
 
-def test_what_is_lost_is_marked_and_what_is_off_is_not() -> None:
+def test_lost_keys_are_marked_unless_they_are_off() -> None:
     name = f"{R}top_p"
     assert [name] in converted([*GRPO, f"{name}=0.9"]).lost.values()
     conversion = converted([*GRPO, f"{name}=1.0"])

@@ -23,9 +23,9 @@ from tests.journal.recorded_run import RecordedRun, make_run, settings
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Durations in seconds: of a group's generation (every seventh group: ``straggler_s``) and its reward (one scorer),
-    and of a step's training and publish; the groups that run at once; and the limit of its speed (None: no
-    simulation reproduces it)."""
+    """Durations in seconds of a group's generation (every seventh group: ``straggler_s``) and reward (one scorer), and
+    of a step's training and publish; the number of groups that run in parallel; and the limit of the run's speed (None:
+    no simulation reproduces it)."""
 
     limit: Part | None
     group_s: float = 2.0
@@ -47,7 +47,7 @@ SITUATIONS: Mapping[str, Situation] = {
 
 
 class ScoredRun(RecordedRun):
-    """A run whose groups are scored one after another, ``reward_s`` each, after they are generated."""
+    """A run that scores its groups one after another after their generation, with ``reward_s`` each."""
 
     def __init__(self, *arguments: Any, reward_s: float) -> None:
         self._reward_s = reward_s

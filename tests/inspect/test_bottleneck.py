@@ -37,7 +37,7 @@ EVALUATED = {"evaluation": {"every": 10, "fix_version": True}}
 
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
-def test_a_wait_is_cut_without_a_rest(
+def test_the_parts_of_a_wait_add_up(
     asked: float, taken: float, enough: float, generated: float, scored: float, saving: float
 ) -> None:
     cut = split_wait(asked, taken, enough, generated, scored, saving)
@@ -65,9 +65,7 @@ def test_waits(times: tuple[float, ...], cut: dict[TrainerPart, float]) -> None:
     st.integers(1, 3),
     st.integers(1, 4),
 )
-def test_waiting_for_due_groups_is_what_the_ledger_calls_missing(
-    seconds: list[int], bound: int, every: int, per_step: int
-) -> None:
+def test_waits_for_due_groups_match_the_ledger(seconds: list[int], bound: int, every: int, per_step: int) -> None:
     """Compared with the real ledger: from the time that ``enough_finished`` returns, only due groups are missing."""
     steps, now = 6, 0
     ledger = Ledger(BufferSettings(per_step, every, bound, "wait", steps, 1, False))
@@ -106,7 +104,7 @@ def spending(part: TrainerPart, **shares: float) -> Activity:
     return Activity(dict.fromkeys(PARTS, 0.0) | {part: 1.0}, **known)
 
 
-def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_groups_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = settings(max_staleness=1, on_stale="requeue")
     run = RecordedRun(tmp_path / FILE, monkeypatch, of, lambda g: 60.0 if g % 3 == 0 else 2.0, 4)
     for _ in range(12):
@@ -116,9 +114,7 @@ def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkey
     assert "were cancelled and started again" in text and "rejected" not in text
 
 
-def test_what_no_simulation_has_is_mentioned_where_it_took_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_outside_the_simulation_are_mentioned_if_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = settings(max_staleness=2)
     run = RecordedRun(tmp_path / FILE, monkeypatch, of, lambda g: 2.0, 4)
     for _ in range(12):
@@ -136,7 +132,7 @@ def test_what_no_simulation_has_is_mentioned_where_it_took_time(
 
 
 def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose bottleneck is the trainer, and whose first rollouts take long."""
+    """The trainer is the bottleneck of this run, and its first rollouts take long."""
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 40.0 if g < 6 else 1.0, 8)
     for _ in range(20):
         run.step()
@@ -189,7 +185,7 @@ def test_the_bottleneck_of_a_made_run_is_found(name: str, tmp_path: Path, monkey
         assert summary.answers[1].answer == advice(summary.prediction)[0]
 
 
-def test_the_trainers_time_is_the_runs_without_what_it_was_down(
+def test_the_trainers_time_excludes_the_time_while_the_run_was_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), 4)

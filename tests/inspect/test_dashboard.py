@@ -1,4 +1,4 @@
-"""The panel: sparklines, the picture of the buffer, and only rows whose values are known."""
+"""The panel: sparklines, the picture of the buffer, and only rows with known values."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_buffer_is_shown_by_deadline_and_fits(width: int) -> None:
     assert any(f"{RUNNING} 135 running, {FINISHED} 45 finished" in line for line in shown)
 
 
-# -- rows whose values are known
+# -- rows with known values
 
 
 def test_before_the_first_step() -> None:
@@ -104,7 +104,7 @@ def test_before_the_first_step() -> None:
     assert [line[:6].strip() for line in begun] == ["now", "groups", "to be"]
 
 
-def test_what_the_trainer_does_and_what_is_left() -> None:
+def test_the_panel_shows_the_trainers_activity_and_the_remaining_time() -> None:
     text = "\n".join(lines(replace(SHOWN, trainer="trains step 6 for 2.0 s", remaining_s=3725.0)))
     assert "busy 90%, trains step 6 for 2.0 s" in text and "weight version 5, 1:02:05 left" in text
     assert "loss" not in text and "log-prob gap" not in text, "their values are not known"

@@ -1,4 +1,4 @@
-"""Did it learn: held-out accuracy with its noise, training reward where there is none."""
+"""Did it learn? Held-out accuracy with its noise decides, or the training reward if there is none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluation(step: int, accuracy: float, prompts: int = 512, kind: str = "gree
     ("accuracy", "prompts", "interval"),
     [(0.5, 100, (0.404, 0.596)), (1.0, 128, (0.971, 1.0)), (0.0, 10, (0.0, 0.278)), (0.229, 512, (0.195, 0.267))],
 )
-def test_intervals_are_those_of_the_literature(accuracy: float, prompts: int, interval: tuple[float, float]) -> None:
+def test_intervals_agree_with_the_literature(accuracy: float, prompts: int, interval: tuple[float, float]) -> None:
     assert wilson(accuracy, prompts) == pytest.approx(interval, abs=1e-3)
 
 
@@ -70,7 +70,7 @@ def test_a_run_whose_accuracy_fell_again_says_so() -> None:
 
 
 def test_a_healthy_quickstart_learned_to_the_end() -> None:
-    """Many small evaluations between two large ones: the best of the small ones is above both by chance."""
+    """Between two large evaluations there are many small ones. By chance, the best of them is above both."""
     small = [0.977, 0.984, 0.992, 0.969, 0.984, 0.992, 0.984, 0.977, 0.984, 0.992, 0.977, 0.984, 0.969]
     run = [evaluation(0, 0.191), *(evaluation(10 + 10 * at, each, 128) for at, each in enumerate(small))]
     text, tone = learned([], [*run, evaluation(140, 0.955)], {})
@@ -100,7 +100,7 @@ def test_a_run_that_ended_before_its_first_step_learned_nothing() -> None:
     assert learned([], [], {}, ended=True) == ("The run ended before its first step.", "plain")
 
 
-def test_the_leading_evaluations_are_the_greedy_ones_or_those_of_most_points() -> None:
+def test_the_leading_evaluations_are_greedy_or_the_most_frequent() -> None:
     sampled = [evaluation(at, 0.5, kind="sampled") for at in (0, 10)]
     others = [evaluation(at, 0.5, kind="hard:greedy") for at in (0, 5, 10)]
     greedy = [evaluation(at, 0.5) for at in (10, 0)]

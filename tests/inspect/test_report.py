@@ -1,4 +1,4 @@
-"""The report: its texts, its charts, and that it is one file in which text of a run stays text."""
+"""The report: its texts and charts. It is a single file, and no text of a run becomes markup."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monke
         assert [token.age for token in one.shown] == [sorted(set(versions)).index(version) for version in versions]
 
 
-def test_held_out_answers_are_those_that_were_learned_and_those_that_are_wrong(tmp_path: Path) -> None:
+def test_held_out_samples_show_learned_and_wrong_answers(tmp_path: Path) -> None:
     (tmp_path / "evaluations").mkdir()
     run = RunDirectory(tmp_path)
     heads = {step: {"kind": "greedy", "step": step} for step in (0, 10)}
@@ -324,7 +324,7 @@ def test_held_out_answers_are_those_that_were_learned_and_those_that_are_wrong(t
     ]
 
 
-def test_damaged_files_beside_the_journal_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_files_next_to_the_journal_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "evaluations").mkdir()
     run = RunDirectory(tmp_path)
     run.write_text("evaluations/a.jsonl", "no json\n")
@@ -356,7 +356,7 @@ def test_damaged_files_beside_the_journal_are_passed_over(tmp_path: Path) -> Non
         "UPDATE evaluations SET prompts = 0, accuracy = 1.5",
     ],
 )
-def test_a_damaged_journal_has_a_report_still(run: RunDirectory, damage: str) -> None:
+def test_a_damaged_journal_still_has_a_report(run: RunDirectory, damage: str) -> None:
     journal = open_for_writing(run.path / FILE)
     journal.execute(damage)
     journal.close()
@@ -473,7 +473,7 @@ def test_the_summary_has_the_setup_and_the_true_wall_time(run: RunDirectory) -> 
     assert found["wall time"] == clock(updated - 1789997600.0)
 
 
-def test_what_an_episode_was_given_has_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_of_an_episode_has_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = EpisodeRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 3.0)
     for _ in range(2):
         run.step()

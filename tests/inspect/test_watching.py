@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    """Three steps of 40, groups of which are running and finished."""
+    """Three of 40 steps, with running and finished groups."""
     monkeypatch.setattr(recorded_run, "METRICS", SHOWN_METRICS)
     of = settings(max_staleness=2, total_steps=40)
     recorded = RecordedRun(run.path / FILE, monkeypatch, of, lambda g: 3.0 + 4 * (g % 3), concurrency=4)
@@ -66,7 +66,7 @@ def test_a_run_that_has_not_begun(run: RunDirectory) -> None:
     assert pager.page().plain == "no rollout has ended yet"
 
 
-def test_a_look_is_the_journals(run: RunDirectory, recorded: RecordedRun) -> None:
+def test_a_look_shows_the_journals_data(run: RunDirectory, recorded: RecordedRun) -> None:
     for part in ("engine-0", "engine-1", "engine-2", "engine-3"):
         recorded.book.journal.failed("engine", part, "gone")
     recorded.commit()
@@ -86,13 +86,13 @@ def test_a_look_is_the_journals(run: RunDirectory, recorded: RecordedRun) -> Non
 
 
 def test_the_run_that_a_benchmark_makes_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """benchmarks/looking.py writes rows of the journal by itself, so it has to follow the journal's schema."""
+    """benchmarks/looking.py writes rows of the journal directly, so it has to follow the journal's schema."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     run = RunDirectory(import_module("looking").make_run(tmp_path / "run", rollouts=512))
     assert (look(run).step, look(run).version) == (2, 2)
 
 
-def test_what_the_trainer_does_while_the_run_is_driven(run: RunDirectory, recorded: RecordedRun) -> None:
+def test_the_trainers_activity_follows_the_run(run: RunDirectory, recorded: RecordedRun) -> None:
     assert look(run).trainer == "", "it has no driver"
     run.lock()
     assert look(run, recorded.now + 2.0).trainer == "waits for the batch of step 4 for 2.0 s"
@@ -107,7 +107,7 @@ def test_what_the_trainer_does_while_the_run_is_driven(run: RunDirectory, record
 def test_a_look_costs_the_same_for_a_run_of_any_length(
     run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured in instructions of SQLite's virtual machine, whose number is the same every time."""
+    """Measured as the number of SQLite's virtual machine instructions, which is the same every time."""
 
     def cost() -> int:
         count = 0
@@ -256,7 +256,7 @@ def test_colours_say_how_likely_a_token_was_and_how_old() -> None:
         Style.parse(style)
 
 
-def test_what_an_episode_was_given_is_dim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_of_an_episode_is_dim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = EpisodeRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 3.0)
     run.step()
     with snapshot(tmp_path / FILE) as connection:
@@ -269,7 +269,7 @@ def test_what_an_episode_was_given_is_dim(tmp_path: Path, monkeypatch: pytest.Mo
 # -- the command
 
 
-def test_where_there_is_no_terminal_one_look_is_printed(run: RunDirectory, recorded: RecordedRun) -> None:
+def test_without_a_terminal_one_look_is_printed(run: RunDirectory, recorded: RecordedRun) -> None:
     command = [str(Path(sys.executable).with_name("asyncrl")), "watch", f"{run.path}/"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "3 of 40, weight version 3" in out and "\x1b" not in out

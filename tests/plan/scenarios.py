@@ -16,7 +16,7 @@ def settings(
 
 
 def lengths(mean: float = 60.0, sigma: float = 0.8, cut: int = 300, number: int = 256, group_size: int = 4) -> Groups:
-    """Groups whose lengths have a long tail."""
+    """Groups with a long tail of lengths."""
     return LengthModel(mean, sigma, cut, prompt=20).groups(number, group_size)
 
 

@@ -71,7 +71,7 @@ def test_an_engines_constants_are_recovered(bound: int) -> None:
 
 
 class Evaluated(Recorded):
-    """With an evaluation at every publish: sequences that belong to no group."""
+    """With an evaluation at every publish, which has sequences without a group."""
 
     def _load(self) -> None:
         super()._load()
@@ -91,7 +91,7 @@ def test_evaluations_are_work_like_any_other() -> None:
     assert found.per_sequence_s == pytest.approx(2e-4, rel=0.02)
 
 
-def test_a_pause_is_that_of_its_engine() -> None:
+def test_pauses_belong_to_their_engine() -> None:
     run = recorded(EngineCost(LinearIteration(0.005, 2e-4)))
     run.run_and_fit(shared_host=False)
     # The same requests on an engine that is paused later: the constants of each engine follow from its own pauses.
@@ -103,7 +103,7 @@ def test_a_pause_is_that_of_its_engine() -> None:
     assert swapped.residual > 2 * found.residual
 
 
-def test_the_slowdown_beside_the_trainer_is_recovered() -> None:
+def test_the_slowdown_during_training_is_recovered() -> None:
     found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=0.4)).run_and_fit(shared_host=True)
     assert found.beside_trainer == pytest.approx(0.4, rel=0.1)
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
@@ -115,7 +115,7 @@ def test_the_cost_of_contexts_is_recovered() -> None:
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
 
 
-def test_a_slowdown_beyond_half_is_of_another_process() -> None:
+def test_a_slowdown_beyond_half_comes_from_another_process() -> None:
     found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=4.0)).run_and_fit(shared_host=True)
     assert found.beside_trainer == pytest.approx(MOST_SHARED / (1 - MOST_SHARED))
 

@@ -1,4 +1,4 @@
-"""What the planner reads from a journal, and the command `asyncrl plan`, with journals that the buffer wrote."""
+"""The planner reads journals that the buffer wrote. Also tests the command `asyncrl plan`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def with_requests(run: RecordedRun, path: Path) -> Calibration:
     return measured(path)
 
 
-def test_what_is_known_of_requests_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_requests_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.db"
     found = with_requests(recorded(path, monkeypatch, DURATIONS[2]), path)
     assert found.engine is not None
@@ -156,7 +156,7 @@ def test_what_is_known_of_requests_is_used(tmp_path: Path, monkeypatch: pytest.M
     assert found.trainer.steps > found.observed.steps
 
 
-# -- what is predicted
+# -- predictions
 
 
 def in_situation(name: str) -> Scenario:
@@ -176,14 +176,14 @@ def in_situation(name: str) -> Scenario:
 
 
 @pytest.mark.parametrize("part", ["trainer", "publish", "engines", "bound", "tail"])
-def test_what_limits_a_run_is_what_shortens_it_most(part: str) -> None:
+def test_the_limit_is_the_part_that_shortens_a_step_most(part: str) -> None:
     of = in_situation(part)
     found = predict(of, 30_000, Devices(2, 1, 4), steps=12)
     assert found.limit == part, found.savings
     limit, _, bound, helps = advice(found)
     assert f"a step would take {found.savings[found.limit]:.0%} less time." in limit
     assert bound.startswith(f"max_staleness {found.free} is the smallest that costs no noticeable time")
-    # One source: the bound limits exactly where another one would be enough, and is proposed exactly there.
+    # The advice has a single source: the bound is the limit exactly if a larger bound is proposed.
     assert (found.free > found.bound) is (found.savings["bound"] > NOTICEABLE)
     assert (found.free > found.bound) is (f"pipeline.max_staleness={found.free}" in helps)
 

@@ -34,7 +34,7 @@ def spec(name: str = "qwen3-4b-8gpu") -> ExperimentSpec:
 @pytest.mark.parametrize(
     ("name", "parameters", "active"), [("Qwen3-4B", 4.02e9, 4.02e9), ("Qwen3-30B-A3B", 30.5e9, 3.0e9)]
 )
-def test_shapes_are_those_of_the_published_models(name: str, parameters: float, active: float) -> None:
+def test_shapes_agree_with_the_published_models(name: str, parameters: float, active: float) -> None:
     config = read_config(COPIES / f"Qwen--{name}", "")
     own = spec() if name == "Qwen3-4B" else spec("qwen3-30b-a3b-4x8gpu")
     shape = shape_of(size_model(own, config), config)
@@ -113,7 +113,7 @@ def test_the_search_finds_the_side_that_is_slow() -> None:
     assert best("h20").ranks > best("h100").ranks
 
 
-def test_what_does_not_fit_is_not_simulated() -> None:
+def test_allocations_that_do_not_fit_are_not_simulated() -> None:
     own = spec()
     model = size_model(own, read_config(COPIES / "Qwen--Qwen3-4B", ""))
 
@@ -162,7 +162,7 @@ def test_plan_without_a_measurement(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (("qwen3-4b-8gpu.yaml", "--calibrate", "--calibrate-from", "latest"), "cannot be combined"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_arguments_of_plan_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     name, *rest = arguments

@@ -1,4 +1,4 @@
-"""The simulator: what must hold for any costs, and a few runs calculated by hand."""
+"""The simulator: properties that hold for all costs, and a few runs calculated by hand."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_contexts_make_iterations_longer() -> None:
     assert outcome.trainer["groups"] == pytest.approx(4 * 2 + 0.1 * 16 / 2)
 
 
-def test_engines_load_beside_the_next_step() -> None:
+def test_engines_load_during_the_next_step() -> None:
     publish = PublishCost(held_s=1.0, deliver_s=3.0)
     for bound, waits in ((0, 3.0), (1, 0.0)):
         these = exact([0.0], 2, bound, 8)
@@ -131,7 +131,7 @@ def test_both_sides_slow_each_other_down_on_one_host() -> None:
     )
 
 
-def test_other_work_takes_longer_beside_trainer_and_engines_on_one_host() -> None:
+def test_contention_on_one_host_slows_other_work() -> None:
     def deliver(bound: int) -> float:
         # The trainer waits only for publishes, which take 10 s if nothing else runs.
         these = exact([0.0], 2, bound, 8)
@@ -195,7 +195,7 @@ def test_without_staleness_draining_changes_nothing(of: Scenario) -> None:
 @given(scenarios, st.sampled_from(["engines", "bound", "places"]))
 @examples(max_examples=60, deadline=None)
 def test_more_never_slows_a_run(of: Scenario, what: str) -> None:
-    # There are waiting sequences for additional places; with more sequences each is slower, but not all together.
+    # Waiting sequences fill additional places. More sequences slow each other down, but not all of them together.
     of = replace(of, costs=replace(of.costs, engine=EngineCost(LinearIteration(0.005, 0.0))))
     more = {
         "engines": replace(of, engines=2 * of.engines),
@@ -205,7 +205,7 @@ def test_more_never_slows_a_run(of: Scenario, what: str) -> None:
     assert simulate(more, 40).step_s <= NOISE * simulate(of, 40).step_s
 
 
-def test_mean_staleness_is_that_of_littles_law() -> None:
+def test_mean_staleness_follows_littles_law() -> None:
     # Groups that are admitted and not taken, divided by those that a step takes: no group is rejected here.
     for bound in (1, 3, 6):
         simulation = Simulation(scenario(settings(8, bound), lengths(120, 0.9, 600), slots=256), 60)

@@ -1,7 +1,7 @@
 """Mutated specs: none may crash the reader, keep it busy for more than two seconds, or end with a wrong exit code.
 
-`python -m tests.spec.fuzz --specs 25000 --seed 0` prints a table of outcomes, and exits with 1 if one of these faults
-was found. tests/spec/test_fuzz.py runs a few hundred.
+`python -m tests.spec.fuzz --specs 25000 --seed 0` prints a table of outcomes, and exits with 1 after such a
+fault. tests/spec/test_fuzz.py runs a few hundred.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutations of specs for the fuzzer: of their structure, their values, their bytes, their files and `--set`."""
+"""Mutates specs for the fuzzer: their structure, values, bytes, files and `--set`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_every_preset_is_valid_without_a_warning(name: str) -> None:
     assert loaded.warnings == ()
 
 
-def test_keys_beside_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path) -> None:
+def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path) -> None:
     spec = load_spec(QUICKSTART, ["algorithm.preset=gspo"]).spec  # the file says clip_high: 0.28
     assert (spec.algorithm.clip_high, spec.algorithm.loss) == (4e-4, "gspo")
     for order in (1, -1):
@@ -144,5 +144,5 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
         (["algorithm.sequence_divisor=64"], "without aggregation: sequence_sum"),
     ],
 )
-def test_choices_without_effect_are_warned_of(overrides: list[str], words: str) -> None:
+def test_choices_without_effect_give_warnings(overrides: list[str], words: str) -> None:
     assert any(words in problem.message for problem in load_spec(QUICKSTART, overrides).warnings)

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: everything except keys that the journal's rows depend on."""
+"""A resume may change every key except the keys on which the journal's rows depend."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_refusal_has_its_reason(path: str, value: Any, why: str) -> None:
         assert problem.hint
 
 
-def test_all_refusals_are_reported_at_once() -> None:
+def test_all_refusals_are_reported_together() -> None:
     after = set_at(set_at(set_at(WHOLE, "seed", 1), "rollout.group_size", 2), "pipeline.max_staleness", 1)
     with pytest.raises(SpecError) as error:
         check_changes(validated(WHOLE), validated(after))

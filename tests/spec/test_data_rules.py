@@ -1,4 +1,4 @@
-"""What must be consistent in splits, curricula and evaluation sets, and the base folder of their paths."""
+"""Rules for splits, curricula and evaluation sets, and the base folder of their paths."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ HEAD = "model: {path: a/b}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
         ("evaluation: {sets: {a b: {data: {size: 1}}}}", "evaluation.sets", "'a b'"),
     ],
 )
-def test_one_mistake(write: Write, lines: str, path: str, words: str) -> None:
+def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: str, words: str) -> None:
     spec = write(f"{HEAD}{lines}\n")
     write("prompt\n", "rows.csv")
     (spec.parent / "some").mkdir()

@@ -53,7 +53,7 @@ def test_extends_merges_mappings_and_replaces_the_rest(tmp_path: Path) -> None:
         ("extends: [3]\n", 1, "must be the path of a spec"),
     ],
 )
-def test_mistakes_in_extends(tmp_path: Path, text: str, line: int, words: str) -> None:
+def test_mistakes_in_extends_are_reported(tmp_path: Path, text: str, line: int, words: str) -> None:
     (tmp_path / "s.yaml").write_text(text)
     _, problems = layers(tmp_path / "s.yaml")
     assert [(p.path, p.line) for p in problems] == [("extends", line)]
@@ -103,7 +103,7 @@ def test_a_file_without_the_suffix_of_a_spec_is_not_quoted(tmp_path: Path, targe
         assert "$6$" not in message and "secret" not in message
 
 
-def test_the_rest_of_the_file_is_read_when_one_that_it_extends_cannot_be(tmp_path: Path) -> None:
+def test_a_file_is_read_when_a_file_that_it_extends_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text("a: 1\n")
     (tmp_path / "top.yaml").write_text("extends: [gone.yaml, good.yaml]\nb: 2\n")
     root, problems = layers(tmp_path / "top.yaml")
@@ -150,7 +150,7 @@ def test_overrides_that_cannot_be_applied(assignment: str) -> None:
     assert len(problems) == 1 and problems[0].file.startswith("--set ") and problems[0].line is None
 
 
-# Keys `m` always hold mappings and keys `v` never do: where one layer has a mapping and another a value, merging
+# Keys `m` always hold mappings and keys `v` never do: if one layer has a mapping and another a value, merging
 # cannot be associative, because a value forgets the mapping it replaced.
 trees = st.recursive(
     st.dictionaries(st.sampled_from(["v1", "v2"]), st.none() | st.integers() | st.lists(st.integers(), max_size=2)),

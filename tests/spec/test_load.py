@@ -109,7 +109,7 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
         ("", "num_train_epochs", "stop.epochs"),
     ],
 )
-def test_suggestions(parent: str, key: str, meant: str) -> None:
+def test_unknown_keys_get_suggestions(parent: str, key: str, meant: str) -> None:
     assert suggest(parent, key)[0] == meant
 
 

@@ -67,7 +67,7 @@ def test_the_schema_takes_partial_files_variables_and_empty_sections(text: str) 
         "model: {init: {}}\ntask: {use: math}\nstop: {steps: 1}\n",
     ],
 )
-def test_the_schema_refuses_what_is_wrong(text: str) -> None:
+def test_the_schema_refuses_mistakes(text: str) -> None:
     assert [*VALIDATOR.iter_errors(yaml.safe_load(text))]
 
 

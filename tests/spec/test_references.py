@@ -59,7 +59,7 @@ def written(loaded: LoadedSpec, folder: Path) -> Path:
     return folder / "spec.yaml"
 
 
-def test_what_is_written_has_references_and_loads_to_the_same(spec_file: Path, tmp_path: Path) -> None:
+def test_a_written_spec_has_references_and_loads_as_the_same_spec(spec_file: Path, tmp_path: Path) -> None:
     loaded = load_spec(spec_file)
     again = written(loaded, tmp_path / "run")
     text = again.read_text()
@@ -155,7 +155,7 @@ def test_no_page_of_a_run_shows_a_password(tmp_path: Path, monkeypatch: pytest.M
         ("the bearer of this, and --set a.monkey=1", "the bearer of this, and --set a.monkey=1"),
     ],
 )
-def test_what_is_hidden(text: str, shown: str | None) -> None:
+def test_secrets_in_texts_are_hidden(text: str, shown: str | None) -> None:
     assert hide(text) == (text if shown is None else shown)
 
 
@@ -208,7 +208,7 @@ def test_numbers_of_the_environment_are_not_secrets(monkeypatch: pytest.MonkeyPa
     assert hide("1234567 keys") == "1234567 keys"
 
 
-def test_keys_are_not_in_what_objects_are_printed_as() -> None:
+def test_printed_objects_do_not_show_keys() -> None:
     setup = GatewaySetup(ExperimentSpec.model_construct(), lambda: None, "m", b"opensesame", "opensesame")  # type: ignore[arg-type, return-value]
     assert "opensesame" not in repr(setup) + repr(ModelAccess("http://x", "opensesame", "m"))
 

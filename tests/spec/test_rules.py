@@ -44,7 +44,7 @@ def findings(path: Path, *overrides: str) -> list[Problem]:
     ],
     ids=str,
 )
-def test_sequences_are_divided_among_ranks_that_can(overrides: list[str], path: str | None, message: str) -> None:
+def test_sequences_are_divided_only_among_suitable_ranks(overrides: list[str], path: str | None, message: str) -> None:
     base = ["trainer.ranks=2", "trainer.sequence_parallel=2", "model.init.config.num_attention_heads=4"]
     sizes = ["model.init.config.num_key_value_heads=1", "model.init.config.head_dim=32", "pipeline.mode=sync"]
     groups = ["pipeline.groups_per_step=64", "rollout.group_size=1", "algorithm.uniform_groups=train"]
@@ -329,7 +329,7 @@ def test_a_cluster_is_joined_from_one_of_its_hosts(write: Write) -> None:
     assert "cluster.address: the driver has to run on a host of the cluster" in str(found)
 
 
-def test_nodes_are_chosen_of_a_joined_cluster_alone(write: Write) -> None:
+def test_nodes_can_be_chosen_only_in_a_joined_cluster(write: Write) -> None:
     chosen = ("cluster.trainer.nodes=[head]", "cluster.engines.labels={role: rollout}")
     chosen = (*chosen, "cluster.autoscaling=true")
     assert len(findings(write(), *chosen)) == 3
@@ -339,7 +339,7 @@ def test_nodes_are_chosen_of_a_joined_cluster_alone(write: Write) -> None:
 @pytest.mark.parametrize(
     "labels", ["{role: a}", "{role: '!a'}", "{ray.io/market-type: 'in(spot, on-demand)'}", "{a: '!in(b,c)'}"]
 )
-def test_label_selectors_are_those_of_ray(write: Write, labels: str) -> None:
+def test_label_selectors_that_ray_accepts_are_valid(write: Write, labels: str) -> None:
     from ray._private.label_utils import validate_label_selector
 
     assert findings(write(), f"cluster.engines.labels={labels}", "cluster.address=auto") == []
