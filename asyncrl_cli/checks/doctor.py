@@ -339,12 +339,7 @@ def run_program(command: list[str], environment: Mapping[str, str], limit_s: flo
     It runs in its own session, which is killed afterwards, because libraries leave child processes behind.
     """
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)

@@ -26,7 +26,6 @@ class Finding:
     hint: str = ""
 
     def __str__(self) -> str:
-        """Return the text of a notice."""
         return f"{self.check}: {self.found}. {self.hint}"
 
 

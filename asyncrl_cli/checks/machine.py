@@ -122,12 +122,11 @@ def check_packages(versions: Mapping[str, str] | None = None) -> str:
 def check_images() -> str:
     """Check that torchvision is installed, because processors and vLLM need it for images."""
     if find_spec("torchvision") is None:
-        hint = (
-            f"pip install 'asyncrl[vision]' --extra-index-url {TORCH_INDEX}, or bash requirements/vision.sh; "
-            "set model.max_images to 0 for text only"
-        )
         raise ConfigError(
-            "images need the package torchvision, which is not installed", location="model.max_images", hint=hint
+            "images need the package torchvision, which is not installed",
+            location="model.max_images",
+            hint=f"pip install 'asyncrl[vision]' --extra-index-url {TORCH_INDEX}, or bash requirements/vision.sh; "
+            "set model.max_images to 0 for text only",
         )
     return "torchvision is installed"
 
@@ -272,7 +271,7 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
         try:
             urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_S).close()
         except (OSError, ValueError) as error:
-            hint = "start it, or correct tracking.uri; the run keeps what it could not send; `asyncrl track` sends it"
+            hint = "start it, or correct tracking.uri; the run keeps its data, and `asyncrl track` sends it later"
             return Warned(f"the MLflow server at {host} does not answer: {error}", hint)
     return f"MLflow at {host or 'a local store'}"
 
@@ -291,15 +290,12 @@ def _check_local_store(uri: str) -> None:
         return
     else:
         folder = existing(Path(uri).absolute())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        problem = (
-            "is not writable for this user"
-            if folder.is_dir()
-            else "is not a folder"
-            if folder.exists()
-            else "does not exist"
-        )
-        raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint="make the folder, or name another one")
+    hint = "make the folder, or name another one"
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint=hint)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} is not writable for this user", location="tracking.uri", hint=hint)
 
 
 def check_notify(spec: ExperimentSpec) -> Result:

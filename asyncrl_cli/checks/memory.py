@@ -43,7 +43,6 @@ def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: boo
 
 
 def _line(device: Device) -> str:
-    """A GPU or host in one line, with its largest parts first."""
     of = f" of {shown(device.capacity)}" if device.capacity is not None else ""
     count = f"{device.count} × " if device.count > 1 else ""
     parts = sorted(device.parts, key=lambda part: -part.bytes)

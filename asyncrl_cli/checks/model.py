@@ -250,9 +250,8 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
         except Exception as error:  # user functions may raise any type
             name = getattr(algorithm, location.rpartition(".")[2])
             message = f"{name} fails on a small batch: {type(error).__name__}: {one_line(error)}"
-            raise ConfigError(
-                message, location=location, hint="docs/algorithms.md says what the function must do"
-            ) from error
+            hint = "docs/algorithms.md describes the function"
+            raise ConfigError(message, location=location, hint=hint) from error
     return f"advantage {algorithm.advantage}, loss {algorithm.loss}"
 
 

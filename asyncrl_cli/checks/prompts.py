@@ -32,11 +32,7 @@ NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
 
 
 def check_prompts(
-    prompts: Sequence[Prompt],
-    encoder: PromptEncoder,
-    location: str,
-    limit_s: float,
-    locate: Callable[[int], str],
+    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, limit_s: float, locate: Callable[[int], str]
 ) -> Result:
     """Check that prompts can be encoded, and are short enough.
 

@@ -124,7 +124,6 @@ def try_task(
 
 
 def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
-    """The first ``count`` rows of each task."""
     rows = Counter[int]()
     left = count * (len(task.members) if isinstance(task, TaskMix) else 1)
     for row in range(min(SEARCHED, len(prompts))):

@@ -76,21 +76,14 @@ def convert_one(trainer: Trainer, origin: str, given: Mapping[str, Any], target:
         problems = load_spec(target or "spec.yaml", data=text.encode()).warnings
     except SpecError as error:
         problems = tuple(error.problems)
-    absent = tuple(problem for problem in problems if _is_absent(problem))
-    return Result(
-        origin,
-        target=target,
-        text=text,
-        conversion=conversion,
-        problems=tuple(p for p in problems if p not in absent),
-        absent=absent,
+    absent = tuple(
+        one
+        for one in problems
+        if one.severity == "error"
+        and (one.path in PATHS or re.fullmatch(r"evaluation\.sets\.\w+\.data\.path", one.path))
     )
-
-
-def _is_absent(problem: Problem) -> bool:
-    """True if the problem is a model or file that this machine does not have."""
-    is_path = problem.path in PATHS or re.fullmatch(r"evaluation\.sets\.\w+\.data\.path", problem.path)
-    return bool(is_path) and problem.severity == "error"
+    others = tuple(one for one in problems if one not in absent)
+    return Result(origin, target=target, text=text, conversion=conversion, problems=others, absent=absent)
 
 
 def write(results: Sequence[Result], *, force: bool) -> None:

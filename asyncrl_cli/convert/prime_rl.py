@@ -150,7 +150,6 @@ def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _sources(s: Source, part: str) -> list[dict[str, Any]]:
-    """The sources of ``train`` or ``eval`` as nested mappings."""
     nested: dict[str, Any] = {}
     prefix = f"{C}{part}.source."
     for name in s.matching(f"{prefix}*"):

@@ -50,10 +50,8 @@ def trainer_command(
     try:
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"the script cannot be read: {reason}", location=path, hint="name a file that exists"
-        ) from None
+        message = f"the script cannot be read: {getattr(error, 'strerror', None) or str(error)}"
+        raise ConfigError(message, location=path, hint="name a file that exists") from None
     script = _Script(_HERE_DOCUMENT.sub(lambda found: "\n" * found[0].count("\n"), text))
     found = [
         (line, words)
@@ -63,11 +61,8 @@ def trainer_command(
     paste = "paste the command, as the shell runs it, in place of the script"
     if len(found) != 1:
         lines = f" (lines {', '.join(str(line) for line, _ in found)})" if found else ""
-        raise ConfigError(
-            f"the script has {len(found) or 'no'} commands with arguments of the trainer{lines}",
-            location=path,
-            hint=paste,
-        )
+        message = f"the script has {len(found) or 'no'} commands with arguments of the trainer{lines}"
+        raise ConfigError(message, location=path, hint=paste)
     ((line, words),) = found
     replaced = {argument.partition("=")[0] for argument in further}
     for word in words[launched(words) :]:
@@ -90,7 +85,6 @@ class _Script:
         self._is_open = False  # the last word continues
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
-        """Each command's last line and words."""
         array = ""  # the assignment to an array whose values are being read
         for token in _TOKEN.finditer(self._text):
             kind, value = token.lastgroup or "", token[0]

@@ -59,16 +59,11 @@ def parse(arguments: Sequence[str]) -> Arguments:
             raise ConfigError(f"`{short(word)}` is neither a file nor an argument of TRL", hint=hint)
     files += options.pop("config", [])
     values: dict[str, Any] = {}
-    if accelerate := options.get("accelerate_config"):
-        values |= _accelerate(accelerate[0])
+    if (accelerate := options.get("accelerate_config")) and os.path.exists(accelerate[0]):
+        values = read_file(accelerate[0])  # a file, and not one of TRL's names such as `zero3`
     return Arguments(method, files, values | typed(options))
 
 
 def _begins_with_arguments(line: Sequence[str]) -> bool:
     first = line[0] if line else "--"
     return first.startswith("--") or first in DEFAULTS or (os.path.exists(first) and not first.endswith(".py"))
-
-
-def _accelerate(name: str) -> dict[str, Any]:
-    """The keys of Accelerate's configuration if it is a file, and not one of TRL's names such as `zero3`."""
-    return read_file(name) if os.path.exists(name) else {}

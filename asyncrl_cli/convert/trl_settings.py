@@ -65,9 +65,8 @@ def settings(s: Source) -> dict[str, Any]:
     attention = s.get("attn_implementation", "model_init_kwargs.attn_implementation")
     schedule = str(s.get("lr_scheduler_type"))
     if schedule not in SCHEDULES:
-        s.remark(
-            "trainer.schedule.kind", f"lr_scheduler_type={schedule} has no counterpart: `constant` is used instead"
-        )
+        unknown = f"lr_scheduler_type={schedule} has no counterpart: `constant` is used instead"
+        s.remark("trainer.schedule.kind", unknown)
     wide = s.get("bf16") is not None and not s.flag("bf16") and not s.flag("fp16")
     dtype = "float32" if wide else "bfloat16"
     if s.flag("fp16"):
@@ -110,7 +109,6 @@ def settings(s: Source) -> dict[str, Any]:
 
 
 def _sizes(s: Source) -> dict[str, Any]:
-    """Devices, batches, steps, and settings that depend on the number of updates in a step."""
     method = str(s.get(METHOD))
     ppo, is_async, single = method == "ppo", method == "async_grpo", method in ("ppo", "gkd")
     processes = max(s.count("num_processes"), 1)  # Accelerate's number, not TRL's
@@ -262,11 +260,8 @@ def _objective(s: Source, updates: int) -> dict[str, Any]:
         "algorithm.clip_high": clip_high,
         "algorithm.dual_clip": s.number("delta") or None if loss == "clip" else None,
         "algorithm.sapo_temperatures": temperatures if loss_type == "sapo" else None,
-        "algorithm.aggregation": "token_mean"
-        if ppo
-        else "sequence_sum"
-        if rloo
-        else AGGREGATIONS.get(loss_type, "token_mean"),
+        "algorithm.aggregation": {"ppo": "token_mean", "rloo": "sequence_sum"}.get(method)
+        or AGGREGATIONS.get(loss_type, "token_mean"),
         "algorithm.sequence_divisor": 1 if rloo else None,
         "algorithm.kl_coef": s.number("kl_coef" if ppo else "beta"),
         "algorithm.kl_estimator": str(s.get("kl_estimator")) if ppo else "k1" if rloo else "k3",
@@ -293,7 +288,6 @@ def _distillation(s: Source) -> dict[str, Any]:
 
 
 def _correction(s: Source) -> dict[str, Any]:
-    """Token weights by the ratio of trainer and engine."""
     found: dict[str, Any] = dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
     if s.get(METHOD) != "ppo" and s.flag(f"{CORRECTION}correction"):
         level, _, rest = str(s.get(f"{CORRECTION}mode")).partition("_")
@@ -309,7 +303,6 @@ def _correction(s: Source) -> dict[str, Any]:
 
 
 def _task(s: Source) -> dict[str, Any]:
-    """`task`, with an adapter for TRL's reward functions."""
     given = s.get("reward_funcs")
     names = [str(name) for name in given] if isinstance(given, list) else [str(given)] if given else []
     # TRL's comparison of mathematical answers is the task `math`.
@@ -354,7 +347,6 @@ COLUMNS = ("prompt_column", "image_column", "system")
 
 
 def _data(s: Source) -> dict[str, Any]:
-    """`data.train` and `data.eval`: a file or folder, or a hub data set with its configuration and splits."""
     name = s.get("dataset_name")
     is_local = name is not None and (str(name).startswith((".", "/", "~")) or os.path.exists(str(name)))
     on_hub = name is not None and not is_local

@@ -226,10 +226,8 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         tokens = max(per_sequence * s.count(f"{A}ppo_max_token_len_per_gpu"), longest)
     divides = devices.ranks % per_sequence == 0
     if not divides:
-        indivisible = (
-            f"verl divides a sequence over {per_sequence} GPUs, which does not divide the {devices.ranks} ranks"
-        )
-        s.remark("trainer.sequence_parallel", f"{indivisible} here")
+        gpus = f"verl divides a sequence over {per_sequence} GPUs"
+        s.remark("trainer.sequence_parallel", f"{gpus}, which does not divide the {devices.ranks} ranks here")
     ahead = ((staleness or 0) + 1 + (mode == "one_step_off")) * publish_every
     memory = s.get(f"{R}standalone_gpu_memory_utilization", f"{R}gpu_memory_utilization")
     return {
@@ -258,7 +256,6 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
 
 
 def _data_path(s: Source, key: str, path: object) -> str | list[str] | None:
-    """One file, or a list of files."""
     files = [str(file) for file in (path if isinstance(path, list | tuple) else [path]) if file is not None]
     if any(kind_of(file) is None for file in files):
         s.remark(key, "asyncrl reads .jsonl, .json, .parquet and .csv (docs/data.md)")
@@ -272,7 +269,6 @@ def _dtype(s: Source, key: str, name: object) -> str:
 
 
 def _mode(s: Source) -> Mode:
-    """The trainer of verl for which the configuration was written."""
     if any(name.startswith("async_training.") for name in s.given):
         return "fully_async"
     match s.get(f"{V1}trainer_mode"):
@@ -325,7 +321,7 @@ def _kl(s: Source) -> dict[str, Any]:
     elif in_reward:
         coef = s.number("algorithm.kl_ctrl.kl_coef")
         if s.get("algorithm.kl_ctrl.type") not in (None, "fixed"):
-            s.remark("algorithm.kl_coef", "the coefficient is fixed: there is no adaptive control")
+            s.remark("algorithm.kl_coef", "the coefficient is fixed, without adaptive control")
     of_reward = in_reward and not in_loss
     name = "algorithm.kl_penalty" if of_reward else f"{A}kl_loss_type"
     text = str(s.get(name))

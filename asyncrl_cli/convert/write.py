@@ -35,7 +35,7 @@ def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
     trainer = conversion.trainer.name
     lines = [
         f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
-        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks what you should check.",
+        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks points that you should check.",
     ]
     tree: dict[str, Any] = {}
     for setting in sorted(conversion.settings, key=_position):
@@ -50,7 +50,6 @@ def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
 
 
 def _position(setting: Setting) -> int:
-    """The position of the setting's key, or of its section, in the order of the spec's reference."""
     parts = setting.key.split(".")
     known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((_order()[name] for name in known if name in _order()), len(_order()))
@@ -79,7 +78,6 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
 
 
 def _value(value: Any) -> str:
-    """A value as YAML on one line."""
     unicode = printable(str(value)) == str(value)  # Unprintable characters are written as escapes.
     style = '"' if isinstance(value, str) and (not unicode or "\n" in value) else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6, allow_unicode=unicode)

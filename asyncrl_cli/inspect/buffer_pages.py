@@ -107,7 +107,7 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
             header = (name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max")
             lines += ["", *table(header, rows)]
     if masked := [f"{state} {count:,}" for state, count in found.masked.items() if count]:
-        lines += ["", f"masked rollouts, whose reward is None: {', '.join(masked)}"]
+        lines += ["", f"masked rollouts (the reward is None): {', '.join(masked)}"]
     if found.lengths:
         lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
     return Page(document, lines)

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 TREND_STEPS = 32
 """Values in a sparkline, which has to fit next to the numbers on a terminal of 80 columns."""
-TRENDS = (
-    "reward/mean",
-    "response/tokens_mean",
-    "train/loss",
-    "staleness/groups_mean",
-    "correction/logprob_gap_mean",
-)
+TRENDS = ("reward/mean", "response/tokens_mean", "train/loss", "staleness/groups_mean", "correction/logprob_gap_mean")
 """Metrics with a sparkline."""
 BARS = "▁▂▃▄▅▆▇█"
 FINISHED, RUNNING = "█", "░"

@@ -168,7 +168,8 @@ def as_line(event: Event) -> str:
     metrics = facts.pop("metrics", {})
     if "begun_at" in facts:
         facts["seconds"] = event.at - facts.pop("begun_at")
-    shown = [f"{name} {_shown(value)}" for name, value in facts.items() if value not in (None, "")]
+    texts = {name: number(v) if isinstance(v, float) else " ".join(str(v).split()) for name, v in facts.items()}
+    shown = [f"{name} {texts[name]}" for name, value in facts.items() if value not in (None, "")]
     shown += [f"{name} {number(value)}" for name, value in metrics.items() if name in ("reward/mean", "train/loss")]
     at = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
     return f"{at}  {event.name:10}  {', '.join(shown)}"
@@ -186,9 +187,3 @@ def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Itera
         if not running:
             return
         time.sleep(LOOK_S)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return number(value)
-    return " ".join(str(value).split())

@@ -57,13 +57,13 @@ def plan_page(
         f"step     {_seconds(outcome.step_s)}; with lengths "
         + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in by_length.items()),
         f"tokens   {number(outcome.trained_tokens)} a second in batches, {number(outcome.generated_tokens)} generated",
-        f"speed    {predicted.ratio_to_sync:.2f} times that of max_staleness 0, whose step takes "
+        f"speed    {predicted.ratio_to_sync:.2f} times as fast as with max_staleness 0, where a step takes "
         f"{_seconds(predicted.sync.step_s)}",
         "",
         *table(("trainer", "s a step", "share"), _trainer_rows(outcome)),
         "",
         f"engines  {outcome.engines_idle:.0%} of their time idle, {outcome.engines_stalled:.0%} loading weights, "
-        f"{number(outcome.running)} rollouts at once",
+        f"{number(outcome.running)} rollouts at a time",
         "stale    " + _staleness(outcome),
         f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
         f"         {bound_text(predicted)}",
@@ -72,7 +72,9 @@ def plan_page(
         f"         {savings_text(predicted)}",
         f"helps    {changes_text(predicted)}",
     ]
-    lines += [f"memory   {device.name}: {_memory(device)}" for device in memory]
+    for device in memory:
+        capacity = "" if device.capacity is None else f" of {shown(device.capacity)}"
+        lines.append(f"memory   {device.name}: {shown(device.total)}{capacity}, estimated ({device.count} alike)")
     lines += [f"guess    {guess}" for guess in guesses]
     document = {
         "title": title,
@@ -142,11 +144,7 @@ def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, floa
     measured_s = lines[0].measured
     rows = [(name, f"{seconds:+.3f} s") for name, seconds in parts.items() if name != "together"]
     rows.append(("not in the model", f"{measured_s - own_s:+.3f} s"))
-    text = [
-        *comparison_table(f"against {run_id}", lines),
-        "",
-        *table(("if this had been as measured", "step"), rows),
-    ]
+    text = [*comparison_table(f"against {run_id}", lines), "", *table(("if this had been as measured", "step"), rows)]
     document = {
         "run": run_id,
         "lines": [asdict(line) | {"fits": line.fits} for line in lines],
@@ -260,11 +258,6 @@ def _trainer_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         for part, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
         if outcome.share(part) >= 0.005
     ]
-
-
-def _memory(device: Device) -> str:
-    capacity = "" if device.capacity is None else f" of {shown(device.capacity)}"
-    return f"{shown(device.total)}{capacity}, estimated ({device.count} alike)"
 
 
 def _staleness(outcome: Outcome) -> str:

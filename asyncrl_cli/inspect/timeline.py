@@ -138,7 +138,6 @@ class _Trace:
         self._lanes_of = {f"engine-{engine}": Lanes() for engine in range(engines)}
 
     def steps(self) -> Iterator[TraceEvent]:
-        """Training, publishing, the arrows between trainer and engines, and the counters."""
         free = 0  # end of the trainer's previous work: slices start after it even if the clock was set back
         if (publish := first_publish(self._connection)) is not None:
             free = self._us(publish.ended_at)

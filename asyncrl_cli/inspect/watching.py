@@ -49,11 +49,7 @@ VERSION_STYLES = ("blue", "underline magenta", "bold green", "italic cyan", "bol
 
 Colouring = Literal["log-prob", "weight version"]
 Wanted = Literal["all", "right", "wrong"]
-WANTED: dict[Wanted, RewardRange | None] = {
-    "all": None,
-    "right": (CORRECT, math.inf),
-    "wrong": (-math.inf, CORRECT),
-}
+WANTED: dict[Wanted, RewardRange | None] = {"all": None, "right": (CORRECT, math.inf), "wrong": (-math.inf, CORRECT)}
 
 
 def look(run: RunDirectory, now: float | None = None) -> Shown:

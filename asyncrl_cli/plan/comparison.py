@@ -35,35 +35,26 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     """Compare the quantities that both have."""
     seconds = sum(observed.trainer.values())
     measured = {part: spent / seconds for part, spent in observed.trainer.items()}
-    lines = [
-        _line("step", unit="s", predicted=outcome.step_s, measured=observed.step_s),
-        _line("trainer trains", unit="share", predicted=outcome.share("training"), measured=measured["training"]),
-        _line(
-            "trainer publishes",
-            unit="share",
-            predicted=outcome.share("publishing", "publish"),
-            measured=measured["publishing"],
-        ),
-        _line(
-            "trainer waits",
-            unit="share",
-            predicted=outcome.share("groups", "missing", "other"),
-            measured=measured["waiting"],
-        ),
+    rows: list[tuple[str, Unit, float, float | None]] = [
+        ("step", "s", outcome.step_s, observed.step_s),
+        ("trainer trains", "share", outcome.share("training"), measured["training"]),
+        ("trainer publishes", "share", outcome.share("publishing", "publish"), measured["publishing"]),
+        ("trainer waits", "share", outcome.share("groups", "missing", "other"), measured["waiting"]),
+        ("engines idle", "share", outcome.engines_idle, observed.engines_idle),
+        ("mean staleness", "versions", outcome.mean_staleness, observed.mean_staleness),
     ]
-    if observed.engines_idle is not None:
-        lines.append(
-            _line("engines idle", unit="share", predicted=outcome.engines_idle, measured=observed.engines_idle)
+    return tuple(
+        Line(
+            name,
+            unit=unit,
+            predicted=simulated,
+            measured=real,
+            off=simulated / real - 1 if unit == "s" else simulated - real,
+            within=WITHIN[unit],
         )
-    return (
-        *lines,
-        _line("mean staleness", unit="versions", predicted=outcome.mean_staleness, measured=observed.mean_staleness),
+        for name, unit, simulated, real in rows
+        if real is not None
     )
-
-
-def _line(name: str, unit: Unit, predicted: float, measured: float) -> Line:
-    off = predicted / measured - 1 if unit == "s" else predicted - measured
-    return Line(name, unit=unit, predicted=predicted, measured=measured, off=off, within=WITHIN[unit])
 
 
 def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:

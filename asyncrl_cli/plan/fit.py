@@ -216,7 +216,6 @@ class _Engine:
         return np.asarray((sums[self._last] - sums[self._first])[self._chosen])
 
     def _summed(self, of_requests: Floats) -> Floats:
-        """The sum over the running requests, for each interval."""
         changes = np.zeros(len(self._edges))
         np.add.at(changes, self._first, of_requests)
         np.add.at(changes, self._last, -of_requests)
@@ -224,7 +223,6 @@ class _Engine:
 
 
 def _inside(spans: Sequence[tuple[float, float]], at: Floats) -> NDArray[np.bool_]:
-    """True for each time that is in one of the spans."""
     if not spans:
         return np.zeros(len(at), bool)
     edges = np.array(sorted(spans), float)

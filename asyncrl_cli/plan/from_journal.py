@@ -92,8 +92,6 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 class _Measurement:
-    """The measured steps of a journal."""
-
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._settings = progress(connection).settings
@@ -246,7 +244,6 @@ class _Measurement:
         return PublishCost(fmean(held), fmean(delivered), min(fmean(stalls), fmean(delivered) or fmean(stalls)))
 
     def _overheads(self, alone: _Alone) -> Overheads:
-        """Means over the groups of the measured steps."""
         ended = last_groups(self._connection)
         free = [
             alone(max(self._begun[span.step], ended.get(span.step, (None, None))[0] or 0.0), span.taken_at)
@@ -328,7 +325,6 @@ class _Alone:
     training: Spans
 
     def __call__(self, begin: float, end: float) -> float:
-        """Seconds of the work from ``begin`` to ``end``."""
         if end <= begin:
             return 0.0
         trained = _overlap((begin, end), self.training)

@@ -50,7 +50,7 @@ IMPROVED: Mapping[Part, Improvement] = {
     "trainer": Improvement(
         "a trainer twice as fast",
         "The trainer limits the speed: if it were twice as fast",
-        "Give the trainer more devices (`trainer.ranks`), or where memory allows it larger micro-batches "
+        "Give the trainer more devices (`trainer.ranks`), or larger micro-batches if memory allows it "
         "(`trainer.tokens_per_microbatch`).",
     ),
     "bound": Improvement(
@@ -72,7 +72,7 @@ IMPROVED: Mapping[Part, Improvement] = {
     "rewards": Improvement(
         "rewards twice as fast",
         "Rewards limit the speed: if a group counted as finished twice as soon after its last token",
-        "Make the reward faster, or score more at once (`task.reward_workers`; for async rewards "
+        "Make the reward faster, or score more at a time (`task.reward_workers`; for async rewards "
         "`task.reward_concurrency`).",
     ),
 }
@@ -148,7 +148,7 @@ def limit_text(found: Prediction) -> str:
     """Name the limit of the speed, and the remedy."""
     if (part := found.limit) is None:
         return (
-            f"No part alone limits the speed: whichever is improved, a step would take at most {NOTICEABLE:.0%} less "
+            f"No single part limits the speed: whichever is improved, a step would take at most {NOTICEABLE:.0%} less "
             "time."
         )
     return f"{IMPROVED[part].limit}, a step would take {less(found.savings[part])} time. {IMPROVED[part].remedy}"
@@ -253,7 +253,6 @@ def _improved(scenario: Scenario) -> dict[Part, Scenario]:
 
 
 def _even(groups: Groups) -> Groups:
-    """The groups with rollouts of equal length."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = round(fmean(rollout.response for rollout in rollouts))
     outside_s = fmean(rollout.outside_s for rollout in rollouts)
@@ -264,7 +263,6 @@ def _even(groups: Groups) -> Groups:
 
 
 def _others(scenario: Scenario, longest: int, devices: Devices | None) -> dict[str, tuple[Scenario, float]]:
-    """The scenario with other settings, and the GPUs that they add."""
     trainer = scenario.costs.trainer
     shorter = scaled(scenario.groups, 1.0, max(1, longest // 2))
     others: dict[str, tuple[Scenario, float]] = {
@@ -287,7 +285,6 @@ def _others(scenario: Scenario, longest: int, devices: Devices | None) -> dict[s
 
 
 def _helpful(others: Mapping[str, tuple[Scenario, float]], own_s: float, steps: int) -> Iterator[Change]:
-    """Yield the ``others`` that save noticeable time."""
     for setting, (other, more_gpus) in others.items():
         step_s = simulate(other, steps).step_s
         if 1 - step_s / own_s > NOTICEABLE:

@@ -71,7 +71,6 @@ def planned_scenario(
 
 
 def _architecture(spec: ExperimentSpec) -> object:
-    """The settings that determine the model's speed."""
     model = spec.model
     return (model.path, model.init, model.lora, tensor_parallel(spec))
 

@@ -120,17 +120,12 @@ def search(
             kv_tokens = None if found.cache is None else found.cache.tokens
             memory = next((one.total / gpu_bytes for one in found.devices if one.role is Role.TRAINER), None)
         scenario = scenario_of(own, kv_tokens)
-        coarse.append((_rough_step_s(scenario), allocation, scenario, memory, kv_tokens))
+        small = scenario.scaled(0.25) if scenario.engines >= LEAST_ENGINES and not scenario.engines % 4 else scenario
+        rough = simulate(small, COARSE_STEPS, warm_up=scenario.settings.max_staleness + 2)
+        coarse.append((rough.step_s, allocation, scenario, memory, kv_tokens))
     coarse.sort(key=lambda one: one[0])
     best = [
         Candidate(allocation, outcome=simulate(scenario, STEPS), trainer_memory=memory, kv_tokens=kv_tokens)
         for _, allocation, scenario, memory, kv_tokens in coarse[:REFINED]
     ]
     return Found(tuple(sorted(best, key=lambda one: one.outcome.step_s)), len(coarse), too_large)
-
-
-def _rough_step_s(scenario: Scenario) -> float:
-    """Seconds of a step, simulated roughly."""
-    small = scenario.scaled(0.25) if scenario.engines >= LEAST_ENGINES and not scenario.engines % 4 else scenario
-    warm_up = scenario.settings.max_staleness + 2
-    return simulate(small, COARSE_STEPS, warm_up).step_s

@@ -256,7 +256,6 @@ class Simulation:
             self._resume_trainer()
 
     def _forget(self) -> None:
-        """Start measuring now."""
         self._spent.clear()
         self._staleness.clear()
         self._tokens = 0
@@ -435,4 +434,5 @@ class Simulation:
         self._at(self._now + seconds / slices * self._contention(), follow)
 
     def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+        # The counter breaks ties in the order of scheduling, because actions cannot be compared.
         heappush(self._events, (time, next(self._order), action, arguments))

@@ -50,13 +50,8 @@ def check_changes(
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")
     problems = [problem for key in changed if (problem := _problem(key)) is not None]
     if after.pipeline.max_staleness < before.pipeline.max_staleness:
-        problems.append(
-            Problem(
-                "pipeline.max_staleness",
-                f"cannot be lower than {before.pipeline.max_staleness}: groups were admitted under that bound",
-                "keep or raise it",
-            )
-        )
+        message = f"cannot be lower than {before.pipeline.max_staleness}: groups were admitted under that bound"
+        problems.append(Problem("pipeline.max_staleness", message, "keep or raise it"))
     if problems:
         raise SpecError(problems)
     written = {".".join(path): text for path, text in (references or {}).items()}

@@ -80,10 +80,8 @@ class Layers:
             return None
 
         if file in chain:
-            loop = [*chain[chain.index(file) :], file]
-            return refuse(
-                f"{path} extends itself: {' → '.join(step.name for step in loop)}", "remove the circular `extends`"
-            )
+            loop = " → ".join(step.name for step in (*chain[chain.index(file) :], file))
+            return refuse(f"{path} extends itself: {loop}", "remove the circular `extends`")
         if path in self._done:
             return self._done[path]
         if data is None:
@@ -139,7 +137,6 @@ class Layers:
         return merged or root
 
     def _targets(self, parents: Node | None) -> list[tuple[str, Location]]:
-        """The files that an `extends` value names, each with its location."""
         if parents is None:
             return []
         targets = []
@@ -151,10 +148,9 @@ class Layers:
             if isinstance(node.value, str) and NUL not in node.value:
                 targets.append((os.path.normpath(node.location.folder / node.value), node.location))
                 continue
-            text = isinstance(node.value, str)
-            message = (
-                "a path cannot contain a NUL character" if text else "must be the path of a spec, or a list of paths"
-            )
+            message = "must be the path of a spec, or a list of paths"
+            if isinstance(node.value, str):
+                message = "a path cannot contain a NUL character"
             self.problems.append(Problem("extends", message, "write `extends: base.yaml`").at(node.location))
             self.partial = True
         return targets
@@ -171,11 +167,27 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     value = read_yaml(text, origin=location, problems=problems, path=path)
     if path in PRESETS:
         root = _without_preset(root, path)
-    return (
-        _with_value(root, keys=path.split("."), value=value, location=location, path=path, problems=problems)
-        if value
-        else root
-    )
+    if value is None:
+        return root
+
+    def placed(node: Node, keys: list[str]) -> Node:
+        if not keys:
+            return replace(value, key_location=location)
+        key, *rest = keys
+        below = node.child(key)
+        if isinstance(node.value, list):
+            if below is None:
+                message = f"`{key}` is not an index of this list of {len(node.value)}"
+                problems.append(Problem(path, message, "indices count from 0").at(location))
+                return node
+            items = list(node.value)
+            items[int(key)] = placed(below, rest)
+            return replace(node, value=items)
+        inner = placed(below or Node({}, location, location), rest)
+        entries = node.value if isinstance(node.value, dict) else {}
+        return replace(node, value=entries | {key: inner}, location=node.location if entries else location)
+
+    return placed(root, path.split("."))
 
 
 def _without_preset(root: Node, preset: str) -> Node:
@@ -199,28 +211,7 @@ def _child(node: Node | None, *keys: str) -> Node | None:
     return node
 
 
-def _with_value(
-    node: Node, keys: list[str], value: Node, location: Location, path: str, problems: list[Problem]
-) -> Node:
-    if not keys:
-        return replace(value, key_location=location)
-    key, *rest = keys
-    below = node.child(key) or Node({}, location, location)
-    if isinstance(node.value, list):
-        if node.child(key) is None:
-            message = f"`{key}` is not an index of this list of {len(node.value)}"
-            problems.append(Problem(path, message, "indices count from 0").at(location))
-            return node
-        items = list(node.value)
-        items[int(key)] = _with_value(below, keys=rest, value=value, location=location, path=path, problems=problems)
-        return replace(node, value=items)
-    inner = _with_value(below, keys=rest, value=value, location=location, path=path, problems=problems)
-    entries = node.value if isinstance(node.value, dict) else {}
-    return replace(node, value=entries | {key: inner}, location=node.location if entries else location)
-
-
 def _similar(path: str) -> str:
-    """A hint for a file that does not exist: a spec in its folder with a similar name."""
     folder, name = os.path.split(path)
     try:
         stems = {Path(other).stem: other for other in os.listdir(folder or ".") if Path(other).suffix in SUFFIXES}

@@ -61,7 +61,8 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
         file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
         return order.get(file, len(order)), problem.line or 0, problem.column or 0
 
-    problems = sorted(dict.fromkeys(map(_without_secrets, problems)), key=where)
+    hidden = (replace(one, message=hide(one.message), hint=hide(one.hint), file=hide(one.file)) for one in problems)
+    problems = sorted(dict.fromkeys(hidden), key=where)
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
     return LoadedSpec(spec, files=tuple(layers.files), warnings=tuple(problems), references=references)
@@ -88,10 +89,6 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
         raise
     references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
     return replace(loaded, spec=loaded.spec.model_copy(update={"runs_dir": run.parent}), references=references)
-
-
-def _without_secrets(problem: Problem) -> Problem:
-    return replace(problem, message=hide(problem.message), hint=hide(problem.hint), file=hide(problem.file))
 
 
 def _load(
@@ -191,15 +188,14 @@ def _expanded(node: Node, shows_references: bool) -> Node:
     of the environment variable, unless the values of this key are public anyway."""
     if isinstance(node.value, list):
         found = [_expanded(item, shows_references) for item in node.value]
-        return replace(
-            node, value=[file for one in found for file in (one.value if isinstance(one.value, list) else [one])]
-        )
+        files = [file for one in found for file in (one.value if isinstance(one.value, list) else [one])]
+        return replace(node, value=files)
     if not isinstance(node.value, str) or NUL in node.value or (node.reference is not None and not shows_references):
         return node
-    if (files := files_of(node.value)) == [node.value]:
+    if (paths := files_of(node.value)) == [node.value]:
         return node
     node = replace(node, reference=None)
-    return replace(node, value=[replace(node, value=file) for file in files])
+    return replace(node, value=[replace(node, value=path) for path in paths])
 
 
 def _path_keys() -> dict[str, Callable[[str, str], bool]]:
@@ -252,25 +248,21 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def resolved(loaded: LoadedSpec) -> dict[str, Any]:
     """Return the complete spec with defaults as JSON values, with references as ``dump_spec`` writes them."""
-    values: dict[str, Any] = _written(
-        loaded.spec.model_dump(mode="json"), path=(), references=loaded.references, text=str
-    )
+    spec = loaded.spec.model_dump(mode="json")
+    values: dict[str, Any] = _written(spec, path=(), references=loaded.references, text=str)
     return values
 
 
 def _written(
     value: Any, path: tuple[str, ...], references: Mapping[tuple[str, ...], str], text: Callable[[str], str]
 ) -> Any:
+    def below(key: object, inner: Any) -> Any:
+        return _written(inner, path=(*path, str(key)), references=references, text=text)
+
     if isinstance(value, dict):
-        return {
-            key: _written(inner, path=(*path, str(key)), references=references, text=text)
-            for key, inner in value.items()
-        }
+        return {key: below(key, inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [
-            _written(inner, path=(*path, str(index)), references=references, text=text)
-            for index, inner in enumerate(value)
-        ]
+        return [below(index, inner) for index, inner in enumerate(value)]
     if path in references and not _is_public(".".join(path), value):
         return references[path]
     return text(str(value)) if isinstance(value, (str, Path)) else value

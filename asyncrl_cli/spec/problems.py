@@ -50,7 +50,6 @@ class Problem:
         return replace(self, file=location.file, line=location.line, column=location.column)
 
     def __str__(self) -> str:
-        """Return a diagnostic: the key with its mistake, the location, the hint."""
         message = f"{self.path}: {self.message}" if self.path else self.message
         location = str(Location(self.file, self.line, self.column))
         parts = (part.replace("\n", r"\n") for part in (message, location, self.hint))

@@ -24,7 +24,7 @@ line; `--resolved` shows the spec with all defaults.
 
 This page is generated from the models in `asyncrl_cli/spec` by `python -m asyncrl_cli.spec.reference`.
 
-- **Layers.** `extends: base.yaml` (or a list, in which later files win) starts from other specs, relative to this file.
+- **Layers.** `extends: base.yaml` (or a list; later files win) starts from other specs, relative to this file.
   Their names end in `.yaml`, `.yml` or `.json`.
   Mappings are merged key by key; lists and values replace. A key set to `null` removes the value of the base, as in
   `model: {path: ./saved, init: null}`; a section set to `null` has its defaults.
@@ -72,7 +72,6 @@ def _table(section: type[Section], paths: list[str], properties: dict[str, Any])
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Describe a field's type in words, from its JSON schema."""
     if options := schema.get("anyOf") or schema.get("oneOf"):
         return _choice([word for option in options for word in _values(option) or [_type(option)]])
     if _values(schema):

@@ -71,7 +71,6 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _required() -> dict[str, Any]:
-    """The required keys of a file that does not extend others, as a nested schema."""
     root: dict[str, Any] = {}
     for path, key in keys().items():
         *above, name = path.split(".")

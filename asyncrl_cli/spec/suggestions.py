@@ -132,7 +132,6 @@ def _missing_hint(path: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
     return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
@@ -164,11 +163,12 @@ def _hint(detail: ErrorDetails, key: Key | None) -> str:
     if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):
         return f"write {int(value)}" if abs(value) < 2**63 else _default_hint(key)
     if isinstance(value, str) and detail["type"] in ("int_type", "float_type", "bool_type"):
-        return "write it without quotes" if _is_bare(value) else _default_hint(key)
+        bare = value in ("true", "false") or re.fullmatch(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", value)
+        return "write it without quotes" if bare else _default_hint(key)
     if key is not None and key.opens and detail["type"] in ("list_type", "dict_type"):
         fields = ", ".join(key.opens.model_fields)
-        each = "write a list whose entries have" if detail["type"] == "list_type" else "write names whose mappings have"
-        return f"{each} the keys {fields}"
+        each = "write a list of mappings" if detail["type"] == "list_type" else "write names, each with a mapping"
+        return f"{each} with the keys {fields}"
     return _default_hint(key)
 
 
@@ -183,10 +183,6 @@ def _default_hint(key: Key | None) -> str:
 
 def _allowed(detail: ErrorDetails) -> list[str]:
     return [word.strip("'") for word in re.split(", | or ", detail["ctx"]["expected"])]
-
-
-def _is_bare(text: str) -> bool:
-    return text in ("true", "false") or bool(re.fullmatch(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text))
 
 
 def _choice(words: list[str]) -> str:

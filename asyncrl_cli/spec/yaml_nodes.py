@@ -216,13 +216,8 @@ class _Reader:
                 name = self.characters(key.value, path, location)
                 below = f"{path}.{name}" if path else name
                 if name in own:
-                    first = own[name].key_location
-                    self.report(
-                        below,
-                        message=f"duplicate key, first at {first}",
-                        location=location,
-                        hint="remove one of the two",
-                    )
+                    message = f"duplicate key, first at {own[name].key_location}"
+                    self.report(below, message=message, location=location, hint="remove one of the two")
                 own[name] = replace(self.node(value, below), key_location=location)
         return {**merged, **own}
 
@@ -249,12 +244,8 @@ class _Reader:
             self.report(path, f"`{hide(expanded)[:40]}` cannot be read as {tag.removeprefix(_TAG)}", location)
             return expanded, substituted
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            self.report(
-                path,
-                message=f"`{hide(expanded)[:40]}` does not fit into 64 bits",
-                location=location,
-                hint="use a smaller number",
-            )
+            message = f"`{hide(expanded)[:40]}` does not fit into 64 bits"
+            self.report(path, message=message, location=location, hint="use a smaller number")
         return value, substituted
 
     def characters(self, text: str, path: str, location: Location) -> str:
@@ -264,9 +255,8 @@ class _Reader:
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self.report(
-                path, message="half of a surrogate pair is not a character", location=location, hint="remove it"
-            )
+            message = "half of a surrogate pair is not a character"
+            self.report(path, message=message, location=location, hint="remove it")
             return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
@@ -279,9 +269,8 @@ class _Reader:
             if len(dollars) > 1:
                 return match[0][1:]
             if name is None:
-                self.report(
-                    path, message="unfinished variable after `${env:`", location=location, hint="write ${env:NAME}"
-                )
+                message = "unfinished variable after `${env:`"
+                self.report(path, message=message, location=location, hint="write ${env:NAME}")
                 return match[0]
             if name not in os.environ and default is None:
                 hint = f"export it, or write a default: ${{env:{name}:-default}}"

@@ -28,20 +28,14 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
     problem, context = error.problem or "", error.context or ""
     if at is None:
         return Mistake(f"{context} {problem}".strip(), _QUOTE_IT)
-    here = _Spot(text, line=at.line, column=at.column, index=at.index)
-    opened = (
-        _Spot(text, line=error.context_mark.line, column=error.context_mark.column, index=error.context_mark.index)
-        if error.context_mark
-        else here
-    )
+    here, opened = _Spot(text, at), _Spot(text, error.context_mark or at)
     if "\t" in here.indentation or "'\\t'" in problem:
         return here.mistake("a tab in the indentation", "indent with spaces")
     if text[max(at.index - 1, 0) :].startswith("${env:"):
         return here.mistake("`${env:` between brackets needs quotes", 'write "${env:NAME}"')
     if "quoted scalar" in context:
         if "escape" in problem:
-            hint = r"write two backslashes (\\), or put the text in single quotes"
-            return here.mistake("unknown escape", hint)
+            return here.mistake("unknown escape", r"write two backslashes (\\), or put the text in single quotes")
         return opened.mistake("unclosed quote", "add the closing quote")
     if "flow" in context:
         return _bracket(opened, here)
@@ -59,13 +53,11 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
 
 
 class _Spot:
-    """A location in the text, with its line."""
-
-    def __init__(self, text: str, line: int, column: int, index: int) -> None:
-        self.line, self.column, self.index = line, column, index
-        self.text = _BREAK.split(text[index - column :], maxsplit=1)[0]
+    def __init__(self, text: str, mark: yaml.Mark) -> None:
+        self.line, self.column, self.index = mark.line, mark.column, mark.index
+        self.text = _BREAK.split(text[mark.index - mark.column :], maxsplit=1)[0]
         self.indentation = self.text[: len(self.text) - len(self.text.lstrip())]
-        self.character = text[index : index + 1]
+        self.character = text[mark.index : mark.index + 1]
 
     def mistake(self, message: str, hint: str) -> Mistake:
         return Mistake(message, hint=hint, line=self.line, column=self.column)
@@ -92,10 +84,8 @@ def _open_quote(text: str, index: int) -> Mistake | None:
         pass  # The text is known to be wrong. Only the last token before the mistake matters.
     if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
         return None
-    message = f"unclosed quote: the next one is in line {last.end_mark.line + 1}"
-    return Mistake(
-        message, hint="add the closing quote in this line", line=last.start_mark.line, column=last.start_mark.column
-    )
+    message, start = f"unclosed quote: the next one is in line {last.end_mark.line + 1}", last.start_mark
+    return Mistake(message, hint="add the closing quote in this line", line=start.line, column=start.column)
 
 
 def _colon(text: str, here: _Spot) -> Mistake:
@@ -114,10 +104,8 @@ def _colon(text: str, here: _Spot) -> Mistake:
                 start = len(above[number]) - len(above[number].lstrip())
                 return Mistake(*_no_value(line), number, start)
             break
-    message = "line is indented more than the keys above"
-    return Mistake(
-        message, hint="indent it like the other keys of its section", line=here.line, column=len(here.indentation)
-    )
+    hint = "indent it like the other keys of its section"
+    return Mistake("line is indented more than the keys above", hint=hint, line=here.line, column=len(here.indentation))
 
 
 def _no_colon(key: _Spot) -> Mistake:
@@ -140,7 +128,7 @@ def _after_block(here: _Spot, found: str) -> Mistake:
         message = "indentation matches none of the sections above"
         return here.mistake(message, "indent it like the other keys of its section")
     if found == "-":
-        return here.mistake("list entry among keys", "put it under a key of its own, and indent it")
+        return here.mistake("list entry among keys", "put it under a separate key, and indent it")
     if found in ("]", "}", ","):
         return here.mistake(f"`{found}` without an opening bracket", "remove it, or put the value in quotes")
     if found == ":":
@@ -156,7 +144,7 @@ def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> 
     if "duplicate anchor" in context:
         return here.mistake(f"duplicate anchor, first in line {opened.line + 1}", "use another name")
     if "sequence entries are not allowed" in problem:
-        hint = "write the list as `[a, b]`, or start each `- entry` on a line of its own"
+        hint = "write the list as `[a, b]`, or start each `- entry` on a separate line"
         return here.mistake("a list cannot start in the line of its key", hint)
     if "block scalar" in context:
         hint = f"start the text on the next line, or put the value in quotes if `{opened.character}` belongs to it"

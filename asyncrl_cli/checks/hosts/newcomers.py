@@ -96,7 +96,6 @@ class Newcomers:
 
 
 def _here() -> str:
-    """The id of the driver's node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

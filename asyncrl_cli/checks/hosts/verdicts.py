@@ -70,11 +70,8 @@ def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
             listed = _some([f"{version or 'missing'} on {host}" for host, version in there.items()])
             conflict = any(_conflict(package, here, version) for version in there.values())
             status = Status.FAILURE if conflict else Status.WARNING
-            findings.append(
-                Finding(
-                    "versions", status=status, found=f"{package}: {here or 'missing'} on {first}, {listed}", hint=same
-                )
-            )
+            found = f"{package}: {here or 'missing'} on {first}, {listed}"
+            findings.append(Finding("versions", status=status, found=found, hint=same))
     if unlike := [host for host, fact in others if fact.code != expected.code]:
         found = f"the code of asyncrl differs from the code on {first}: {_some(unlike)}"
         hint = "install the same asyncrl on every host: its processes exchange objects of this code"
@@ -119,10 +116,7 @@ def judge_clocks(ahead: Mapping[str, float]) -> Finding:
 
 
 def judge_pairs(
-    hosts: Sequence[str],
-    failures: Mapping[Pair, Failure],
-    speeds: Mapping[Pair, float],
-    newcomer: str | None = None,
+    hosts: Sequence[str], failures: Mapping[Pair, Failure], speeds: Mapping[Pair, float], newcomer: str | None = None
 ) -> list[Finding]:
     """Check that every host reaches every other host fast enough.
 
@@ -131,9 +125,8 @@ def judge_pairs(
     findings = []
     for pair, failure in list(failures.items())[:SHOWN]:
         happened, hint = WHY[failure]
-        findings.append(
-            Finding("connections", status=Status.FAILURE, found=f"{_arrow(pair)}: {pair[1]} {happened}", hint=hint)
-        )
+        found = f"{_arrow(pair)}: {pair[1]} {happened}"
+        findings.append(Finding("connections", status=Status.FAILURE, found=found, hint=hint))
     if (more := len(failures) - SHOWN) > 0:
         host, count = Counter(host for pair in failures for host in pair).most_common(1)[0]
         found = f"{more} more pairs fail; {host} is in {count} of all {len(failures)}"
@@ -188,10 +181,8 @@ def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[
     findings = []
     for host, (problem, hint) in problems.items():
         if host in left:
-            found = f"{host} has left the cluster during the check"
-            findings.append(
-                Finding("hosts", status=Status.WARNING, found=found, hint="start Ray there again if the run needs it")
-            )
+            found, again = f"{host} has left the cluster during the check", "start Ray there again if the run needs it"
+            findings.append(Finding("hosts", status=Status.WARNING, found=found, hint=again))
         else:
             findings.append(Finding("hosts", status=Status.FAILURE, found=f"{host}: {problem}", hint=hint))
     return findings

@@ -97,11 +97,7 @@ PANELS = (
         "Clipped tokens (share)",
         {"train/clip_low_fraction": "below", "train/clip_high_fraction": "above"},
     ),
-    Panel(
-        OPTIMIZATION,
-        "Log-prob gap to the sampling policy (nats)",
-        {"correction/logprob_gap_mean": "mean"},
-    ),
+    Panel(OPTIMIZATION, "Log-prob gap to the sampling policy (nats)", {"correction/logprob_gap_mean": "mean"}),
     Panel(SPEED, STALENESS, {"staleness/groups_max": "max", "staleness/groups_mean": "mean"}, smooth=False),
     Panel(SPEED, "Tokens per second", {"tokens/generated_per_s": "generated", "tokens/trained_per_s": "trained"}),
     Panel(SPEED, "Trained tokens per second and GPU", {"tokens/trained_per_gpu_s": "trained"}),
@@ -203,10 +199,7 @@ def _chart(section: str, title: str, lines: Sequence[_Line], *, several: bool, s
             trace["y"] = short(mean)
         if several:
             symbol = SYMBOLS[line.run_at % len(SYMBOLS)]
-            trace |= {
-                "mode": "lines+markers",
-                "marker": {"symbol": symbol, "size": 7, "maxdisplayed": MARKERS},
-            }
+            trace |= {"mode": "lines+markers", "marker": {"symbol": symbol, "size": 7, "maxdisplayed": MARKERS}}
         trace["showlegend"] = bool({line.label} - labels - {""})
         labels.add(line.label)
         data.append(trace)

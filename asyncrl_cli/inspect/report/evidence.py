@@ -71,12 +71,7 @@ class Activity:
 
 
 def split_wait(
-    asked_at: float,
-    taken_at: float,
-    enough_at: float,
-    generated_at: float,
-    scored_at: float,
-    saving_s: float = 0.0,
+    asked_at: float, taken_at: float, enough_at: float, generated_at: float, scored_at: float, saving_s: float = 0.0
 ) -> dict[TrainerPart, float]:
     """Split the trainer's wait for its batch (from ``asked_at`` to ``taken_at``) by cause, in seconds.
 

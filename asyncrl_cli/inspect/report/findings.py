@@ -237,12 +237,10 @@ def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any]) -> tuple[str, 
 
 def not_comparable(spec: Mapping[str, Any]) -> list[str]:
     """Return the reasons why different steps use different kinds of prompts, so their rewards cannot be compared."""
+    rejects = value_at(spec, "algorithm.uniform_groups") == "reject"
     reasons = {
         "data.curriculum changes the prompts": value_at(spec, "data.curriculum"),
         "data.filter leaves out solved prompts": value_at(spec, "data.filter"),
-        "algorithm.uniform_groups: reject leaves out groups that are all correct or all wrong": value_at(
-            spec, "algorithm.uniform_groups"
-        )
-        == "reject",
+        "algorithm.uniform_groups: reject leaves out groups that are all correct or all wrong": rejects,
     }
     return [reason for reason, holds in reasons.items() if holds]

@@ -97,11 +97,10 @@ def summarize(run: RunDirectory) -> RunSummary:
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, spans)
         found = prediction(connection, spec)
-        recorded = (
-            [breakdown(spent), *besides(connection, spec=spec, spans=spans, settings=settings, spent=spent)]
-            if spent
-            else []
-        )
+        recorded: list[str] = []
+        if spent:
+            costs = besides(connection, spec=spec, spans=spans, settings=settings, spent=spent)
+            recorded = [breakdown(spent), *costs]
         course = curves(
             connection, spans=spans, names=SERIES, files=files, samples=machine, max_staleness=settings.max_staleness
         )
@@ -225,9 +224,6 @@ def differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     """Return the keys that differ between the runs' specs, with the value of each run."""
     specs = [flatten(run.spec) for run in runs]
     keys = dict.fromkeys(key for spec in specs for key in spec)
-    rows = [(key, [_value_text(spec[key]) if key in spec else NOT_SET for spec in specs]) for key in keys]
+    texts = [{k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in spec.items()} for spec in specs]
+    rows = [(key, [text.get(key, NOT_SET) for text in texts]) for key in keys]
     return [(key, values) for key, values in rows if any(a != b for a, b in pairwise(values))]
-
-
-def _value_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -258,7 +258,6 @@ def held_out_samples(
 
 
 def _held_out_images(connection: sqlite3.Connection, content: Any) -> tuple[str, ...]:
-    """The images in a prompt's messages, if the journal has them."""
     try:
         digests = image_digests(content or "")
     except (AttributeError, KeyError, TypeError):  # a file may have anything there

@@ -32,7 +32,7 @@ OWN_ENGINE_ARGS = {
 """vLLM arguments that asyncrl sets itself, each with the key to use instead, or None. Arguments that begin with
 `schedul` are treated in the same way."""
 
-_ONE_ACTOR = "an engine is one process group on one host, with the GPUs of rollout.gpus_per_engine alone"
+_ONE_ACTOR = "an engine is one process group on one host, with only the GPUs of rollout.gpus_per_engine"
 _EXACT = "engines must compute with exactly the weights that the trainer publishes"
 IMPOSSIBLE_ENGINE_ARGS = {
     "pipeline_parallel_size": ((1,), _ONE_ACTOR, "use rollout.gpus_per_engine (tensor parallelism)"),

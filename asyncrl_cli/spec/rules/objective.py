@@ -73,9 +73,7 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"the rewards of a group of one are always equal, so {algorithm.uniform_groups} excludes every group"
         yield Problem("algorithm.uniform_groups", message, "set it to train, or raise rollout.group_size")
     elif algorithm.advantage in ("none", GAE, *TURN_BASELINES) and algorithm.uniform_groups == "skip":
-        message = (
-            f"with advantage {algorithm.advantage}, groups with equal rewards have gradients, and skip excludes them"
-        )
+        message = f"with advantage {algorithm.advantage}, skip excludes groups with equal rewards, which have gradients"
         yield warning("algorithm.uniform_groups", message, "set it to train")
 
 
@@ -157,11 +155,9 @@ def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
             message = "0 leaves nothing to learn from, because kl_coef is 0, too"
             yield Problem("algorithm.reward_coef", message, "raise it, or set algorithm.kl_coef")
         elif algorithm.uniform_groups != "train":
-            message = (
-                "without rewards every group is uniform"
-                if algorithm.uniform_groups == "skip"
-                else ("reject compares rewards, and reward_coef is 0")
-            )
+            message = "reject compares rewards, and reward_coef is 0"
+            if algorithm.uniform_groups == "skip":
+                message = "without rewards every group is uniform"
             yield Problem("algorithm.uniform_groups", message, "set it to train")
     elif spec.task.use == "prompts":
         message = "the task `prompts` has no rewards"

@@ -32,7 +32,7 @@ def fp8_engines(spec: ExperimentSpec) -> Iterator[Problem]:
         path, allowed = f"rollout.engine_args.{name}", ", ".join(FP8_ENGINES[name])
         correction = spec.algorithm.correction
         if value not in FP8_ENGINES[name]:
-            message = f"{value!r} cannot work: engines must compute with what the trainer publishes"
+            message = f"{value!r} cannot work: engines must compute with the weights that the trainer publishes"
             yield Problem(path, message, f"remove it, or use one of {allowed} on GPU engines")
         elif not spec.rollout.gpus_per_engine:
             message = f"{value!r} cannot work: vLLM's CPU engines do not compute in FP8"

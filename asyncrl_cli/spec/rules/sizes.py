@@ -112,9 +112,8 @@ def expert_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
     trainer = spec.trainer
     size, key = trainer.expert_parallel, "trainer.expert_parallel"
     if trainer.ranks % size:
-        yield Problem(
-            key, f"{size} does not divide trainer.ranks {trainer.ranks}", f"use one of {divisors(trainer.ranks)}"
-        )
+        message = f"{size} does not divide trainer.ranks {trainer.ranks}"
+        yield Problem(key, message, f"use one of {divisors(trainer.ranks)}")
     if size == 1:
         return
     for other, excluded, hint in (
