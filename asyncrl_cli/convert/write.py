@@ -35,7 +35,7 @@ def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
     trainer = conversion.trainer.name
     lines = [
         f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
-        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks points that you should check.",
+        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks points to check.",
     ]
     tree: dict[str, Any] = {}
     for setting in sorted(conversion.settings, key=_position):

@@ -320,7 +320,7 @@ def test_masked_rollouts_are_named_and_counted(run: RecordedRun, asyncrl: Any) -
     group_id = run.book.ledger.running[-1]
     run.book.record([run.rollout(group_id, 1)], [Outcome(f"{group_id}-1", Scored(None, {"refused": 1.0}))])
     run.commit()
-    assert "masked rollouts, whose reward is None: running 1" in asyncrl("inspect", "buffer")[1].splitlines()
+    assert "masked rollouts (the reward is None): running 1" in asyncrl("inspect", "buffer")[1].splitlines()
     assert f"rollout {group_id}-1: masked, its reward is None;" in asyncrl("inspect", "buffer", "--group", group_id)[1]
     document = json.loads(asyncrl("inspect", "buffer", "--rollout", f"{group_id}-1", "--json")[1])
     assert (document["rollouts"][0]["reward"], document["rollouts"][0]["masked"]) == (None, True)

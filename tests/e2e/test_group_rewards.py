@@ -100,4 +100,4 @@ def test_groups_are_compared_and_masked_rollouts_are_not_trained_on(shared_runs:
     assert sum(row["train/updates"] for row in metrics) > 0
 
     shown = shared_runs.run("inspect", "buffer", run).out
-    assert "masked rollouts, whose reward is None: " in shown
+    assert "masked rollouts (the reward is None): " in shown

@@ -197,7 +197,7 @@ def test_a_bound_whose_removal_saves_five_percent_does_not_limit(own_s: float, l
         savings=dict.fromkeys(found.savings, 0.0) | {"bound": 1 - 1 / own_s},
     )
     assert (found.limit, found.free) == (("bound", 4) if limits else (None, 2))
-    assert ("No part alone limits the speed" in advice(found)[0]) is not limits
+    assert ("No single part limits the speed" in advice(found)[0]) is not limits
 
 
 def test_a_prediction_is_consistent() -> None:

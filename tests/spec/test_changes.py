@@ -136,11 +136,11 @@ def test_a_key_may_change_unless_the_journal_depends_on_it(path: str) -> None:
     ("path", "value", "why"),
     [
         ("seed", 1, "it decides the order of prompts and the seeds of rollouts"),
-        ("model.init.config.hidden_size", 32, "checkpoints and recorded log-probs are those of this model"),
-        ("model.warm_start", None, "checkpoints and recorded log-probs are those of this model"),
-        ("task.options", {}, "recorded rewards are those of this task"),
+        ("model.init.config.hidden_size", 32, "checkpoints and recorded log-probs belong to this model"),
+        ("model.warm_start", None, "checkpoints and recorded log-probs belong to this model"),
+        ("task.options", {}, "recorded rewards belong to this task"),
         ("rollout.group_size", 2, "recorded groups have this size"),
-        ("rollout.sampling.temperature", 0.5, "recorded log-probs are those of this distribution"),
+        ("rollout.sampling.temperature", 0.5, "recorded log-probs belong to this distribution"),
         ("pipeline.publish_every", 2, "it decides which steps have a version"),
     ],
 )
@@ -223,7 +223,7 @@ def test_only_the_scoring_of_the_members_of_a_mix_may_change() -> None:
         [arithmetic, code],
         [code, arithmetic, arithmetic | {"name": "c"}],
     ):
-        with pytest.raises(SpecError, match="recorded rewards are those of this task"):
+        with pytest.raises(SpecError, match="recorded rewards belong to this task"):
             check_changes(validated(MIX), validated(MIX | {"task": {"mix": other}}))
 
 

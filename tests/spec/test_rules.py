@@ -235,7 +235,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (
             ["model.lora={serve: adapter}", "rollout.engine_args={quantization: fp8_per_tensor}", *ON_GPUS],
             "rollout.engine_args.quantization",
-            "adapters beside quantized weights",
+            "adapters together with quantized weights",
         ),
         (
             ["model={path: null, init: {architecture: mixtral, tokenizer: characters}}", "model.lora={serve: adapter}"],
