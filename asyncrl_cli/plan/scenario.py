@@ -54,8 +54,8 @@ def planned_scenario(
         share = of_run.trainer.ranks / spec.trainer.ranks
         costs = replace(costs, trainer=replace(costs.trainer, per_token_s=costs.trainer.per_token_s * share))
         guesses.append(
-            f"{counted(spec.trainer.ranks, 'trainer rank')} should train {1 / share:.3g} times as fast as the measured "
-            f"{of_run.trainer.ranks}"
+            f"the trainer is assumed to be {1 / share:.3g} times as fast with {counted(spec.trainer.ranks, 'rank')} as "
+            f"with the measured {of_run.trainer.ranks}"
         )
     if spec.rollout.min_engines != of_run.rollout.min_engines and shares_host(spec):
         guesses.append("engines are assumed not to slow each other down, although they are on CPUs")

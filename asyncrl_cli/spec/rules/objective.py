@@ -100,7 +100,8 @@ def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Reward parts that are normalized separately need `advantage: group_norm`, and exclude penalties on the sum."""
+    """Reward parts that are normalized separately need `advantage: group_norm`, and exclude settings of a single
+    reward."""
     algorithm = spec.algorithm
     key = "algorithm.reward_aggregation"
     for name, weight in algorithm.reward_parts.items():

@@ -15,7 +15,7 @@ FP8_ENGINES = {
 """Values of vLLM's arguments that make engines convert every published version to FP8. vLLM's other quantizations need
 a quantized checkpoint, or are too coarse for the log-probs to agree."""
 EXACT = {"quantization": (), "kv_cache_dtype": ("auto", "bfloat16")}
-"""Values that have no effect on bfloat16 engines."""
+"""Values that do not change how engines compute."""
 
 
 def fp8_arguments(spec: ExperimentSpec) -> dict[str, object]:
