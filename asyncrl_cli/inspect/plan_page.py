@@ -173,7 +173,7 @@ def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
         text = f"the processors are as fast as when the run was measured, within {SAME_SPEED:.0%}"
         if abs(slower - 1) > SAME_SPEED:
             text = (
-                f"the processors need {less(1 - slower)} time for the same work than when the run was measured: expect "
+                f"the processors take {less(1 - slower)} time for the same work than when the run was measured: expect "
                 f"a step of about {_seconds(slower * step_s)} instead of {_seconds(step_s)}"
             )
     return Page(document, _wrapped([f"machine  {text}"]))

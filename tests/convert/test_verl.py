@@ -216,7 +216,7 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         ("algorithm.rollout_correction.rollout_is=geometric", "rollout_is=geometric has no counterpart"),
         ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
         (f"{R}multi_turn.enable=True", "several turns"),
-        (f"{A}router_replay.mode=R2", "there is R3 alone"),
+        (f"{A}router_replay.mode=R2", "asyncrl has only R3"),
         (f"{R}do_sample=False", "always sampled"),
         ("data.truncation=left", "verl truncates longer prompts"),
         (f"{A}fsdp_config.dtype=float16", "float16 is not supported"),
@@ -328,7 +328,7 @@ def test_images_are_kept_with_column_number_and_the_trained_tower(
 @pytest.mark.parametrize(("key", "word"), [("data.video_key", "video"), ("data.audio_key", "audio")])
 def test_video_and_audio_are_refused_with_that_word(key: str, word: str) -> None:
     (reason,) = converted([*GRPO, f"{key}=column"]).unsupported
-    assert f"{word} of the data is dropped" in reason
+    assert f"{word} in the data is dropped" in reason
 
 
 @pytest.mark.parametrize(

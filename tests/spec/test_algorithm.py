@@ -132,9 +132,9 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
         (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "without a bound"),
         (
             ["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"],
-            "equal rewards have gradients",
+            "equal rewards, which have gradients",
         ),
-        (["algorithm.advantage=turn_norm", "algorithm.uniform_groups=skip"], "equal rewards have gradients"),
+        (["algorithm.advantage=turn_norm", "algorithm.uniform_groups=skip"], "equal rewards, which have gradients"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.reference_update_every=5"], "there is no reference"),
         (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "without loss: clip or gspo"),
