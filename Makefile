@@ -73,6 +73,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
 format: install
 	$(BIN)/ruff check --fix .
