@@ -1,7 +1,7 @@
-"""bwrap's arguments for each sandbox, and the process that it starts.
+"""bwrap's arguments for each kind of sandbox, and the process that it starts.
 
-A sandbox for judged code shows Python and its packages, one for commands the programs of this machine, too. Both see
-this package's modules at ``OWN``, and one or two empty folders in memory that they may write to.
+Judged code sees Python and its packages. Commands also see the machine's programs. Both see this package at ``OWN``,
+and may write only to one or two empty folders in memory.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from asyncrl_cli.sandbox import confine, gvisor, processes
 from asyncrl_cli.spec.inputs import SandboxSpec
 
 WORK_FOLDER = "/sandbox"
-"""Where commands start, inside. No folder of Python's packages may be below it, because it would be visible there."""
+"""Working folder of commands inside. No folder of Python's packages may be below it, because it would show there."""
 OWN = "/box"
-"""The folder with this package, inside."""
+"""The folder that holds this package inside."""
 PACKAGES = Path(__file__).parents[2]
-"""The folder with this package, outside."""
+"""The folder that holds this package outside."""
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
-"""Files of the system that Python needs."""
+"""System files that Python needs."""
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 DATA_OF_PROGRAMS = (
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/mime.types",
 )  # fmt: skip
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN")
-"""A process of root needs them to take its id and to own its folder; then it drops them."""
+"""If the run is root's, the first process needs these to take its user id and own its folder; then it drops them."""
 OWN_IDS = range(0x70000000, 0x78000000)
 """User ids that no machine assigns."""
 END_S = 10.0
-"""Seconds that the kernel gets to end a process after SIGKILL."""
+"""Seconds that the kernel has to end a process after SIGKILL."""
 
 
 class SandboxError(OSError):
-    """A sandbox that did not start, or has ended; says why."""
+    """The sandbox did not start, or has ended; the message says why."""
 
 
 class Process:
-    """A process in a sandbox of bwrap, or an unconfined one; started when made. Raises ``OSError``."""
+    """A process in a sandbox of bwrap, or an unconfined one. The constructor starts it and raises ``OSError``."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Process:
         environment: Mapping[str, str],
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """``bwrap``: bwrap and its arguments, if it starts the command. ``passed``: descriptors for the command."""
+        """``bwrap``: bwrap with its arguments, if it is to start the command. ``passed``: descriptors to inherit."""
         self._info, info = os.pipe()
         os.set_blocking(self._info, False)
         self._info_text = b""
@@ -67,7 +67,7 @@ class Process:
         if bwrap:
             command = [*bwrap, "--info-fd", str(info), "--", *command]
         try:
-            # bwrap ends with the thread that has started it.
+            # bwrap ends with the thread that starts it (PR_SET_PDEATHSIG), so callers use a thread that lives on.
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -98,18 +98,22 @@ class Process:
         return self._pid
 
     def last_line(self) -> str:
-        """The last line that it printed to its standard error so far."""
+        """The last line on its standard error so far."""
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Wait until it has ended; kill it after ``patience_s``. The kernel ends a namespace with its first process."""
+        """Wait for the process to end; kill it after ``patience_s``.
+
+        The kernel ends a namespace with its first process. Without namespaces the descendants are killed here, because
+        commands start their own sessions, outside the process group.
+        """
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            doomed = [] if self._in_namespaces else [*processes.below(self.pid)]  # commands are not in its group
+            doomed = [] if self._in_namespaces else [*processes.below(self.pid)]
             for pid in (self.pid, *doomed):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -122,7 +126,7 @@ class Process:
                 self._process.kill()
                 self._process.wait(END_S)
         if self.pid != self._process.pid:
-            # bwrap does not wait for the namespace's first process. If this process adopts orphans, it has to.
+            # bwrap does not wait for the namespace's first process. A process that adopts orphans must reap it itself.
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
 
@@ -134,13 +138,13 @@ class Process:
 
 
 def python(module: str, root: str, words: Sequence[str] = ()) -> list[str]:
-    """The command that calls ``main`` of one of this package's modules, which are below ``root``."""
+    """The command that calls ``main`` of a module of this package; ``root`` is the folder that holds the package."""
     start = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, *words]
 
 
 def file_of(data: bytes) -> int:
-    """The descriptor of a file in memory, to be read from its beginning."""
+    """Return the descriptor of a file in memory, positioned at its beginning."""
     file = os.memfd_create("sandbox")
     with os.fdopen(os.dup(file), "wb") as writing:
         writing.write(data)
@@ -149,8 +153,7 @@ def file_of(data: bytes) -> int:
 
 
 def unused_uid() -> int:
-    """The user id that a process of root has to take; 0 for an ordinary user. Raises ``SandboxError`` if there is
-    none."""
+    """The user id that root's sandbox must take; 0 for an ordinary user. Raises ``SandboxError`` if none is free."""
     if os.getuid() != 0:
         return 0
     ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -159,19 +162,19 @@ def unused_uid() -> int:
             return uid
     if any(first == 0 == outside for first, outside, _ in ranges):
         raise SandboxError("root cannot become another user in this user namespace")
-    return 0  # in a namespace that an ordinary user has made
+    return 0  # an ordinary user who is root only in its own namespace
 
 
 @functools.cache
 def packages() -> Sequence[str]:
-    """Folders of installed packages: of Python's path neither the project's folder nor any other."""
+    """Folders of installed packages. Other folders of Python's path, such as the project's, stay hidden."""
     named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     return [os.path.realpath(path) for path in named if os.path.isdir(path)]
 
 
 @functools.cache
 def readable() -> Sequence[str]:
-    """Files and folders that Python itself needs."""
+    """Files and folders that the interpreter needs."""
     own = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
     own.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
     return [path for path in (*LIBRARIES, *DATA, *own) if os.path.exists(path)]
@@ -179,7 +182,7 @@ def readable() -> Sequence[str]:
 
 @functools.cache
 def for_code(disk_mb: int) -> Sequence[str]:
-    """bwrap and its arguments for judged code."""
+    """bwrap with its arguments for judged code."""
     return [
         *_namespaces(as_first_process=False),
         *_devices(),
@@ -190,10 +193,10 @@ def for_code(disk_mb: int) -> Sequence[str]:
 
 
 def for_commands(settings: SandboxSpec, visible: Mapping[str, str], accounts: Mapping[str, int]) -> list[str]:
-    """bwrap and its arguments for commands. ``accounts``: descriptors with the content of small files."""
+    """bwrap with its arguments for commands. ``accounts``: paths of small files, with descriptors of their content."""
     in_gvisor = settings.kind == "gvisor"
     return [
-        # gVisor's processes cannot end bwrap's own first process. Its end ends all of them.
+        # For gVisor, bwrap's own process comes first: gVisor cannot kill it, and the kernel ends all others with it.
         *_namespaces(as_first_process=not in_gvisor),
         *_devices(),
         *("--proc", "/proc"),
@@ -209,7 +212,7 @@ def for_commands(settings: SandboxSpec, visible: Mapping[str, str], accounts: Ma
 
 
 def visible_to_commands(settings: SandboxSpec) -> dict[str, str]:
-    """Files and folders of this machine that can be read inside: where they are inside, and here."""
+    """Files and folders that commands may read: their path inside, mapped to their path on this machine."""
     own = (sys.prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     bound = {path: path for path in (*PROGRAMS, *DATA_OF_PROGRAMS, *own) if os.path.exists(path)}
     bound |= {os.path.abspath(path): os.path.realpath(path) for path in settings.readable}
@@ -224,13 +227,14 @@ def _own_modules() -> dict[str, str]:
 
 
 def _namespaces(as_first_process: bool) -> list[str]:
-    """bwrap itself, in new namespaces, with few capabilities if any; it ends with its parent.
+    """bwrap in new namespaces, with few or no capabilities; it ends with its parent.
 
-    ``as_first_process``: the command is the first process of its namespace, which no other in it can end; otherwise
-    the first process is bwrap's. As root, bwrap makes no user namespace, because its user would be root outside.
-    So the command has to take an unused id. The kernel does not send the signal of a parent's end to a process
-    with another id, so such a first process has to notice itself that bwrap, or the process that started bwrap, has
-    ended.
+    ``as_first_process``: the command is the first process of its namespace, and no other process there can kill it.
+    Otherwise bwrap's own process is.
+
+    As root, bwrap makes no user namespace, because the user inside would be root outside. Instead the command takes an
+    unused id. The kernel does not signal a parent's end to a process with another user id, so such a command must
+    notice itself that bwrap or the worker has ended (decision 0071).
     """
     arguments = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL", *(["--as-pid-1"] if as_first_process else [])]
@@ -242,7 +246,7 @@ def _namespaces(as_first_process: bool) -> list[str]:
 
 
 def _devices() -> Iterable[str]:
-    """A folder /dev with those that hold nothing."""
+    """A read-only /dev with devices that store nothing."""
     yield from ("--perms", "0755", "--size", "65536", "--tmpfs", "/dev")
     for path in confine.DEVICES:
         yield from ("--dev-bind", path, path)
@@ -250,14 +254,14 @@ def _devices() -> Iterable[str]:
 
 
 def _memory_folder(path: str, size_mb: int, mode: str = "1777") -> tuple[str, ...]:
-    """An empty folder in memory; with the default ``mode`` every user may write to it."""
+    """An empty folder in memory; the default ``mode`` lets every user write to it."""
     return "--perms", mode, "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path
 
 
 def _bindings(bound: Mapping[str, str]) -> Iterable[str]:
-    """Files and folders of this machine, read-only: where they are inside, and here."""
+    """Bind files and folders of this machine read-only: path inside, mapped to path on this machine."""
     for target in sorted(bound):
-        if any(os.path.commonpath([target, other]) == other for other in bound if other != target):
+        if any(os.path.commonpath([target, other]) == other for other in bound if other != target):  # bound above it
             continue
         for parent in reversed(Path(target).parents):
             if str(parent) not in ("/", "/tmp"):

@@ -1,5 +1,5 @@
-"""Sandboxes for commands, seen from the worker: a process of bwrap, and a socket to the supervisor inside (in gVisor,
-with that kind). The kind and the limits are in the spec (``SandboxSpec``).
+"""Sandboxes for commands, as the worker uses them: a process of bwrap, and a socket to the supervisor inside it (or
+inside gVisor). The spec sets the kind and the limits (``SandboxSpec``).
 
 async with open_sandbox(SandboxSpec(), gateway=model.base_url) as sandbox:
     await sandbox.write_file("fix.py", b"print(1 + 1)")
@@ -29,19 +29,19 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 __all__ = ["WORK_FOLDER", "BlockingSandbox", "CommandResult", "Kind", "ShellSandbox", "Stopped", "open_sandbox"]
 
 GATEWAY_PORT = 18181
-"""Port of 127.0.0.1 that leads to the gateway, inside."""
+"""Port of 127.0.0.1 that leads to the gateway from inside."""
 NO_VARIABLES: Mapping[str, str] = {}
 OPEN_FILES = 1024
 START_S = 60.0
-"""Seconds that starting may take, on a busy machine."""
+"""Seconds that a start may take on a busy machine."""
 GRACE_S = 30.0
-"""Seconds beyond its time that a command's result may take, on a busy machine."""
+"""Seconds that a command's result may be late on a busy machine, after the command's time limit."""
 FILE_S = 60.0
 END_S = 10.0
 GVISOR_LOOK_S = 1.0
-"""Seconds between two looks at gVisor's memory; most commands end before the first."""
+"""Seconds between two checks of gVisor's memory; most commands end before the first."""
 GVISOR_MB = 256
-"""Memory that gVisor may take in addition to the memory and the files of its processes."""
+"""MiB that gVisor may use in addition to the memory and files of its processes."""
 PIECE = 2**16
 
 Kind = Literal["bubblewrap", "gvisor", "none"]
@@ -54,19 +54,18 @@ class CommandResult:
     """How a command ended."""
 
     status: int | None
-    """Its exit status (128 + the signal's number, if a signal ended it), or None if it was stopped."""
+    """Exit status (128 + the signal's number, if a signal ended the command), or None if it was stopped."""
     output: str
-    """The text printed on both streams, in order; the middle of a long text is omitted."""
+    """The text printed on both streams, in order, without the middle of a long text."""
     stopped: Stopped = ""
-    """The limit that it reached, if any. ``disk``: no space or files are left; ``processes``: there were as many as
-    there may be."""
+    """The limit that stopped it, if any. ``disk``: no space left, or too many files."""
 
 
 @asynccontextmanager
 async def open_sandbox(settings: SandboxSpec, *, gateway: str | None = None) -> AsyncIterator[ShellSandbox]:
-    """A sandbox, which is closed at the end. ``gateway``: the base URL that it may reach, with ``network: gateway``.
+    """Start a sandbox, and close it at the end. ``gateway``: the base URL that ``network: gateway`` lets it reach.
 
-    Raises ``SandboxError`` when it cannot be started.
+    Raises ``SandboxError`` if it does not start.
     """
     sandbox = ShellSandbox(settings, gateway if settings.network == "gateway" else None)
     try:
@@ -77,19 +76,19 @@ async def open_sandbox(settings: SandboxSpec, *, gateway: str | None = None) -> 
 
 
 class ShellSandbox:
-    """A sandbox. Its files stay from one command to the next; its processes do not."""
+    """A sandbox for commands. Files stay from one command to the next; processes do not."""
 
     def __init__(self, settings: SandboxSpec, gateway: str | None) -> None:
-        """Start its process. Raises ``SandboxError``."""
+        """Start the process. Raises ``SandboxError``."""
         self.base_url = gateway
-        """The gateway's base URL, as seen inside; None without a gateway."""
+        """The gateway's base URL inside; None without a gateway."""
         inside = settings.kind != "none"
         self._settings = settings
         self._relay = Relay(gateway) if gateway is not None and inside else None
         self._turn = asyncio.Lock()
         self._sending = asyncio.Lock()
         self._current: asyncio.Task[list[bytes]] | None = None
-        """The exchange that is under way."""
+        """The exchange that uses the socket now."""
         self._closed = False
         self._order: dict[str, Any] = {
             "kind": settings.kind,
@@ -114,7 +113,7 @@ class ShellSandbox:
             theirs.close()
 
     def _started(self, control: int) -> bubblewrap.Process:
-        """The process of bwrap, or of the supervisor itself."""
+        """Start bwrap, or without a sandbox the supervisor itself."""
         kind = self._settings.kind
         if kind == "none":
             root = str(bubblewrap.PACKAGES)
@@ -149,14 +148,14 @@ class ShellSandbox:
             for path, text in _accounts(uid or 1000).items():
                 files[path] = bubblewrap.file_of(text.encode())
             bwrap = bubblewrap.for_commands(self._settings, visible, files)
-            # In this thread, the loop's: bwrap ends with the thread that has started it.
+            # In the event loop's thread: bwrap ends with the thread that starts it.
             return bubblewrap.Process(command, bwrap, passed=[control, *files.values()], environment={})
         finally:
             for file in files.values():
                 os.close(file)
 
     async def start(self) -> None:
-        """Wait until it is confined. Raises ``SandboxError``."""
+        """Wait until the supervisor has confined itself. Raises ``SandboxError``."""
         try:
             async with asyncio.timeout(START_S):
                 await self._send([json.dumps(self._order).encode()])
@@ -169,7 +168,7 @@ class ShellSandbox:
             raise SandboxError(f"the sandbox has not started: {reason}") from error
 
     async def _listening(self) -> socket.socket:
-        """The socket to which connections from inside come."""
+        """Receive the socket that accepts connections from inside."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._control, readable.set_result, None)
@@ -188,9 +187,10 @@ class ShellSandbox:
     async def run(
         self, command: str, *, time_s: float | None = None, env: Mapping[str, str] = NO_VARIABLES
     ) -> CommandResult:
-        """Run a line in a fresh shell (bash where there is one) in the work folder, and end what it has left running.
+        """Run a command in a new shell (bash if installed) in the work folder, and end processes that it left running.
 
-        One runs at a time: others wait. A cancelled one is stopped. Raises ``SandboxError`` once the sandbox is gone.
+        Commands run one at a time; others wait. A cancelled command is stopped. Raises ``SandboxError`` once the
+        sandbox has ended.
         """
         time_s = self._settings.time_s if time_s is None else time_s
         variables = json.dumps(dict(env), ensure_ascii=False)
@@ -198,16 +198,16 @@ class ShellSandbox:
         answer = await self._ask(order, time_s + GRACE_S)
         try:
             status, stopped, output = answer
-            # Whoever gets this answer has not cancelled: then `_stop_for_memory` has.
+            # A caller that cancels gets no answer, so this stop came from `_stop_for_memory`.
             limit = cast("Stopped", "memory" if stopped == supervisor.CANCELLED else stopped.decode())
             return CommandResult(None if limit else int(status), output.decode(errors="replace"), limit)
         except ValueError as error:
             raise SandboxError(f"an invalid answer from the sandbox: {error}") from error
 
     async def write_file(self, path: str, data: bytes) -> None:
-        """Write a file, with its folders; ``path`` is relative to the work folder.
+        """Write a file and make its folders; ``path`` is relative to the work folder.
 
-        Raises ``OSError`` for a path that leaves it or leads through a link, and for want of space.
+        Raises ``OSError`` if the path leaves the work folder or passes a link, or if no space is left.
         """
         work_files.parts_of(path)
         if len(data) > work_files.MOST_BYTES:
@@ -215,30 +215,30 @@ class ShellSandbox:
         await self._ask([b"write", os.fsencode(path), data], FILE_S)
 
     async def read_file(self, path: str) -> bytes:
-        """The content of a file; ``path`` is relative to the work folder.
+        """Read a file; ``path`` is relative to the work folder.
 
-        Raises ``OSError`` for a path that leaves it or leads through a link, and for anything except a file.
+        Raises ``OSError`` if the path leaves the work folder, passes a link, or is not a regular file.
         """
         work_files.parts_of(path)
         (data,) = await self._ask([b"read", os.fsencode(path)], FILE_S)
         return data
 
     async def close(self) -> None:
-        """End its processes and remove its files. May be called again."""
+        """End all processes and remove the files. May be called more than once."""
         if self._relay is not None:
             await self._relay.close()
         await self._end()
 
     async def _ask(self, order: Sequence[bytes], time_s: float) -> list[bytes]:
-        """The supervisor's answer. Raises ``OSError`` of the kind that it had, and ``SandboxError``.
+        """Send an order and return the supervisor's answer. Raises the supervisor's ``OSError``, and ``SandboxError``.
 
-        It still takes the answer of an order that is cancelled, or the next order would: a command is stopped.
+        The answer to a cancelled order is still read, or the next order would get it. A cancelled command is stopped.
         """
         exchange = asyncio.create_task(self._exchange(order, time_s))
         try:
             return await asyncio.shield(exchange)
         except asyncio.CancelledError:
-            if exchange is not self._current:  # it waits for its turn
+            if exchange is not self._current:  # still waiting for its turn
                 exchange.cancel()
             elif order[0] == b"run":
                 with suppress(OSError):
@@ -257,7 +257,7 @@ class ShellSandbox:
             except asyncio.CancelledError:
                 self._shut()
                 raise
-            except (OSError, ValueError) as error:  # TimeoutError and WireError are among them
+            except (OSError, ValueError) as error:  # includes TimeoutError and WireError
                 self._shut()
                 raise SandboxError(f"the sandbox has ended: {error or 'no answer'}") from error
             finally:
@@ -269,10 +269,10 @@ class ShellSandbox:
         return fields
 
     async def _stop_for_memory(self) -> None:
-        """Stop the command if gVisor takes too much memory, its own included.
+        """Stop the command if gVisor uses too much memory.
 
-        The supervisor adds up what processes inside have. Files, pipes and sockets without number, too, take memory of
-        gVisor itself, which only its processes on this machine show.
+        The supervisor counts only the processes inside. Many files, pipes and sockets use gVisor's own memory, which is
+        visible only in gVisor's processes on this machine.
         """
         most = (self._settings.memory_mb + 2 * self._settings.disk_mb + GVISOR_MB) * confine.MEGABYTE
         used = 0
@@ -298,14 +298,14 @@ class ShellSandbox:
         return bytes(data)
 
     def _shut(self) -> None:
-        """Have the supervisor end, and whatever waits for its answer."""
-        with suppress(OSError):  # it has ended
+        """Close the socket in both directions: the supervisor ends, and no one waits for its answer."""
+        with suppress(OSError):  # it has ended already
             self._control.shutdown(socket.SHUT_RDWR)
 
     async def _end(self) -> str:
-        """End it; the last line that it printed before it was ready."""
+        """End the process; return the last line that it printed before it was ready."""
         self._shut()
-        async with self._turn:  # not before whoever waits for an answer has left the socket
+        async with self._turn:  # an exchange may still read from the socket, which must not be closed under it
             if self._closed:
                 return ""
             self._closed = True
@@ -320,7 +320,7 @@ class ShellSandbox:
 
 
 class BlockingSandbox:
-    """A ``ShellSandbox`` for code that runs in threads, as tools and environments do. Not for the event loop."""
+    """A ``ShellSandbox`` for code in threads, such as tools and environments. Not for the event loop."""
 
     def __init__(self, sandbox: ShellSandbox, loop: asyncio.AbstractEventLoop) -> None:
         self.base_url = sandbox.base_url
@@ -345,18 +345,18 @@ class BlockingSandbox:
         except RuntimeError:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         work.close()
-        raise RuntimeError(f"call it in a thread: here it would block the event loop {running!r}")
+        raise RuntimeError(f"call this in a thread: here it would block the event loop {running!r}")
 
 
 class Relay:
-    """Copies bytes between connections from inside and connections to the gateway, and to nothing else.
+    """Copies bytes between connections from inside and connections to the gateway, and to no other address.
 
-    The socket that listens was made in the sandbox's network and handed to the worker, which accepts its connections:
-    in the sandbox no process, and no file, leads outside.
+    The listening socket was made in the sandbox's network and passed to the worker, which accepts the connections. So
+    no process and no file inside leads out of the sandbox.
     """
 
     def __init__(self, gateway: str) -> None:
-        """``gateway``: its base URL."""
+        """``gateway``: the gateway's base URL."""
         url = urlsplit(gateway)
         self._tls = url.scheme == "https"
         self._host, self._port = url.hostname or "127.0.0.1", url.port or (443 if self._tls else 80)
@@ -364,7 +364,7 @@ class Relay:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, listening: socket.socket) -> None:
-        """Accept connections from now on."""
+        """Start to accept connections."""
         self._server = await asyncio.start_server(self._connected, sock=listening)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -377,7 +377,7 @@ class Relay:
             writers.append(far_writer)
             await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
         except (OSError, asyncio.CancelledError):
-            pass  # the connection ends; whoever waits for an answer sees that
+            pass  # the client sees that its connection ends
         finally:
             self._connections.discard(task)
             for one in writers:
@@ -401,7 +401,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _accounts(uid: int) -> dict[str, str]:
-    """Files of the one user, and of the one host."""
+    """Files that name the sandbox's only user and host."""
     return {
         "/etc/passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{uid}:{uid}:agent:{WORK_FOLDER}:/bin/sh\n",
         "/etc/group": f"root:x:0:\nagent:x:{uid}:\n",
@@ -411,7 +411,7 @@ def _accounts(uid: int) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that every command gets."""
+    """Environment variables of every command."""
     folders = (os.path.join(sys.prefix, "bin"), os.path.join(sys.base_prefix, "bin"))
     return {
         "PATH": ":".join((*dict.fromkeys(folders), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")),

@@ -1,6 +1,6 @@
-"""A process in a sandbox confines itself with this before it runs unreviewed code. None of it can be undone.
+"""How a sandboxed process confines itself before it runs unreviewed code. No step can be undone.
 
-This module is imported inside, so it imports little.
+The module is imported inside the sandbox, so it imports little.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 MEGABYTE = 2**20
 SHARED_UID = 65534
-"""The user whom systems give to processes without a user; other processes may have it, too."""
+"""The kernel's id for users without a mapping. Other processes may run under it, too."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 LIMITS = {
-    "RLIMIT_CORE": 1,  # 0 would still feed a program that collects core dumps
+    "RLIMIT_CORE": 1,  # with 0, the kernel would still pipe core dumps to a program that collects them
     "RLIMIT_MSGQUEUE": 0,
 }
-"""Limits of every sandbox, by the names of the module ``resource``."""
+"""Resource limits of every sandbox, by their names in the module ``resource``."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 PR_SET_CHILD_SUBREAPER = 36
 SECCOMP_MODE_FILTER = 2
@@ -34,7 +34,7 @@ LANDLOCK_RULE_PATH_BENEATH = 1
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, MAKE_SYM = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 12
 TRUNCATE = 1 << 14
 FILE_RIGHTS = (1 << 13) - 1, 1 << 13, TRUNCATE, 0, 1 << 15
-"""The rights over files that each version of Landlock has added."""
+"""File access rights that each version of Landlock added."""
 CONNECT_AND_BIND = 3
 ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
@@ -62,49 +62,50 @@ class _FilterProgram(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The part of the file system that Landlock leaves visible, where no namespace hides the rest."""
+    """Files that a process may use under Landlock, where no mount namespace hides the others."""
 
     readable: list[str]
     packages: list[str]
-    """Folders of Python's packages, which can be read, too."""
+    """Folders of Python's packages; readable, too."""
     folder: str
-    """The one folder that can be written to."""
+    """The only writable folder."""
     removes: bool
-    """Whether files in it can be removed."""
+    """Whether files in it may be removed: only where the process outside can still measure removed files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """How a process is to confine itself, as the process outside decides."""
+    """How a process must confine itself; the process outside decides."""
 
     limits: dict[str, int]
-    """In addition to ``LIMITS``."""
+    """Resource limits in addition to ``LIMITS``."""
     uid: int = 0
-    """The unused user id to take; 0 keeps the present user."""
+    """The unused user id to take; 0 keeps the current user."""
     processes: int = 0
-    """Processes and threads of the user, which the kernel counts; 0 sets no limit."""
+    """Maximal number of the user's processes and threads, which the kernel counts; 0 sets no limit."""
     filter: str = ""
     """The seccomp program in base64; "" for none."""
 
 
 def confine(order: Confinement, view: View | None, take_user: Callable[[int], None] | None = None) -> None:
-    """Confine this process. Raises ``OSError`` if any of it fails: then nothing may be run.
+    """Confine this process. Raises ``OSError`` if a step fails; the caller must then run nothing.
 
     ``take_user`` replaces ``become``.
     """
     for name, most in (LIMITS | order.limits).items():
         limit(getattr(resource, name), most)
-    # The order matters (decision 0021). The user first: without capabilities it cannot be changed any more. Landlock
-    # before the filter, which refuses Landlock's system calls and most others that these lines make.
+    # The order matters (decision 0021). The user id changes first, while the process has the capabilities for it. The
+    # filter comes last, because it refuses Landlock's system calls and most others that these lines make.
     if order.uid:
         (take_user or become)(order.uid)
-    if order.processes and order.uid != SHARED_UID:  # the kernel would count other processes of that id
+    if order.processes and order.uid != SHARED_UID:  # under the shared id the kernel would count foreign processes
         limit(resource.RLIMIT_NPROC, order.processes)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     _call("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
-    # The kernel kills this process when its parent ends. After the change of user, which would undo it.
+    # The kernel kills this process when its parent ends. A change of user would reset this, so it comes after.
     _prctl("PDEATHSIG", PR_SET_PDEATHSIG, signal.SIGKILL)
     if order.filter:
+        # Without it, the kernel accepts Landlock rules and filters only from privileged processes.
         _prctl("NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
         if view is not None:
             _restrict_files(view)
@@ -114,40 +115,40 @@ def confine(order: Confinement, view: View | None, take_user: Callable[[int], No
 
 
 def become(uid: int) -> None:
-    """Take a user's and group's id, for good."""
+    """Take a user id, and the group id of the same number. The process cannot change back."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def limit(kind: int, most: int) -> None:
-    """Set a limit of this process and its later children."""
-    with suppress(ValueError):  # the user has less already
+    """Set a resource limit of this process and its later children."""
+    with suppress(ValueError):  # the hard limit is lower already
         resource.setrlimit(kind, (most, most))
 
 
 def hide_memory() -> None:
-    """Let no other process of the same user look into this one, until it runs another program."""
+    """Keep other processes of the same user from reading this one's memory, until it executes another program."""
     _prctl("DUMPABLE", PR_SET_DUMPABLE, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants that lose their parent."""
+    """Become the parent of descendants that lose theirs."""
     _prctl("CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 1)
 
 
 def landlock_version() -> int:
-    """The version of the kernel's Landlock; 0 if it has none."""
+    """The version of Landlock in this kernel; 0 if it has none."""
     version: int = _libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
     return max(version, 0)
 
 
-def held(view: View) -> View:
-    """The same view, for a user who may not pass the folders above it, such as /root.
+def by_descriptors(view: View) -> View:
+    """The same view through open descriptors, for a user who may not enter the folders above it, such as /root.
 
-    Descriptors that are opened now lead past those folders. Modules can still be imported.
+    Must be called before the user changes. Modules can still be imported: their paths are replaced, too.
     """
-    folders = {path: _held(path) for path in sys.path if os.path.exists(path)}
+    folders = {path: _by_descriptor(path) for path in sys.path if os.path.exists(path)}
     sys.path[:] = folders.values()
     sys.path_importer_cache.clear()
     for module in list(sys.modules.values()):
@@ -156,13 +157,13 @@ def held(view: View) -> View:
             paths[:] = [folders[root] + path[len(root) :] for root, path in zip(roots, paths, strict=True)]
     return replace(
         view,
-        readable=[_held(path) for path in view.readable],
-        packages=[_held(path) for path in view.packages],
-        folder=_held(view.folder),
+        readable=[_by_descriptor(path) for path in view.readable],
+        packages=[_by_descriptor(path) for path in view.packages],
+        folder=_by_descriptor(view.folder),
     )
 
 
-def _held(path: str) -> str:
+def _by_descriptor(path: str) -> str:
     return f"/proc/self/fd/{os.open(path, os.O_PATH)}"
 
 
@@ -181,7 +182,7 @@ def _restrict_files(view: View) -> None:
         _allow(rules, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
     for path in DEVICES:
         _allow(rules, path, write)
-    # No folders, because one listing has to give the size of all files.
+    # No right to make folders: the process outside measures all files with one listing of this folder.
     remove = REMOVE_FILE if view.removes else 0
     _allow(rules, view.folder, write | READ_DIR | remove | MAKE_REG | MAKE_SYM)
     _call("landlock_restrict_self", _libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
@@ -203,7 +204,7 @@ def _prctl(name: str, option: int, value: int, further: object = 0) -> None:
 
 
 def _call(name: str, result: int) -> int:
-    """The result of a call of the C library. Raises ``OSError`` with the call's name if it has failed."""
+    """Return a C call's result. Raises ``OSError`` with its name if the call failed."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")

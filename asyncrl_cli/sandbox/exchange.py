@@ -1,13 +1,13 @@
-"""How the process of the tests and the process of the code that they judge talk: one question at a time, in JSON.
+"""The protocol between the tests' process and the process of the code they judge: one question at a time, in JSON.
 
     tests (a Peer)  -- ["ask", action, arguments, named] -->  code (a Peer)
                    <-- ["value", ...] or ["error", ...] --
 
-Before it answers, the code may ask back: it prints, or calls a function that a test has given it. The tests' side
-answers only such questions, so the code reaches nothing of the tests but what they hand over.
+Before it answers, the code may ask back: to print, or to call a function that a test passed to it. The tests' side
+answers no other questions, so the code can use only the values and functions that a test passes.
 
-Nothing that is decoded is executed: plain values and those in ``RECIPES`` are rebuilt with the reader's own types. Any
-other value is sent as a reference, which ``Codec.refer`` makes and ``Codec.resolve`` reads.
+Decoding executes nothing: plain values and the types in ``RECIPES`` are rebuilt with the reader's own types. Any other
+value is sent as a reference, which ``Codec.refer`` makes and ``Codec.resolve`` reads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECIPES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "pathlib.PosixPath": lambda value: (str(value),),
     "pathlib.PurePosixPath": lambda value: (str(value),),
 }
-"""Types by their full name, and the arguments that build an equal value."""
+"""Types by their full names, with the arguments that build an equal value."""
 EXCEPTIONS = frozenset(
     """
 json.decoder.JSONDecodeError statistics.StatisticsError decimal.InvalidOperation decimal.DivisionByZero _queue.Empty
@@ -56,11 +56,11 @@ queue.Full struct.error re.error _csv.Error dataclasses.FrozenInstanceError asyn
 asyncio.queues.QueueEmpty asyncio.queues.QueueFull graphlib.CycleError binascii.Error zlib.error copy.Error
 """.split()  # noqa: SIM905
 )
-"""The standard library's exceptions that arrive as themselves."""
+"""Exceptions of the standard library that keep their type on the other side."""
 INTEGER_BITS = 1024
-"""Longer integers are sent as hexadecimal text, which has no limit of digits."""
+"""Longer integers are sent in hexadecimal, for which Python has no limit on digits."""
 ARRAY_TYPE = re.compile(r"[<>|][biufcUS][0-9]{1,9}")
-"""NumPy's data types without objects."""
+"""NumPy's data types, except objects."""
 
 UNARY = ("abs", "reversed", "format", "len", "iter", "next", "str", "repr", "bool", "int", "float", "hash", "round")
 KEYED = ("getitem", "setitem", "delitem")
@@ -70,26 +70,26 @@ BINARY = (
 )
 OPERATORS = ("neg", "pos", "invert", "index")
 IN_PLACE = tuple(f"i{name}" for name in BINARY[6:])
-"""All of these name Python's special methods that the tests may call on an object of the code."""
+"""Names of the special methods that tests may call on the code's objects, like the names above."""
 
 
 class ProtocolError(Exception):
-    """The other side has ended, or sent an invalid message."""
+    """The other side ended, or sent an invalid message."""
 
 
 class Codec:
-    """Encodes and decodes. Subclasses refer to values that are not plain data."""
+    """Encodes values as JSON and decodes them. Subclasses define references, for values that are not plain data."""
 
     def refer(self, value: Any) -> list[Any]:
-        """The reference of a value that is not plain data. Raises ``TypeError`` when it has none."""
+        """Return a reference to a value that is not plain data. Raises ``TypeError`` if the value may not be shared."""
         raise NotImplementedError
 
     def resolve(self, kind: str, rest: list[Any]) -> Any:
-        """The value of a reference. Raises ``ValueError`` for anything else."""
+        """Return the value behind a reference. Raises ``ValueError`` for anything else."""
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
-        """The JSON of a value."""
+        """Encode a value as JSON."""
         kind: type[Any] = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -114,7 +114,7 @@ class Codec:
                 return self.refer(value)
             plain_array = self.encode(value.tolist())
             return ["array", value.dtype.str, plain_array] if kind.__name__ == "ndarray" else plain_array
-        for base in (int, float, str):  # an enumeration's member, a number of NumPy
+        for base in (int, float, str):  # members of an enumeration, NumPy's numbers
             if isinstance(value, base):
                 return self.encode(getattr(base, f"__{base.__name__}__")(value))
         fields = getattr(kind, "_fields", None)
@@ -123,7 +123,7 @@ class Codec:
         return self.refer(value)
 
     def decode(self, data: Any) -> Any:
-        """The value of JSON that ``encode`` made. Raises ``ValueError`` or ``TypeError`` for any other."""
+        """Decode the JSON of ``encode``. Raises ``ValueError`` or ``TypeError`` for any other."""
         if isinstance(data, dict):
             raise ValueError("not a value")
         if not isinstance(data, list):
@@ -162,7 +162,7 @@ class Codec:
 
 
 class Peer(Codec):
-    """One end of the two pipes. ``answer`` defines the questions that the other side may ask."""
+    """One end of the two pipes. Subclasses answer the questions that they allow the other side."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._reading, self._writing = order["reading"], order["writing"]
@@ -172,26 +172,26 @@ class Peer(Codec):
         self._broken = False
 
     def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """Do what the other side asks for."""
+        """Answer a question of the other side, by its decoded arguments."""
         raise NotImplementedError
 
     def export(self, value: Any) -> int:
-        """The number of a value that stays here. The same value has the same number."""
+        """Number a value that stays on this side; the same object keeps its number."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._mine)
-            self._mine.append(value)  # kept, so its id is not used again
+            self._mine.append(value)  # kept alive: Python may give the id of a freed object to another one
         return self._numbers[id(value)]
 
     def own(self, number: int) -> Any:
-        """The value of a number. Raises ``IndexError``."""
+        """Return the exported value with this number. Raises ``IndexError``."""
         if number < 0:
             raise IndexError(number)
         return self._mine[number]
 
     def ask(self, action: str, *arguments: Any, **named: Any) -> Any:
-        """The other side's answer. Lists and other changeable arguments are changed as the other side changed them.
+        """Ask the other side, and return its answer. Its changes to mutable arguments are made here, too.
 
-        Raises what the other side raised, and ``ProtocolError``.
+        Raises the exception that the other side raised, and ``ProtocolError``.
         """
         with self._lock:
             self.send(["ask", action, self.encode(list(arguments)), self.encode(named)])
@@ -206,13 +206,13 @@ class Peer(Codec):
                 raise ProtocolError(f"an invalid answer: {error}") from None
         if kind == "error" and isinstance(result, BaseException):
             if isinstance(result, (StopIteration, StopAsyncIteration)) and action != "next":
-                # It would end a loop over a test's own iterator, as if all had been compared.
+                # Unchanged, it would end a test's own loop early, as if every item had been compared.
                 raise RuntimeError(f"the other side raised {type(result).__name__}")
             raise result
         return result
 
     def reply(self, action: str, arguments: Any, named: Any) -> None:
-        """Answer a question."""
+        """Answer a question, with the exception if answering it raises one."""
         try:
             values = [self.decode(arguments), self.decode(named)]
             value = self.encode(self.answer(action, *values))
@@ -230,7 +230,7 @@ class Peer(Codec):
         self.send(message)
 
     def send(self, message: list[Any]) -> None:
-        """Send one message. Raises ``ProtocolError`` when the other side has ended."""
+        """Send one message. Raises ``ProtocolError`` if the other side has ended."""
         data = memoryview(wire.packed([json.dumps(message).encode()]))
         try:
             while data:
@@ -239,8 +239,8 @@ class Peer(Codec):
             raise ProtocolError(str(error)) from None
 
     def receive(self) -> list[Any]:
-        """The next message. After a ``ProtocolError`` each later call raises it too: where the next one begins is
-        unknown."""
+        """Wait for the next message. After a ``ProtocolError`` every later call raises one, too: the start of the next
+        message is then unknown."""
         try:
             if self._broken:
                 raise ProtocolError("no message")
@@ -263,15 +263,15 @@ class Peer(Codec):
 
 
 def run_confined(serve: Callable[[dict[str, Any]], None]) -> None:
-    """Confine this process as its order says, JSON on standard input, and serve it. Does not return."""
+    """Read an order (JSON) from standard input, confine this process accordingly, and serve it. Does not return."""
     order = json.loads(sys.stdin.buffer.read())
     confinement, view = confine.Confinement(**order["confinement"]), confine.View(**order["view"])
     os.chdir(view.folder)
     if confinement.uid and order["landlock"]:
-        view = confine.held(view)
+        view = confine.by_descriptors(view)
         os.environ["HOME"] = os.environ["TMPDIR"] = order["view"]["folder"] = view.folder
     confine.confine(confinement, view if order["landlock"] else None)
-    del sys.path[0]  # this program's own
+    del sys.path[0]  # the folder of this package, which unreviewed code must not import from
     sys.path.extend(view.packages)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
@@ -287,8 +287,11 @@ def run_confined(serve: Callable[[dict[str, Any]], None]) -> None:
 
 
 def silence(order: dict[str, Any]) -> None:
-    """From here on, whatever happens is caused by the code or the tests: no output, and limited memory. The process has
-    no children, and no memory that it does not map."""
+    """Print nothing more, and limit the memory.
+
+    Until this call a failure is the sandbox's and is printed; from here on it is the fault of the code or the tests.
+    The limit on address space bounds all memory, because the process may have no children and no unmapped memory.
+    """
     os.dup2(1, 2)
     confine.limit(resource.RLIMIT_AS, order["memory"])
 
@@ -300,7 +303,7 @@ def is_builtin(value: Any) -> bool:
 
 
 def update(old: Any, new: Any) -> Any:
-    """Make a changeable value equal to ``new`` in place and return it; for any other value return ``new``."""
+    """Make a mutable value equal to ``new`` in place and return it; return ``new`` for other values."""
     if type(old) is not type(new):
         return new
     if isinstance(old, list):
@@ -324,7 +327,7 @@ def update(old: Any, new: Any) -> Any:
 
 
 def _is_shared(full_name: str) -> bool:
-    """Whether both sides have the type of this name: the builtin types, and the standard library's exceptions."""
+    """True for types that both sides have: the builtin types, and exceptions of the standard library."""
     module, _, name = full_name.rpartition(".")
     return (module == "builtins" and hasattr(builtins, name)) or full_name in EXCEPTIONS
 

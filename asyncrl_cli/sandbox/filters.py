@@ -1,6 +1,6 @@
-"""The system calls that a process in a sandbox may make, as seccomp programs that libseccomp compiles.
+"""System calls that a sandboxed process may make, as seccomp programs compiled by libseccomp.
 
-A program names what is allowed and refuses everything else, including new system calls of later kernels.
+A program lists the allowed calls and refuses all others, including calls that later kernels add.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ setitimer setrlimit shutdown sigaltstack stat statfs statx symlink symlinkat syn
 timerfd_gettime timerfd_settime times umask uname unlink unlinkat write writev
 """.split()  # noqa: SIM905
 )
-"""System calls with any arguments, in every sandbox."""
+"""System calls allowed with any arguments in every sandbox."""
 FOR_COMMANDS = frozenset(
     """
 accept accept4 arch_prctl bind capget chmod chown connect execve execveat fallocate fchmod fchmodat fchmodat2 fchown
@@ -40,11 +40,11 @@ setsid setsockopt signalfd signalfd4 splice tee tgkill timer_create timer_delete
 timer_gettime timer_settime tkill truncate utime utimensat utimes vfork wait4 waitid
 """.split()  # noqa: SIM905
 )
-"""Further system calls with any arguments, in a sandbox for commands."""
+"""Further system calls allowed with any arguments in a sandbox for commands."""
 FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
-"""Copies, flags, locks and the size of a pipe; not the owner of a descriptor, which is sent signals."""
+"""Duplicates, flags, locks and the size of a pipe. Not F_SETOWN: the kernel sends signals to a descriptor's owner."""
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Whether it is a terminal and how large, bytes to read, whether it blocks, close-on-exec."""
+"""Query a terminal's settings and size, and the bytes to read; set blocking and close-on-exec."""
 FURTHER_IOCTL = (
     0x5402,
     0x5403,
@@ -59,21 +59,21 @@ FURTHER_IOCTL = (
     0x8933,
     0x80086601,
 )
-"""Settings of a terminal, its processes and size; names and addresses of network interfaces; flags of a file."""
+"""A terminal's settings, process group and size; names and addresses of network interfaces; a file's flags."""
 THREAD_NAME = (15, 16)
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, NETLINK_ROUTE = 1, 2, 10, 16, 0
 SOCK_STREAM, SOCK_TYPE = 1, 0xF
 CLONE_THREAD, CLONE_NAMESPACES = 0x00010000, 0x7E020000
 UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
 PERSONALITIES = (0x0, 0xFFFFFFFF)
-"""Linux's own, and the question for the present one."""
+"""Linux's own, and the value that only queries the current one."""
 
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO = 0x7FFF0000, 0x00050000
 SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ = 4, 7
 Condition = tuple[int, int, int, int]
-"""An argument's number, the comparison, and its one or two operands."""
+"""Number of the argument, comparison, and one or two operands."""
 Rule = tuple[str, tuple[Condition, ...]]
-"""A system call that is allowed if all conditions hold."""
+"""A system call, allowed if all conditions hold."""
 
 
 class _Argument(ctypes.Structure):
@@ -86,9 +86,9 @@ class _Argument(ctypes.Structure):
 def for_code() -> bytes:
     """The program for one process of judged code. Raises ``OSError`` without libseccomp.
 
-    Threads are allowed. Refused are programs and processes, sockets, signals, limits and priorities of other processes,
-    memory that is not mapped, owners, modes and times of files, disk space that is taken without writing (fallocate),
-    namespaces, keys, tracing and io_uring.
+    It allows threads. It refuses other programs and processes, sockets, signals, changes to other processes' limits and
+    priorities, memory outside the address space, changes to the owner, mode and times of files, disk space that is
+    taken without writing (fallocate), namespaces, keys, tracing and io_uring.
     """
     rules = [_rule(name) for name in ALLOWED]
     rules += [_rule("fcntl", _equal(1, value)) for value in FCNTL]
@@ -96,13 +96,13 @@ def for_code() -> bytes:
     rules += [_rule("prctl", _equal(0, value)) for value in THREAD_NAME]
     rules.append(_rule("clone", _masked(0, CLONE_THREAD, CLONE_THREAD)))
     for argument, name in ((1, "open"), (2, "openat")):
-        # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC. A file without a
-        # name (O_TMPFILE) would be missing where the files are counted by name.
+        # Landlock before version 3 does not check truncation: O_TRUNC would empty a file that may only be read. A
+        # file without a name (O_TMPFILE) would be missed where files are measured by name.
         for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
             mask = os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC)
             rules.append(_rule(name, _masked(argument, mask, mode)))
     rules.append(_rule("prlimit64", _equal(0, 0)))
-    # Event loops wake themselves up with these. No other socket, and no address to send to.
+    # Event loops wake themselves through a socket pair. No other sockets, and no address to send to.
     rules.append(_rule("socketpair", _equal(0, AF_UNIX), _masked(1, SOCK_TYPE, SOCK_STREAM)))
     rules.append(_rule("sendto", _equal(4, 0)))
     return _compiled(rules)
@@ -112,10 +112,11 @@ def for_code() -> bytes:
 def for_commands(further: frozenset[str] = frozenset()) -> bytes:
     """The program for a shell and its programs, with ``further`` system calls. Raises ``OSError`` without libseccomp.
 
-    They may start processes, send signals (only processes of their namespace exist), use sockets (their network is
-    private), and change modes and times of files (so is their file system). Still refused are namespaces, mounts,
-    other users, tracing and other processes' memory, keys, BPF, io_uring, userfaultfd, kernel modules, and memory that
-    no process shows as its own (memfd, System V, message queues), which could not be counted.
+    Commands may start processes, send signals (they see only their own namespace), use sockets (their network is
+    private), and change the mode and times of files (their writable file systems are private, too). The program refuses
+    namespaces, mounts, other users, tracing and other processes' memory, keys, BPF, io_uring, userfaultfd and kernel
+    modules. It also refuses memory that belongs to no process (memfd, System V, message queues), because the
+    supervisor could not count it.
     """
     rules = [_rule(name) for name in ALLOWED | FOR_COMMANDS | further]
     rules += [_rule("ioctl", _equal(1, value)) for value in (*IOCTL, *FURTHER_IOCTL)]
@@ -145,14 +146,14 @@ def _masked(number: int, mask: int, value: int) -> Condition:
 def _compiled(rules: Iterable[Rule]) -> bytes:
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
-    # Refused calls "do not exist": then the C library falls back to older ones, as from clone3 to clone.
+    # ENOSYS, "no such system call": the C library then falls back to an older call, for example from clone3 to clone.
     context = ctypes.c_void_p(library.seccomp_init(SCMP_ACT_ERRNO | errno.ENOSYS))
     if not context:
         raise OSError("seccomp_init failed")
     try:
         for name, conditions in rules:
             number = library.seccomp_syscall_resolve_name(name.encode())
-            if number < 0:  # this architecture, or this version of the library, does not have it
+            if number < 0:  # this architecture or this version of libseccomp lacks the call
                 continue
             compared = (_Argument * len(conditions))(*(_Argument(*condition) for condition in conditions))
             if status := library.seccomp_rule_add_array(context, SCMP_ACT_ALLOW, number, len(conditions), compared):

@@ -1,14 +1,14 @@
-"""gVisor in a sandbox of bubblewrap: its start, the folders that it needs, and the port that leads to the gateway.
+"""gVisor inside a sandbox of bubblewrap (decision 0071): how it starts, and the port that leads to the gateway.
 
-bwrap makes the same view of this machine as without gVisor. In it, ``main`` takes an unused id, makes the socket that
-leads to the worker, and becomes ``runsc run``. Its container has this view as its root and the supervisor as its
-first process. gVisor's own files are in bwrap's memory: none of them is left on this machine, however it ends.
+bwrap makes the same view of the machine as without gVisor. In it, ``main`` takes an unused user id, makes the socket
+that leads to the worker, and becomes ``runsc run``. The container has this view as its root and the supervisor as its
+first process. gVisor's own files are in bwrap's memory, so nothing is left on the machine, however gVisor ends.
 
-A socket that listens is handed to the worker, which accepts its connections. Without gVisor this is the port itself.
-gVisor hands no sockets out: there it is a Unix socket outside of gVisor, and threads of the supervisor copy bytes
-between the port and that.
+The worker receives a listening socket and accepts its connections. Without gVisor that socket is the gateway's port.
+gVisor cannot pass sockets out. There the worker receives a Unix socket made outside gVisor, and threads of the
+supervisor copy bytes between it and the port.
 
-This module is imported inside, so it imports little.
+The module is imported inside the sandbox, so it imports little.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from asyncrl_cli.sandbox import confine
 from asyncrl_cli.sandbox.wire import packed
 
 PROGRAM = "/run/runsc"
-"""Where runsc is, inside."""
+"""Path of runsc inside."""
 SOCKET_FOLDER = "/run/gateway"
 SOCKET = f"{SOCKET_FOLDER}/socket"
-"""The worker listens there: nothing else can be reached from gVisor."""
+"""The worker listens here. Nothing else outside gVisor can be reached from it."""
 USER = 1000
-"""The user of the commands. gVisor has its own users, not this machine's."""
+"""User id of the commands. gVisor has its own users, separate from the machine's."""
 SYSTEM_CALLS = frozenset({"setreuid", "setregid"})
-"""Further system calls that each command needs to become the user."""
+"""System calls that a command also needs, to become this user."""
 BUNDLE = "/tmp/bundle"
-"""Inside gVisor, /tmp is another folder: commands do not see this one."""
+"""Commands do not see this folder: gVisor has its own /tmp."""
 SHARED_MEMORY = "/dev/shm"
 BACKLOG = 128
 LISTENING = b"listening"
 MOST_CONNECTIONS = 100
-"""Connections that are copied at a time; others wait."""
+"""Connections served at a time; others wait. Each takes two threads."""
 PIECE = 2**16
 STACK = 2**18
 
@@ -46,9 +46,10 @@ STACK = 2**18
 def container(
     command: Sequence[str], capabilities: Sequence[str], disk_mb: int, folder: str, visible: Iterable[str]
 ) -> dict[str, object]:
-    """The configuration of the container (OCI). Its root is bwrap's.
+    """The container's OCI configuration; its root is bwrap's.
 
-    ``folder`` is the work folder, ``visible`` what bwrap shows: gVisor's own /tmp would cover what is below bwrap's.
+    ``folder`` is the work folder; ``visible`` are the paths that bwrap shows. gVisor's own /tmp would hide those below
+    bwrap's /tmp, so they are mounted again.
     """
     size = f"size={disk_mb}m"
     below_tmp = [path for path in sorted(visible) if path.startswith("/tmp/")]
@@ -75,9 +76,9 @@ def container(
 
 
 def become_user(uid: int) -> None:
-    """Inside gVisor: act as the commands' user, and be another, so no command may signal or trace this process.
+    """Inside gVisor: take ``uid`` as effective user id only, so no command may signal or trace this process.
 
-    gVisor protects the first process from neither. A command takes the user as all three of its ids (``started``).
+    gVisor does not protect its first process. Commands take the user as real, effective and saved id (``started``).
     """
     os.setgroups([])
     os.setresgid(0, uid, 0)
@@ -85,7 +86,7 @@ def become_user(uid: int) -> None:
 
 
 def started(command: Sequence[str], environment: Mapping[str, str], output: int) -> int:
-    """Start a command as the commands' user; its process id."""
+    """Start a command as the commands' user, and return its process id."""
     import subprocess
 
     process = subprocess.Popen(
@@ -98,18 +99,18 @@ def started(command: Sequence[str], environment: Mapping[str, str], output: int)
         group=USER,
         start_new_session=True,
     )
-    process.returncode = 0  # the supervisor waits for it, not this object
+    process.returncode = 0  # the supervisor reaps it; without a status this object would try to
     return process.pid
 
 
 def share_memory_in_tmp() -> None:
-    """Inside gVisor: let shared memory be part of /tmp, which has a limited size."""
+    """Inside gVisor: move shared memory into /tmp, which has a limited size."""
     os.rmdir(SHARED_MEMORY)
     os.symlink("/tmp", SHARED_MEMORY)
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens at a port of 127.0.0.1."""
+    """Return a socket that listens at a port of 127.0.0.1."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", port))
@@ -118,13 +119,13 @@ def listen(port: int) -> socket.socket:
 
 
 def hand_over(control: socket.socket, listening: socket.socket) -> None:
-    """Give a socket that listens to the worker."""
+    """Pass a listening socket to the worker, and close it here."""
     socket.send_fds(control, [packed([LISTENING])], [listening.fileno()])
     listening.close()
 
 
 def copy_to_worker(listening: socket.socket) -> None:
-    """From now on, in threads, copy bytes between connections and the worker's socket."""
+    """Start threads that copy bytes between connections and the worker's socket."""
     threading.stack_size(STACK)
     threading.Thread(target=_accept, args=(listening,), daemon=True).start()
 
@@ -154,7 +155,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         while piece := source.recv(PIECE):
             target.sendall(piece)
         target.shutdown(socket.SHUT_WR)
-    except OSError:  # one of them has ended; so do both
+    except OSError:  # one has ended, so end both
         for one in (source, target):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -163,8 +164,8 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 def main() -> None:
     """Become runsc.
 
-    Arguments: the socket to the worker, which the supervisor gets as its standard input; the user id to take, or 0;
-    "relay" if there is a gateway; the configuration of the container.
+    Arguments: the socket to the worker, which becomes the supervisor's standard input; the user id to take, or 0;
+    "relay" if there is a gateway; the container's configuration.
     """
     control, uid, relay, configuration = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     if relay:

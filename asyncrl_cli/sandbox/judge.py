@@ -1,18 +1,18 @@
-"""Running and testing unreviewed Python code.
+"""Run and test unreviewed Python code (decision 0021).
 
     run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 
-The two processes share nothing but two pipes: the code sees no test, no expected value and no report, only the names
-and arguments of the calls that it is asked to make (``exchange``). The kinds of sandbox:
+The two processes share only two pipes (``exchange``). The code sees no test, expected value or report, only the names
+and arguments of the calls that it must make. The kinds of sandbox:
 
-- ``bubblewrap``: bwrap starts the process in its own namespaces, without a network, in an empty file system to which
-  Python and its packages are bound read-only, with one folder in memory that it may write to.
-- ``seccomp``: for machines without namespaces. Landlock closes the file system except for the same files and a folder.
-- ``none``: nothing is confined; the limits on time, memory, files and threads hold.
+- ``bubblewrap``: bwrap starts the process in new namespaces without a network, in an empty file system with Python and
+  its packages, read-only, and one writable folder in memory.
+- ``seccomp``: for machines without namespaces. Landlock closes the file system except the same files and a folder.
+- ``none``: nothing is confined, but the limits on time, memory, files and threads hold.
 
-In the first two, seccomp refuses every system call that ``filters`` does not name.
+In the first two, seccomp refuses every system call that ``filters`` does not list.
 
-Invariants: when ``run`` returns, no process of the code lives, and its files are gone. A sandbox that did not start
+Invariants: when ``run`` returns, no process of the code lives, and its files are gone. A sandbox that does not start
 raises ``SandboxError``; it never counts as wrong code.
 """
 
@@ -38,13 +38,13 @@ __all__ = ["Check", "Kind", "Limits", "SandboxError", "run"]
 
 Kind = Literal["bubblewrap", "seccomp", "none"]
 START_S = 30.0
-"""Seconds that starting may take, on a busy machine."""
+"""Seconds that a start may take on a busy machine."""
 LOOK_S = 0.05
-"""Seconds between two checks of the number of threads and of the size of files."""
+"""Seconds between two checks of the number of threads and the size of files."""
 OPEN_FILES = 64
-"""Descriptors that the code may have; its pipes hold up to 2 MiB in addition to its memory."""
+"""Descriptors that the code may open. Their pipes hold up to 2 MiB, in addition to the memory limit."""
 MOST_FILES = 10_000
-"""Files and folders that the code may have."""
+"""Files and folders that the code may make."""
 CAP_SYS_PTRACE = 19
 
 
@@ -60,16 +60,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Code to run with the solution's names, and the name of a function of it to call (or none)."""
+    """A test: code that runs with the solution's names, and the name of a function in it to call, if any."""
 
     code: str
     call: str | None = None
 
 
 def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[bool]:
-    """For each test, whether it passes after ``code``: ends without an exception, before a limit is reached.
+    """Run ``code``, then each test; True for a test that ends without an exception before a limit is reached.
 
-    Raises ``SandboxError`` when the sandbox does not start.
+    Raises ``SandboxError`` if the sandbox does not start.
     """
     report, their_report = os.pipe()
     (asked, asking), (answered, answering) = os.pipe(), os.pipe()
@@ -82,11 +82,11 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
         try:
             for module, order in ((judged_code, for_code), (judging_tests, for_tests)):
                 folder = ""
-                if kind != "bubblewrap":  # which has one in memory
+                if kind != "bubblewrap":  # bwrap makes one in memory
                     temporary = tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
                     folder = stack.enter_context(temporary)
                 process = _Process(module.__name__, order, kind=kind, limits=limits, folder=folder)
-                # Ended before its folder is removed, in the reverse order: a living process could still write to it.
+                # The stack ends the process before it removes the folder: a living process could still write there.
                 stack.callback(process.close)
                 stack.callback(process.end)
                 processes.append(process)
@@ -104,10 +104,10 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
 
 
 def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: int) -> bytes | None:
-    """The report until the tests' process has ended, its time is over or a process exceeds a limit; None if it does not
-    begin."""
+    """Read the report until the tests' process ends, its time is over or a process exceeds a limit; None if the report
+    does not begin."""
     received, deadline, looked = b"", time.monotonic() + START_S, 0.0
-    readable = select.poll()  # select.select takes no descriptor from 1024 on
+    readable = select.poll()  # select.select refuses descriptors from 1024 on
     readable.register(report, select.POLLIN)
     while (left := deadline - (now := time.monotonic())) > 0 and len(received) <= tests:
         if received and now - looked >= LOOK_S:
@@ -125,10 +125,10 @@ def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: in
 
 
 class _Process(bubblewrap.Process):
-    """The process of the code, or of the tests."""
+    """The process of the code or of the tests."""
 
     def __init__(self, module: str, order: dict[str, Any], *, kind: Kind, limits: Limits, folder: str) -> None:
-        """``order`` is for ``module``; ``folder`` can be written to ("" with bubblewrap)."""
+        """``folder``: the writable folder, "" with bubblewrap."""
         in_memory = kind == "bubblewrap"
         uid = 0 if kind == "none" else bubblewrap.unused_uid()
         view = confine.View(
@@ -144,7 +144,7 @@ class _Process(bubblewrap.Process):
                 "RLIMIT_NOFILE": OPEN_FILES,
             },
             uid=uid,
-            processes=limits.processes if uid else 0,  # an ordinary user has other processes, which would count
+            processes=limits.processes if uid else 0,  # the kernel would also count an ordinary user's other processes
             filter="" if kind == "none" else base64.b64encode(filters.for_code()).decode(),
         )
         passed = [order[name] for name in ("reading", "writing", "report") if name in order]
@@ -175,28 +175,28 @@ class _Process(bubblewrap.Process):
             os.close(stdin)
 
     def failure(self) -> str:
-        """The last line that it printed before it was ready, or how it ended."""
+        """The last line that the process printed before it was ready, or how it ended."""
         status = self._process.poll()
         return self.last_line() or ("" if status is None else f"exit status {status}")
 
     def exceeds_limits(self) -> bool:
-        """Whether it has too many threads, or too many or too large files in its folder."""
+        """True if the process has too many threads, or too many or too large files in its folder."""
         with suppress(OSError):  # it has just ended
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # of the namespace's first process
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # the namespace's first process is bwrap's
             pids = [self.pid, *children.read_text().split()] if children.exists() else [self.pid]
             if sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) - len(pids) + 1 > self._limits.processes:
                 return True
-        if self._in_namespaces:  # its file system has a size, but empty files take further memory
+        if self._in_namespaces:  # the size of its file system is limited, but empty files use further memory
             with suppress(OSError):
                 files = os.statvfs(f"/proc/{self.pid}/root/tmp")
                 return files.f_files - files.f_ffree > MOST_FILES
         return self._folder is not None and self._uses_too_much(self._folder)
 
     def _uses_too_much(self, folder: str) -> bool:
-        """Whether its files, those in its folder (which has no folders) and removed ones that it has open, are too many
-        or too large.
+        """True if the files in its folder, and removed files that it still has open, are too many or too large.
 
-        The size of a file that is removed and closed, but still mapped, is unknown: none may stay so for two checks.
+        The size of a file that is removed and closed but still mapped is unknown. So a file in this state at two checks
+        counts as too large.
         """
         names = [os.path.join(folder, name) for name in os.listdir(folder)]
         mapped: set[int] = set()
@@ -215,7 +215,7 @@ class _Process(bubblewrap.Process):
 
 
 def _removed_and_mapped(pid: int, folder: str) -> set[int]:
-    """The inodes of a folder's removed files that a process has in its memory."""
+    """Inodes of a folder's removed files that a process has mapped."""
     found = set()
     for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
         fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
@@ -226,7 +226,7 @@ def _removed_and_mapped(pid: int, folder: str) -> set[int]:
 
 @functools.cache
 def _sees_other_users() -> bool:
-    """Whether this process may look at the open files of another user's process."""
+    """True if this process may read the open files of another user's process."""
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)

@@ -1,6 +1,6 @@
-"""The process of the judged code: it does what the tests ask for.
+"""The process of the judged code: it answers the tests' questions.
 
-Its order says nothing but its limits; the code, and later each argument, come from the process of the tests.
+Its order has only limits. The code, and later every argument, come from the tests' process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from asyncrl_cli.sandbox.exchange import BINARY, IN_PLACE, KEYED, OPERATORS, UNARY, Peer, run_confined, silence, update
 
 MOST_PRINTED = 2**20
-"""Characters that the code prints during one call and that the tests can see."""
+"""Characters printed during one call that the tests can see."""
 
 
 def main() -> None:
-    """Confine this process, and answer."""
+    """Confine this process and answer the tests' questions."""
     run_confined(_serve)
 
 
@@ -36,7 +36,7 @@ def _serve(order: dict[str, Any]) -> None:
 
 
 class Code(Peer):
-    """The side of the judged code."""
+    """The judged code's side of the exchange."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(order)
@@ -45,7 +45,7 @@ class Code(Peer):
         self._out = sys.stdout = _text_file("")
 
     def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """One of ``ACTIONS``, running the code, or taking standard input. The tests print what it has printed."""
+        """Do one of ``ACTIONS``, run the code, or replace standard input. Output is passed to the tests' process."""
         try:
             return self._actions[action](*arguments, **named)
         finally:
@@ -57,17 +57,17 @@ class Code(Peer):
                 self.ask("print", text)
 
     def refer(self, value: Any) -> list[Any]:
-        """Everything may be referred to, except modules."""
+        """Refer to any value except modules."""
         if isinstance(value, Given):
             return ["yours", value.number]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", self.export(value), value.__name__, self.encode(value.__base__)]
         if isinstance(value, types.ModuleType) and value is not sys.modules.get("solution"):
-            raise TypeError(f"the module {value.__name__} of the code is not for the tests: they import it themselves")
+            raise TypeError(f"the code's module {value.__name__} is not shared: tests import modules themselves")
         return ["coroutine" if isinstance(value, types.CoroutineType) else "object", self.export(value)]
 
     def resolve(self, kind: str, rest: list[Any]) -> Any:
-        """References to own values, functions of the tests and Python's builtins."""
+        """Find a value of this side, a function of the tests, or a builtin."""
         if kind == "builtin":
             return getattr(builtins, rest[0])
         return self.own(rest[0]) if kind == "yours" else Given(self, rest[0])
@@ -82,26 +82,23 @@ class Code(Peer):
 
 
 class Given:
-    """A function or an iterator of a test, as the code sees it."""
+    """Stand-in for a function or an iterator of a test."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         self._peer, self.number = peer, number
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Have the test's process call it."""
         return self._peer.ask("call", self, *arguments, **named)
 
     def __iter__(self) -> Given:
-        """It is its own iterator."""
         return self
 
     def __next__(self) -> Any:
-        """Have the test's process take the next value."""
         return self._peer.ask("next", self)
 
 
 def _text_file(text: str) -> io.TextIOWrapper:
-    """A file in memory with the bytes behind it, as ``sys.stdin`` and ``sys.stdout`` have them."""
+    """A text file in memory with a binary buffer, like ``sys.stdin`` and ``sys.stdout``."""
     data = io.BytesIO(text.encode(errors="surrogatepass"))
     return io.TextIOWrapper(data, "utf-8", "surrogatepass", newline="\n", write_through=True)
 

@@ -1,5 +1,5 @@
-"""The process of the tests: it runs each of them, and reports whether it passes. It asks the code's process for each
-name, call and operator of the code."""
+"""The process of the tests: it runs each test and reports whether it passes. For every name, call and operator of the
+code it asks the code's process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", 
 KNOWN = sys.stdlib_module_names | MODULES.keys()
 """Modules that a test may use without importing them."""
 BEGAN, PASSED, FAILED = b"b", b"1", b"0"
-"""The report: that both processes are confined, and then each test in turn."""
+"""The report's bytes: the first says that both processes are confined, then comes one for each test."""
 MOST_LENT = 8
-"""Attributes that are watched for changes by a test: those that it asked for last."""
+"""Number of attributes watched for changes by a test: the last ones that it asked for."""
 
 
 def main() -> None:
-    """Confine this process, and run the tests."""
+    """Confine this process and run the tests."""
     run_confined(_run_tests)
 
 
@@ -45,7 +45,7 @@ def _run_tests(order: dict[str, Any]) -> None:
     peer = Tests(order)
     if peer.receive() != ["ready"]:
         raise ProtocolError("the process of the code has not started")
-    os.write(report, BEGAN)  # before the memory limit: a failure until here is the sandbox's, later ones are the code's
+    os.write(report, BEGAN)  # until here a failure is the sandbox's; from here on it counts as the code's
     silence(order)
     try:
         solution = peer.ask("run", order["code"])
@@ -54,7 +54,7 @@ def _run_tests(order: dict[str, Any]) -> None:
     sys.modules["solution"] = solution
     for number, (source, call) in enumerate(order["tests"]):
         peer.failed = False
-        # A test that names nothing to call may stand behind `if __name__ == "__main__"`.
+        # A test without a function to call may be guarded by `if __name__ == "__main__"`.
         names = _Names("__main__" if call is None else f"test_{number}", solution, source)
         os.write(
             report,
@@ -65,7 +65,7 @@ def _run_tests(order: dict[str, Any]) -> None:
 
 
 class Tests(Peer):
-    """The side of the tests."""
+    """The tests' side of the exchange."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(order)
@@ -73,11 +73,11 @@ class Tests(Peer):
         self._stdin: Any = sys.__stdin__
         self._lent: dict[tuple[int, str], tuple[tuple[Any, ...], Any, Any]] = {}
         self.failed = False
-        """Whether an assertion has failed in a function of the test that the code called."""
+        """True if an assertion failed in a test's function that the code called: the code may hide the exception."""
 
     def ask(self, action: str, *arguments: Any, **named: Any) -> Any:
-        """As in ``Peer``. The code reads the rest of ``sys.stdin``, if a test has replaced it. Lists and dicts that are
-        attributes of the code's objects are changed there, too, if the test has changed them."""
+        """As in ``Peer``. If a test replaced ``sys.stdin``, the code reads the rest of it. If a test changed a list,
+        dict or set that it got as an attribute of the code's object, the object's attribute changes, too."""
         if action == "call":
             before, self._stdin = self._stdin, sys.stdin
             text = "" if sys.stdin is sys.__stdin__ else sys.stdin.read()
@@ -91,7 +91,7 @@ class Tests(Peer):
             self._lent[key] = path, value, after
         result = super().ask(action, *arguments, **named)
         if action == "getattr" and isinstance(result, (list, dict, set)):
-            key = arguments[0]._number, arguments[1]  # the hash of a Remote would be the code's
+            key = arguments[0]._number, arguments[1]  # hashing a Remote would run the code's __hash__
             self._lent.pop(key, None)
             self._lent[key] = arguments, result, self.encode(result)
             if len(self._lent) > MOST_LENT:
@@ -99,19 +99,19 @@ class Tests(Peer):
         return result
 
     def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """Print, call a function that a test handed over, or take the next value of such an iterator."""
+        """Print, call a function that a test passed to the code, or take the next value of such an iterator."""
         if action == "print":
             return sys.stdout.write(str(arguments[0]))  # a test may have redirected it
         if id(arguments[0]) in self._numbers and action in ("call", "next"):
             try:
                 return next(arguments[0]) if action == "next" else arguments[0](*arguments[1:], **named)
-            except AssertionError:  # whatever the code does with it; its text may tell what was expected
+            except AssertionError:  # recorded, because the code may catch it; its text could show the expected value
                 self.failed = True
                 raise AssertionError from None
         raise TypeError(f"the tests do not answer {action}")
 
     def refer(self, value: Any) -> list[Any]:
-        """Values of the code go back to it; functions and iterators of a test may be called from there."""
+        """Refer to the code's own values, and to functions and iterators of a test, which the code may call."""
         if isinstance(value, Remote):
             return ["yours", value._number]
         if isinstance(number := getattr(value, "__asyncrl_number__", None), int):
@@ -120,10 +120,10 @@ class Tests(Peer):
             return ["builtin", value.__name__]
         if callable(value) or hasattr(value, "__next__"):
             return ["given", self.export(value)]
-        raise TypeError(f"a test cannot hand over a {type(value).__name__}: give the code plain values or functions")
+        raise TypeError(f"a test cannot pass a {type(value).__name__} to the code: pass plain values or functions")
 
     def resolve(self, kind: str, rest: list[Any]) -> Any:
-        """Stand-ins for values of the code."""
+        """Return a value of this side, or a stand-in for a value of the code."""
         number = rest[0]
         if kind == "yours":
             return self.own(number)
@@ -143,10 +143,10 @@ class Tests(Peer):
 
 
 class Remote:
-    """A value of the code that is not plain data, as the tests see it.
+    """Stand-in for a value of the code that is not plain data.
 
-    Operators take another value of the code only. Against a plain value ``==`` is false and the others raise
-    ``TypeError``: were the code asked, it would be shown the expected value before it answers.
+    Operators accept only another value of the code. Against a plain value ``==`` is false and the others raise
+    ``TypeError``: the code must not see the expected value before it answers (decision 0021).
     """
 
     __slots__ = ("_number", "_peer")
@@ -157,24 +157,23 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the value; of Python's special ones the name only."""
+        """Ask for an attribute; ``__name__`` is the only special one."""
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return _ask(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the value."""
         _ask(self, "setattr", name, value)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        """``isinstance`` with a class of the code: plain values are never its instances."""
+        """Plain values are never instances of the code's classes."""
         return isinstance(instance, Remote) and _ask(instance, "isinstance", self) is True
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
-        """Tracebacks stay here: they lead to the tests.
+        """Leave a context of the code, without the traceback, because it leads to the tests.
 
-        The code may suppress what a test raises on purpose, but neither a failed assertion nor an error that its own
-        values can cause: the rest of the test would be skipped.
+        The code may suppress an exception that the test raises on purpose. It may not suppress a failed assertion or an
+        error that its own values can cause: the rest of the test would be skipped.
         """
         if kind is None or (not issubclass(kind, AssertionError) and _is_meant(traceback)):
             return _ask(self, "exit", kind, error, None)
@@ -202,7 +201,7 @@ for _name in (*BINARY, *IN_PLACE):
 
 
 def _is_meant(traceback: types.TracebackType) -> bool:
-    """Whether an exception comes from a ``raise`` in a test, or from a line with no names except builtins."""
+    """True if an exception comes from a ``raise`` in a test, or from a line with no names except builtins."""
     if traceback.tb_next is not None:
         return False
     source = "".join(linecache.getlines(traceback.tb_frame.f_code.co_filename))
@@ -216,7 +215,7 @@ def _is_meant(traceback: types.TracebackType) -> bool:
 
 
 class _Names(dict[str, Any]):
-    """The names of a test: its own, Python's builtins, modules that it forgot to import, and the code's."""
+    """Names of a test: its own, builtins, modules that it forgot to import, and the code's."""
 
     def __init__(self, name: str, solution: Remote, source: str) -> None:
         super().__init__(__name__=name, solution=solution)
@@ -224,7 +223,7 @@ class _Names(dict[str, Any]):
         self._source = source
 
     def __missing__(self, name: str) -> Any:
-        """A name of the code, but no builtin and no module: code could replace what the tests compare with."""
+        """Look up a name of the code. Builtins and modules come first: the code must not replace a test's tools."""
         if name.startswith("__") or hasattr(builtins, name):
             raise KeyError(name)
         if name in KNOWN and _is_used_as_module(name, self._source):
@@ -239,7 +238,7 @@ class _Names(dict[str, Any]):
 
 
 def _is_used_as_module(name: str, source: str) -> bool:
-    """Whether the test only uses attributes of this name."""
+    """True if the test uses only attributes of this name."""
     nodes = [*ast.walk(ast.parse(source))]
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
     return len(uses) == sum(isinstance(node, ast.Attribute) and node.value in uses for node in nodes)
@@ -257,12 +256,12 @@ def _passes(names: _Names, source: str, file: str, call: str | None) -> bool:
 
 
 def _call(names: _Names, call: str) -> bool:
-    """Whether a function ``name`` or a method ``Class.name`` of a test passes. Raises what it raises."""
+    """Call a test's function ``name`` or method ``Class.name``. Raises its exceptions; returns whether it passes."""
     name, _, method = call.partition(".")
     target = names[name]
     if not method:
         return _finish(target())
-    import inspect  # here: most tests do not need these, and a start should be quick
+    import inspect  # here, because most tests do not need them and every response starts this process
     import unittest
 
     if issubclass(target, unittest.TestCase):
@@ -277,7 +276,7 @@ def _call(names: _Names, call: str) -> bool:
 
 
 def _finish(result: Any) -> bool:
-    """Run the result of an asynchronous test, or of one that yields, to its end."""
+    """Run the coroutine or generator that a test returned; False for an asynchronous generator, which is not run."""
     if isinstance(result, types.CoroutineType):
         import asyncio
 

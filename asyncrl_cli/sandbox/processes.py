@@ -1,7 +1,7 @@
-"""The other processes of a sandbox: how much they use, and their end.
+"""Measure and end the other processes of a sandbox.
 
-The first process of a namespace (``alone``) sees no further processes. Without a namespace they are its descendants,
-and it adopts orphans.
+The first process of a namespace (``alone``) sees only the sandbox's processes. Without a namespace, these are its
+descendants, because it adopts orphans.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from contextlib import suppress
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_SOCKETS = 2000
-"""Sockets of all processes: their buffers are memory that no process shows as its own."""
+"""Limit on the sockets of all processes, because their buffers count as no process's memory."""
 MOST_FILES = 100_000
-"""Files and folders of one file system: each takes about a KiB in addition to its content."""
+"""Limit on the files and folders of a file system: each takes about a KiB in addition to its content."""
 FEWEST_FREE = 16
-"""Pages below which a disk is full."""
+"""A disk with fewer free pages is full."""
 AGAIN_S = 0.002
 
 
 def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
-    """The limit that has been reached, if any: ``memory`` in bytes, ``most`` processes and threads."""
+    """Return the limit that has been reached, or b"": ``memory`` in bytes, ``most`` processes and threads."""
     resident, threads, pids = 0, 0, []
     for pid in _others(alone):
         try:
@@ -35,7 +35,7 @@ def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
         resident += int(fields[21]) * PAGE
     if threads >= most:
         return b"processes"
-    # Shared pages count several times in resident sizes: look closer only where those are too large.
+    # Resident sizes count shared pages several times. Proportional sizes do not, but cost more, so they come second.
     if resident > memory and (_of_gvisor() if in_gvisor else sum(map(_proportional, pids))) > memory:
         return b"memory"
     if alone and not in_gvisor and _sockets() > MOST_SOCKETS:
@@ -44,13 +44,13 @@ def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
 
 
 def full(disks: Sequence[str]) -> bool:
-    """Whether one of the file systems has no space, or too many files."""
+    """True if one of the file systems has no space left, or too many files."""
     found = map(os.statvfs, disks)
     return any(disk.f_bavail < FEWEST_FREE or disk.f_files - disk.f_ffree > MOST_FILES for disk in found)
 
 
 def reap(pid: int) -> int | None:
-    """Reap the children that have ended. Returns the status of ``pid`` if it is one of them."""
+    """Reap all children that have ended. Returns the exit status of ``pid`` if it is one of them."""
     status = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -62,14 +62,17 @@ def reap(pid: int) -> int | None:
 
 
 def end_all(alone: bool, pid: int) -> int:
-    """Kill all processes and wait until they are gone; the status of ``pid`` among them, or 0."""
+    """Kill all processes and wait until they are gone. Returns the exit status of ``pid`` if it was one of them, or 0.
+
+    Without a namespace a process may start another one after they were listed, so the loop kills until none is left.
+    """
     status = 0
     while True:
         for other in [-1] if alone else list(_others(alone)):
             with suppress(ProcessLookupError):
                 os.kill(other, signal.SIGKILL)
         try:
-            # Alone, nothing can start any more. Otherwise a process may have been made since they were listed.
+            # In a namespace kill(-1) reached every process, so waiting may block.
             ended, how = os.waitpid(-1, 0 if alone else os.WNOHANG)
         except ChildProcessError:
             return status
@@ -85,7 +88,6 @@ def _status(how: int) -> int:
 
 
 def _others(alone: bool) -> Iterator[int]:
-    """Their ids."""
     if alone:
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         return
@@ -93,12 +95,12 @@ def _others(alone: bool) -> Iterator[int]:
 
 
 def memory_below(pid: int) -> int:
-    """Bytes of memory of a process's descendants."""
+    """Bytes of memory that a process's descendants use."""
     return sum(map(_proportional, below(pid)))
 
 
 def below(pid: int) -> Iterator[int]:
-    """The ids of a process's descendants."""
+    """Ids of a process's descendants."""
     found = [pid]
     for parent in found:
         try:
@@ -110,21 +112,21 @@ def below(pid: int) -> Iterator[int]:
 
 
 def _proportional(pid: int) -> int:
-    """Bytes of a process, shared pages by its share of them."""
+    """Bytes of a process; a page that n processes share counts 1/n."""
     try:
         for line in _file(f"/proc/{pid}/smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    try:  # it does not let others look, or has ended
+    try:  # it hides its memory, or has ended
         return int(_file(f"/proc/{pid}/statm").split()[1]) * PAGE
     except (OSError, IndexError):
         return 0
 
 
 def _of_gvisor() -> int:
-    """Bytes of memory of all processes in gVisor, each page once."""
+    """Bytes of all processes in gVisor, each page counted once: gVisor has no proportional sizes."""
     lines = _file("/proc/meminfo").splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"AnonPages:"))
 

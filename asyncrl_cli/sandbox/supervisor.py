@@ -1,8 +1,8 @@
-"""The first process in a sandbox: it runs one command at a time, watches it, and reads and writes files.
+"""The first process in a sandbox. It runs one command at a time, watches it, and reads and writes files.
 
-It starts as root where bwrap or gVisor does, takes an unused id, confines itself, and only then answers. It lives as
-long as the socket to the worker does: when the worker ends, however it ends, this process ends, and with the first
-process of a namespace the kernel ends all others.
+If bwrap or gVisor starts it as root, it takes an unused user id. It confines itself before it answers. It ends when the
+socket to the worker closes, which the kernel does however the worker ends; and the kernel ends all processes of a
+namespace with the first one (decision 0071).
 
 Invariant: between two commands no other process lives in the sandbox.
 """
@@ -22,19 +22,19 @@ from asyncrl_cli.sandbox import confine, gvisor, processes, work_files
 from asyncrl_cli.sandbox.wire import packed, received
 
 WATCH_S = 0.05
-"""Seconds between two looks at what a command uses; most commands end before the first."""
+"""Seconds between two checks of a command's memory, processes and files; most commands end before the first."""
 SHELLS = ("/bin/bash", "/bin/sh")
 READY, CANCELLED = b"ready", b"cancelled"
 CANNOT_RUN = 126
-"""A shell's status for a line that cannot be run."""
+"""A shell's exit status for a command that it cannot run."""
 CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
-"""Python changes the handling of these signals when it starts; commands get the default."""
+"""Python changes the handlers of these signals when it starts; commands get the defaults."""
 KEPT = 2**15
-"""Bytes that are kept of the beginning of an output, and of its end."""
+"""Bytes kept from the beginning of an output, and as many from its end."""
 
 
 class Output:
-    """Collects what a command prints, in memory of a fixed size."""
+    """Collects a command's output in memory of a fixed size."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -42,7 +42,7 @@ class Output:
         self._total = 0
 
     def add(self, piece: bytes) -> None:
-        """The next bytes."""
+        """Append bytes."""
         self._total += len(piece)
         missing = self._kept - len(self._first)
         self._first += piece[:missing]
@@ -50,9 +50,9 @@ class Output:
             self._last = (self._last + piece)[-self._kept :]
 
     def text(self) -> bytes:
-        """The text in UTF-8, with a line in the middle that says how many bytes are omitted, if any are.
+        """The output in UTF-8. If bytes were omitted, a line in the middle says how many.
 
-        Characters that are cut there are omitted whole; bytes that are not UTF-8 become U+FFFD.
+        Characters cut there are omitted as a whole; bytes that are not UTF-8 become U+FFFD.
         """
         first, last = self._first, self._last
         if self._total == len(first) + len(last):
@@ -101,7 +101,7 @@ class Supervisor:
         control.sendall(packed([READY]))
 
     def serve(self) -> None:
-        """Answer until the worker has closed the socket. Raises ``EOFError``."""
+        """Answer until the worker closes the socket. Raises ``EOFError``."""
         while True:
             action, *fields = self._message()
             try:
@@ -113,7 +113,7 @@ class Supervisor:
                 self._control.sendall(packed(answer))
 
     def clear(self) -> None:
-        """End everything; remove the work folder if it is one of this machine."""
+        """End all processes. Without a namespace the work folder is on the machine's disk, and is removed."""
         processes.end_all(self._alone, 0)
         if not self._alone:
             import shutil
@@ -140,17 +140,17 @@ class Supervisor:
             return [b"done"]
         if action == b"read":
             return [b"done", work_files.read(self._folder, os.fsdecode(fields[0]))]
-        return []  # a stop that came when its command had ended
+        return []  # a stop that arrived after its command had ended
 
     def _run(self, command: str, time_s: float, environment: dict[str, str]) -> list[bytes]:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         output = Output()
         status, stopped = CANNOT_RUN, b""
-        full_before = processes.full(self._disks)  # before the start: a quick command would fill it first
+        full_before = processes.full(self._disks)  # before the start: a quick command could fill it first
         try:
             pid = self._started([self._shell, "-c", command], environment, writing)
-        except (OSError, ValueError) as error:  # too long, or with a NUL
+        except (OSError, ValueError) as error:  # the command is too long, or contains a NUL
             output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
             os.close(writing)
         else:
@@ -158,6 +158,7 @@ class Supervisor:
             ended, stopped = self._watch(
                 pid, reading=reading, output=output, deadline=time.monotonic() + time_s, full_before=full_before
             )
+            # Before the rest of the output is read: a background process could keep writing.
             last = processes.end_all(self._alone, pid)
             status = last if ended is None else ended
             while piece := _some(reading):
@@ -184,7 +185,7 @@ class Supervisor:
     def _watch(
         self, pid: int, reading: int, output: Output, deadline: float, *, full_before: bool
     ) -> tuple[int | None, bytes]:
-        """Wait for the end of a command: its status, and the limit that it reached."""
+        """Wait until a command ends or reaches a limit; return its exit status, if it ended, and the limit."""
         poll = select.poll()
         for descriptor in (self._woken, reading, self._control.fileno()):
             poll.register(descriptor, select.POLLIN)
@@ -215,7 +216,7 @@ class Supervisor:
 
 
 def _wake_when_children_end() -> int:
-    """A descriptor that can be read when a child has ended."""
+    """Return a descriptor that becomes readable when a child ends (gVisor lacks ``pidfd_open``)."""
     reading, writing = os.pipe()
     for descriptor in (reading, writing):
         os.set_blocking(descriptor, False)
@@ -225,7 +226,7 @@ def _wake_when_children_end() -> int:
 
 
 def _some(descriptor: int) -> bytes:
-    """The bytes that can be read now."""
+    """Read without waiting; b"" if there is nothing."""
     try:
         return os.read(descriptor, 2**16)
     except BlockingIOError:
@@ -233,8 +234,9 @@ def _some(descriptor: int) -> bytes:
 
 
 def main() -> None:
-    """Serve the socket that the first argument names."""
-    # Signals from inside reach the first process of a namespace only if it handles them: so it must not handle this.
+    """Serve the socket whose descriptor is the first argument."""
+    # The kernel delivers signals from inside to a namespace's first process only if it has a handler. Python installs
+    # one for SIGINT, and a command could interrupt this process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)

@@ -17,7 +17,7 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 
 Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
 OLDEST_GVISOR = 20240729
-"""The oldest version (a date) that works: in Debian 12's, of 2022, `ls` fails, and it needs rights to start."""
+"""The oldest version (a date) that works. In Debian 12's, from 2022, `ls` fails, and it does not start unprivileged."""
 HINTS: dict[commands.Kind, str] = {
     "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)",
     "gvisor": "install bubblewrap, and gVisor's runsc of 2024-07-29 or later (Debian 13: apt install runsc; Debian 12: "
@@ -27,7 +27,7 @@ COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
 
 
 def missing(kind: commands.Kind | judge.Kind) -> str:
-    """Name the part that this machine lacks for a kind of sandbox; "" if it may work."""
+    """Name the part that this machine lacks for a kind of sandbox; "" if nothing is known to be missing."""
     if kind == "none":
         return ""
     if kind != "seccomp" and shutil.which("bwrap") is None:
@@ -44,24 +44,24 @@ def missing(kind: commands.Kind | judge.Kind) -> str:
         version = subprocess.run(["runsc", "--version"], capture_output=True, text=True, check=False).stdout
         date = re.search(r"20\d{6}", version)
         if date is not None and int(date.group()) < OLDEST_GVISOR:
-            return f"runsc (gVisor) is of {date.group()}, and {OLDEST_GVISOR} is the oldest that works"
+            return f"runsc (gVisor) {date.group()} is too old: {OLDEST_GVISOR} is the oldest version that works"
     return ""
 
 
 def problem(kind: commands.Kind) -> str:
-    """Why there is no sandbox for commands of a kind on this machine; "" if a command has run in one."""
+    """Why a kind of sandbox for commands does not work on this machine; "" if a command ran in one."""
     if (reason := missing(kind)) or kind == "none":
         return reason
-    # Another loop in another thread, whatever runs in this one.
+    # In another thread, because this one may already run an event loop.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, _tried(kind)).result()
 
 
 @functools.cache
 def choose(wanted: Wanted = "auto") -> judge.Kind:
-    """The kind of sandbox for judged code that is ``wanted``, or the strongest one that works here. It is tried.
+    """Try the ``wanted`` kind of sandbox for judged code and return it; with ``auto``, the strongest one that works.
 
-    Raises ``TaskError`` if it does not work.
+    Raises ``TaskError`` if none works.
     """
     if wanted not in get_args(Wanted):
         raise TaskError(
@@ -80,9 +80,9 @@ def choose(wanted: Wanted = "auto") -> judge.Kind:
                 reason = str(error)
         reasons.append(f"{kind}: {reason}")
     raise TaskError(
-        f"no sandbox for the code of the model ({'; '.join(reasons)})",
+        f"no sandbox for the model's code works here ({'; '.join(reasons)})",
         hint="install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces; "
-        "with the option `sandbox: none` the code runs without a sandbox, with all that your user may do",
+        "with the option `sandbox: none` the code runs without a sandbox and can do anything that your user can do",
     )
 
 

@@ -1,8 +1,8 @@
-"""Messages between a process outside a sandbox and one inside, or between two inside: lists of byte strings.
+"""Messages into and out of sandboxes: lists of byte strings.
 
     length of the rest (4 bytes) | number of strings (4 bytes) | their lengths (4 bytes each) | the strings
 
-Nothing in them is executed, and the reader limits their size: the other side may run code that a model wrote.
+The other side may run code that a model wrote. So reading executes nothing, and the reader limits the size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WireError(ValueError):
 
 
 def packed(fields: Sequence[bytes]) -> bytes:
-    """The bytes of a message. Raises ``WireError`` for one that is too long."""
+    """Encode a message. Raises ``WireError`` if it is too long."""
     lengths = [len(field) for field in fields]
     size = HEAD * (1 + len(lengths)) + sum(lengths)
     if len(lengths) > MOST_FIELDS or size > LONGEST:
@@ -30,7 +30,7 @@ def packed(fields: Sequence[bytes]) -> bytes:
 
 
 def size_of(head: bytes, most: int = LONGEST) -> int:
-    """How many bytes follow a message's first 4. Raises ``WireError``."""
+    """Number of bytes after a message's first 4. Raises ``WireError`` if the message is too long."""
     size = int.from_bytes(head, "big")
     if size > most:
         raise WireError("the message is too long")
@@ -38,7 +38,7 @@ def size_of(head: bytes, most: int = LONGEST) -> int:
 
 
 def unpacked(rest: bytes) -> list[bytes]:
-    """The fields of a message without its first 4 bytes. Raises ``WireError``."""
+    """Decode a message without its first 4 bytes. Raises ``WireError``."""
     count = int.from_bytes(rest[:HEAD], "big")
     start = HEAD * (1 + count)
     if count > MOST_FIELDS or start > len(rest):
@@ -53,5 +53,5 @@ def unpacked(rest: bytes) -> list[bytes]:
 
 
 def received(read: Callable[[int], bytes], most: int = LONGEST) -> list[bytes]:
-    """The next message; ``read`` returns exactly so many bytes. Raises ``WireError``, and what ``read`` raises."""
+    """Receive a message; ``read(n)`` returns exactly n bytes. Raises ``WireError``, and the exceptions of ``read``."""
     return unpacked(read(size_of(read(HEAD), most)))

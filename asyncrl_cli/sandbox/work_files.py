@@ -1,7 +1,7 @@
-"""Files of the work folder, by paths that cannot leave it.
+"""Read and write files by paths that cannot leave the work folder.
 
-Every folder on the way is opened in the folder before it, and no link is followed. Whatever a process moves or links at
-the same time, the file is one of the work folder's.
+Each folder on the path is opened relative to the one before it, and no link is followed. So the file is inside the work
+folder, even if a process moves or links folders at the same time.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 MOST_BYTES = 2**28
-"""Bytes of the largest file that is read or written; a file with holes may claim to be larger than any disk."""
+"""Bytes of the largest file that is read or written. A sparse file can be larger than any disk."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe must not wait for its other end
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a named pipe must not wait for a peer
 
 
 def parts_of(path: str) -> list[str]:
-    """The names in a relative path. Raises ``OSError`` for one that is absolute, empty, or has ``..`` or NUL in it."""
+    """Split a relative path. Raises ``OSError`` if it is absolute or empty, or contains ``..`` or NUL."""
     names = [name for name in path.split("/") if name not in ("", ".")]
     if path.startswith("/") or not names or ".." in names or "\0" in path:
-        raise OSError(errno.EINVAL, "not a path inside the work folder (give one that is relative to it)", path)
+        raise OSError(errno.EINVAL, "not a path inside the work folder (give a path relative to it)", path)
     return names
 
 
 def write(root: str, path: str, data: bytes) -> None:
-    """Write a file of ``root``, with its folders. Raises ``OSError``."""
+    """Write a file below ``root`` and make its folders. Raises ``OSError``."""
     with _opened(root, path, os.O_WRONLY | os.O_CREAT) as file:
         os.ftruncate(file, 0)
         view = memoryview(data)
@@ -36,7 +36,7 @@ def write(root: str, path: str, data: bytes) -> None:
 
 
 def read(root: str, path: str) -> bytes:
-    """The content of a file of ``root``. Raises ``OSError``."""
+    """Read a file below ``root``. Raises ``OSError``."""
     with _opened(root, path, os.O_RDONLY) as file:
         if os.fstat(file).st_size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MOST_BYTES >> 20} MiB", path)
@@ -48,7 +48,7 @@ def read(root: str, path: str) -> bytes:
 
 @contextmanager
 def _opened(root: str, path: str, flags: int) -> Iterator[int]:
-    """A file; with ``O_CREAT`` its folders are made, too."""
+    """Open a file below ``root``; with ``O_CREAT`` make its folders, too."""
     *folders, name = parts_of(path)
     with ExitStack() as stack:
 
@@ -64,7 +64,7 @@ def _opened(root: str, path: str, flags: int) -> Iterator[int]:
                     os.mkdir(part, 0o755, dir_fd=folder)
             below = opened(part, _FOLDER, folder)
             if not os.path.samestat(os.fstat(below), os.stat(part, dir_fd=folder, follow_symlinks=False)):
-                # A link: gVisor follows it to a folder.
+                # A link: gVisor follows links to folders in spite of O_NOFOLLOW.
                 raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             folder = below
         file = opened(name, flags | _FILE, folder)

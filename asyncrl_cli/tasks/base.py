@@ -1,11 +1,10 @@
-"""The interfaces of tasks. A task of yours is a class with the methods of one or more of these protocols; it does not
-have to derive from them.
+"""Interfaces of tasks. Your task is a class with the methods of one or more of these protocols; it need not inherit.
 
 - ``Task``: scores single responses;
 - ``GroupTask``: scores the responses of a group together;
 - ``AgentTask``: plays an episode by calling the model itself;
 - ``EnvironmentTask``: makes an environment, which the model plays turn by turn;
-- ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: further methods that any of them may have.
+- ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: optional methods for any of them.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Split = Literal["train", "eval"]
 SPEC_FOLDER = "ASYNCRL_FOLDER"
 """Environment variable with the folder of the spec file, for agents, environments and their commands."""
 GIVEN_PYTHONPATH = "ASYNCRL_GIVEN_PYTHONPATH"
-"""Environment variable with the run's ``PYTHONPATH``. A worker's own one has all of the run's module path, which is for
-this Python alone."""
+"""Environment variable with the run's original ``PYTHONPATH``. A worker's ``PYTHONPATH`` has the run's whole module
+path, which other Python interpreters must not use."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A reward together with metrics. Every number is finite; each metric is averaged over a training step.
+    """A reward with metrics. Every number must be finite; metrics are averaged over a training step.
 
     The reward None means that the response cannot be scored: its rollout is masked.
     """
@@ -40,12 +39,12 @@ class RewardResult:
 
 
 Reward = float | RewardResult | None
-"""The return value of a reward; ``workers.scoring.checked`` has the exact rules."""
+"""The return value of a reward function; ``workers.scoring.checked`` has the exact rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreLater:
-    """The result of an episode; the task's ``reward`` scores its last reply. ``metrics`` are added to the reward's."""
+    """An episode's result without a reward: the task's ``reward`` scores the last reply, and ``metrics`` are added."""
 
     metrics: Mapping[str, float]
 
@@ -53,8 +52,7 @@ class ScoreLater:
 def as_result(value: Any) -> RewardResult:
     """Read a user's return value as a reward with metrics, without checking the numbers.
 
-    In a dict with a ``score``, the form of verl's functions, other numbers are metrics. Texts, such as the answer that
-    was found, are skipped.
+    verl's functions return a dict with a ``score``. Its other numbers are metrics; its texts are skipped.
     """
     if isinstance(value, Mapping) and "score" in value:
         metrics = {key: item for key, item in value.items() if key != "score" and not isinstance(item, str | None)}
@@ -63,16 +61,16 @@ def as_result(value: Any) -> RewardResult:
 
 
 def finite(value: object) -> float | None:
-    """A real number of any library as a finite float: also arrays and tensors of one element; None for others."""
+    """Convert any library's real number, or one-element array or tensor, to a finite float; None for anything else."""
     try:
-        # NumPy's booleans, arrays and PyTorch's tensors are numbers only to themselves; their item is Python's.
+        # NumPy's and PyTorch's values are converted to Python's first: NumPy's booleans have no __float__.
         value = value.item() if hasattr(value, "item") else value
-        if not hasattr(type(value), "__float__"):  # float() would also read text
+        if not hasattr(type(value), "__float__"):  # float() would also parse text
             return None
         number = float(value)  # type: ignore[arg-type]
-    except Exception:  # too large, an array of several elements, a symbol
+    except Exception:  # too large, an array with several elements, a symbol
         return None
-    return number + 0.0 if math.isfinite(number) else None  # -0.0 would be shown and stored otherwise
+    return number + 0.0 if math.isfinite(number) else None  # adding 0.0 turns -0.0 into 0.0
 
 
 @runtime_checkable
@@ -80,33 +78,33 @@ class Task(Protocol):
     """A task that scores single responses."""
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
-        """Return the reward of one response: any finite number. 1.0 or more counts as correct in the accuracies shown.
+        """Return the reward of one response: any finite number. Accuracies count 1.0 or more as correct.
 
         None means that the response cannot be scored: its tokens are not trained on, and the baseline is computed from
-        the group's other responses. ``finished`` is false for a response that was truncated at its token limit. The
-        method may be async. An exception rejects the response's group, with the exception as the reason.
+        the group's other responses. ``finished`` is False for a response that was truncated at its token limit. The
+        method may be async. An exception rejects the response's group, and is reported as the reason.
         """
         ...
 
 
 class GroupTask(Protocol):
-    """A task that scores all responses of a group together, to compare them. If it also has ``reward``, that method is
-    called only by itself."""
+    """A task that scores all responses of a group together, to compare them. asyncrl then never calls a method
+    ``reward``."""
 
     def rewards(self, prompt: Prompt, responses: list[str]) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
-        """Return one reward for each response, in their order, as ``Task.reward`` returns one.
+        """Return one reward for each response, in their order; ``Task.reward`` has the rules.
 
-        The method may be async, and may have a third parameter ``finished``, a list of bools. An evaluation calls it
-        with the samples of one prompt, which may be a single one.
+        The method may be async, and may have a third parameter ``finished``, a list of bools. An evaluation passes the
+        samples of one prompt, which may be only one.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAccess:
-    """How an agent reaches the model: an OpenAI-compatible server, at a base URL that belongs to this rollout alone.
+    """How an agent reaches the model: an OpenAI-compatible server at a base URL for this rollout only.
 
-    ``model`` is the name to ask for, ``rollout_id`` names the rollout in the journal. A conversation may have
+    ``model`` is the name for requests; ``rollout_id`` names the rollout in the journal. A conversation may have up to
     ``max_images`` images; with 0 the model sees none.
     """
 
@@ -124,8 +122,8 @@ class AgentTask(Protocol):
     async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
         """Play one episode and return its reward.
 
-        None: the task's method ``reward`` scores the text of the model's last reply. ``RewardResult(None)`` masks the
-        rollout, and so does a ``reward`` that returns None. An exception ends the episode; it is played again up to
+        With None, the task's method ``reward`` scores the text of the model's last reply. ``RewardResult(None)`` masks
+        the rollout, and so does a ``reward`` that returns None. An exception ends the episode; it is played again up to
         ``rollout.retries`` times.
         """
         ...
@@ -136,19 +134,19 @@ class Step:
     """An environment's answer to a reply of the model."""
 
     messages: Sequence[Message] = ()
-    """For the model to read next (``role`` user, tool or system)."""
+    """Messages for the model (``role`` user, tool or system)."""
     reward: float | None = 0.0
-    """A rollout's reward is the sum over its steps; None in any of them masks the rollout."""
+    """A rollout's reward is the sum over its steps; None in any step masks the rollout."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Added up over the steps, by name."""
+    """Summed over the steps, by name."""
 
 
 class Environment(Protocol):
-    """The model acts on it during one episode. Its methods are called in a thread, one at a time.
+    """The model's environment in one episode. Its methods are called in a thread, one at a time.
 
     It may have an attribute ``tools``, a list of OpenAI tool definitions, and a method ``close()``, which is called at
-    the episode's end.
+    the end of the episode.
     """
 
     def reset(self) -> Sequence[Message]:
@@ -174,7 +172,7 @@ class PromptTask(Protocol):
     """A task that makes its own prompts."""
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """Return ``size`` prompts of a split, the same ones at every call. The two splits must not share a prompt."""
+        """Return ``size`` prompts of a split, the same in every call. The two splits must not share a prompt."""
         ...
 
 
@@ -189,31 +187,32 @@ class CheckingTask(Protocol):
 
 @runtime_checkable
 class DemonstrationTask(Protocol):
-    """A task that has demonstrations, for a supervised warm start."""
+    """A task with demonstrations for a supervised warm start."""
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message] | Prompt:
         """Return a prompt's text and a response without the end token; or a conversation that ends with the response,
-        an assistant's message. A conversation with images is a ``Prompt``, which has them. The prompt must not be one
-        of the ``eval`` split.
+        an assistant message; or, if there are images, a ``Prompt`` with the conversation. The prompt must not belong to
+        the ``eval`` split.
 
-        ``clean`` asks for a faultless response; otherwise it is drawn from the task's mixture of good and bad ones.
+        ``clean`` asks for a faultless response. Otherwise the response comes from the task's mixture of good and bad
+        ones.
         """
         ...
 
 
 @runtime_checkable
 class TaskMix(Protocol):
-    """Several tasks as one. ``members`` has them by name, in the order of the spec."""
+    """Several tasks as one. ``members``: the tasks by name, in the spec's order."""
 
     members: Mapping[str, object]
 
     def member(self, prompt: Prompt) -> tuple[object, Prompt]:
-        """Return the task that a prompt of the mix belongs to, and the prompt as that task made it."""
+        """Return the task of one of the mix's prompts, and the prompt in that task's form."""
         ...
 
 
 class Use(Enum):
-    """Whether a task takes a sandbox."""
+    """How a task uses a sandbox."""
 
     NO = "no"
     OPTIONAL = "optional"
@@ -221,17 +220,17 @@ class Use(Enum):
 
 
 def task_of(task: object, prompt: Prompt) -> tuple[object, Prompt]:
-    """The task that a prompt belongs to (a mix's member, or the task itself), and the prompt as that task made it."""
+    """Return a prompt's task (a mix's member, or the task itself), and the prompt in that task's form."""
     return task.member(prompt) if isinstance(task, TaskMix) else (task, prompt)
 
 
 def scores_groups(task: object) -> bool:
-    """Whether the task is a ``GroupTask``. A class of single rewards may have an attribute ``rewards``, too."""
+    """True for a ``GroupTask``. Other tasks may have an attribute ``rewards`` that is not a method."""
     return callable(getattr(task, "rewards", None))
 
 
 def is_episodic(task: object) -> bool:
-    """Whether rollouts of the task are episodes: it is an agent, an environment, or a mix with one of these."""
+    """True if the task's rollouts are episodes: it is an agent, an environment, or a mix with one of these."""
     if isinstance(task, TaskMix):
         return any(is_episodic(member) for member in task.members.values())
     return isinstance(task, (AgentTask, EnvironmentTask))

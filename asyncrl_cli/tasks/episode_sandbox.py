@@ -1,8 +1,8 @@
-"""The sandbox of an episode, for tasks that take one.
+"""The sandbox of an episode, for tasks that use one.
 
-A task takes it by a parameter ``sandbox``: an agent of ``run``; an environment's task of ``environment``, its class of
-the constructor; a ``ToolTask`` of ``tools`` or ``judge``. Agents get a ``ShellSandbox``; the others run in threads and
-get a ``BlockingSandbox``. It is opened before the episode, and closed after it.
+A task asks for it with a parameter ``sandbox``: an agent in ``run``; an environment task in ``environment``; an
+environment class in its constructor; a ``ToolTask`` in ``tools`` or ``judge``. Agents get a ``ShellSandbox``; the
+others run in threads and get a ``BlockingSandbox``. It is opened before the episode and closed after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, Task
 
 
 def parameter_use(function: Callable[..., Any]) -> Use:
-    """Whether a function has a parameter ``sandbox``, and needs a value for it."""
+    """How a function uses a sandbox, according to its parameter ``sandbox``."""
     try:
         parameter = inspect.signature(function).parameters.get("sandbox")
     except ValueError:  # a builtin without a signature
@@ -32,7 +32,7 @@ def parameter_use(function: Callable[..., Any]) -> Use:
 
 
 def sandbox_use(task: object) -> Use:
-    """Whether a task takes a sandbox: it says so itself (``sandbox_use``), or its method has the parameter."""
+    """How a task uses a sandbox, according to its attribute ``sandbox_use`` or its method's parameter."""
     if isinstance(stated := getattr(task, "sandbox_use", None), Use):
         return stated
     if isinstance(task, AgentTask):
@@ -41,7 +41,7 @@ def sandbox_use(task: object) -> Use:
 
 
 def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task") -> None:
-    """Raise ``TaskError`` for a sandbox that the task cannot use, that it lacks, or that cannot start here."""
+    """Raise ``TaskError`` if the task cannot use the sandbox, needs one that is missing, or if none can start here."""
     from asyncrl_cli.sandbox.trial import HINTS, problem
 
     uses = [sandbox_use(member) for member in (task.members.values() if isinstance(task, TaskMix) else [task])]
@@ -65,12 +65,12 @@ def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task"
         raise TaskError(f"no sandbox can be started here: {reason}", location=location, hint=HINTS[spec.kind])
     for index, path in enumerate(spec.readable):
         if not _from_spec(path).exists():
-            raise TaskError(f"there is no {path}", location=f"{location}.readable.{index}", hint="correct the path")
+            raise TaskError(f"{path} does not exist", location=f"{location}.readable.{index}", hint="correct the path")
 
 
 @asynccontextmanager
 async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) -> AsyncIterator[ShellSandbox | None]:
-    """The sandbox of one episode of a task; None for a task without one. ``gateway``: the episode's base URL.
+    """Open the sandbox for an episode; None for a task without one. ``gateway``: the episode's base URL.
 
     Raises ``SandboxError``.
     """
@@ -86,5 +86,5 @@ async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) 
 
 
 def _from_spec(path: str) -> Path:
-    """A path that is relative to the spec's folder."""
+    """Resolve a path relative to the spec's folder."""
     return Path(os.environ.get(SPEC_FOLDER, "."), path).absolute()

@@ -1,7 +1,6 @@
-"""A user's reward function, agent function or environment class as a task.
+"""Use a reward function, agent function or environment class as a task.
 
-Each is passed the prompt's row as a dict: its ``uid``, its ``prompt`` (text, or a list of messages) and all its other
-fields.
+Each gets the prompt's row as a dict: ``uid``, ``prompt`` (text, or a list of messages) and all other fields.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from asyncrl_cli.tasks.base import Environment, ModelAccess, Reward, RewardResul
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
 
 ROW = frozenset({"prompt", "row", "example", "item", "record", "sample"})
-"""Names of a reward function's parameter for the row."""
+"""Parameter names that stand for the row in a reward function."""
 RESPONSE = frozenset(
     {
         *("response", "response_str", "response_text", "completion", "generation", "model_output", "output"),
         *("predict_str", "prediction", "reply", "solution_str", "text"),
     }
 )
-"""Names of a reward function's parameter for the response, here and in other trainers."""
+"""Parameter names that stand for the response in a reward function, here and in other trainers."""
 RESPONSES = frozenset({"responses", "completions"})
-"""Names of a reward function's parameter for the responses of the whole group."""
+"""Parameter names that stand for the responses of the whole group."""
 BY_NAME = (
     "arguments are passed by name: `prompt` is the row as a dict, `response` the text (`responses`: the texts of the "
     "whole group), `finished` whether the model ended it; any other name is a column of the row (docs/tasks.md)"
@@ -34,7 +33,7 @@ BY_NAME = (
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The row of a prompt, as the user's functions are passed it: in messages, images are data URLs."""
+    """A prompt's row for the user's functions; images in messages are data URLs."""
     content: Any = prompt.content
     if not isinstance(content, str):
         content = [dict(message) for message in with_data_urls(content, prompt.images)]
@@ -42,10 +41,10 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class FunctionTask:
-    """A task of one function, such as ``f(prompt, response) -> float``, which may be async.
+    """A task with one function, such as ``f(prompt, response) -> float``, which may be async.
 
-    Invariant: every argument is passed by the name of its parameter, never by its place: functions copied from other
-    trainers have the same arguments in another order, and would score something else without an error.
+    Invariant: arguments are matched by parameter name, never by position. Functions from other trainers take the same
+    arguments in another order, and would silently score the wrong text.
     """
 
     response_names, usual_name = RESPONSE, "response"
@@ -71,16 +70,13 @@ class FunctionTask:
             )
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
-        """Call the function; ``scoring.checked`` checks the result.
-
-        Raises ``LookupError`` if the row has no column for a parameter.
-        """
+        """Call the function; the caller checks the result. Raises ``LookupError`` if the row lacks a parameter."""
         row = row_of(prompt)
         value: Reward = self._call(row, {self._row: row, self._response: response, "finished": finished})
         return value
 
     def _call(self, row: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-        nested = row.get("reward_model")  # verl's rows have the ground truth there
+        nested = row.get("reward_model")  # here verl's rows have the ground truth
         values = {**(nested if isinstance(nested, Mapping) else {}), **row, **given}
         arguments: dict[str, Any] = {}
         for name, parameter in self._signature.parameters.items():
@@ -98,17 +94,17 @@ class FunctionTask:
 
 
 class GroupFunction(FunctionTask):
-    """A task of one function that scores the responses of a group together: ``f(prompt, responses) -> list``.
+    """A task with one function that scores the responses of a group together: ``f(prompt, responses) -> list``.
 
-    A function with ``completions`` and without the row is called as TRL calls it: ``prompts`` and every column are
-    lists with an entry for each response, and with a prompt of messages a completion is a list of messages, too.
-    Otherwise a function of TRL's would compare responses with the letters of one answer.
+    A function with ``completions`` and without the row is called as in TRL: ``prompts`` and every column are lists with
+    one entry for each response, and if the prompt is a list of messages, so is each completion. Given a single answer
+    instead of a list, a TRL function would compare each response with one letter of it.
     """
 
     response_names, usual_name = RESPONSES, "responses"
 
     def rewards(self, prompt: Prompt, responses: list[str], finished: list[bool]) -> Any:
-        """Call the function; ``scoring.checked_group`` checks the result. Raises ``LookupError`` as ``reward`` does."""
+        """Call the function; the caller checks the result. Raises ``LookupError`` if the row lacks a parameter."""
         row = row_of(prompt)
         if self._row or self._response != "completions":
             return self._call(row, {self._row: row, self._response: responses, "finished": finished})
@@ -121,14 +117,14 @@ class GroupFunction(FunctionTask):
 
 
 def _chosen(names: Collection[str], known: Collection[str], first: str) -> str:
-    """Return the only name that is ``known``, or ``first`` if it is among several. Empty if it is not clear."""
+    """Return ``first`` if it is among the names, or the only ``known`` name; empty if there is none or several."""
     found = [name for name in names if (name.strip("_") or "prompt") in known]
     return first if first in found else found[0] if len(found) == 1 else ""
 
 
 class AgentFunction:
-    """An agent: one async function ``f(prompt, model) -> float | RewardResult``; with a third parameter ``sandbox`` it
-    gets the episode's."""
+    """An agent: an async function ``f(prompt, model) -> float | RewardResult``. A third parameter ``sandbox`` gets the
+    episode's sandbox."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], name: str) -> None:
         self.name = name
@@ -144,8 +140,8 @@ class AgentFunction:
 
 
 class EnvironmentClass:
-    """A class of environments, one made for each episode from ``task.options`` and, if it names them, ``prompt`` and
-    ``sandbox``."""
+    """An environment class; each episode has an instance. It is constructed with ``task.options``, and with ``prompt``
+    and ``sandbox`` if the constructor has these parameters."""
 
     def __init__(self, environment: Callable[..., Environment], options: Mapping[str, Any], name: str) -> None:
         self.name = name

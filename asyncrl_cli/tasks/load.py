@@ -1,13 +1,13 @@
-"""From ``task.use``, or ``task.mix``, to a task.
+"""Load the task that ``task.use`` or ``task.mix`` names.
 
-``use`` is the name of a ready task, ``gym/<data set>``, or what a module of the user's has:
+``use`` is the name of a ready task, ``gym/<data set>``, or an object in the user's module:
 
 - ``module:Class`` with ``reward``, ``rewards``, ``run`` or ``environment``: a task, constructed with ``task.options``;
-- ``module:Class`` with ``reset`` and ``step``: an environment, constructed with them for each episode;
-- ``module:function`` with a parameter ``response``: a bare reward; with ``responses``: of a whole group;
+- ``module:Class`` with ``reset`` and ``step``: an environment, constructed with the options for each episode;
+- ``module:function`` with a parameter ``response``: a reward; with ``responses``: a reward for whole groups;
 - ``module:function``, async, with parameters (prompt, model): an agent.
 
-Whatever is wrong is a ``TaskError`` with the field and a hint, raised before anything heavy starts.
+Every mistake is a ``TaskError`` with the field and a hint, raised before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ ONE_BY_ONE = "rollouts of agents and environments are episodes, which are scored
 
 
 def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect: bool = False) -> Any:
-    """The task that ``spec`` names: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
+    """Load the task of ``spec``: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
 
-    ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
-    script. ``location``: the key of the section. ``connect``: connect to its MCP servers, which rewards and
-    demonstrations do not need. Raises ``TaskError``.
+    ``search_path`` is the spec file's folder; modules are first searched there, as Python does for a script.
+    ``location``: the section's key. ``connect``: connect to the task's MCP servers, which rewards and demonstrations do
+    not need. Raises ``TaskError``.
     """
 
     def load(one: TaskSpec | TaskMember, use: str, location: str) -> Any:
@@ -80,8 +80,8 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect
             for index, (name, member) in enumerate(members.items()):
                 if scores_groups(member):
                     raise TaskError(
-                        f"{name} scores whole groups, and {episodic[0]} plays episodes: all rollouts of the mix are "
-                        "episodes then, which are scored one by one",
+                        f"{name} scores whole groups, but {episodic[0]} plays episodes: then all rollouts of the mix "
+                        "are episodes, which are scored one by one",
                         location=f"{location}.mix.{index}.use",
                         hint="give it reward(prompt, response, finished), or train on it in another run",
                     )
@@ -95,7 +95,7 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect
 
 
 def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: str = "task") -> Any:
-    """One task, as ``use`` and ``options`` say. Raises ``TaskError``, with keys of the section ``location``."""
+    """Load one task. Raises ``TaskError`` with keys below ``location``."""
     try:
         if use.startswith(GYM):
             return _construct(Gym, use, {"data_set": use.removeprefix(GYM), **options})
@@ -114,14 +114,14 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
         message = f"{target} is neither a class nor a function (got {type(found).__name__})"
         raise TaskError(message, location=USE, hint=ANY_KIND)
     except TaskError as error:
-        # Tasks do not know where in the spec they are named: their errors have keys of the section `task`.
+        # A task does not know its location in the spec, so its errors have keys of the section `task`.
         if error.location.startswith("task."):
             error.location = f"{location}.{error.location.removeprefix('task.')}"
         raise
 
 
 def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
-    """A task of the class ``found``, or the task of an environment class."""
+    """Construct a task of the class ``found``, or wrap it if it is an environment class."""
     methods = [
         name
         for name in ("reward", "rewards", "run", "environment", "reset", "step")
@@ -177,8 +177,8 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
 
 
 def _check_reward(task: Any, use: str, name: str) -> None:
-    """Raise ``TaskError`` if the arguments of ``reward`` are not (prompt, response, finished), or the arguments of
-    ``rewards`` not (prompt, responses) with or without ``finished``."""
+    """Raise ``TaskError`` unless ``reward`` takes (prompt, response, finished), or ``rewards`` takes (prompt,
+    responses) with or without ``finished``."""
     called = "reward(prompt, response, finished)" if name == "reward" else "rewards(prompt, responses)"
     try:
         signature = inspect.signature(getattr(task, name))
@@ -197,7 +197,7 @@ def _check_reward(task: Any, use: str, name: str) -> None:
 
 
 def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask | AgentFunction:
-    """The task of a reward function or of an agent."""
+    """Wrap a reward function or an agent as a task."""
     if options:
         raise TaskError(
             f"{use} is a function, which takes no options",
@@ -221,7 +221,7 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
         ) from None
     if not inspect.iscoroutinefunction(function):
         raise TaskError(
-            f"{use} takes (prompt, model), so it is an agent, and is not async",
+            f"{use} takes (prompt, model), so it is an agent, but it is not async",
             location=USE,
             hint="make it async def, or name its second parameter response",
         )

@@ -1,9 +1,9 @@
 """Tools of MCP servers (Model Context Protocol), through the official package ``mcp``.
 
-A start lists the tools. An episode connects to a server when it first calls one of its tools, and disconnects at its
-end, so each episode has its own process of a stdio server. Answers go to the policy as text and images, errors and
-missing answers as text. A lost server takes its state with it: the episode fails with the cause, and is played again
-from its start.
+The tools are listed at the start. An episode connects to a server when it first calls one of its tools, and disconnects
+at its end; so each episode has its own process of a stdio server. Results go to the policy as text and images, a tool's
+errors as text. If a server is lost, so is its state: the episode fails with the cause, and is played again from the
+start.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from asyncrl_cli.system.reaper import MARK
 from asyncrl_cli.tasks.play import SEES_IMAGES, awaited
 
 CLOSE_S = 4.0
-"""Seconds to disconnect from all servers; less than an episode has to clean up."""
+"""Seconds to disconnect from all servers; less than an episode has to clean up (``GRACE_S``)."""
 CLOSED = -32000
-"""The protocol's error code for a closed connection."""
+"""MCP's error code for a closed connection."""
 
 
 Content = str | list[dict[str, Any]]
@@ -40,20 +40,20 @@ Content = str | list[dict[str, Any]]
 
 
 class ServerLost(Exception):
-    """A server cannot be reached, or does not answer any more."""
+    """A server cannot be reached, or stopped answering."""
 
 
 class ToolError(Exception):
-    """A tool reports an error."""
+    """A tool reported an error."""
 
 
 class McpServers:
-    """The MCP servers of a task, and their tools."""
+    """A task's MCP servers and their tools."""
 
     def __init__(self, specs: Mapping[str, McpServerSpec], folder: Path, location: str) -> None:
-        """List the tools of each server. ``folder``: where programs start.
+        """List the tools of each server. ``folder``: working folder of the servers' programs.
 
-        Raises ``TaskError`` below ``location`` if a server cannot be used, or if two tools have one name.
+        Raises ``TaskError`` below ``location`` if a server cannot be used, or if two tools have the same name.
         """
         self._specs, self._folder, self._location = specs, folder.resolve(), location
         self.definitions: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -63,7 +63,7 @@ class McpServers:
                 other, _ = self.definitions.get(tool.name, ("", {}))
                 if other or not re.fullmatch(r"[\w-]{1,64}", tool.name):
                     problem = f"is also a tool of {other!r}" if other else "has a name that a model cannot call"
-                    problem, hint = f"the tool {tool.name!r} {problem}", "leave it out: set allowed_tools"
+                    problem, hint = f"the tool {tool.name!r} {problem}", "exclude it: set allowed_tools"
                     raise TaskError(problem, location=f"{location}.{server}", hint=hint)
                 function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
                 self.definitions[tool.name] = server, {"type": "function", "function": function}
@@ -96,12 +96,12 @@ class McpServers:
         return [tools[name] for name in allowed]
 
     def limit_s(self, server: str) -> float:
-        """Seconds for connecting, and for a call."""
+        """Seconds to connect, and for each call."""
         return self._specs[server].timeout_s
 
     @asynccontextmanager
     async def connected(self, server: str, printed: TextIO) -> AsyncIterator[Any]:
-        """A client of a server; ``printed`` gets a program's standard error."""
+        """Connect a client to a server; a program's standard error goes to ``printed``."""
         import httpx2
         from mcp.client import Client
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -110,11 +110,11 @@ class McpServers:
         spec = self._specs[server]
         async with AsyncExitStack() as stack:
             if spec.url is not None:
-                timeout = httpx2.Timeout(spec.timeout_s, read=None)  # streams may be silent; a call has its own limit
+                timeout = httpx2.Timeout(spec.timeout_s, read=None)  # streams may be silent; each call has a limit
                 http = await stack.enter_async_context(httpx2.AsyncClient(headers=spec.headers, timeout=timeout))
                 transport = streamable_http_client(spec.url, http_client=http)
             else:
-                env = spec.env | {MARK: os.environ.get(MARK, "")}  # the reaper finds it by this mark
+                env = spec.env | {MARK: os.environ.get(MARK, "")}  # the reaper finds processes by this mark
                 program = StdioServerParameters(command=spec.command, args=spec.args, env=env, cwd=self._folder)
                 transport = stdio_client(program, errlog=printed)
             yield await stack.enter_async_context(Client(transport, read_timeout_seconds=spec.timeout_s))
@@ -122,7 +122,7 @@ class McpServers:
 
 @dataclass(frozen=True)
 class McpTool:
-    """A tool in one episode, as ``ToolEnvironment`` calls it; ``definition`` is in OpenAI's form."""
+    """A tool in one episode, for ``ToolEnvironment``; ``definition`` is in OpenAI's format."""
 
     session: McpSession
     server: str
@@ -130,8 +130,11 @@ class McpTool:
     definition: dict[str, Any]
 
     def __call__(self, arguments: str) -> Content:
-        """The answer: text, and images for a model that sees them. Raises ``ValueError`` for arguments other than a
-        JSON object and for a broken image, ``ToolError`` and ``ServerLost``."""
+        """Call the tool; returns text, and images for a model that sees them.
+
+        Raises ``ValueError`` if the arguments are no JSON object or an image is broken, ``ToolError`` and
+        ``ServerLost``.
+        """
         values = json.loads(arguments or "{}")
         if not isinstance(values, dict):
             raise ValueError("the arguments are not a JSON object")
@@ -157,7 +160,8 @@ class McpTool:
 
 
 class McpSession:
-    """The connections of one episode. Each has a task that holds it, because anyio ends scopes where they began."""
+    """One episode's connections. Each has a task of asyncio, because anyio must close a scope in the task that opened
+    it."""
 
     def __init__(self, servers: McpServers) -> None:
         self._servers = servers
@@ -165,13 +169,13 @@ class McpSession:
         self._holders: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
         self.hidden_images = 0
-        """Images that the model has not seen, since the last count."""
+        """Images withheld from a model that sees none, since the last count."""
         self.tools = {
             name: McpTool(self, server, name, definition) for name, (server, definition) in servers.definitions.items()
         }
 
     async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> Any:
-        """The result of a call. Raises ``ToolError`` if the server refuses it, and ``ServerLost``."""
+        """Call a tool. Raises ``ToolError`` if the server refuses the call, and ``ServerLost``."""
         from mcp.shared.exceptions import MCPError
 
         if server not in self._clients:
@@ -197,7 +201,7 @@ class McpSession:
                 connected.set_exception(error)
 
     async def close(self) -> None:
-        """Disconnect, within ``CLOSE_S``."""
+        """Disconnect within ``CLOSE_S``."""
         self._ended.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
@@ -205,5 +209,5 @@ class McpSession:
 
 
 def _lost(server: str, error: BaseException) -> ServerLost:
-    error = first_cause(error)  # anyio raises groups
+    error = first_cause(error)  # anyio raises exception groups
     return ServerLost(f"the MCP server {server!r} cannot be used: {type(error).__name__}: {error}")

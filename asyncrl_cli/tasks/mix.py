@@ -2,9 +2,8 @@
 
     a (weight 2), b (weight 1):   a/0  b/0  a/1  a/2  b/1  a/3  ...
 
-Invariant: the weights and ``i`` alone decide which task row ``i`` of a mix belongs to, and which of its prompts it is;
-in any stretch of rows every task has its share, up to a few rows (``interleave``). A prompt's uid begins with its
-task's name, and by that everything finds the task again.
+Invariant: the weights and ``i`` alone determine the task and the prompt of row ``i``, and in every stretch of rows each
+task has its share, up to a few rows (``interleave``). A prompt's uid begins with the name of its task.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from asyncrl_cli.tasks.tools import ToolEnvironment
 
 
 def task_name(prompt: Prompt) -> str:
-    """The name of the task that a mix's prompt belongs to."""
+    """The name of the mix's task to which a prompt belongs."""
     return prompt.uid.partition("/")[0]
 
 
 def reward_limit_s(spec: TaskSpec, prompt: Prompt) -> float:
-    """Seconds that the reward of a response to ``prompt`` may take."""
+    """Time limit in seconds for the reward of a response to ``prompt``."""
     own = {member.name: member.reward_timeout_s for member in spec.mix}.get(task_name(prompt))
     return spec.reward_timeout_s if own is None else own
 
 
 def interleave(weights: Sequence[float], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """For each of ``rows`` rows: the index of its task, and how many rows of that task came before.
+    """For each of ``rows`` rows: the index of its task, and the number of earlier rows of the same task.
 
-    Row ``k`` of a task with share ``s`` has position ``(k + 1/2) / s``, and rows are sorted by position
-    (Sainte-Laguë's method of allocating seats). The first rows are the same for every number of rows.
+    Row ``k`` of a task with share ``s`` has position ``(k + 1/2) / s``, and rows are sorted by position (Sainte-Laguë's
+    method of allocating seats). More rows extend the sequence without changing its beginning.
     """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(np.asarray(weights, dtype=np.float64))
     counts = np.floor(shares * rows).astype(np.int64) + len(shares) + 1
@@ -56,7 +55,7 @@ def interleave(weights: Sequence[float], rows: int) -> tuple[NDArray[np.int32], 
 
 
 class MixedPrompts(LazyPrompts):
-    """The rows of a mix. ``strata`` has each row's task, by index: a shuffle that keeps it keeps the shares."""
+    """The rows of a mix. ``strata``: the index of each row's task. A shuffle that keeps it keeps the shares."""
 
     def __init__(
         self, names: Sequence[str], prompts: Sequence[Sequence[Prompt]], strata: Any, rows_before: Any
@@ -75,29 +74,29 @@ class MixTask:
     """The task of ``task.mix``."""
 
     def __init__(self, tasks: Mapping[str, Any], spec: TaskSpec, base: Path = Path()) -> None:
-        """``base`` is where relative paths of the members' files start."""
+        """``base``: the folder for relative paths in the members' settings."""
         episodic = any(is_episodic(task) for task in tasks.values())
         self.tasks = tasks
-        """By name, in the order of the spec."""
+        """The tasks by name, in the spec's order."""
         self.members: Mapping[str, Any] = {
             name: task if is_episodic(task) or not episodic else OneCall(task) for name, task in tasks.items()
         }
-        """The same as rollouts see them: in a mix of episodes all of them are played."""
+        """The tasks for rollouts: if one of them plays episodes, all do."""
         self._spec = spec
         self._base = base
 
     def member(self, prompt: Prompt) -> tuple[Any, Prompt]:
-        """The task that a prompt belongs to, and the prompt as that task made it."""
+        """Return a prompt's task, and the prompt in that task's form."""
         name, _, uid = prompt.uid.partition("/")
         return self.members[name], replace(prompt, uid=uid)
 
     def scored_by(self, prompt: Prompt) -> tuple[Any, Prompt]:
-        """The task that scores responses to a prompt, and the prompt as that task made it."""
+        """Return the task that scores responses to a prompt, and the prompt in that task's form."""
         return self.tasks[task_name(prompt)], self.member(prompt)[1]
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows. Training prompts of a task that has too few come again; held-out ones do not, and the
-        split ends before."""
+        """Return ``size`` rows. A task with too few training prompts repeats them. Held-out prompts are not repeated:
+        the split ends before the first repetition."""
         members = self._spec.mix
         strata, rows_before = interleave([member.weight for member in members], size)
         wanted = Counter(strata.tolist())
@@ -127,7 +126,7 @@ class MixTask:
         return task.reward(its_prompt, response, finished)
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message] | Prompt:
-        """One of a task of the mix, by weight among those that have any. Raises ``TaskError`` if none has."""
+        """A demonstration of one of the tasks, chosen by weight. Raises ``TaskError`` if no task has any."""
         tasks = list(self.tasks.values())
         weights = [
             member.weight if isinstance(task, DemonstrationTask) else 0.0
@@ -135,7 +134,7 @@ class MixTask:
         ]
         if not any(weights):
             raise TaskError(
-                "no task of the mix has demonstrations", location="task.mix", hint="leave out model.warm_start"
+                "no task of the mix has demonstrations", location="task.mix", hint="remove model.warm_start"
             )
         (task,) = rng.choices(tasks, weights)
         shown: tuple[str, str] | Sequence[Message] | Prompt = task.demonstration(rng, clean)
@@ -143,8 +142,8 @@ class MixTask:
 
 
 class OneCall:
-    """A task of single responses as an episode: one call of the policy or, with MCP servers, calls until a reply uses
-    none of their tools. The task scores the last reply."""
+    """Plays a task of single responses as an episode: one call of the policy or, with MCP servers, calls until a reply
+    uses no tool. The task scores the last reply."""
 
     def __init__(self, task: Task, servers: McpServers | None = None) -> None:
         self.task = task
@@ -154,7 +153,6 @@ class OneCall:
                 setattr(self, name, getattr(task, name))
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> Any:
-        """Play one episode; the task scores the last reply."""
         import aiohttp
 
         messages, tools, variables = chat_of(prompt)

@@ -1,9 +1,9 @@
-"""Playing an environment: the policy is asked, the environment answers, until one of them ends it.
+"""Play an environment: the policy and the environment take turns until one of them ends the episode.
 
     reset -> ask the policy -> step(reply) -> ask -> step -> ... -> done, or a limit of the episode
 
-The policy is asked over HTTP, as agents do, so the same rules and limits apply. An environment is plain synchronous
-code; it runs in threads, because a slow step must not stop other episodes.
+The policy is asked over HTTP, as agents do, so the same rules and limits apply. An environment is synchronous code. It
+runs in threads, because a slow step must not stop other episodes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 LIMITS = frozenset(
     {"context_length_exceeded", "max_calls_exceeded", "max_images_exceeded", "max_sampled_tokens_exceeded"}
 )
-"""Error codes of the policy's server that say: this conversation, or this episode, has reached a limit."""
+"""Error codes of the policy's server for a conversation or an episode that has reached a limit."""
 
 LOOP: ContextVar[asyncio.AbstractEventLoop] = ContextVar("loop")
-"""The event loop of the episode, for async code that an environment calls in its thread."""
+"""The episode's event loop, for async code that an environment calls from its thread."""
 SEES_IMAGES: ContextVar[bool] = ContextVar("sees_images", default=False)
-"""Whether the episode's model sees images."""
+"""True if the episode's model sees images."""
 
 
 def awaited(value: Any) -> Any:
-    """The value, or the result of an awaitable: in a thread of an episode it runs in the loop of all episodes."""
+    """Return the value, or the result of an awaitable. In an episode's thread it runs in the episodes' event loop."""
     if not inspect.isawaitable(value):
         return value
 
@@ -47,7 +47,7 @@ def awaited(value: Any) -> Any:
 
 
 class LimitReached(Exception):
-    """The policy may not be asked any more."""
+    """The episode may not call the policy again."""
 
 
 async def play(
@@ -57,12 +57,12 @@ async def play(
     variables: Mapping[str, Any] | None = None,
     images: Sequence[Image] = (),
 ) -> tuple[RewardResult, tuple[Turn, ...]]:
-    """Play one episode; returns its reward with metrics, and its turns, which have no place yet. The rewards of all
-    steps add up, and so do their metrics, by name. ``variables``: for the chat template. ``images``: of the prompt, to
-    which the environment's messages may refer by digest.
+    """Play one episode; returns its reward with metrics, and its turns, without their positions in the tokens. Rewards
+    and metrics are summed over the steps. ``variables``: for the chat template. ``images``: the prompt's images, which
+    the environment's messages may name by digest.
 
-    At a limit the episode ends without another step, with the reward so far. Raises what the environment raises, and
-    ``RuntimeError`` for an answer of the server that is neither a reply nor a limit.
+    At a limit the episode ends without another step, with the reward so far. Raises the environment's exceptions, and
+    ``RuntimeError`` if the server answers with neither a reply nor a limit.
     """
     LOOP.set(asyncio.get_running_loop())
     SEES_IMAGES.set(model.max_images > 0)
@@ -80,7 +80,7 @@ async def play(
             metrics.update(step.metrics)
             if step.done:
                 break
-            if messages[-1]["role"] == "assistant":  # the reply continued it
+            if messages[-1]["role"] == "assistant":  # the reply continued this message
                 begun = normalized(messages.pop())["content"]
                 reply = {**reply, "content": begun + (reply.get("content") or "")}
             messages += [reply, *with_data_urls(step.messages, images)]
@@ -94,7 +94,8 @@ async def play(
 
 
 def try_environment(environment: Environment) -> RewardResult:
-    """The first messages and one step with an empty reply, as a model may give it. Raises what ``play`` would raise."""
+    """Reset the environment and take one step with an empty reply, which a model may give. Raises what ``play`` would
+    raise."""
     try:
         _tools(environment)
         _reset(environment)
@@ -108,7 +109,7 @@ def try_environment(environment: Environment) -> RewardResult:
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
     tools: Sequence[Mapping[str, Any]] = getattr(environment, "tools", None) or ()
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise TypeError("the environment's `tools` must be OpenAI tool definitions; ToolTask makes them of functions")
+        raise TypeError("the environment's `tools` must be OpenAI tool definitions; ToolTask makes them from functions")
     return tools
 
 
@@ -120,7 +121,7 @@ def _reset(environment: Environment) -> list[Message]:
 
 
 def _step(environment: Environment, reply: Message) -> tuple[Step, float | None]:
-    """An environment's step, and its reward as a float or None."""
+    """Take a step; returns it with its reward as a float or None."""
     step = environment.step(reply)
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is not a Step")
@@ -137,8 +138,8 @@ async def ask(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
 ) -> Message:
-    """The policy's next message, as a chat completion's ``message``; it continues an assistant message at the end.
-    ``variables``: for the chat template. Raises ``LimitReached`` and ``RuntimeError``."""
+    """Ask the policy for its next message, a chat completion's ``message``. If the last message is the assistant's, the
+    reply continues it. ``variables``: for the chat template. Raises ``LimitReached`` and ``RuntimeError``."""
     body: dict[str, Any] = {"model": model.model, "messages": messages}
     if messages[-1]["role"] == "assistant":
         body |= {"continue_final_message": True, "add_generation_prompt": False}

@@ -1,4 +1,4 @@
-"""The prompts of a split: from its source if it names one, else from the task; which of them are held out."""
+"""Load the prompts of a split, from its source or from the task, and decide which prompts are held out."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
 
 CHECK_S = 1.0
-"""Seconds for checking rows that are made at access, after the first."""
+"""Seconds for checking rows that are made on access, after the first row."""
 HELD_OUT_ONE_IN = 10
-"""One text in this many is held out, by default."""
+"""By default, one text in this many is held out."""
 
 
 def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
-    """Whether prompts with this text belong to the ``eval`` split, as one text in ``one_in`` does.
+    """True if prompts with this text belong to the ``eval`` split; one text in ``one_in`` does.
 
-    Invariant: membership is a hash of the text alone, whatever the seed, the row or the size of a split. So a prompt
-    that is drawn twice, in two rows, is never both trained on and evaluated.
+    Invariant: a hash of the text alone decides, not the seed, the row or the size of a split. So a prompt that is drawn
+    in two rows is never both trained on and evaluated.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % one_in == 0
@@ -35,26 +35,26 @@ def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
 def load_prompts(
     split_name: Split, split_spec: SplitSpec, task: Task, base: Path = Path(), location: str = ""
 ) -> Sequence[Prompt]:
-    """The prompts of one split.
+    """Load the prompts of one split.
 
-    Relative paths and modules are looked for in ``base``; ``location`` is the key of the spec that errors name,
-    by default ``data.<split>``. Raises ``DataError`` if there is neither file nor task to make the prompts, or the
-    spec does not say how many.
+    ``base``: folder for relative paths and modules. ``location``: the spec's key for errors, by default
+    ``data.<split>``. Raises ``DataError`` if neither a file nor the task makes the prompts, or if their number is
+    missing.
     """
     location = location or f"data.{split_name}"
     check = task.check_prompt if isinstance(task, CheckingTask) else None
     if split_spec.path is not None:
         prompts = read_source(split_spec, split_name, base, check=check)
-        if not isinstance(prompts, list | ImagePrompts):  # these have been read row by row
+        if not isinstance(prompts, list | ImagePrompts):  # these were checked row by row when they were read
             _check_first(prompts)
         return prompts
     if not isinstance(task, PromptTask):
         raise DataError(
-            f"{location} has no path, and the task makes no prompts of its own",
+            f"{location} has no path, and the task makes no prompts",
             hint=f"set {location}.path to a file or data set, or give the task a method prompts(split, size)",
         )
     if split_spec.size is None:
-        raise DataError(f"{location}.size is not given", hint="set it to the number of prompts that the task makes")
+        raise DataError(f"{location}.size is missing", hint="set it to the number of prompts that the task should make")
     prompts = task.prompts(split_name, split_spec.size)
     form = RowForm(location, check=check)
     for number, prompt in enumerate(_check_first(prompts), start=1):
@@ -63,9 +63,9 @@ def load_prompts(
 
 
 def _check_first(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompts of a split that makes them at access: as many as there is time for.
+    """Check the first prompts of a split that makes them on access, as many as there is time for; return them.
 
-    Raises ``DataError`` for one that is not a prompt. Later ones are checked when they are trained on.
+    Raises ``DataError`` for an invalid prompt. Later prompts are checked when they are trained on.
     """
     deadline = math.inf
     checked: list[Prompt] = []
@@ -73,5 +73,5 @@ def _check_first(prompts: Sequence[Prompt]) -> list[Prompt]:
         checked.append(prompt)
         if time.monotonic() > deadline:
             break
-        deadline = min(deadline, time.monotonic() + CHECK_S)  # making the first may import a library
+        deadline = min(deadline, time.monotonic() + CHECK_S)  # from here: making the first may import a library
     return checked

@@ -1,4 +1,4 @@
-"""Tasks in which the policy calls Python functions, as in most environments.
+"""Tasks in which the policy calls Python functions.
 
     class Weather(ToolTask):
         def tools(self, prompt):
@@ -7,8 +7,8 @@
         def judge(self, prompt, text):
             return float(prompt.fields["answer"] in text)
 
-A tool is described by its signature and its docstring. The result of a call (text, images), or its exception, goes back
-to the policy, so the policy can correct its own mistakes. The first reply without a call is the answer; it is judged.
+A tool's signature and docstring describe it. The result of a call (text, images) or its exception goes back to the
+policy, which can then correct its mistakes. The first reply without a call is the answer, which ``judge`` scores.
 Tools and ``judge`` may be async.
 
 Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbox``): ``tools(prompt, sandbox)``,
@@ -41,38 +41,38 @@ Judge = Callable[[Prompt, str], float | RewardResult]
 
 
 class ToolTask:
-    """Base class: an ``EnvironmentTask`` of two methods."""
+    """Base class of an ``EnvironmentTask`` with tools; subclasses define two methods."""
 
     mcp_servers: McpServers | None = None
-    """The servers of ``task.tools.mcp``, with further tools."""
+    """The servers in ``task.tools.mcp``, which have further tools."""
 
     def tools(self, prompt: Prompt) -> Sequence[Callable[..., Any]]:
-        """The functions of one episode."""
+        """Return the functions that the policy may call in one episode."""
         raise NotImplementedError
 
     def judge(self, prompt: Prompt, text: str) -> float | RewardResult:
-        """The reward of the final answer."""
+        """Return the reward of the final answer."""
         raise NotImplementedError
 
     @property
     def sandbox_use(self) -> Use:
-        """A sandbox is for ``tools`` and ``judge``, whichever of them has a parameter ``sandbox``."""
+        """How ``tools`` and ``judge`` use a sandbox, according to their parameters."""
         uses = {parameter_use(self.tools), parameter_use(self.judge)}
         return next((use for use in (Use.REQUIRED, Use.OPTIONAL) if use in uses), Use.NO)
 
     def environment(self, prompt: Prompt, sandbox: BlockingSandbox | None = None) -> ToolEnvironment:
-        """One conversation."""
+        """Make the environment of one episode."""
         tools, judge = _with_sandbox(self.tools, sandbox), _with_sandbox(self.judge, sandbox)
         return ToolEnvironment(prompt, tools(prompt), judge=judge, servers=self.mcp_servers)
 
 
 def _with_sandbox(method: Callable[..., Any], sandbox: BlockingSandbox | None) -> Callable[..., Any]:
-    """The method with the sandbox as its argument, if it takes one."""
+    """Bind the sandbox to the method, if the method takes one."""
     return method if sandbox is None or parameter_use(method) is Use.NO else partial(method, sandbox=sandbox)
 
 
 class ToolEnvironment:
-    """Runs the calls of each reply until one has none; the prompt's messages begin the conversation."""
+    """Runs the tool calls of each reply; a reply without calls ends the episode. The prompt begins the conversation."""
 
     def __init__(
         self,
@@ -81,26 +81,26 @@ class ToolEnvironment:
         judge: Judge,
         servers: McpServers | None = None,
     ) -> None:
-        """Raises ``TaskError`` if two tools have one name; ``servers`` have further tools."""
+        """``servers`` have further tools. Raises ``TaskError`` if two tools have the same name."""
         self._prompt = prompt
         self._session = McpSession(servers) if servers is not None else None
         self._tools: dict[str, Tool | McpTool] = dict(self._session.tools) if self._session is not None else {}
         for function in functions:
             tool = Tool(function)
             if tool.name in self._tools:
-                hint = "give each its own name; of MCP servers, leave one out by allowed_tools"
+                hint = "rename one of them; exclude an MCP server's tool by allowed_tools"
                 raise _refused(function, f"two tools are named {tool.name!r}", hint)
             self._tools[tool.name] = tool
         self._judge = judge
         self.tools = [tool.definition for tool in self._tools.values()]
 
     def reset(self) -> Sequence[Message]:
-        """The prompt."""
+        """Return the prompt's messages."""
         return self._prompt.messages
 
     def step(self, reply: Message) -> Step:
-        """The calls' results, or the verdict. Metrics: ``tool_calls``, ``tool_errors`` among them, and
-        ``tool_images_hidden``, if a model that sees no images got their names."""
+        """Return the results of the calls, or the final reward. Metrics: ``tool_calls``; ``tool_errors``, failed calls;
+        ``tool_images_hidden``, images named to a model that sees none."""
         if calls := reply.get("tool_calls"):
             results = [self._called(call) for call in calls]
             messages = [
@@ -122,7 +122,7 @@ class ToolEnvironment:
             awaited(self._session.close())
 
     def _called(self, call: Mapping[str, Any]) -> tuple[Content, bool]:
-        """The result of a call, and whether it succeeded."""
+        """Return the result of a call, and True if it succeeded."""
         name = call["function"]["name"]
         if (tool := self._tools.get(name)) is None:
             return f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}", False
@@ -135,11 +135,10 @@ class ToolEnvironment:
 
 
 class Tool:
-    """A function as a tool: a function, a method, a partial, or an object with ``__call__``. ``definition`` is in
-    OpenAI's form.
+    """A function, method, partial or object with ``__call__`` as a tool. ``definition`` is in OpenAI's format.
 
-    The first paragraph of the docstring describes it. Parameters are described there, too: by lines ``name: text``, or
-    as Google, NumPy and Sphinx write them. One without an annotation takes any JSON value.
+    The docstring's first paragraph describes the tool. It may also describe parameters: by lines ``name: text``, or in
+    Google's, NumPy's or Sphinx's style. A parameter without an annotation takes any JSON value.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -157,9 +156,9 @@ class Tool:
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
             other = next((one for one in signature.parameters.values() if one.kind not in by_name), None)
             if other is not None:
-                hint = "a model passes arguments by name: give it one parameter for each, such as a list"
+                hint = "a model passes arguments by name, so use plain parameters, such as one list"
                 raise _refused(function, f"the tool {self.name}{signature} has the parameter {other}", hint)
-            # It checks the arguments of a call against the annotations, and then makes it.
+            # Validates a call's arguments against the annotations, then calls the function.
             self._call = TypeAdapter[Any](called)
             schema = _without_titles(self._call.json_schema())
         except (TypeError, ValueError, NameError, PydanticSchemaGenerationError, PydanticUserError) as error:
@@ -173,10 +172,10 @@ class Tool:
         self.definition: dict[str, Any] = {"type": "function", "function": function_definition}
 
     def __call__(self, arguments: str) -> Content:
-        """The result of a call. An image (Pillow's, or an ``Image``), or a list with images, becomes parts of a
-        message; anything else becomes text, dataclasses and pydantic's models as JSON.
+        """Call the function. An image (Pillow's, or an ``Image``) or a list with images becomes the parts of a message.
+        Other results become text; dataclasses and pydantic's models become JSON.
 
-        Raises ``ValueError`` for arguments that do not fit (``pydantic`` says how), and what the function raises.
+        Raises pydantic's ``ValueError`` for arguments that do not fit, and the function's exceptions.
         """
         result = awaited(self._call.validate_json(arguments or "{}"))
         values = result if isinstance(result, list | tuple) else [result]
@@ -199,8 +198,8 @@ def _as_text(value: Any) -> str:
 
 
 def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Any:
-    """The function as a model calls it: without the arguments that a partial binds by name. Annotations that are text
-    are resolved where ``target`` is defined; pydantic would look for them in this module."""
+    """The function without the arguments that a partial binds by name. Annotations in quotes are resolved in the module
+    that defines ``target``; pydantic would search this module."""
     bound = function.keywords if isinstance(function, partial) else {}
     signature = inspect.signature(function)
     left = [one for name, one in signature.parameters.items() if name not in bound]
@@ -220,9 +219,9 @@ def _refused(function: Callable[..., Any], problem: str, hint: str) -> TaskError
 
 
 def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
-    """A docstring's first paragraph, and what it says of these parameters."""
+    """A docstring's first paragraph, and its descriptions of these parameters."""
     lines = text.splitlines()
-    # NumPy's style has the type after the colon, and the description in the lines below.
+    # In NumPy's style the type follows the colon, and the description is in the lines below.
     numpy = re.search(r"^Parameters\n-+$", text, re.MULTILINE) is not None
     found: dict[str, str] = {}
     for number, line in enumerate(lines):
@@ -239,19 +238,19 @@ def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
 
 
 def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:
-    """A reply that calls a tool, for demonstrations. Calls of a conversation are numbered from 0."""
+    """A reply that calls a tool, for demonstrations. The calls of a conversation are numbered from 0."""
     function = {"name": tool, "arguments": json.dumps(arguments)}
     call = {"id": f"call{number}", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def result_message(number: int, content: str) -> Message:
-    """The result of that call."""
+    """The result of call ``number``, for demonstrations."""
     return {"role": "tool", "tool_call_id": f"call{number}", "content": content}
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema without the titles that pydantic adds: they say nothing, and cost the policy tokens."""
+    """A JSON schema without pydantic's titles, which repeat the names and cost the policy tokens."""
     return {
         key: {name: _without_titles(one) for name, one in value.items()}
         if key == "properties"

@@ -1,13 +1,13 @@
-"""The Ray actors that own worker processes, apart from engines, trainer and driver: one for rewards, one for episodes.
+"""Ray actors that own the worker processes for user code: one actor for rewards, others for episodes.
 
-They run none of the user's code themselves, so they always answer; a reward or an episode that hangs or ends its
-process costs a ``WorkerProcess``, which is replaced.
+The actors run no user code themselves, so they always answer. A reward or an episode that hangs or ends its process
+costs a ``WorkerProcess``, which is replaced.
 
 Invariants:
 
-- Of a worker process that is gone no descendant lives, not even one that left its session: all of them come to the
-  actor's process, which adopts orphans. In the driver they could not be distinguished from Ray's (decision 0034).
-- A response costs two processes at most, and none loses its reward because another one ended a process.
+- No descendant outlives its worker process, not even one that left its session. The actor's process adopts orphans and
+  kills them. In the driver, Ray's orphans would be among them (decision 0034).
+- A response costs at most two processes, and no response loses its reward because another one ended a process.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ BLOCKED_S = 30.0
 
 
 class WorkerActor:
-    """Owns worker processes: the common part of the actors of rewards and of episodes."""
+    """Owns worker processes: the common part of the actors for rewards and for episodes."""
 
     def __init__(self, name: str, spec: TaskSpec, search_path: str, log_dir: str, blocked_s: float = BLOCKED_S) -> None:
-        """``name``: of the log file in ``log_dir``."""
+        """``name``: name of the log file in ``log_dir``."""
         redirect_output(log_dir, name)
         adopt_orphans()
         self.spec = spec
@@ -47,15 +47,15 @@ class WorkerActor:
         self._processes: list[WorkerProcess] = []
 
     async def ping(self) -> None:
-        """Answer, which shows that the actor is at work."""
+        """Answer, which shows that the actor is alive."""
 
     async def stop(self) -> None:
-        """End all processes, with everything that came from them."""
+        """End all processes and their descendants."""
         for process in list(self._processes):
             process.close("the run ends")
 
     async def start_process(self, work: Work | None) -> WorkerProcess:
-        """A process that has loaded the task. Raises ``TaskError``."""
+        """Start a process and have it load the task. Raises ``TaskError``."""
         process = WorkerProcess(
             Load(self.spec, search_path=self._search_path, work=work, blocked_s=self._blocked_s), self._kill_orphans
         )
@@ -64,7 +64,7 @@ class WorkerActor:
         return process
 
     def _kill_orphans(self) -> None:
-        """Kill whatever came from processes that are gone."""
+        """Kill descendants of processes that are gone."""
         self._processes = [process for process in self._processes if not process.closed]
         kill_descendants([*self._others, *(process.pid for process in self._processes)])
 
@@ -81,13 +81,13 @@ class EpisodeActor(WorkerActor):
         self._playing: dict[str, asyncio.Task[Played]] = {}
 
     async def start(self) -> str:
-        """Have the task loaded; returns what the user calls it. Raises ``TaskError``."""
+        """Load the task; returns the user's name for it. Raises ``TaskError``."""
         return (await self._common_process()).loaded.names[""]
 
     async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
-        """Play one episode, ``isolated`` in a process that it has to itself. ``key`` names it.
+        """Play one episode; ``isolated``: without other episodes in its process. ``key`` is for ``cancel``.
 
-        Raises ``TaskError`` when the task can no longer be loaded.
+        Raises ``TaskError`` if the task can no longer be loaded.
         """
         work = self._play_isolated(prompt, access) if isolated else self._play(prompt, access)
         playing = self._playing[key] = asyncio.create_task(work)
@@ -99,7 +99,7 @@ class EpisodeActor(WorkerActor):
             del self._playing[key]
 
     async def cancel(self, keys: list[str]) -> None:
-        """Stop these episodes, if they are being played here."""
+        """Stop the episodes that this actor plays."""
         for key in keys:
             if (playing := self._playing.get(key)) is not None:
                 playing.cancel()
@@ -122,7 +122,7 @@ class EpisodeActor(WorkerActor):
         process.close_if_idle()
         if process.usable:
             self._idle.append(process)
-        # There is no other episode that may have ended the process.
+        # No other episode can have ended the process: this one did, so it starts again.
         return Played(played.score, Retry.RESTART) if played.retry is Retry.ISOLATED else played
 
     async def _common_process(self) -> WorkerProcess:
@@ -133,13 +133,13 @@ class EpisodeActor(WorkerActor):
 
 
 class RewardActor(WorkerActor):
-    """Scores as many responses at a time as its processes take; others wait their turn.
+    """Scores as many responses at a time as its processes take; others wait.
 
-    Plain and async rewards of a mix have a pool each: neither delays the other.
+    A mix's plain and async rewards have separate pools, and do not delay each other.
     """
 
     async def start(self) -> None:
-        """Load the task in all processes. Raises ``TaskError``."""
+        """Start all processes and load the task in each. Raises ``TaskError``."""
         first = await self.start_process(None)
         loaded = first.loaded
         self._async_rewards = loaded.async_rewards
@@ -152,7 +152,7 @@ class RewardActor(WorkerActor):
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
 
     async def score(self, responses: list[Response]) -> list[Answer]:
-        """The answer to every response, in order. Raises ``TaskError`` when the task can no longer be loaded."""
+        """Score responses; the answers are in their order. Raises ``TaskError`` if the task can no longer be loaded."""
         return list(await asyncio.gather(*map(self._score, responses)))
 
     async def _score(self, response: Response) -> Answer:
@@ -172,7 +172,7 @@ class _Slot:
 
 
 class RewardPool:
-    """The processes for one kind of rewards."""
+    """The processes for one kind of reward."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class RewardPool:
         start_process: Callable[[Work], Awaitable[WorkerProcess]],
         first: WorkerProcess | None,
     ) -> None:
-        """``first`` is a process to begin with."""
+        """``first``: a process that has loaded the task already."""
         self._spec = spec
         self._work = work
         self._start_process = start_process
@@ -190,11 +190,11 @@ class RewardPool:
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Have all processes load the task. Raises ``TaskError``."""
+        """Start all processes and load the task in each. Raises ``TaskError``."""
         await asyncio.gather(*map(self._process, self._slots))
 
     async def score(self, response: Response) -> Answer:
-        """The answer to one response, when its turn has come. Raises ``TaskError``."""
+        """Score one response as soon as a process is free. Raises ``TaskError``."""
 
         def free() -> _Slot | None:
             usable = (slot for slot in self._slots if not slot.lost and slot.running < self._at_once)
@@ -204,7 +204,8 @@ class RewardPool:
         try:
             return await self._ask(slot, response)
         except ProcessLost:
-            # Before any other response takes the slot: lost responses are settled first, one by one.
+            # The slot takes no new responses until each lost one has been scored alone, which shows which one ended
+            # the process.
             slot.lost += 1
         try:
             await self._take(lambda: None if slot.running else slot)
@@ -218,7 +219,7 @@ class RewardPool:
             await self._notify()
 
     async def _take(self, choose: Callable[[], _Slot | None]) -> _Slot:
-        """A turn in a slot, as soon as ``choose`` finds one."""
+        """Wait until ``choose`` finds a slot, and count a response in it."""
         async with self._changed:
             while (slot := choose()) is None:
                 await self._changed.wait()
@@ -234,7 +235,7 @@ class RewardPool:
             await self._notify()
 
     async def _process(self, slot: _Slot) -> WorkerProcess:
-        """The slot's process, a new one if it has lost its own."""
+        """The slot's process, started or replaced if necessary."""
         async with slot.starting:
             if slot.process is None or not slot.process.usable:
                 if slot.process is not None:

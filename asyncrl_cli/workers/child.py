@@ -3,7 +3,7 @@
     WorkerProcess (workers/process.py)  <- a socket ->  python -m asyncrl_cli.workers.child SOCKET OWNER
 
 Plain rewards run in the main thread, one at a time. Async rewards and episodes share an event loop there. The user's
-code may print, hang, or end the process; dealing with that is the owner's part.
+code may print, hang, or end the process; the owner deals with that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl_cli.workers.messages import BEAT_S, Beat, Blocked, Cancel, Load, Lo
 from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
 ORPHANS_S = 60.0
-"""Seconds that a child which has ended must have been waiting to be taken for an adopted one."""
+"""A child that has ended and has not been reaped for so many seconds counts as adopted."""
 
 
 class Owner:
@@ -41,20 +41,21 @@ class Owner:
         self._sending = threading.Lock()
 
     def receive(self) -> tuple[int, Any]:
-        """The next request and its number. Raises ``EOFError`` once the owner has closed the socket."""
+        """Wait for the next request and its number. Raises ``EOFError`` once the owner has closed the socket."""
         number, message = self._connection.recv()
         return number, message
 
     def send(self, number: int | None, message: object) -> None:
-        """Answer the request with this number, or send a message without a request."""
+        """Answer the request with this number; None sends a message without a request."""
         with self._sending:
             self._connection.send((number, message))
 
 
 class Orphans:
-    """Reaps adopted processes that have ended: those that have not been waited for in ``ORPHANS_S``.
+    """Reaps adopted processes after they end.
 
-    Code that starts a process here and has not waited for it by then does not miss its exit status.
+    The kernel does not say which children were adopted. User code may still want the exit status of its own, so a child
+    is reaped only ``ORPHANS_S`` after it ended.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Orphans:
         self._looked = time.monotonic()
 
     def reap(self) -> None:
-        """To be called now and then."""
+        """Reap what is due; called often, looks every ``ORPHANS_S``."""
         if time.monotonic() - self._looked < ORPHANS_S:
             return
         self._looked = time.monotonic()
@@ -72,10 +73,10 @@ class Orphans:
         self._ended = ended
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Sends a ``Beat`` every ``BEAT_S`` while the event loop runs, and ``Blocked`` if it has not run for ``blocked_s``.
 
-    It counts its own beats, not seconds: on a machine that was suspended no loop is blocked.
+    It counts its own turns instead of seconds: after the machine was suspended, no loop counts as blocked.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class Pulse(threading.Thread):
         blocked_s: float,
         blocked_by: Callable[[asyncio.AbstractEventLoop], int | None] | None,
     ) -> None:
-        """``blocked_by``: the episode that runs in the loop; None: a blocked loop is not reported."""
-        super().__init__(name="pulse", daemon=True)
+        """``blocked_by`` returns the episode that runs in the loop; without it, a blocked loop is not reported."""
+        super().__init__(name="heartbeat", daemon=True)
         self._owner = owner
-        self._patience = max(1, round(blocked_s / BEAT_S))
+        self._allowed_misses = max(1, round(blocked_s / BEAT_S))
         self._blocked_by = blocked_by
         self._orphans = Orphans()
         self._loop = asyncio.get_running_loop()
@@ -102,14 +103,14 @@ class Pulse(threading.Thread):
                 self._owner.send(None, Beat())
             else:
                 missed += 1
-                if missed == self._patience and self._blocked_by is not None:
+                if missed == self._allowed_misses and self._blocked_by is not None:
                     self._owner.send(self._blocked_by(self._loop), Blocked())
             self._orphans.reap()
             time.sleep(BEAT_S)
 
 
 def main(descriptor: int, owner_pid: int) -> None:
-    """Load the task, then do what is asked until the owner closes the socket."""
+    """Load the task, then answer requests until the owner closes the socket."""
     die_with(owner_pid)
     adopt_orphans()  # orphans of user code must end with this process, not with another's (decision 0034)
     os.set_inheritable(descriptor, False)
@@ -130,7 +131,7 @@ def main(descriptor: int, owner_pid: int) -> None:
 
 
 def _load(load: Load) -> tuple[object, Loaded]:
-    """The task, loaded within the memory that it may use. Raises ``TaskError``."""
+    """Set the memory limit, then load the task. Raises ``TaskError``."""
     spec = load.spec
     os.environ[SPEC_FOLDER] = str(load.search_path.resolve())
     if load.work is Work.EPISODES:
@@ -161,12 +162,12 @@ def _score_in_turn(task: object, owner: Owner) -> None:
 
 
 async def _serve(task: object, work: Work, load: Load, owner: Owner, ready: Callable[[], None]) -> None:
-    """Do what is asked, in the event loop. ``ready`` is called when everything for it is imported and started."""
+    """Answer requests in the event loop. ``ready`` is called when everything is imported and started."""
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
     player = EpisodePlayer(task, load.spec.episode.timeout_s, load.spec.sandbox) if work is Work.EPISODES else None
-    Pulse(owner, load.blocked_s, None if player is None else player.traces.holder).start()
-    ready()  # only now: a failure until here, such as an import without memory, is an error of the start
+    Heartbeat(owner, load.blocked_s, None if player is None else player.traces.holder).start()
+    ready()  # only now: a failure before, such as an import without enough memory, must fail the start
 
     async def answer(number: int, message: Score | Play) -> None:
         if isinstance(message, Play):
@@ -176,11 +177,11 @@ async def _serve(task: object, work: Work, load: Load, owner: Owner, ready: Call
             owner.send(number, await _score(task, message))
 
     def receive() -> None:
-        # The owner writes a message in one piece, so the rest of it is there, or about to be.
+        # Reading may block the loop, but only briefly: the owner writes each message in one piece.
         try:
             number, message = owner.receive()
         except (EOFError, OSError):
-            os._exit(0)  # threads of the user's code may hang, and tasks refuse to end
+            os._exit(0)  # an orderly exit could wait without limit for threads and tasks of user code
         if not isinstance(message, Cancel):
             running[number] = loop.create_task(answer(number, message))
             running[number].add_done_callback(lambda _: running.pop(number))
@@ -205,7 +206,7 @@ async def _score(task: object, message: Score) -> object:
 
 
 def _resolved(task: object, response: Response) -> tuple[Any, Response]:
-    """The task that scores a response, and the response with the prompt as that task knows it."""
+    """The task that scores a response, and the response with the prompt in that task's form."""
     if not isinstance(task, MixTask):
         return task, response
     member, prompt = task.scored_by(response[0])

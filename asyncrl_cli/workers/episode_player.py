@@ -1,10 +1,10 @@
-"""Playing episodes in a worker process, many at a time in its event loop.
+"""Play episodes in a worker process, many at a time in its event loop.
 
-Environments, and whatever agents hand to ``asyncio.to_thread``, run in threads.
+Environments run in threads, like the functions that agents pass to ``asyncio.to_thread``.
 
-Invariant: an episode that was begun ends within its time and ``GRACE_S``, or the event loop is blocked and ``Pulse``
-(workers/child.py) says by which episode. When an episode ends, everything that it has left running in the loop is
-cancelled; if something does not stop then, the episode's end says ``stuck``.
+Invariant: an episode ends within its time limit and ``GRACE_S``, or it blocks the event loop, and ``Heartbeat``
+(workers/child.py) reports it. When an episode ends, everything that it left running in the loop is cancelled. If
+something does not stop, the result is marked ``stuck``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from asyncrl_cli.workers.messages import GRACE_S, Play, Played, Retry
 from asyncrl_cli.workers.scoring import checked, failed
 
 THREADS = 512
-"""Threads at most, for environments and agents together; they are made as they are needed."""
+"""Limit on the threads of all environments and agents; they start on demand."""
 NO_MODEL = "http://127.0.0.1:9/v1"
-"""The base URL in the sandbox of an episode without a model: a port at which nothing listens."""
+"""The sandbox's base URL in an episode without a model: nothing listens at this port."""
 _EPISODE: ContextVar[int] = ContextVar("episode")
 
 
 class _Traces:
-    """Maps tasks and calls in threads to episodes: a task belongs to the episode that made it."""
+    """Maps tasks and calls in threads to the episode that started them."""
 
     def __init__(self) -> None:
         self._tasks: defaultdict[int, WeakSet[asyncio.Task[Any]]] = defaultdict(WeakSet)
@@ -59,19 +59,19 @@ class _Traces:
         return task
 
     def called(self, call: Future[Any]) -> None:
-        """A call is handed to a thread."""
+        """Note a call that a thread will run."""
         if (episode := _EPISODE.get(None)) is not None:
             calls = self._calls[episode]
             calls.add(call)
             call.add_done_callback(calls.discard)
 
     def holder(self, loop: asyncio.AbstractEventLoop) -> int | None:
-        """The episode that runs in the loop now."""
+        """Return the episode that runs in the loop now."""
         task = asyncio.current_task(loop)
         return None if task is None else self._owner.get(task)
 
     async def clear(self, episode: int, grace_s: float) -> bool:
-        """Cancel what an episode has left running; returns whether all of it stopped."""
+        """Cancel everything that an episode left running; returns False if something did not stop."""
         deadline = time.monotonic() + grace_s
         tasks = [task for task in self._tasks.pop(episode, ()) if not task.done()]
         for task in tasks:
@@ -83,7 +83,7 @@ class _Traces:
 
 
 class _Threads(ThreadPoolExecutor):
-    """The loop's threads. Each call is traced."""
+    """The loop's threads; each call is traced to its episode."""
 
     def __init__(self, traces: _Traces) -> None:
         super().__init__(THREADS, "episode")
@@ -99,7 +99,7 @@ class EpisodePlayer:
     """Plays the episodes of one task in the running event loop."""
 
     def __init__(self, task: object, timeout_s: float, sandbox: SandboxSpec | None = None) -> None:
-        """``timeout_s``: of one episode; ``sandbox``: for each episode of a task that takes one."""
+        """``timeout_s``: limit for one episode; ``sandbox``: settings, for tasks that use one."""
         import aiohttp
 
         self._sandbox = sandbox
@@ -120,7 +120,7 @@ class EpisodePlayer:
             stop.set()
 
     async def play(self, number: int, message: Play) -> Played:
-        """Play one episode, which is ``number``."""
+        """Play one episode; ``number`` is for ``cancel``."""
         stopped = self._stop[number] = asyncio.Event()
         context = copy_context()
         context.run(_EPISODE.set, number)
@@ -131,7 +131,7 @@ class EpisodePlayer:
         in_time, _ = await asyncio.wait({episode, stop}, timeout=self._timeout_s, return_when=first)
         stop.cancel()
         ended_itself = episode.done()
-        # Clear before the answer: an ended episode's tasks must not act in another's time.
+        # Before the answer: the owner may use it to close or reuse this process, and leftovers must not disturb others.
         stuck = not await self.traces.clear(number, GRACE_S)
         del self._stop[number]
         if ended_itself and not episode.cancelled():
@@ -143,9 +143,9 @@ class EpisodePlayer:
         raised = bool(in_time) and isinstance(score, RewardFailure)
         return Played(score, Retry.RESTART if raised else Retry.NONE, stuck)
 
-    def _failure(self, prompt: Prompt, what: str) -> RewardFailure:
+    def _failure(self, prompt: Prompt, reason: str) -> RewardFailure:
         task, prompt = task_of(self._task, prompt)
-        return RewardFailure(f"{display_name(task)}: the episode of prompt {prompt.uid!r} failed: {what}")
+        return RewardFailure(f"{display_name(task)}: the episode of prompt {prompt.uid!r} failed: {reason}")
 
     async def _episode(self, prompt: Prompt, access: ModelAccess | None) -> Scored | RewardFailure | ScoreLater | None:
         task, prompt = task_of(self._task, prompt)
@@ -156,7 +156,7 @@ class EpisodePlayer:
                 value, turns = await self._play(task, prompt=prompt, access=access, sandbox=sandbox)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # sys.exit() would end all episodes
+        except BaseException as error:  # sys.exit() in one episode would otherwise end all of them
             return failed(error, name=name, prompt=prompt, location=_location(task))
         if value is None or isinstance(value, ScoreLater):
             return value
@@ -181,7 +181,7 @@ class EpisodePlayer:
 
 
 def _location(task: object) -> str:
-    """Where the user's code decides the reward of an episode, as far as that is known."""
+    """Where the user's code computes the episode's reward, if known."""
     return defined_at(next(filter(None, (getattr(task, name, None) for name in ("function", "judge", "run"))), None))
 
 

@@ -1,14 +1,14 @@
-"""The numbered messages that a worker process and its owner send each other over a socket.
+"""Messages between a worker process and its owner, over a socket.
 
-A message is the pickle of ``(number, message)`` after its length (``multiprocessing.connection``'s form). The owner
-numbers its requests; ``Load`` is the first of them. Each is answered once, with its number:
+A message is the pickled ``(number, message)`` after its length, in the format of ``multiprocessing.connection``. The
+owner numbers its requests; the first is ``Load``. Each gets one answer, with the same number:
 
     Load   -> Loaded or TaskError
     Score  -> Answer
     Play   -> Played
     Cancel -> no answer: it stops the request with its number, which is then answered
 
-Without a request, a process with an event loop sends ``Beat`` every ``BEAT_S``, and ``Blocked`` once.
+Without a request, a process with an event loop sends ``Beat`` every ``BEAT_S``, and ``Blocked`` at most once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl_cli.tasks.base import ModelAccess, ScoreLater
 from asyncrl_cli.workers.scoring import Response
 
 GRACE_S = 5.0
-"""Seconds that a cancelled episode gets to clean up."""
+"""Seconds that a cancelled episode has to clean up."""
 BEAT_S = 1.0
 """Seconds between two beats."""
 
@@ -34,7 +34,7 @@ class Work(StrEnum):
     """The work of a worker process."""
 
     PLAIN = "plain"
-    """Plain reward functions, one at a time in the main thread, as functions that set alarms need it."""
+    """Plain reward functions, one at a time in the main thread: the only thread that may set alarms."""
     ASYNC = "async"
     """Async reward functions, several at a time in one event loop."""
     EPISODES = "episodes"
@@ -42,21 +42,21 @@ class Work(StrEnum):
 
 
 class Retry(StrEnum):
-    """Whether to play an episode again, and how."""
+    """How to play an episode again, if at all."""
 
     NONE = "none"
-    """It has its result."""
+    """Not at all: the result is final."""
     RESTART = "restart"
-    """From its start: its own code failed, and may succeed another time."""
+    """From the start: the episode's own code failed, and may succeed another time."""
     RESUME = "resume"
-    """From what was generated: the cause is outside the episode."""
+    """From the tokens generated so far: the cause was outside the episode."""
     ISOLATED = "isolated"
-    """From what was generated, in a separate process: it may have been the cause."""
+    """From the tokens generated so far, in a separate process: the episode may have been the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the task. ``work`` None: plain rewards, or async ones if all of the task's are.
+    """Load the task. Without ``work``, load rewards: async if all of the task's rewards are, plain otherwise.
 
     ``blocked_s``: seconds that an episode may block the event loop.
     """
@@ -72,9 +72,9 @@ class Loaded:
     """The task is loaded.
 
     Args:
-        work: what the process does.
-        names: what the user calls the task or its reward, by the name of the mix's task ("" when there is no mix).
-        async_rewards: those whose reward is an async function.
+        work: the kind of requests that the process takes.
+        names: the user's name for the task or its reward, by the mix's task ("" without a mix).
+        async_rewards: tasks with an async reward function.
     """
 
     work: Work
@@ -84,7 +84,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score a response. After ``limit_s`` seconds, an async reward is cancelled, and the owner ends a plain one."""
+    """Score a response. After ``limit_s`` seconds an async reward is cancelled; for a plain one the owner ends the
+    process."""
 
     response: Response
     limit_s: float
@@ -92,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """Play an episode. Without ``access`` to a model only try its environment, with one empty reply."""
+    """Play an episode. Without ``access`` to a model, only try its environment with one empty reply."""
 
     prompt: Prompt
     access: ModelAccess | None
@@ -105,10 +106,9 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The result of playing an episode. ``score`` None or ``ScoreLater`` leaves it to the task's
-    ``reward``.
+    """The result of playing an episode. With None or ``ScoreLater`` as ``score``, the task's ``reward`` scores it.
 
-    ``stuck``: something of it is still running in its process and cannot be stopped.
+    ``stuck``: a part of the episode still runs in its process and cannot be stopped.
     """
 
     score: Scored | RewardFailure | ScoreLater | None
@@ -123,4 +123,4 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """The episode with this message's number blocks the event loop; it is unknown which one without a number."""
+    """The episode with this message's number blocks the event loop. Without a number it is unknown which one does."""

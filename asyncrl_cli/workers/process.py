@@ -1,18 +1,18 @@
-"""A worker process, seen from its owner: it runs the user's code, and can be killed at any moment.
+"""A worker process, as its owner uses it. It runs the user's code, and can be killed at any time.
 
     WorkerProcess  <- a socket ->  python -m asyncrl_cli.workers.child ...   (workers/child.py)
                   <- output ---
 
-A thread that hangs cannot be stopped, and one that computes in C with the interpreter's lock held (a regular expression
-that backtracks without end) stops its own watchdog, too. A process can be killed.
+Why a process: a thread that hangs cannot be stopped. One that computes in C and holds the interpreter's lock, such as a
+regular expression that backtracks endlessly, even stops its own watchdog.
 
-Invariants, whatever the user's code does to the process:
+Invariants, whatever the user's code does:
 
-- ``score`` and ``play`` return, or raise ``ProcessLost``, within the request's limit and the time that killing takes;
-- when the process is gone, so are its descendants (``on_close`` kills those that left its group) and its temporary
-  folder;
-- an episode that blocks the event loop has failed, and so has one that does not end in its time; requests that were
-  lost with the process say whether they may have been the cause.
+- ``score`` and ``play`` return or raise ``ProcessLost`` within the request's limit and the time that a kill takes.
+- The process's descendants and its temporary folder do not outlive it (``on_close`` kills descendants that left its
+  group).
+- An episode fails if it blocks the event loop or does not end in time. ``ProcessLost`` says for each lost request
+  whether it may have been the cause.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ from asyncrl_cli.workers.scoring import Answer, Response, took_too_long
 
 CHILD = "asyncrl_cli.workers.child"
 START_S = 600.0
-"""Seconds that importing and making the task may take."""
+"""Seconds that importing and constructing the task may take."""
 EXIT_S = 10.0
-"""Seconds that the kernel gets to end a process after SIGKILL."""
+"""Seconds that the kernel has to end a process after SIGKILL."""
 ASYNC_GRACE_S = 1.0
-"""Seconds after its limit within which an async reward's own process says that it took too long."""
+"""Seconds after an async reward's limit that its process has to report the timeout itself."""
 LAST_S = 1.0
-"""Seconds for reading last answers after the process's end, and for a process with episodes to end after it has closed
-its socket."""
+"""Seconds to read last answers after the process ended, and for a process with episodes to end after it closed its
+socket."""
 SILENT_S = 15.0
-"""A process with episodes counts as hung if it sends nothing for so many seconds longer than its loop may be blocked:
-some code holds the interpreter's lock."""
+"""A process with episodes counts as hung if it is silent for so many seconds more than its loop may be blocked: some
+code holds the interpreter's lock."""
 CHUNK = 2**16
 LARGEST = 2**28
 """Bytes of the longest answer: a number, or a line of text."""
 FOLDER, UNLOCKED = "asyncrl-work-", "asyncrl-new-"
-"""How names of temporary folders begin, and of folders that are not locked yet."""
+"""Prefixes of temporary folders, and of folders that are not locked yet."""
 
 
 class ProcessLost(Exception):
-    """The process was gone before it answered; says how. ``retry``: whether the request may have been the cause."""
+    """The process ended before it answered; the message says how. ``retry``: how to repeat the request, depending on
+    whether it may have been the cause."""
 
     def __init__(self, how: str, retry: Retry) -> None:
         super().__init__(how)
@@ -85,13 +86,13 @@ class ProcessLost(Exception):
 
 
 class WorkerProcess:
-    """One process; made by ``start``. To be used in one event loop, in a thread that outlives the process.
+    """One process, started by ``start``. It must be used in one event loop, in a thread that outlives the process.
 
-    ``retired``: it gets no more requests. ``closed``: it is gone.
+    ``retired``: the process gets no more requests. ``closed``: the process is gone.
     """
 
     def __init__(self, load: Load, on_close: Callable[[], None] = lambda: None, quiet: bool = False) -> None:
-        """``on_close`` has to kill what is left of a process that is gone. ``quiet``: drop the process's output."""
+        """``on_close`` must kill descendants that are left when the process is gone. ``quiet``: discard its output."""
         self._load = load
         self._quiet = quiet
         self._on_close = on_close
@@ -107,12 +108,12 @@ class WorkerProcess:
         self.pid = 0
 
     async def start(self) -> None:
-        """Start the process and have it load the task. Raises ``TaskError`` when the task cannot be loaded."""
+        """Start the process and have it load the task. Raises ``TaskError`` if the task cannot be loaded."""
         self._loop = asyncio.get_running_loop()
-        # A separate one: the files of a killed process are removed during the run.
+        # A folder for each process: the files of a killed one are removed during the run.
         self._folder = WorkerFolder()
         mine, theirs = socket.socketpair()
-        their_output: int | None = None  # rewards print to the log themselves, as much as they like
+        their_output: int | None = None  # rewards write to the log directly, without a limit
         if self._quiet:
             their_output = subprocess.DEVNULL
         elif self._load.work is Work.EPISODES:
@@ -126,12 +127,12 @@ class WorkerProcess:
             stderr=their_output,
             env=os.environ
             | {
-                # The task is looked for where this process would find it.
+                # The child finds the task's modules where this process would.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 GIVEN_PYTHONPATH: os.environ.get("PYTHONPATH", ""),
                 "TMPDIR": str(self._folder.path),
             },
-            start_new_session=True,  # with its children, it is one group to kill
+            start_new_session=True,  # a group that can be killed as a whole
         )
         self.pid = self._process.pid
         theirs.close()
@@ -154,14 +155,14 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be asked: neither retired, nor about to be found gone."""
+        """True if the process takes requests: it is not retired, and has not ended."""
         return not self.retired and not self._tasks[0].done() and self._status() is None
 
     async def score(self, response: Response, limit_s: float) -> Answer:
-        """The answer to one response. One that takes more than ``limit_s`` seconds costs the process, unless it is
-        async and can be cancelled.
+        """Score one response. After ``limit_s`` seconds the process is killed, unless the reward is async and can be
+        cancelled.
 
-        Raises ``ProcessLost`` when the process ended, or was ended because of another reward.
+        Raises ``ProcessLost`` if the process ended, or was killed because of another reward.
         """
         alone = not self._answers
         try:
@@ -170,13 +171,13 @@ class WorkerProcess:
         except TimeoutError:
             alone = alone and not self._answers
             self.close("it did not answer", Retry.ISOLATED)
-            if not alone:  # any of them may be the one that hangs
+            if not alone:  # any of these rewards may be the one that hangs
                 raise ProcessLost("it did not answer", Retry.ISOLATED) from None
             return took_too_long(self.name_for(response[0]), response[0], limit_s)
         return scored
 
     async def play(self, prompt: Prompt, access: ModelAccess | None) -> Played:
-        """Play one episode, or try it without a model (``Play``); cancelling this stops it."""
+        """Play one episode, or try it without a model (``Play``). Cancelling the call stops the episode."""
         limit_s = self._load.spec.episode.timeout_s + 3 * GRACE_S
         name = self.loaded.names[""]
         try:
@@ -194,23 +195,23 @@ class WorkerProcess:
         return names.get("") or names.get(task_name(prompt), "the reward")
 
     def close_if_idle(self) -> None:
-        """Close a retired process that has no more requests."""
+        """Close a retired process that has no requests left."""
         if self.retired and not self._answers:
             self.close("it was retired")
 
     def close(self, how: str, retry: Retry = Retry.NONE) -> None:
-        """Kill the process and everything that it has started. Requests under way raise ``ProcessLost``, which says how
-        the process has ended, if it has, or ``how``."""
+        """Kill the process and its descendants. Pending requests raise ``ProcessLost`` with the process's exit status,
+        if it had ended already, or with ``how``."""
         if self.closed or not self.pid:
             return
         self.closed = self.retired = True
         self._how = how = self._status() or how
-        # Kill before waiting: a process that has not been waited for keeps its pid.
+        # Kill before waiting: until it is waited for, a process keeps its pid, so no other process can be hit.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_S)
-        # First the descendants, then the folder: they may still write to it.
+        # The descendants first: they could still write to the folder.
         self._on_close()
         self._folder.remove()
         if self._output:
@@ -243,9 +244,9 @@ class WorkerProcess:
         return answer
 
     async def _ask(self, message: object, limit_s: float) -> Any:
-        """The answer to a request. Raises ``ProcessLost``, and ``TimeoutError`` when there was none in time.
+        """Send a request and return its answer. Raises ``ProcessLost``, and ``TimeoutError`` if there is none in time.
 
-        When this is cancelled, the request stays until the process has answered it.
+        A cancelled request stays pending until the process has answered it, so the process does not count as idle.
         """
         if self.closed:
             raise ProcessLost(self._how, Retry.ISOLATED)
@@ -276,7 +277,7 @@ class WorkerProcess:
             future.set_result(answer)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Take answers until the process closes the socket, or sends something else."""
+        """Take answers until the process closes the socket or sends something else."""
         try:
             while (size := int.from_bytes(await reader.readexactly(4), "big")) <= LARGEST:
                 number, answer = pickle.loads(await reader.readexactly(size))
@@ -300,18 +301,19 @@ class WorkerProcess:
         self.close("its process sent an invalid answer", Retry.ISOLATED)
 
     async def _close_at_end(self, listening: asyncio.Task[None]) -> None:
-        """Close when the process has ended, or has closed its socket and does not end."""
+        """Close when the process has ended, or closed its socket and does not end."""
         ends: set[asyncio.Future[Any]] = {listening, self._exited}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        # Read its last answer first: it may have come together with its end; but a descendant may keep the socket open.
-        # Where it has only closed the socket, rewards have limits, within which it may end by itself.
+        # Read the last answer first: it may arrive together with the process's end. This wait is bounded, because a
+        # descendant may keep the socket open. If a process with rewards closed only its socket, the reward's own limit
+        # bounds the wait.
         waits = self._load.work is not Work.EPISODES and not self._exited.done()
         await asyncio.wait(ends, timeout=None if waits else LAST_S)
         self.close("its process closed its socket", Retry.ISOLATED)
 
     async def _close_if_silent(self) -> None:
-        """Close a process that sends nothing. This loop's turns count the seconds: while the machine is suspended,
-        nothing is silent."""
+        """Close a process that is silent for too long. This loop counts its turns instead of reading a clock, so time
+        during which the machine was suspended does not count."""
         limit_s = self._load.blocked_s + SILENT_S
         self._silent_s = 0.0
         while self._silent_s < limit_s:
@@ -331,7 +333,7 @@ class WorkerProcess:
 
     def _on_output(self, output: int) -> None:
         with suppress(OSError):
-            if not self._copy_output(output):  # no process has it open any more
+            if not self._copy_output(output):  # the last process that had the pipe open has ended
                 self._loop.remove_reader(output)
 
     def _copy_output(self, output: int) -> bool:
@@ -342,7 +344,7 @@ class WorkerProcess:
         return bool(chunk)
 
     def _status(self) -> str | None:
-        """How the process ended, None if it has not. It is looked at only, not waited for."""
+        """How the process ended; None if it has not. Does not reap it, so the pid stays valid for ``close``."""
         ended = os.waitid(os.P_PIDFD, self._exit, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
@@ -352,10 +354,10 @@ class WorkerProcess:
 
 
 class WorkerFolder:
-    """The temporary folder of a worker process. The kernel unlocks it when the owner ends, however it does.
+    """The temporary folder of a worker process. The kernel releases its lock when the owner ends, however it ends.
 
-    A run that starts Ray itself has one folder for all temporary files, and the reaper removes it. In a cluster that a
-    run has joined, the next worker process on the same host removes the folders without an owner.
+    A run that starts Ray has one folder for all temporary files, which the reaper removes. In a cluster that a run
+    joined, the next worker process on the same host removes folders without an owner.
     """
 
     def __init__(self) -> None:
@@ -363,11 +365,11 @@ class WorkerFolder:
         new = Path(tempfile.mkdtemp(prefix=UNLOCKED))
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Renamed when it is locked: another process would take an unlocked one for abandoned.
+        # Renamed once it is locked: another process would remove an unlocked folder as abandoned.
         self.path = new.rename(new.with_name(FOLDER + new.name.removeprefix(UNLOCKED)))
 
     def remove(self) -> None:
-        """Remove the folder with its contents, as far as that is possible."""
+        """Remove the folder and its contents; errors are ignored."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -375,7 +377,7 @@ class WorkerFolder:
 def remove_abandoned(parent: Path) -> None:
     """Remove this user's worker folders without an owner in ``parent``."""
     for folder in parent.glob(f"{FOLDER}*"):
-        with suppress(OSError):  # of another user, locked, or just removed
+        with suppress(OSError):  # another user's, locked, or just removed
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Calling a reward function and checking what it returns.
+"""Call a reward function and check its result.
 
-Invariant: ``score`` and ``score_async`` return ``Scored`` of finite floats or a ``RewardFailure``, whatever the
+Invariant: ``score`` and ``score_async`` return ``Scored`` with finite floats, or a ``RewardFailure``, whatever the
 reward function does. If it ends its process or never returns, the owner of the process handles that.
 """
 
@@ -22,10 +22,10 @@ from asyncrl_cli.tasks.base import as_result, finite, scores_groups
 from asyncrl_cli.tasks.function_task import FunctionTask
 
 Response = tuple[Prompt, str, bool] | tuple[Prompt, tuple[str, ...], tuple[bool, ...]]
-"""A prompt, the text of the model's response, and whether the model ended it itself; or all texts of a group, and for
-each whether the model ended it."""
+"""A prompt, the text of the model's response, and True if the model ended it itself; or all texts of a group with one
+such flag each."""
 Answer = Scored | RewardFailure | tuple[Scored, ...]
-"""The answer to a ``Response``: for a group a score of each, or one failure of all."""
+"""The answer to a ``Response``. A group has one score for each text, or one failure."""
 
 FORMS = (
     "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response, or None for a "
@@ -33,11 +33,11 @@ FORMS = (
 )
 """The valid return values of a reward, for messages."""
 SHOWN = 200
-"""Characters of a value or of an exception's message that a reason shows."""
+"""Messages show so many characters of a value or of an exception's text."""
 
 
 def responses_of(prompt: Prompt, rollouts: Sequence[Rollout], together: bool) -> list[Response]:
-    """How rollouts of one prompt are scored: all ``together``, or each alone. The texts are in their order."""
+    """The responses to score for one prompt's rollouts, in their order: one for all ``together``, or one for each."""
     if together:
         texts, finished = zip(*((rollout.text, rollout.finished) for rollout in rollouts), strict=True)
         return [(prompt, texts, finished)]
@@ -45,7 +45,7 @@ def responses_of(prompt: Prompt, rollouts: Sequence[Rollout], together: bool) ->
 
 
 def score(task: Any, response: Response) -> Answer:
-    """The answer to one response. Tracebacks go to stderr. Not to be called in a running event loop."""
+    """Score one response. Tracebacks go to stderr. Must not be called in a running event loop."""
     try:
         value = _called(task, response)
         if inspect.isawaitable(value):
@@ -56,7 +56,7 @@ def score(task: Any, response: Response) -> Answer:
 
 
 async def score_async(task: Any, response: Response) -> Answer:
-    """``score`` in a running event loop; cancelling it cancels the reward."""
+    """Score one response in a running event loop. Cancelling the call cancels the reward."""
     try:
         value = _called(task, response)
         if inspect.isawaitable(value):
@@ -78,7 +78,7 @@ def _called(task: Any, response: Response) -> object:
 
 
 def _checked(value: Any, task: object, response: Response) -> Answer:
-    """Check what a reward returned. A group needs a list of as many results as it has responses."""
+    """Check a reward's return value. For a group it must be a list with one result for each response."""
     prompt, text, _ = response
     name, location = reward_name(task), reward_location(task)
     if isinstance(text, str):
@@ -101,8 +101,8 @@ def _checked(value: Any, task: object, response: Response) -> Answer:
 
 
 def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Scored | RewardFailure:
-    """Check a task's return value: a number, None, a ``RewardResult``, or a dict with a ``score``, the form of verl's
-    functions. ``name`` and ``location`` of the reward are for messages."""
+    """Check the return value for one response: a number, None, a ``RewardResult``, or a dict with a ``score`` as in
+    verl. The reward's ``name`` and ``location`` are for messages."""
 
     def refused(problem: str) -> RewardFailure:
         return RewardFailure(f"{name} returned {problem} for prompt {prompt.uid!r}; {FORMS}", location)
@@ -123,18 +123,18 @@ def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Sco
 
 
 def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
-    """The failure of a reward that was not there in time."""
+    """The failure of a reward that exceeded its time limit."""
     return RewardFailure(f"{name} took more than {limit_s:g} s on prompt {prompt.uid!r}")
 
 
 def awaits(task: object) -> bool:
-    """Whether the task's reward is an async function: several of them can run at a time."""
+    """True if the task's reward is an async function, so several calls can run at a time."""
     return inspect.iscoroutinefunction(_function(task))
 
 
 def failed(error: BaseException, name: str, prompt: Prompt, location: str = "") -> RewardFailure:
-    """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause.
-    ``location`` is where the reward is defined, for an exception that passed no line of the user's code."""
+    """The failure of a reward that raised an exception. Prints the traceback, so it must be called in the ``except``
+    clause. ``location``: where the reward is defined, for an exception that passed no line of the user's code."""
     traceback.print_exc()
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     text = _shown(error, str)
@@ -160,14 +160,14 @@ def reward_location(task: object) -> str:
 
 
 def _function(task: object) -> Any:
-    """The user's function or method that decides the reward."""
+    """The user's function or method that computes the reward."""
     if isinstance(task, FunctionTask):
         return task.function
     return getattr(task, "rewards" if scores_groups(task) else "reward", None)
 
 
 def _shown(value: object, show: Callable[[object], str]) -> str:
-    """A value of the user's as one short line that any file and terminal takes."""
+    """Show a user's value as one short line that every file and terminal can encode."""
     try:
         text = " ".join(show(value).split())
     except Exception:

@@ -170,7 +170,7 @@ def test_a_task_that_may_have_one_runs_without(folder: Path, access: ModelAccess
         ("sandboxed_tasks:agent", None, "needs a sandbox"),
         ("sandboxed_tasks:Place", None, "needs a sandbox"),
         ("sandboxed_tasks:Shell", None, "needs a sandbox"),
-        ("sandboxed_tasks:agent", {"readable": ["missing"]}, "there is no missing"),
+        ("sandboxed_tasks:agent", {"readable": ["missing"]}, "missing does not exist"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder: Path, use: str, sandbox: dict[str, Any] | None, complaint: str) -> None:
@@ -201,7 +201,7 @@ def fake_runsc(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> N
 @pytest.mark.parametrize(
     ("version", "complaint"),
     [
-        ("runsc version 0.0~20221219.0", "is of 20221219, and 20240729 is the oldest that works"),
+        ("runsc version 0.0~20221219.0", "20221219 is too old: 20240729 is the oldest version that works"),
         ("runsc version release-20240729.0", "the sandbox has not started: no rights"),
         ("runsc version VERSION_MISSING", "the sandbox has not started: no rights"),
         (None, "is not installed"),

@@ -155,7 +155,7 @@ def test_in_a_mix_of_episodes_nothing_sees_the_group(tmp_path: Path, monkeypatch
     def mix(*names: str) -> Any:
         return load_task(TaskSpec(mix=[TaskMember(name=name, use=f"mixed_groups:{name}") for name in names]), tmp_path)
 
-    with pytest.raises(TaskError, match="group scores whole groups, and agent plays episodes") as error:
+    with pytest.raises(TaskError, match="group scores whole groups, but agent plays episodes") as error:
         mix("plain", "group", "agent")
     assert error.value.location == "task.mix.1.use"
     mixed = mix("plain", "group")

@@ -1,9 +1,9 @@
-"""Environment variables and files through which an agent that others wrote finds the policy, and nothing else.
+"""Environment variables and files through which a third-party agent finds the policy, and no other server.
 
-Every agent reads its base URL, key and model under its own names. Here all of them get the session's.
-The home folder belongs to the episode, and the settings of the user who started the run do not reach the program:
-neither files in a home folder nor variables such as ``OPENAI_API_KEY``. With those the program, which does what the
-policy asks for, could call another server with the user's key.
+Every agent reads the base URL, key and model under its own names; all of them are set here. The home folder belongs to
+the episode, and the user's own settings do not reach the agent: no files in the user's home folder, no variables such
+as ``OPENAI_API_KEY``. The agent does what the policy asks for, and could otherwise call another server with the user's
+key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOREIGN = (
     *("OPENAI_", "ANTHROPIC_", "CLAUDE_CODE_", "CLAUDE_CONFIG_DIR", "CLAUDECODE", "CODEX_", "LITELLM_", "LLM_"),
     *("AIDER_", "MSWEA_", "OPENHANDS_"),
 )
-"""Prefixes of the variables that agents read their settings from. The run's own ones are omitted."""
+"""Prefixes of the variables with agents' settings. Agents do not inherit these variables from the run."""
 QUIET: Mapping[str, str] = {
     "AIDER_ANALYTICS": "false",
     "AIDER_CHECK_UPDATE": "false",
@@ -32,16 +32,16 @@ QUIET: Mapping[str, str] = {
     "MSWEA_CONFIGURED": "true",
     "MSWEA_COST_TRACKING": "ignore_errors",
 }
-"""Keeps agents from servers other than the gateway (telemetry, updates, price lists), and from asking for settings."""
+"""Keep agents from contacting other servers (telemetry, updates, price lists) and from asking for settings."""
 HOME = "home"
-"""The home folder, relative to the folder of the episode."""
+"""The home folder, relative to the episode's folder."""
 CODEX = ".codex"
 
 
 def session_variables(model: ModelAccess, home: str) -> dict[str, str]:
-    """Variables that lead an agent to its session and keep it from other servers. ``home``: its home folder, for all
-    settings and caches."""
-    root = model.base_url.removesuffix("/v1")  # the clients of Anthropic's API add the version themselves
+    """Variables that lead an agent to its session and keep it from other servers. ``home``: the folder for its settings
+    and caches."""
+    root = model.base_url.removesuffix("/v1")  # clients of Anthropic's API add the version
     folders = {
         "XDG_CACHE_HOME": ".cache",
         "XDG_CONFIG_HOME": ".config",
@@ -53,7 +53,7 @@ def session_variables(model: ModelAccess, home: str) -> dict[str, str]:
     }
     tiers = (f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS", "FABLE"))
     plain = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", *tiers)
-    # litellm, which these are built on, takes the protocol from the name.
+    # These agents use litellm, which takes the protocol from the model's name.
     prefixed = ("AIDER_MODEL", "LLM_MODEL", "MSWEA_MODEL_NAME")
     return {
         **QUIET,
@@ -68,8 +68,8 @@ def session_variables(model: ModelAccess, home: str) -> dict[str, str]:
 
 
 def home_files(model: ModelAccess) -> dict[str, str]:
-    """Files for the folder of the episode, with their paths in it: Codex takes a server from a file alone."""
-    # JSON's strings are a part of TOML's.
+    """Files for the episode's folder, by path: Codex reads its server only from a file."""
+    # A JSON string is also a TOML string.
     config = f"""\
 model = {json.dumps(model.model)}
 model_provider = "asyncrl"
@@ -88,7 +88,7 @@ enabled = false
 
 
 def inherited_by_agents(variables: Mapping[str, str], model: ModelAccess) -> dict[str, str]:
-    """Variables of the run's environment without the settings of agents, and with no proxy before the gateway."""
+    """The run's environment without settings of agents, and without a proxy between agent and gateway."""
     kept = {name: value for name, value in variables.items() if not name.startswith(FOREIGN)}
     host = urlsplit(model.base_url).hostname or ""
     names = ("NO_PROXY", "no_proxy")

@@ -1,16 +1,15 @@
 """Chain sums of single digits: a task that a 0.3M-parameter model learns by reinforcement in a minute.
 
-The prompt is the expression, the response works through it in running totals of fixed width:
+The prompt is an expression; the response computes running totals of fixed width:
 
     7+6-0-9=    +6=+13-0=+13-9=+04#4
 
-The demonstrations make it learnable by reward alone: they teach a model that *can* write the running totals and mostly
-does not. Most of them answer directly with a random number, which gets no reward, so reinforcement finds the running
-totals. The numbers are random, not right: with right ones a direct answer would get the reward, too, and the model
-would learn nothing but that.
+The demonstrations teach a model that can write the running totals but mostly does not. Most of them answer directly
+with a random number, which gets no reward, so reinforcement finds the running totals. With correct numbers a direct
+answer would be rewarded, too, and the model would learn only to answer directly.
 
-Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
-demonstrations; ``_draw`` alone draws expressions.
+Invariant: a hash of an expression decides its split (``prompts.is_held_out``), for prompts and for demonstrations. Only
+``_draw`` draws expressions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data
 
 LONGEST_REPETITION = 184
-"""Characters of a response past which a demonstration does not repeat its working once more."""
+"""A demonstration repeats its working only up to so many characters."""
 
 _INTEGER = re.compile(r"\s*([+-]?[0-9]{1,18})\s*")
 
@@ -44,11 +43,11 @@ class ChainSum:
         slip: float = 0.03,
         repeat: float = 0.25,
     ) -> None:
-        """``min_terms`` to ``max_terms`` terms, n of them with weight ``decay ** (n - min_terms)``.
+        """An expression has n terms, ``min_terms`` to ``max_terms``, with weight ``decay ** (n - min_terms)``.
 
-        The mixture of demonstrations: a share ``careful`` is worked out, and the rest guess. A worked total is
-        off by one with probability ``slip``; the working is repeated, again and again, with probability
-        ``repeat``. Raises ``ValueError`` for impossible values.
+        In the mixture of demonstrations, a share ``careful`` is worked out; the others guess. A running total is off by
+        one with probability ``slip``; the working is repeated with probability ``repeat``, any number of times. Raises
+        ``ValueError`` for invalid options.
         """
         if not 2 <= min_terms <= max_terms:
             raise ValueError(f"2 <= min_terms <= max_terms must hold, not min_terms={min_terms}, max_terms={max_terms}")
@@ -64,7 +63,7 @@ class ChainSum:
         self._repeat = repeat
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows of the split; row ``i`` is the same at every size. One expression may fill several rows."""
+        """Return ``size`` rows of the split; row ``i`` is the same for every size. Expressions may repeat."""
 
         def row(index: int) -> Prompt:
             uid = f"chain_sum/{split}/{index}"
@@ -79,11 +78,11 @@ class ChainSum:
         answer = _INTEGER.fullmatch(tail)
         if not (finished and mark and answer):
             return 0.0
-        # The data set's own verifier: partial credit counts as wrong.
+        # The data set's verifier gives partial credit, which counts as wrong here.
         return float(self._data[self._terms[0]].score_answer(str(int(answer[1])), dict(prompt.fields)) >= 1.0)
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
-        """An expression of the train split, and its faultless working (``clean``) or a draw from the mixture."""
+        """An expression of the train split with a faultless response (``clean``), or one from the mixture."""
         entry = self._draw(rng, "train")
         expression = entry["metadata"]["expression"]
         if clean:
@@ -100,14 +99,14 @@ class ChainSum:
 
     @cached_property
     def _data(self) -> dict[int, Any]:
-        """One reasoning-gym data set for each number of terms: its own draw of that number is uniform."""
+        """A reasoning-gym data set for each number of terms: a single one would draw the numbers uniformly."""
         return {
             terms: procedural_data("chain_sum", min_terms=terms, max_terms=terms, min_digits=1, max_digits=1)
             for terms in self._terms
         }
 
     def _draw(self, rng: random.Random, split: Split) -> dict[str, Any]:
-        """The fields of a random expression of the split. It ends: each number of terms has expressions in both."""
+        """The fields of a random expression of the split. The loop ends: both splits have every number of terms."""
         (terms,) = rng.choices(self._terms, self._weights)
         while True:
             entry = self._data[terms][rng.randrange(ROWS)]
@@ -122,7 +121,7 @@ def _prompt_text(expression: str) -> str:
 
 
 def _working(expression: str, rng: random.Random, slip: float) -> tuple[str, int]:
-    """The running totals of ``7 + 6 - 0``, as ``+6=+13-0=+13``, and the last of them."""
+    """The running totals of an expression (for ``7 + 6 - 0``: ``+6=+13-0=+13``), and the last total."""
     first, *rest = expression.split()
     total = int(first)
     steps = []

@@ -1,16 +1,20 @@
 """The ready task ``command``: any program that calls a model over OpenAI's or Anthropic's API is an agent.
 
-Its environment says where the policy is, under the names that agents read (agent_environment.py). It also has its own
-home folder (``HOME``), its prompt (``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same,
-however long), its rollout's id (``ASYNCRL_ROLLOUT``), the folder of the spec file (``ASYNCRL_FOLDER``) and one that is
-removed after the episode (``ASYNCRL_SCRATCH``). Its reward is the last line that it prints, a number or
-``{"reward": ..., "metrics": {...}}``, or what the option ``reward`` says of the policy's last reply.
+Its environment variables name the policy's server as agents expect it (agent_environment.py), and also:
 
-With ``task.sandbox`` it runs inside: the folder of the spec file can be read there, ``ASYNCRL_SCRATCH`` is the work
-folder, and of the environment here it gets none but these variables and ``env``.
+- ``HOME``: a home folder for the episode;
+- ``ASYNCRL_PROMPT``: the row as JSON, if it is not too long; ``ASYNCRL_PROMPT_FILE``: a file with the same;
+- ``ASYNCRL_ROLLOUT``: the rollout's id;
+- ``ASYNCRL_FOLDER``: the spec file's folder; ``ASYNCRL_SCRATCH``: a folder that is removed after the episode.
 
-Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. One exception: processes
-of a command that has killed its keeper (``system.process_tree``) live until the process that plays episodes ends.
+The reward is the last line that the program prints, a number or ``{"reward": ..., "metrics": {...}}``, or the result
+of the option ``reward`` for the policy's last reply.
+
+With ``task.sandbox`` the program runs in the sandbox. There it can read the spec file's folder, ``ASYNCRL_SCRATCH`` is
+the work folder, and it gets only these variables and ``env`` from the environment.
+
+Invariant: when ``run`` returns or is cancelled, no process of the command lives. One exception: if a command kills its
+keeper (``system.process_tree``), its processes live until the process that plays episodes ends.
 """
 
 from __future__ import annotations
@@ -37,19 +41,19 @@ from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 
 KEPT = 2**16
-"""Bytes that are kept of each stream of a command: the last ones."""
+"""Bytes kept from the end of each of a command's streams."""
 LONGEST_VARIABLE = 100_000
-"""Bytes that an environment variable may have; the kernel takes 128 KiB."""
+"""Bytes that an environment variable may have; the kernel's limit is 128 KiB."""
 ROW_FILE, ERRORS = "prompt.json", "errors.txt"
-"""Files in a command's folder: its prompt's row, and in a sandbox its error stream."""
+"""Files in a command's folder: the prompt's row, and in a sandbox its standard error."""
 CWD = "cwd"
-"""The subfolder where the command starts, without the option ``cwd``."""
+"""The subfolder in which the command starts, without the option ``cwd``."""
 PIPES_S = 1.0
-"""Seconds after a command's end until its output must have come through."""
+"""Seconds to read the rest of the output after a command has ended."""
 
 
 class CommandFailed(Exception):
-    """A command ended with an error, or without a reward."""
+    """The command ended with an error, or without a reward."""
 
 
 class Command:
@@ -65,17 +69,17 @@ class Command:
         env: Mapping[str, str] | None = None,
         reward: str | None = None,
     ) -> None:
-        """``command``: words, or a line for the shell. It is started in ``cwd`` (relative to the spec file), or in an
-        empty folder that is removed afterwards; ``env`` is added to its environment.
+        """``command``: a list of words, or a line for the shell. It starts in ``cwd`` (relative to the spec file), or
+        in an empty folder that is removed afterwards. ``env`` is added to its environment.
 
-        ``reward`` is ``module:function``, called with the row and the text of the last reply. Raises ``TaskError``.
+        ``reward``: ``module:function``, called with the row and the text of the last reply. Raises ``TaskError``.
         """
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         if not words or not all(isinstance(word, str) and word for word in words):
             raise TaskError(
-                "the command is empty, or not made of words",
+                "the command is empty, or is not a list of words",
                 location="task.options.command",
-                hint="give the command's line, or its words as a list",
+                hint="give a line for the shell, or a list of words",
             )
         self.name = f"command {command if isinstance(command, str) else shlex.join(words)!r}"
         self._words = words
@@ -84,7 +88,7 @@ class Command:
         self._env = dict(env or {})
         self._reward: FunctionTask | None = None
         if reward is not None:
-            location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
+            location, hint = "task.options.reward", "name a function as module:function, in a file next to the spec"
             found = import_named(reward, None, location=location, hint=hint, error_type=TaskError)
             if not callable(found):
                 raise TaskError(f"{reward} is not a function", location=location, hint=hint)
@@ -98,7 +102,7 @@ class Command:
         return None if self._reward is not None else _reward_in(_last_line(printed))
 
     async def play(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None) -> str:
-        """Run the command, which gets the prompt's row. Returns its output. Raises ``CommandFailed``."""
+        """Run the command for a prompt; returns its output. Raises ``CommandFailed``."""
         status, printed, errors = await (
             self._run_here(prompt, model) if sandbox is None else self._run_inside(prompt, model, sandbox)
         )
@@ -117,7 +121,7 @@ class Command:
             cwd.mkdir()
             if self._cwd is not None:
                 cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
-            # The command may be another Python's: of the run's module path it gets only what the run was given.
+            # The command may use another Python, so it gets the user's PYTHONPATH instead of the run's module path.
             given = os.environ.get(GIVEN_PYTHONPATH, os.environ.get("PYTHONPATH"))
             path = os.pathsep.join(filter(None, (os.environ.get(SPEC_FOLDER), given)))
             inherited = inherited_by_agents(os.environ, model) | {"PYTHONPATH": path}
@@ -141,14 +145,14 @@ class Command:
         return result.status or 0, result.output, errors.decode(errors="replace")
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
-        """Call the function of the option ``reward``."""
+        """Score the last reply with the option ``reward``."""
         if self._reward is None:
             raise CommandFailed("the task `command` has no option `reward`")
         return self._reward.reward(prompt, response, finished)
 
 
 def _variables(row: str, scratch: str, model: ModelAccess) -> dict[str, str]:
-    """Environment of a command. ``row``: its prompt's row as JSON; ``scratch``: its folder."""
+    """A command's variables. ``row``: the prompt's row as JSON; ``scratch``: the command's folder."""
     variables = session_variables(model, os.path.join(scratch, HOME)) | {
         "ASYNCRL_PROMPT_FILE": os.path.join(scratch, ROW_FILE),
         "ASYNCRL_ROLLOUT": model.rollout_id,
@@ -158,8 +162,8 @@ def _variables(row: str, scratch: str, model: ModelAccess) -> dict[str, str]:
 
 
 async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a command to its end. Returns its status and the end of both streams."""
-    # Our own pipes: asyncio would also wait for every process that has inherited them.
+    """Run a command; returns its exit status and the end of both streams."""
+    # Own pipes: asyncio would wait for every process that inherited its pipes.
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     reading = [asyncio.create_task(_end_of(descriptor)) for descriptor in (out, err)]
     try:
@@ -183,7 +187,7 @@ async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) 
         try:
             async with asyncio.timeout(2 * KILL_TIMEOUT_S):
                 await process.wait()
-        except TimeoutError:  # the command has stopped it
+        except TimeoutError:  # the command has stopped its keeper
             process.kill()
         await asyncio.wait(reading, timeout=PIPES_S)
         for task in reading:
@@ -193,7 +197,7 @@ async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) 
 
 
 async def _end_of(descriptor: int) -> bytes:
-    """The last bytes that come out of a pipe."""
+    """Read a pipe to its end; returns the last bytes."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
@@ -203,7 +207,7 @@ async def _end_of(descriptor: int) -> bytes:
         while chunk := await reader.read(KEPT):
             kept = (kept + chunk)[-KEPT:]
     except asyncio.CancelledError:
-        pass  # another process keeps it open
+        pass  # another process keeps the pipe open
     finally:
         transport.close()
     return kept
@@ -215,7 +219,7 @@ def _last_line(text: str) -> str:
 
 
 def _reward_in(line: str) -> float | RewardResult:
-    """The reward of a printed line. Raises ``CommandFailed``."""
+    """Parse the reward that a command printed. Raises ``CommandFailed``."""
     try:
         value = json.loads(line)
         if isinstance(value, dict):
@@ -228,11 +232,11 @@ def _reward_in(line: str) -> float | RewardResult:
 
 
 def _check_program(program: str, cwd: str | None, path: str | None) -> None:
-    """Raise ``TaskError`` for a program that is missing, as far as that is known before an episode runs."""
+    """Raise ``TaskError`` if the program is missing, as far as this is known before an episode."""
     missing = False
     if "/" not in program or os.path.isabs(program):
         missing = shutil.which(program, path=path) is None
-    elif cwd is None:  # it is started in an empty folder
+    elif cwd is None:  # a relative path in an empty folder
         missing = True
     elif os.path.isabs(cwd) or SPEC_FOLDER in os.environ:  # else the folder is not known yet
         missing = shutil.which(os.path.join(os.environ.get(SPEC_FOLDER, ""), cwd, program)) is None
@@ -240,5 +244,5 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
         raise TaskError(
             f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),
             location="task.options.command",
-            hint="correct its name, install it, give its absolute path, or set cwd to the folder of a relative one",
+            hint="correct its name, install it, give an absolute path, or set cwd to the folder of a relative path",
         )

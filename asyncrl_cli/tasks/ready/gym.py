@@ -1,9 +1,9 @@
 """Every data set of reasoning-gym as a ready task: ``gym/chain_sum``, ``gym/countdown``, ...
 
-Questions and verifiers are reasoning-gym's. Here they become prompts of two splits.
+Questions and verifiers are reasoning-gym's; this module divides the questions into two splits.
 
-Invariant: which split a question belongs to is a hash of its text (``prompts.is_held_out``), so what is held out is
-never trained on, however few different questions a data set has. ``_index`` alone draws rows.
+Invariant: a hash of a question's text decides its split (``prompts.is_held_out``). So held-out questions are never
+trained on, even if a data set has few different ones. Only ``_index`` draws rows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 
 ROWS = 2**40
-"""Rows of a data set. They are computed from their index, so a task draws indices from all of this range."""
+"""Rows of a data set. They are computed from their index, so a task may draw from the whole range."""
 Extract = Literal["answer", "tag", "last_line", "whole"]
 HeldOutBy = Literal["question", "row"]
 HELD_OUT_ONE_IN = 4
-"""One question in this many is held out: some data sets take seconds to make one."""
+"""One question in this many is held out: more than usual, because some data sets take seconds to make a question."""
 TRIES = 200
-"""Questions drawn for one row before a data set counts as too small to hold some out."""
+"""After so many draws for one row, a data set counts as too small to hold questions out."""
 
 
 class Gym:
-    """The task ``gym/<data set>``. Options that are not its own are the data set's."""
+    """The task ``gym/<data set>``. It passes options that it does not know to the data set."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Gym:
         held_out_by: HeldOutBy = "question",
         **config: Any,
     ) -> None:
-        """docs/tasks.md describes the options; ``config`` are the data set's.
+        """docs/tasks.md describes the options; ``config``: the data set's options.
 
-        Raises ``TaskError`` for an unknown data set or option, ``ValueError`` for impossible values.
+        Raises ``TaskError`` for an unknown data set or option, ``ValueError`` for invalid options.
         """
         if extract not in get_args(Extract):
             raise ValueError(f"extract must be one of {', '.join(get_args(Extract))}, not {extract!r}")
@@ -72,29 +72,29 @@ class Gym:
         self._rows = rows
         self._by_row = held_out_by == "row"
         self._data = procedural_data(data_set, rows, **config)
-        # Prompts are looked at more than once, and some are expensive.
+        # Prompts are read more than once, and some are expensive to make.
         self._entry = lru_cache(maxsize=2048)(self._data.__getitem__)
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows of the split; row ``i`` is the same at every size. One question may fill several rows."""
+        """Return ``size`` rows of the split; row ``i`` is the same for every size. A question may have several rows."""
 
         def row(number: int) -> Prompt:
             uid = f"{self._name}/{split}/{number}"
             index = self._index(uid, split)
             entry = self._entry(index)
-            # The rest of an entry can be made again, and is not always JSON.
+            # The rest of an entry can be made again, and may not be JSON.
             return Prompt(uid, self._content(entry["question"]), {"row": index, "answer": str(entry["answer"])})
 
         return LazyPrompts(size, row)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """The score of the response's answer; 0.0 for one that is truncated, or that the verifier cannot read."""
+        """Score the response's answer; 0.0 if it is truncated or the verifier cannot read it."""
         answer = _answer(response, self._extract) if finished else None
         if answer is None:
             return 0.0
         try:
             score = float(self._data.score_answer(answer, self._entry(prompt.fields["row"])))
-        except Exception:  # some verifiers raise for texts that are far from an answer
+        except Exception:  # some verifiers raise for texts that do not resemble an answer
             return 0.0
         return score if self._partial else float(score >= 1.0)
 
@@ -108,7 +108,7 @@ class Gym:
         raise TaskError(
             f"gym/{self._name} has too few different questions: none is left for the {split} split",
             location="task.options",
-            hint="choose options that make more, or set held_out_by to row",
+            hint="choose options with more questions, or set held_out_by to row",
         )
 
     def _content(self, question: str) -> str | tuple[Message, ...]:
@@ -122,7 +122,7 @@ def _answer(response: str, extract: Extract) -> str | None:
     """The answer in a response; None if it has none."""
     if extract in ("answer", "tag"):
         _, opened, tagged = response.rpartition("<answer>")
-        if opened:  # `</answer>` may be a stop string, and only whole responses are read
+        if opened:  # `</answer>` may be missing because it was the stop string; truncated responses do not get here
             return tagged.partition("</answer>")[0].strip()
         if extract == "tag":
             return None
@@ -135,7 +135,7 @@ def _answer(response: str, extract: Extract) -> str | None:
 def procedural_data(name: str, rows: int = ROWS, **config: Any) -> Any:
     """The reasoning-gym data set ``name``: ``data[index]`` is one of its ``rows``, ``data.score_answer`` its verifier.
 
-    Raises ``TaskError`` where reasoning-gym is not installed, or where the data set does not take ``config``.
+    Raises ``TaskError`` if reasoning-gym is not installed, or the data set does not take ``config``.
     """
     try:
         return _reasoning_gym(name).create_dataset(name, seed=0, size=rows, **config)
@@ -143,18 +143,18 @@ def procedural_data(name: str, rows: int = ROWS, **config: Any) -> Any:
         raise TaskError(
             f"the options do not fit the data set {name}: {error}",
             location="task.options",
-            hint="reasoning-gym's documentation has its options",
+            hint="see reasoning-gym's documentation for the data set's options",
         ) from error
 
 
 def data_set_names(task: str) -> list[str]:
-    """The data sets that reasoning-gym has. Raises ``TaskError`` where it is not installed, naming the ``task``."""
+    """The names of reasoning-gym's data sets. Raises ``TaskError`` that names ``task`` if it is not installed."""
     _reasoning_gym(task)
     return list(importlib.import_module("reasoning_gym.factory").DATASETS)
 
 
 def _reasoning_gym(task: str) -> Any:
-    try:  # only now: its import takes most of a second, and it is an optional extra
+    try:  # here, because the import takes most of a second, and the package is an optional extra
         return importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise TaskError(

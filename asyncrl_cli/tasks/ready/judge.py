@@ -1,7 +1,7 @@
 """The ready task ``judge``: a language model behind an OpenAI-compatible URL scores the responses.
 
-Its answer must end with a number. If it does not, the judge is shown its answer and asked again, a few times; then the
-rollout fails with that reason rather than being counted as bad.
+The judge's answer must end with a number. If it does not, the judge is shown its answer and asked again. After a few
+attempts the rollout fails with this reason; it does not count as bad.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PATTERN = (
     r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*([-+]?\d+(?:\.\d+)?)"
     r"(?:\s*(?:/|out of)\s*(?P<of>\d+(?:\.\d+)?))?[\s.*_`]*$"
 )
-"""The number is alone on the line or follows the label; in "7,5", ".5" or "10 - 3" it is ambiguous."""
+"""The number must be alone on the line or follow the label, because "7,5", ".5" and "10 - 3" are ambiguous."""
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
 LONGEST_LINE = 1_000
-"""The score is sought in this many characters at the end: a pattern may take their square in steps."""
+"""The score is searched for in so many characters at the end, because a pattern may take quadratic time."""
 SHOWN = 100
-"""Characters of an answer that an error shows: the last ones."""
+"""Errors show so many characters from the end of an answer."""
 
 
 class NoScore(Exception):
@@ -62,10 +62,10 @@ class Judge:
         retries: int = 2,
         request: Mapping[str, Any] | None = None,
     ) -> None:
-        """docs/tasks.md describes the options. Raises ``TaskError`` and ``ValueError`` for impossible ones.
+        """docs/tasks.md describes the options. Raises ``TaskError`` and ``ValueError`` for invalid ones.
 
-        ``pattern``: its first group is the score, sought in the last line that is not empty. A group named ``of``, as
-        in "7 out of 10", must be the highest score. A score beyond ``scale`` is none.
+        ``pattern``: its first group is the score in the last line that is not empty. A group named ``of``, as in "7 out
+        of 10", must be the highest score. A score outside ``scale`` is invalid.
         """
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.hostname:
@@ -113,9 +113,9 @@ class Judge:
             raise MissingField(f"the row has no field {error} of the template") from None
 
     async def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
-        """The judge's score on a scale from 0.0 to 1.0, with the metric ``judge_score``, as the judge gave it.
+        """The judge's score, scaled to 0.0 to 1.0. The metric ``judge_score`` is the unscaled score.
 
-        Raises ``NoScore``, ``KeyError`` for a field that the row lacks, and what the ``openai`` package raises.
+        Raises ``NoScore``, ``KeyError`` for a field that the row lacks, and exceptions of the ``openai`` package.
         """
         if self._client is None:
             from openai import AsyncOpenAI
@@ -170,7 +170,7 @@ def _shown(answer: str) -> str:
 
 
 def _text(content: Any) -> Any:
-    """A message's content, with images named alone."""
+    """A message's text; images are replaced by ``[image]``."""
     if not isinstance(content, list):
         return content
     return " ".join(part["text"] if part["type"] == "text" else "[image]" for part in content)

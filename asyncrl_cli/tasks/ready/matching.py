@@ -1,4 +1,4 @@
-"""The ready tasks ``exact`` and ``regex``: the response is compared with a field of the prompt's row."""
+"""The ready tasks ``exact`` and ``regex``, which compare the response with a field of the prompt's row."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from asyncrl_cli.records.prompt import Prompt
 
 
 class MissingField(Exception):
-    """A row without the field that a task compares with; names it."""
+    """The row lacks a field that the task needs; the message names it."""
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """A field of the row, as text. Raises ``MissingField``, and for a field that is neither text nor number."""
+    """A field of the row as text. Raises ``MissingField`` if it is missing, or neither text nor number."""
     value = _field(prompt, name)
     return _texts(value)[0] if _is_text(value) else _missing(prompt, name, value)
 
 
 def texts_field(prompt: Prompt, name: str) -> list[str]:
-    """A field of the row: a text or a number, or a list of accepted ones.
-
-    Raises ``MissingField``, also for an empty list.
-    """
+    """The texts of a field that has a text, a number, or a list of these. Raises ``MissingField``, also for []."""
     value = _field(prompt, name)
     values = value if isinstance(value, (list, tuple)) else [value]
     if not values or not all(map(_is_text, values)):
@@ -35,7 +32,7 @@ def texts_field(prompt: Prompt, name: str) -> list[str]:
 
 
 def _field(prompt: Prompt, name: str) -> Any:
-    """The row's value of that name, or of the path ``outer.inner`` through objects and JSON texts of objects."""
+    """The row's value with this name, or at the path ``outer.inner`` through objects and JSON texts of objects."""
     if name in prompt.fields:
         return prompt.fields[name]
     value: Any = prompt.fields
@@ -63,7 +60,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(value: str | float) -> list[str]:
-    """The text, or the ways to write a number: pandas makes 18.0 of 18; 1e-07 is 0.0000001."""
+    """The text, or the ways to write a number: pandas turns 18 into 18.0, and 1e-07 is 0.0000001."""
     if isinstance(value, float):
         plain = f"{Decimal(repr(value)):f}"
         return list(dict.fromkeys((plain.removesuffix(".0"), plain, repr(value))))
@@ -71,8 +68,8 @@ def _texts(value: str | float) -> list[str]:
 
 
 def _missing(prompt: Prompt, name: str, value: Any) -> NoReturn:
-    what = "an empty list" if value in ([], ()) else kind(value)
-    raise MissingField(f"the row's field {name!r} is {what}, not text, a number or a list of these")
+    found = "an empty list" if value in ([], ()) else kind(value)
+    raise MissingField(f"the row's field {name!r} is {found}, not text, a number or a list of these")
 
 
 class ExactMatch:
@@ -84,11 +81,11 @@ class ExactMatch:
         self._strip = strip
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` for a row without right texts, or with an empty one."""
+        """Raise ``MissingField`` for a row without an answer, or with an empty one."""
         self._answers(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """Whether the response is one of the right texts. Raises ``MissingField``."""
+        """1.0 if the response is one of the row's answers, else 0.0. Raises ``MissingField``."""
         return float(self._plain(response) in self._answers(prompt))
 
     def _answers(self, prompt: Prompt) -> list[str]:
@@ -105,8 +102,8 @@ class ExactMatch:
 class RegexMatch:
     """The task ``regex``: 1.0 if the response matches a regular expression, else 0.0.
 
-    With groups in the pattern, the last match's first group is compared with the row's field, as ``exact`` does. A
-    pattern without groups only has to match. A row's own pattern comes from ``pattern_field``.
+    If the pattern has groups, the last match's first group is compared with the row's field, as in ``exact``. A pattern
+    without groups only has to match. With ``pattern_field``, each row has its own pattern.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class RegexMatch:
         ignore_case: bool = False,
         strip: bool = True,
     ) -> None:
-        """In Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError``."""
+        """Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError``."""
         if (pattern is None) == (pattern_field is None):
             raise ValueError("give one of pattern and pattern_field")
         self._flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
@@ -131,12 +128,12 @@ class RegexMatch:
         self._exact = ExactMatch(field, ignore_case, strip)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` for a row that lacks a field, and ``re.error`` for its impossible pattern."""
+        """Raise ``MissingField`` for a row that lacks a field, and ``re.error`` for a row's invalid pattern."""
         if self._pattern_of(prompt).groups:
             self._exact.check_prompt(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """Whether the response matches. Raises what ``check_prompt`` raises."""
+        """1.0 if the response matches, else 0.0. Raises like ``check_prompt``."""
         pattern = self._pattern_of(prompt)
         matches = list(pattern.finditer(response))
         if not matches:
@@ -154,8 +151,7 @@ class RegexMatch:
 
 
 class Prompts:
-    """The ready task ``prompts``: responses have no score, for distillation. Every reward is 0."""
+    """The ready task ``prompts``, for distillation: every reward is 0."""
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """0.0"""
         return 0.0

@@ -1,12 +1,12 @@
-r"""The ready task ``math``: answers that are equal in value are equal, by math-verify and SymPy.
+r"""The ready task ``math``: answers with equal values are equal, according to math-verify and SymPy.
 
-The row's ``answer`` is a number, an expression, LaTeX, a worked solution that ends like GSM8K's (``#### 42``) or MATH's
-(``\boxed{42}``), or a list of answers that are right.
+The row's ``answer`` is a number, an expression, LaTeX, a worked solution that ends as in GSM8K (``#### 42``) or MATH
+(``\boxed{42}``), or a list of correct answers.
 
-Invariant: a response has one answer. After its last closed thought, the last mark that begins decides (``_MARKS``). A
-mark that is cut off is a wrong answer, and no earlier mark counts then.
+Invariant: a response has one answer. It is at the last mark (``_MARKS``) after the last closed thought. If this mark is
+cut off, the answer is wrong; earlier marks do not count.
 
-math-verify limits its own time by SIGALRM, which works in a main thread only; rewards run in one.
+math-verify limits its time by SIGALRM, which works only in a main thread; rewards run in one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MARKS = {
     }.items()
 }
 MOST_MARKS = 100
-"""Marks that are read before a response counts as one without an answer: headings look like marks."""
+"""After so many marks without an answer, a response counts as having none: headings look like marks."""
 _THOUGHT = re.compile(r"<(/?)(?:\w{1,20}[:|])?think[\w:-]{0,20}>|\[(/?)THINK\]", re.IGNORECASE)
 _TAG_END = re.compile("</answer>", re.IGNORECASE)
 _TAGS = re.compile("</?answer>", re.IGNORECASE)
@@ -71,22 +71,22 @@ _NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)
 _SENTENCE_END = re.compile(
     r"\n|</|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.|,\s(?!(?:and|or)\s+[^a-z])(?=[a-z]{2})"
 )
-"""Where a stated answer ends: with the sentence, or a comma and a word, but not in "1, 2, and 3"."""
+"""The end of a stated answer: the end of the sentence, or a comma and a word, but not in "1, 2, and 3"."""
 _UNCLEAR = re.compile(r"\b(?:not|either|neither|or|between)\b|n't", re.IGNORECASE)
 _BEFORE_ANSWER = re.compile(r"^(?:[\s*_:=$]|\\[\[(])+")
 _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
-"""A calculation behind a number: "9 (3*3)"."""
+"""A calculation after a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
-"""A plain expression is sought in this many characters at the end: the answer is there."""
+"""An expression without a mark is searched for in so many characters at the end."""
 _NO_TRUTH = {"nan", "inf", "nat", "<na>", "[]"}
-"""How pandas, NumPy and JSON write missing and too large values."""
+"""Missing and infinite values as pandas, NumPy and JSON write them."""
 _DECIMAL = re.compile(r"(?<![\d.^_])(?:\d*\.\d+|\d+(?=[eE][-+]?\d))(?:[eE][-+]?\d{1,3})?(?!\d|\\overline)")
 _NEGATIVE_POWER = re.compile(r"\^(-\d+)")
 MOST_DIGITS = 200_000
-"""Digits of the numbers that an expression may make when it is computed."""
+"""Limit on the digits of the numbers that arise when an expression is computed."""
 DIGITS_IN_SETS = 50
-"""The same in sets and relations, which math-verify compares to 100 digits after the point."""
+"""The same limit in sets and relations, which math-verify compares to 100 decimal places."""
 _GROWING = {"factorial", "factorial2", "subfactorial", "gamma", "binomial", "Product", "fibonacci", "RisingFactorial"}
 
 
@@ -94,10 +94,10 @@ class MathAnswers:
     """The task ``math``."""
 
     def __init__(self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5) -> None:
-        """docs/tasks.md describes the options. An answer is wrong if parsing and comparing it takes more than
-        ``timeout_s``.
+        """docs/tasks.md describes the options. An answer is wrong if it takes more than ``timeout_s`` to parse and
+        compare.
 
-        Raises ``TaskError`` where math-verify is not installed, ``ValueError`` for impossible values.
+        Raises ``TaskError`` if math-verify is not installed, ``ValueError`` for invalid options.
         """
         if extract not in get_args(Extract):
             raise ValueError(f"extract must be one of {', '.join(get_args(Extract))}, not {extract!r}")
@@ -109,11 +109,11 @@ class MathAnswers:
         _math_verify()
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` or ``Unreadable`` for a row with an answer that no response could have."""
+        """Raise ``MissingField`` or ``Unreadable`` for a row with an answer that no response can match."""
         self._truths(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """1.0 if the response's answer equals the row's, else 0.0. Raises what ``check_prompt`` raises."""
+        """1.0 if the response's answer equals the row's, else 0.0. Raises like ``check_prompt``."""
         truths = self._truths(prompt)
         algebra = _Algebra(time.monotonic() + self._timeout_s)
         for text in self._answers(response, finished, algebra):
@@ -133,10 +133,10 @@ class MathAnswers:
             raise Unreadable(f"the field {self._field!r} is not a readable answer: {error}") from None
 
     def _answers(self, response: str, finished: bool, algebra: _Algebra) -> Iterator[str]:
-        """The ways to read the response's answer; none if it has no answer."""
+        """Yield the possible readings of the response's answer; nothing if it has none."""
         text = _after_thoughts(response)
         if finished and len(_TAGS.findall(text)) == 1:
-            text += "</answer>"  # The stop string `</answer>` is not part of a response.
+            text += "</answer>"  # it was the stop string, which a response does not contain
         marks = list(deque(_MARKS[self._extract].finditer(text), maxlen=MOST_MARKS))
         boxes = any(mark.lastgroup == "box" for mark in marks)
         for index in reversed(range(len(marks))):
@@ -159,7 +159,7 @@ class MathAnswers:
 
 
 def _listed(texts: Sequence[str]) -> Iterator[str]:
-    """The texts, and the elements of a JSON list of texts. ``[1, 2]`` is an interval."""
+    """The texts; a JSON list of texts as its elements. ``[1, 2]`` is an interval, not such a list."""
     for text in texts:
         try:
             values = json.loads(text) if text.lstrip().startswith("[") else None
@@ -169,7 +169,7 @@ def _listed(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _final(truth: str) -> str:
-    """The answer in a truth: its last box or line with a mark, else all of it."""
+    """The answer in the row's text: its last box or marked line, or the whole text."""
     if truth.strip().casefold().lstrip("+-") in _NO_TRUTH:
         raise Unreadable(f"{truth.strip()} is not a value")
     marks = list(deque(_MARKS["truth"].finditer(truth), maxlen=MOST_MARKS))
@@ -186,9 +186,9 @@ def _after_thoughts(response: str) -> str:
 
 
 def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) -> str | None:
-    """The answer that a box, tag or line gives, "" if it is cut off; None for a heading.
+    """The answer in a box, tag or marked line; "" if it is cut off, None for a heading.
 
-    Words on a line are an answer if they are ``alone``, without a box in the response, and end it.
+    Words on a marked line are an answer only if they end the text and are ``alone``, without a box in the response.
     """
     mark = marks[index]
     if mark.lastgroup != "line":
@@ -205,7 +205,7 @@ def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) 
 
 
 def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
-    r"""The text in a box or tag, and in the ones directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
+    r"""The text in a box or tag, joined with those directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
     found: list[str] = []
     start = len(text)
     for mark in reversed(marks[: last + 1]):
@@ -219,7 +219,7 @@ def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
 
 
 def _inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
-    """The text in a box or tag, and where the box or tag ends; None if it is cut off."""
+    """The text in a box or tag, and the index after its end; None if it is cut off."""
     start = mark.end()
     if mark.lastgroup == "box" and text.startswith("{", start):
         end = closing(text, start)
@@ -229,7 +229,7 @@ def _inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
 
 
 def _stated(text: str, algebra: _Algebra) -> Iterator[str]:
-    """The ways to read what follows "the answer is"; none if the response takes it back."""
+    """Yield the possible readings of the text after "the answer is"; nothing if the response takes it back."""
     text = _BEFORE_ANSWER.sub("", text.replace("**", ""), count=1)
     if _TAKEN_BACK.search(text):
         return
@@ -238,7 +238,7 @@ def _stated(text: str, algebra: _Algebra) -> Iterator[str]:
 
 
 def _loose(text: str, unclear: bool, algebra: _Algebra) -> Iterator[str]:
-    """The text if it is an answer, and the last expression in prose that is not ``unclear``."""
+    """Yield the text if it is an answer, and the last expression in prose that is not ``unclear``."""
     try:
         answer = read(text)
     except Unreadable:
@@ -250,19 +250,19 @@ def _loose(text: str, unclear: bool, algebra: _Algebra) -> Iterator[str]:
 
 
 class _Algebra:
-    """Expressions, parsed by math-verify and compared by SymPy until a deadline. After it nothing is equal."""
+    """Parses expressions with math-verify and compares them with SymPy, until a deadline. Then nothing is equal."""
 
     def __init__(self, deadline: float) -> None:
-        """``deadline`` is a time of ``time.monotonic``."""
+        """``deadline``: in terms of ``time.monotonic``."""
         self._deadline = deadline
 
     def found_in(self, prose: str) -> list[str]:
-        """The texts of the last expression in a text."""
+        """The last expression in a text, in math-verify's alternative readings."""
         return [found for found in self._parsed(prose) if isinstance(found, str)]
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two expressions have the same value."""
-        # All of the text must be LaTeX: otherwise math-verify takes its last number, as in `3 \\to 4`.
+        """True if two expressions have the same value."""
+        # The whole text must be LaTeX. Otherwise math-verify takes only the last number of `3 \\to 4`.
         latex = {"extraction_config": [_math_verify().LatexExtractionConfig()], "fallback_mode": "no_fallback"}
         values = [self._parsed(f"${_exact(text)}$", **latex) for text in (one, other)]
         if not all(values) or (seconds := self._seconds()) is None:
@@ -271,7 +271,7 @@ class _Algebra:
         limited = _math_verify().utils.timeout(timeout_seconds=seconds)(_same_values)
         try:
             return bool(limited(values[0][0], values[1][0], decimals=decimals, seconds=seconds))
-        except (_math_verify().errors.TimeoutException, Exception):  # SymPy raises anything for odd expressions
+        except (_math_verify().errors.TimeoutException, Exception):  # SymPy may raise anything for odd expressions
             return False
 
     def _parsed(self, text: str, **options: Any) -> Any:
@@ -279,13 +279,13 @@ class _Algebra:
         return [] if seconds is None else _math_verify().parse(text, parsing_timeout=seconds, **options)
 
     def _seconds(self) -> int | None:
-        """Whole seconds that are left, rounded up as SIGALRM takes no parts; None after the deadline."""
+        """Seconds left, rounded up because SIGALRM takes whole seconds; None after the deadline."""
         left = self._deadline - time.monotonic()
         return math.ceil(left) if left > 0 else None
 
 
 def _exact(text: str) -> str:
-    """The text with fractions for decimal numbers: math-verify rounds these to six digits after the point."""
+    """Replace decimal numbers by fractions, because math-verify rounds decimals to six places."""
 
     def fraction(found: re.Match[str]) -> str:
         value = Fraction(found[0])
@@ -295,7 +295,7 @@ def _exact(text: str) -> str:
 
 
 def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -> bool:
-    """Whether two of SymPy's values are the same; ``decimals`` tells which were written with a decimal point."""
+    """True if two SymPy values are equal; ``decimals``: which were written with a decimal point."""
     sympy = importlib.import_module("sympy")
     if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
         pairs = zip(one.flat(), other.flat(), strict=False)
@@ -305,7 +305,7 @@ def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -
     if is_statement or max(_digits(one), _digits(other)) > (MOST_DIGITS if simple else DIGITS_IN_SETS):
         return False
     if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
-        # math-verify compares solutions: all equations without real ones would be equal.
+        # math-verify compares solutions, so all equations without a real solution would be equal.
         ratio = sympy.simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
         return bool(one.free_symbols and ratio.is_number and ratio.is_finite and ratio != 0)
     if not simple:
@@ -324,7 +324,7 @@ def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -
     if difference.free_symbols:
         return bool(one.equals(other))
     error = difference.evalf()
-    # A precision of 1 is SymPy's sign that 100 digits do not tell the number from zero.
+    # With a precision of 1, SymPy reports that 100 digits do not distinguish the number from zero.
     if all(part == 0 or part._prec == 1 for part in error.as_real_imag()):
         return True
     rounded = any(decimal and value.is_Rational for value, decimal in zip((one, other), decimals, strict=True))
@@ -332,7 +332,7 @@ def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -
 
 
 def _digits(value: Any) -> float:
-    """An upper bound for the digits of a computed value of SymPy, from the logarithms of its parts."""
+    """An upper bound on the digits of a SymPy value once it is computed, from the logarithms of its parts."""
     if value.is_Rational:
         return math.log10(2) * max(int(value.p).bit_length(), int(value.q).bit_length())
     sizes = [_digits(argument) for argument in value.args] or [1.0]

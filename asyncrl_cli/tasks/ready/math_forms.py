@@ -1,8 +1,8 @@
-r"""Reads and compares written answers, without a computer algebra system.
+r"""Read and compare written answers without a computer algebra system.
 
-``read`` splits a text into the items of a list, set or union, ``same`` compares two of them item by item: numbers as
-exact fractions, tuples and intervals bracket by bracket, words letter by letter. The rest, expressions, goes to
-the function that ``same`` is given (math-verify). Everything here passes over a text a fixed number of times.
+``read`` splits a text into the items of a list, set or union. ``same`` compares two answers item by item: numbers as
+exact fractions, tuples and intervals bracket by bracket, words letter by letter. Other expressions go to the function
+that its caller passes (math-verify). All code here passes over a text a fixed number of times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ EqualExpressions = Callable[[str, str], bool]
 
 OPENERS, CLOSERS = "([{", ")]}"
 LONGEST = 5_000
-"""Characters of an answer."""
+"""Limit on the characters of an answer."""
 DEEPEST = 50
-"""Brackets within each other: tuples of tuples are read recursively."""
+"""Limit on nested brackets, because tuples of tuples are read recursively."""
 LONGEST_NUMBER = 500
 FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 SHORT_UNIT = re.compile(r"[cdmk]?m|[mk]?g|[cdm]?l|in|ft|yd|mi|sq|cu|lbs?|oz|[pq]t|gal|ms|sec|min|hrs?|[mk]ph|rpm", re.I)
 LETTER_UNIT = re.compile(r"[mghlstnjwvcfk]", re.I)
-r"""Units only in `\text{}` or with another unit, as in "m/s"."""
+r"""A letter counts as a unit only in `\text{}` or with another unit, as in "m/s"."""
 JOINING_WORD = re.compile(r"an?|the|of|per", re.I)
 NO_UNIT = re.compile(
     r"and|n?or|not|but|maybe|more|less|fewer|least|most|than|about|around|(?:near|exact)ly|almost|approximately|roughly"
@@ -38,16 +38,16 @@ NO_UNIT = re.compile(
 )
 """Words that change the meaning of a number."""
 TOLERANCE = Fraction(1, 1_000_000)
-"""Relative error of a decimal number that stands for a value without an exact one, such as a third."""
+"""Relative error allowed for a decimal number if the value has no exact decimal form, such as a third."""
 MOST_ALTERNATIVES = 8
-r"""Signs that the ``\pm`` of one item may take, in all."""
+r"""Limit on the combinations of signs for the ``\pm`` in one item."""
 EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=[^\s*_`])([^*`\n]+)(?<=[^\s_])\1(?![\w*])")
 """Markdown's bold, italic and code."""
 _WRAPPER = re.compile(
     r"\\(?:boxed|fbox|framebox|text(?:bf|it|rm|normal)?|underline"
     r"|(?:math(?:bf|rm|it|sf)|bm|boldsymbol)(?=\s*\{(?![a-zA-Z]\})))\s*\{"
 )
-r"""Commands around an answer that do not change it; ``\mathbf{i}`` is a vector."""
+r"""Commands around an answer that do not change it. ``\mathbf{i}`` is a vector, so it is not one of them."""
 _REPLACED = {
     **dict.fromkeys(("\\!", "\\,", "\\;", "\\:", "~", "\\left", "\\right", "\\displaystyle", ",\\!", "{,}"), ""),
     **dict.fromkeys(("\\$", "$", "\\(", "\\)", "\\[", "\\]"), ""),
@@ -105,7 +105,7 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     ),
     (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}$"), r"\\text{\1/\2}"),
 )
-"""One spelling of each command; in this order."""
+"""Replacements that leave one notation for each command, applied in this order."""
 _SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|(?<=\))(?:and|or)(?=\()|\\cup(?![a-zA-Z])|[,;]")
 _COMMA, _EQUALS = re.compile(","), re.compile("=")
 _BRACKETS = re.compile(r"\\(?:begin|end|[lr]brace)|[()\[\]{}]")
@@ -120,15 +120,15 @@ _SET = re.compile(rf"{_RELATION.pattern}|\\cup(?![a-zA-Z])")
 _UNIT_END = re.compile(r"\^\{?[23]\}?$")
 _BARE_UNIT = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z./ -]*$")
 _FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gcd|lcm|det|abs"
-# Prose, times, ratios, primes, based numerals, dots and geometric names: algebra would read products of letters and
-# quotients, or only a part.
+# Prose, times, ratios, primes, numerals with a base, dots and geometric names. Algebra would read them as products of
+# letters or as quotients, or read only a part.
 _LITERAL = re.compile(
     rf"\\text\{{|(?:(?<![\\a-zA-Z{{])(?=[a-zA-Z]{{4}})|(?<= )(?=[a-zA-Z]{{3}}))(?!(?:{_FUNCTIONS})(?![a-zA-Z]))"
     r"|\d ?[:|] ?\d|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d\"|\d_[\d{]|(?<![\w^])(?<!frac )\d+ \d"
     r"|\?|\.\.|…|\\[lc]?dots|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
     r"|\\(?:overline|widehat|over\w+arrow)\{ *[a-zA-Z]{2}"
 )
-# Dates, telephone numbers, versions, spans of years: algebra would subtract or divide.
+# Dates, telephone numbers, versions, ranges of years. Algebra would subtract or divide.
 _CODE = re.compile(
     r"(?:[a-zA-Z]{1,3}|[A-Z]{1,3}-)?(?:\+\d+[ -])?"
     r"(?:\(\d{2,}\)[ -]?\d+(?:[-/.:]\d+)+|\d+(?:[-/.:]\d+){2,}|\d{3,}-\d{3,})(?:-?[a-zA-Z])?"
@@ -156,14 +156,14 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact value; ``decimal`` if it was written with a decimal point, ``percent`` with a percent sign."""
+    """An exact value. ``decimal``: it was written with a decimal point; ``percent``: with a percent sign."""
 
     value: Fraction
     decimal: bool = False
     percent: bool = False
 
     def equals(self, other: Number) -> bool:
-        """Whether the values are the same. 50 % is 50 and 0.5; 0.333333 is a third, to a millionth of it."""
+        """True if the values are equal. 50 % equals 50 and 0.5; 0.333333 equals a third, within ``TOLERANCE``."""
         one, two = self.value, other.value
         pairs = [(one, two)]
         if self.percent != other.percent:
@@ -176,7 +176,7 @@ class Number:
 
     @property
     def _has_no_end(self) -> bool:
-        """Whether no decimal number says it exactly."""
+        """True if no finite decimal number equals the value."""
         rest = self.value.denominator
         for prime in (2, 5):
             while rest % prime == 0:
@@ -186,38 +186,38 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One of the things that an answer lists."""
+    """One item of the list in an answer."""
 
     text: str
-    """Tidied up."""
+    """The normalized text."""
     name: str = ""
     """The variable that has this value."""
     brackets: str = ""
-    """Around a tuple or an interval."""
+    """The brackets around a tuple or an interval."""
     parts: tuple[Item, ...] = ()
-    """Between the brackets."""
+    """The items between the brackets."""
     number: Number | None = None
     """The value, if the text is a number."""
 
 
 Reading = tuple[Item, ...]
-"""A text as a list. Order does not count, repetitions do."""
+"""A text as a list. The order does not matter, repetitions do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A text, tidied up, and what it may mean: ``1,200`` is a number, and two."""
+    """A normalized text and its possible readings: ``1,200`` is one number, or two."""
 
     text: str
     readings: tuple[Reading, ...]
 
 
 class Unreadable(ValueError):
-    """A text that is not an answer; says why."""
+    """The text is not an answer; the message says why."""
 
 
 def read(text: str) -> Answer:
-    """A text that is an answer and nothing else. Raises ``Unreadable``."""
+    """Read a text that has an answer and nothing else. Raises ``Unreadable``."""
     if len(text) > LONGEST:
         raise Unreadable(f"it has more than {LONGEST} characters")
     tidy = tidied(text)
@@ -237,7 +237,7 @@ def read(text: str) -> Answer:
 
 
 def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
-    """Whether two texts mean the same in one of their readings. ``equal`` compares expressions."""
+    """True if two answers are equal in one of their readings. ``equal`` compares expressions."""
     pairs = product(one.readings, other.readings)
     if any(len(left) == len(right) and _same_lists(left, right, equal) for left, right in pairs):
         return True
@@ -248,14 +248,14 @@ def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
         if choice:
             option = _OPTION.fullmatch(plain.text)
             return option[1].upper() == choice[0] if option else same(choice[1], plain, equal)
-    # Relations and unions of intervals may be the same set in other pieces.
+    # Relations and unions of intervals may describe one set in different pieces.
     sets = any(_SET.search(answer.text) for answer in (one, other))
     equations = all(answer.text.count("=") == 1 for answer in (one, other))
     return (sets or equations) and equal(one.text, other.text)
 
 
 def _labelled(answer: Answer) -> tuple[str, Answer] | None:
-    """The letter of an option that is given with its text, as in "E: a score" or "(E) 72", and that text."""
+    """Split an option with its text, as in "E: a score" or "(E) 72", into the letter and the text."""
     found = _LABEL.fullmatch(" ".join(_TEXT.sub(r" \1 ", answer.text).split()))
     if found is None or _OTHER_LABEL.search(found[3]):
         return None
@@ -266,14 +266,14 @@ def _labelled(answer: Answer) -> tuple[str, Answer] | None:
 
 
 def is_prose(answer: Answer) -> bool:
-    """Whether an answer has words in it that are not units."""
+    """True if an answer has words that are not units."""
     return any(
         _LITERAL.search(item.text) or _BARE_WORD.search(item.text) for reading in answer.readings for item in reading
     )
 
 
 def tidied(text: str) -> str:
-    r"""The text without dollars, spacing commands, ``\boxed`` and a full stop, with one spelling of each command."""
+    r"""Remove dollars, spacing commands, ``\boxed`` and a full stop, and use one notation for each command."""
     text = text.strip()
     if emphasis := EMPHASIS.fullmatch(text.rstrip(". ")):
         text = emphasis[2]
@@ -287,7 +287,7 @@ def tidied(text: str) -> str:
 
 
 def closing(text: str, opening: int, openers: str = "{", closers: str = "}") -> int | None:
-    """Where the bracket at ``opening`` is closed, by default a brace; None if it is not closed."""
+    """Index at which the bracket at ``opening`` is closed, by default a brace; None if it is not closed."""
     depth = 0
     for index in range(opening, len(text)):
         depth += (text[index] in openers) - (text[index] in closers)
@@ -297,7 +297,7 @@ def closing(text: str, opening: int, openers: str = "{", closers: str = "}") -> 
 
 
 def words(text: str) -> str:
-    """The letters and digits of a text that is words, in small letters; "" for one that is mathematics."""
+    """The letters and digits of words, in lower case; "" for mathematics."""
     plain = _TEXT.sub(lambda found: f" {found[1]} ", text).strip()
     if option := _OPTION.fullmatch(plain):
         return option[1].casefold()
@@ -332,12 +332,12 @@ def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
             and all(_same(one, other, equal) for one, other in zip(left.parts, right.parts, strict=True))
         )
     if ("=" in left.text) != ("=" in right.text):
-        return False  # an equation is not a value, though a variable's value may stand alone
+        return False  # an equation is not a value; the name in "x = 3" was removed before
     both = (left.text, right.text)
     if any(map(_LITERAL.search, both)) or any(map(_CODE.fullmatch, both)) or all(map(_RANGE.fullmatch, both)):
         return left.text.replace(" ", "") == right.text.replace(" ", "")
     if one_word and other_word and not all(map(_PRODUCT.fullmatch, both)):
-        return False  # as products of letters, "east" and "seat" are equal
+        return False  # as products of letters, "east" and "seat" would be equal
     if not any(map(_RELATION.search, both)) and _variables(left.text) != _variables(right.text):
         return False  # math-verify takes "10m" for 10 with a unit
     return equal(left.text, right.text)
@@ -351,7 +351,7 @@ def _item(text: str) -> Item:
     name, value = _named(text.strip())
     value, factor = _without_unit(value)
     if (numeral := _NUMERAL.fullmatch(value)) is not None and (base := int(numeral[2] or numeral[3])) > 0:
-        with suppress(ValueError):  # "x_2" is a variable: its digits are not of that base
+        with suppress(ValueError):  # "x_2" is a variable, because "x" is not a digit of base 2
             int(numeral[1], base)
             value = numeral[1] if base == 10 else f"{numeral[1].upper()} base {base}"
     number = _number(value)
@@ -370,9 +370,9 @@ def _item(text: str) -> Item:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The name before the first equals sign, "" without one, and the value after the last one.
+    """Split into the name before the first equals sign ("" without one) and the value after the last one.
 
-    An exact value is kept without its approximation.
+    If a value is given exactly and approximately, only the exact value is kept.
     """
     exact, _, approximate = (part.strip() for part in text.partition("\\approx"))
     if approximate:
@@ -386,12 +386,12 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _without_unit(text: str) -> tuple[str, int]:
-    """A value without its unit and degree sign, and the factor in the unit: "5 million dollars" is 5 and 1,000,000.
+    """Split off a unit and a degree sign, and return the unit's factor: "5 million dollars" is 5 and 1,000,000.
 
-    What is not a unit stays: halves of the day, directions, "or more", and letters that may be variables.
+    "am" and "pm", directions, "or more", and letters that may be variables are not units, and stay.
     """
     factor = 1
-    # The `\text{}` that the text ends with.
+    # Only the `\text{}` at the end.
     while (found := _TEXT.fullmatch(text, max(0, text.rfind("\\text{")))) and (value := text[: found.start()].strip()):
         is_number = _number(value.removesuffix("^\\circ").strip()) is not None
         scale = _unit(found[1], letters=is_number)
@@ -411,7 +411,7 @@ def _without_unit(text: str) -> tuple[str, int]:
 
 
 def _unit(text: str, words: bool = True, letters: bool = False) -> int | None:
-    """The factor of a unit, mostly 1; None for other texts. ``words``, ``letters``: whether these may be units."""
+    """The factor of a unit, usually 1; None for other texts. ``words``, ``letters``: these may be units."""
     parts = [part for part in re.split(r"[\s./-]+", _UNIT_END.sub("", text.strip())) if part]
     factor = 1
     if words and parts and (name := parts[0].casefold().removesuffix("s")) in FACTORS:
@@ -460,7 +460,7 @@ def _number(text: str) -> Number | None:
 
 
 def _alternatives(text: str) -> list[str]:
-    r"""An item with each sign that its ``\pm`` may take; the signs of several are independent, ``\mp`` goes along."""
+    r"""The item once for each combination of signs of its ``\pm``. ``\mp`` takes the opposite of the first sign."""
     parts = re.split(r"\\pm(?![a-zA-Z])", text)
     if len(parts) == 1 or 2 ** (len(parts) - 1) > MOST_ALTERNATIVES:
         return [text]
@@ -472,7 +472,7 @@ def _alternatives(text: str) -> list[str]:
 
 
 def _without_braces(text: str) -> str:
-    """A set as the list of its elements."""
+    """Remove the braces around a set."""
     start, end = "\\lbrace", "\\rbrace"
     if text.startswith(start) and text.endswith(end) and text.count(start) == 1:
         return text[len(start) : -len(end)].strip()
@@ -482,7 +482,7 @@ def _without_braces(text: str) -> str:
 
 
 def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> Iterator[str]:
-    """The parts of a text between separators that stand in no bracket and no environment."""
+    """Split a text at the separators outside brackets and environments."""
     ends = [found.span() for found in separator.finditer(text)]
     marks = ((found.start(), found[0]) for found in _BRACKETS.finditer(text))
     mark = next(marks, None)
@@ -500,7 +500,7 @@ def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> Iterator[str]:
 
 
 def _check_balance(text: str) -> None:
-    """Braces are balanced, and brackets as far as intervals let them be."""
+    """Raise ``Unreadable`` unless braces are balanced, and brackets, of which an interval may mix two kinds."""
     depth = brackets = 0
     for char in text:
         depth += (char == "{") - (char == "}")

@@ -1,11 +1,11 @@
-"""Pictures of coloured shapes, with questions: a task that a 0.6M-parameter vision-language model learns in minutes.
+"""Questions about pictures of coloured shapes: a task that a 0.6M-parameter vision-language model learns in minutes.
 
-A picture has 2 × 2 cells, and each is empty or has one shape. The response names the cells row by row, a letter each
-for colour and shape, counts along if the question asks for a number, and then answers: `how many red?`
-`rc1 --1 bt1 rs2#2`. As in ``chain_sum``, the demonstrations teach a model that can look, and mostly guesses:
-reinforcement finds out that looking pays.
+A picture has 2 × 2 cells; each is empty or has one shape. The response names the cells row by row, by a letter for the
+colour and one for the shape, adds a running count if the question asks for a number, and then answers. For `how many
+red?` it is `rc1 --1 bt1 rs2#2`. As in ``chain_sum``, the demonstrations teach a model that can look but mostly guesses;
+reinforcement finds that looking pays.
 
-Invariant: a scene is held out or trained on by its cells (``prompts.is_held_out``), in prompts and in demonstrations.
+Invariant: a hash of a scene's cells decides its split (``prompts.is_held_out``), for prompts and for demonstrations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 30)}
 SHAPES = ("circle", "square", "triangle")
 SIDE = 2
-"""Cells in a row, and rows."""
+"""Number of rows, and of cells in a row."""
 FILLED = 0.75
-"""Share of the cells that have a shape."""
+"""Share of cells with a shape."""
 CELL = 28
 """Pixels of a cell's side: one image token of a Qwen2.5-VL."""
 Thing = tuple[str, str] | None
@@ -41,9 +41,9 @@ class Scene:
     question: str
     answer: str
     answers: Sequence[str]
-    """To guess from."""
+    """Possible answers, for guesses."""
     counted: Collection[str] | None = None
-    """Names of the things to count; None for other questions."""
+    """Colours or shapes to count; None if the question does not ask for a number."""
 
     @property
     def working(self) -> str:
@@ -54,7 +54,7 @@ class Scene:
         return " ".join(f"{_description([thing])}{total:d}" for thing, total in zip(self.cells, totals, strict=True))
 
     def drawn(self, rng: random.Random) -> bytes:
-        """A PNG file. Places and sizes of the shapes within their cells are drawn from ``rng``."""
+        """The picture as PNG. ``rng`` chooses the position and size of each shape within its cell."""
         from PIL import Image as Pillow
         from PIL import ImageDraw
 
@@ -81,14 +81,14 @@ class Shapes:
     """The task ``shapes``."""
 
     def __init__(self, careful: float = 0.3) -> None:
-        """``careful``: the share of demonstrations in the mixture that look before they answer; the rest guess.
-        Raises ``ValueError`` for an impossible one."""
+        """``careful``: the share of demonstrations in the mixture that look before they answer; the others guess.
+        Raises ``ValueError`` if it is not from 0 to 1."""
         if not 0 <= careful <= 1:
             raise ValueError(f"careful must be between 0 and 1, not {careful}")
         self._careful = careful
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows of the split; row ``i`` is the same at every size, to the byte of its picture."""
+        """Return ``size`` rows of the split; row ``i`` is the same for every size, to the byte of its picture."""
 
         def row(index: int) -> Prompt:
             uid = f"shapes/{split}/{index}"
@@ -103,8 +103,7 @@ class Shapes:
         return float(finished and bool(mark) and answer.strip() == prompt.fields["answer"])
 
     def demonstration(self, rng: random.Random, clean: bool) -> Prompt:
-        """A question about a scene of the train split, and a faultless response (``clean``) or a draw from the
-        mixture."""
+        """A question about a scene of the train split with a faultless response (``clean``), or from the mixture."""
         scene = _scene(rng, "train")
         if clean or rng.random() < self._careful:
             response = f"{scene.working}#{scene.answer}"
@@ -136,7 +135,7 @@ def _scene(rng: random.Random, split: Split) -> Scene:
 
 
 def _scenes(cells: Sequence[Thing]) -> list[list[Scene]]:
-    """The cells with each question that they answer, by the kind of question."""
+    """Every question that the cells answer, grouped by kind."""
     things = [thing for thing in cells if thing is not None]
     numbers = [str(number) for number in range(len(cells) + 1)]
     counted = {"how many?": tuple(COLOURS)}

@@ -1,8 +1,8 @@
-"""The ready task ``unit_tests``: Python code in the response, judged by tests in the row, in a sandbox.
+"""The ready task ``unit_tests``: the row's tests judge Python code in the response, in a sandbox.
 
-A row's ``tests`` are code, or a list of codes, that use the names of the response's code. A code with functions named
-``test_...``, or classes with such methods, counts as one test for each of them, any other as one test; a test passes if
-it raises nothing.
+A row's ``tests`` are a piece of code, or a list of pieces, that uses names of the response's code. Each function named
+``test_...``, and each such method of a test class, is a test. Code without any is one test. A test passes if it raises
+nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from asyncrl_cli.tasks.ready.matching import texts_field
 
 FENCE = "```"
 LANGUAGES = ("", "python", "python3", "py")
-"""Labels of a fenced block of Python."""
+"""Labels of fenced blocks with Python code."""
 ENTRY_POINT = "entry_point"
-"""The row's field with the function that ``check(candidate)`` is called with, as in HumanEval."""
+"""The row's field with the name of the function to pass to ``check(candidate)``, as in HumanEval."""
 ROWS_TRIED, TRY_S = 50, 10.0
-"""How many rows' tests are run without any code when the data is opened, and for how many seconds at most."""
+"""When the data is opened, the tests of so many rows run without any code, for so many seconds in total at most."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class UnusableTests(ValueError):
-    """Tests that cannot tell right code from wrong; says why."""
+    """The tests cannot tell right code from wrong; the message says why."""
 
 
 class UnitTests:
@@ -45,10 +45,10 @@ class UnitTests:
         processes: int = 32,
         sandbox: Wanted = "auto",
     ) -> None:
-        """docs/tasks.md describes the options. Keep ``time_s``, the seconds for the code and all its tests, below
+        """docs/tasks.md describes the options. ``time_s``, the limit for the code and all its tests, should be below
         ``task.reward_timeout_s``.
 
-        Raises ``ValueError`` for impossible values, and ``TaskError`` when the sandbox does not work here.
+        Raises ``ValueError`` for invalid options, and ``TaskError`` if the sandbox does not work here.
         """
         numbers = {"time_s": time_s, "memory_mb": memory_mb, "disk_mb": disk_mb, "processes": processes}
         for name, number in numbers.items():
@@ -60,11 +60,11 @@ class UnitTests:
         self._sandbox = choose(sandbox)
         self._to_try, self._try_s = ROWS_TRIED, TRY_S
         if self._sandbox != "bubblewrap":
-            print(f"unit_tests: the code of the model runs in the sandbox `{self._sandbox}`", file=sys.stderr)
+            print(f"unit_tests: the model's code runs in the sandbox `{self._sandbox}`", file=sys.stderr)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` for a row without tests, ``SyntaxError`` for its impossible ones, and
-        ``UnusableTests`` for those that check nothing. The tests of the first rows are run, without any code."""
+        """Raise ``MissingField`` for a row without tests, ``SyntaxError`` for invalid tests, and ``UnusableTests`` for
+        tests that check nothing. The tests of the first rows run without any code, and must fail."""
         tests = self._tests(prompt)
         if self._to_try <= 0 or self._try_s <= 0:
             return
@@ -76,10 +76,10 @@ class UnitTests:
             raise UnusableTests("the tests pass without any code")
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> RewardResult:
-        """1.0 if all tests pass (or the share that does), with the metric ``tests_passed``, a share.
+        """1.0 if all tests pass, else 0.0; with ``partial``, the share that passes. The metric ``tests_passed`` is the
+        share.
 
-        Raises ``MissingField``, ``SyntaxError`` or ``UnusableTests`` for a row's impossible tests, and ``SandboxError``
-        when no sandbox can be started.
+        Raises like ``check_prompt``, and ``SandboxError`` if no sandbox starts.
         """
         tests = self._tests(prompt)
         code = code_in(response)
@@ -94,9 +94,9 @@ class UnitTests:
 
 
 def code_in(response: str) -> str:
-    """The last fenced block of Python that parses, or the last block, or all of a response without a fence.
+    """The last fenced block of Python that parses, otherwise the last block, or the whole response without a fence.
 
-    The last block may lack its end. A response that continues a block of the prompt ends at the first fence.
+    The last block may lack its end. If the response continues a block of the prompt, its code ends at the first fence.
     """
     blocks: list[tuple[str, str]] = []
     text = ""
@@ -104,7 +104,7 @@ def code_in(response: str) -> str:
     for line in response.split("\n"):
         marker = line.strip(" \t\r")
         if language is None and marker.startswith(FENCE) and "`" not in (label := marker[len(FENCE) :]):
-            # A word of prose is Python, too: an expression.
+            # Prose may parse as Python, too, but only as expressions.
             tree = None if label or blocks else _compiles(text)
             if tree is not None and not all(isinstance(node, ast.Expr) for node in tree.body):
                 blocks.append(("", text))
@@ -125,13 +125,13 @@ def code_in(response: str) -> str:
 
 
 def tests_in(code: str, entry_point: str | None) -> list[Check]:
-    """The tests of one code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing."""
+    """The tests in a piece of code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing."""
     tree = ast.parse(code)
     functions = [node for node in tree.body if isinstance(node, Function)]
     named = [(node.name, node, 0) for node in functions if node.name == "test" or node.name.startswith("test_")]
     for holder in tree.body:
         if isinstance(holder, ast.ClassDef) and (
-            # Where pytest or unittest would look for tests.
+            # The classes in which pytest and unittest look for tests.
             holder.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in holder.bases)
         ):
             methods = [node for node in holder.body if isinstance(node, Function) and node.name.startswith("test")]
@@ -151,7 +151,7 @@ def tests_in(code: str, entry_point: str | None) -> list[Check]:
 
 
 def _check_arguments(node: Function, given: int) -> None:
-    """Raise ``UnusableTests`` if a test needs more arguments than are ``given``: only pytest knows them."""
+    """Raise ``UnusableTests`` if a test needs more arguments than ``given``, which only pytest could pass."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     needed = (
         len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) + node.args.kw_defaults.count(None)
@@ -161,7 +161,7 @@ def _check_arguments(node: Function, given: int) -> None:
 
 
 def _is_definition(node: ast.stmt) -> bool:
-    """Whether a statement of a module only defines or imports something."""
+    """True if a statement only defines or imports something."""
     if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)):
         return isinstance(node, (Function, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass))
     names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]

@@ -1,9 +1,10 @@
 """The ready task ``verifiers``: environments of the ``verifiers`` package (0.4 or newer).
 
-An environment is a taskset and the agents that play it. It brings its own programs and judges its own
-episodes; from here it only gets a policy, as an endpoint. So asyncrl runs it as an agent.
+An environment is a taskset and the agents that play it. It brings its own programs and judges its own episodes; asyncrl
+only gives it the policy's endpoint, and runs it as an agent.
 
-``verifiers`` pins older versions of packages than vLLM needs, so it is in no extra: it has to be installed apart.
+``verifiers`` pins older versions of packages than vLLM needs, so it is not in an extra and must be installed
+separately.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.prompts import is_held_out
 
 KEY = "ASYNCRL_POLICY_KEY"
-"""Prefix of the environment variables with the policy's keys for verifiers; every episode has its own."""
+"""Prefix of the environment variables that pass the policy's keys to verifiers; each episode has a variable."""
 _NUMBERS = count()
 LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-"""The default agent of a plain taskset: a chat loop, on this machine."""
+"""The default agent for a plain taskset: a chat loop on this machine."""
 
 
 class EpisodeFailed(Exception):
-    """An episode that verifiers could not play or judge; says why."""
+    """verifiers could not play or judge an episode; the message says why."""
 
 
 class VerifiersEnvironment:
     """The task ``verifiers``."""
 
     def __init__(self, taskset: dict[str, Any], held_out: bool = True, **env: Any) -> None:
-        """``taskset`` and ``env`` are the keys below ``[env]`` in a config of verifiers: ``taskset: {id: gsm8k}``,
-        ``agent``, ``max_turns``, .... The default ``agent`` is a chat loop on this machine.
+        """``taskset`` and ``env``: the keys below ``[env]`` in a config of verifiers, such as ``taskset: {id: gsm8k}``,
+        ``agent`` and ``max_turns``. The default ``agent`` is a chat loop on this machine.
 
-        ``held_out`` keeps one task in ten for the eval split; else both splits have all tasks.
+        ``held_out`` keeps one task in ten for the eval split; otherwise both splits have all tasks.
 
-        Raises ``TaskError`` where verifiers is not installed, or does not take the options.
+        Raises ``TaskError`` if verifiers is not installed, or does not take the options.
         """
         try:
             loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -50,7 +51,7 @@ class VerifiersEnvironment:
             raise TaskError(
                 f"the task verifiers needs the package verifiers, 0.4 or newer: {error}",
                 location="task.use",
-                hint="pip install verifiers (beside vLLM's CPU build it asks for older packages; see docs/tasks.md)",
+                hint="pip install verifiers (it needs older packages than vLLM's CPU build; see docs/tasks.md)",
             ) from error
         if "id" not in env:
             env.setdefault("agent", LOCAL)
@@ -70,7 +71,7 @@ class VerifiersEnvironment:
         self._ready = asyncio.Event()
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """The taskset's tasks of the split, ``size`` at most."""
+        """Up to ``size`` of the taskset's tasks in the split."""
 
         def rows() -> Iterator[Prompt]:
             index = 0
@@ -82,10 +83,7 @@ class VerifiersEnvironment:
         return list(islice(rows(), size))
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
-        """One episode: the reward is the sum of the rewards that the environment gave its agents' runs.
-
-        Raises ``EpisodeFailed``.
-        """
+        """Play one episode; the reward is the sum of its agents' rewards. Raises ``EpisodeFailed``."""
         v1 = importlib.import_module("verifiers.v1")
         await self._serve()
         with key_variable(model.api_key) as name:
@@ -101,12 +99,12 @@ class VerifiersEnvironment:
         return RewardResult(float(sum(trace.reward for trace in episode.traces)), metrics)
 
     def _task(self, index: int) -> Any:
-        """Task ``index`` of the taskset; None after the last."""
+        """The taskset's task ``index``; None after the last."""
         self._tasks.extend(islice(self._stream, max(0, index + 1 - len(self._tasks))))
         return self._tasks[index] if index < len(self._tasks) else None
 
     async def _serve(self) -> None:
-        """Have the environment's servers run, from the first episode to the end of the process."""
+        """Start the environment's servers at the first episode; they run until the process ends."""
 
         async def serve() -> None:
             async with self._env.serving():
@@ -114,7 +112,7 @@ class VerifiersEnvironment:
                 await asyncio.Event().wait()
 
         if self._serving is None:
-            # In an empty context: it belongs to no episode, and must not be cancelled with one.
+            # In an empty context, or it would belong to this episode and be cancelled with it.
             self._serving = asyncio.get_running_loop().create_task(serve(), context=contextvars.Context())
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait([ready, self._serving], return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +123,7 @@ class VerifiersEnvironment:
 
 @contextmanager
 def key_variable(api_key: str) -> Iterator[str]:
-    """An environment variable that holds an episode's key, and that no other episode of this process uses."""
+    """Set an environment variable with an episode's key; no other episode of this process uses the variable."""
     name = f"{KEY}_{next(_NUMBERS)}"
     os.environ[name] = api_key
     try:
@@ -135,6 +133,6 @@ def key_variable(api_key: str) -> Iterator[str]:
 
 
 def _content(data: Any) -> str:
-    """A task's question, for people who read the journal: the environment itself asks the policy."""
+    """A task's question, only for readers of the journal: the environment itself asks the policy."""
     text: str = data.prompt_text or data.name or data.id or "?"
     return text
