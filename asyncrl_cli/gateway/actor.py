@@ -1,11 +1,11 @@
-"""The Ray actor that is the gateway, and what crosses between it and the driver: token ids, in bulk (decision 0022).
+"""The gateway's Ray actor, and its messages to and from the driver: token ids, in bulk (decision 0022).
 
-Network, rendering, tokenizing and sessions happen here, apart from the driver. The actor keeps nothing that the journal
-does not have: when it dies, episodes are played again from the tokens that it had reported.
+Network, rendering, tokenizing and sessions run here, apart from the driver. The actor has no state that the journal
+lacks: when it dies, episodes are played again from the tokens that it had reported.
 
-The gateway asks for generations and reports what sessions recorded; the driver opens and closes sessions and answers.
-Each direction is one call at a time (``tell`` and ``collect`` of ``GatewayActor``), which carries everything there is,
-so the order of events is kept.
+The gateway requests generations and reports the sessions' tokens. The driver opens and closes sessions, and answers
+requests. In each direction one call at a time (``tell``, ``collect``) carries everything that is pending, which keeps
+the order of events.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from asyncrl_cli.system.logs import redirect_output
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 200_000
-"""Prompt tokens after which ``collect`` leaves further requests to its next call, so that the driver reads each answer
-quickly."""
+"""After so many prompt tokens, ``collect`` leaves further requests to its next call, because the driver's event loop
+stands still while it reads an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpening:
-    """A session to open. ``name`` is in its URL and may be reused when the session has ended; ``number``, which
-    ``GatewayClient`` sets, is unique. The other fields are those of ``session.Session``."""
+    """A session to open. ``name`` is in its URL and may be reused once the session has ended. ``number`` is unique;
+    ``GatewayClient`` sets it. ``session.Session`` describes the other fields."""
 
     name: str
     rollout_id: str
@@ -52,8 +52,8 @@ class SessionOpening:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """A session's result: its rollout (None: nothing was sampled), the text of its last reply, the first limit that
-    refused a call, and where each reply ends (``Session.replies``)."""
+    """A session's result: its rollout (None if nothing was sampled), the text of its last reply, the first limit that
+    refused a call, and the end of each reply (``Session.replies``)."""
 
     number: int
     rollout: Rollout | None = None
@@ -64,8 +64,8 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request of a session (None: a call without one). ``number`` is unique: request ids are reused when an episode
-    is played again."""
+    """A request of a session, or of a call without one (None). ``number`` is unique; request ids are not, because an
+    episode that is played again reuses them."""
 
     number: int
     session: int | None
@@ -74,8 +74,8 @@ class Generation:
 
 @dataclass(slots=True)
 class Outgoing:
-    """From the driver: sessions to open or (by number) to end, in this order; new tokens of generations; and the
-    results of those that ended."""
+    """From the driver: sessions to open or (by number) to end, in order; new tokens of generations; results of
+    generations that ended."""
 
     sessions: list[SessionOpening | int] = field(default_factory=list)
     segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
@@ -84,10 +84,10 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Incoming:
-    """To the driver: segments to record by session, cancelled generations, requested ones, and ended sessions.
+    """To the driver: segments to record by session, cancelled generations, requested generations, ended sessions.
 
-    To be handled in this order: tokens before the end of their session, and a cancelled generation before one that
-    reuses its id.
+    The driver must handle them in this order: tokens before the end of their session, and a cancelled generation before
+    a new one that reuses its id.
     """
 
     segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Transfer:
     async def generate(
         self, session: int | None, request: RolloutRequest, on_segments: OnSegments | None = None
     ) -> Rollout:
-        """Have the driver generate this, as ``GenerationClient.generate`` does. Raises ``GenerationFailed``."""
+        """Ask the driver for a generation, like ``GenerationClient.generate``. Raises ``GenerationFailed``."""
         number = next(self._numbers)
         result: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
         self._open[number] = (result, on_segments)
@@ -115,6 +115,7 @@ class Transfer:
         try:
             generated = await result
         finally:
+            # Without an answer the call was cancelled. The driver hears of it only if it has the request already.
             if self._open.pop(number, None) is not None and self._incoming.requests.pop(number, None) is None:
                 self._incoming.cancelled.append(number)
                 self._has_incoming.set()
@@ -140,7 +141,7 @@ class Transfer:
                 entry[0].set_result(generated)
 
     async def collect(self, timeout_s: float) -> Incoming:
-        """Everything since the last call; waits up to ``timeout_s`` for the first."""
+        """Return everything since the last call; wait up to ``timeout_s`` if there is nothing."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._has_incoming.wait()
@@ -158,14 +159,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySetup:
-    """What a gateway serves.
+    """Settings of a gateway.
 
     Args:
-        spec: where it listens, and how long its contexts are.
-        chat: reads the model's chat format.
-        model: the name that clients use.
+        spec: has the address and the length of contexts.
+        chat: loads the model's chat format.
+        model: the model's name for clients.
         secret: session keys are derived from it.
-        api_key: opens `/v1`, to calls without a session; None where there is no `/v1`.
+        api_key: the key for `/v1`, for calls without a session; without a key there is no `/v1`.
     """
 
     spec: ExperimentSpec
@@ -176,7 +177,7 @@ class GatewaySetup:
 
 
 class GatewayActor:
-    """Every method is a Ray call."""
+    """The public methods are Ray calls."""
 
     def __init__(self, log_dir: str) -> None:
         redirect_output(log_dir, "gateway")
@@ -185,9 +186,9 @@ class GatewayActor:
         self._by_number: dict[int, tuple[str, Session]] = {}
 
     async def start(self, setup: GatewaySetup, port: int) -> tuple[int, str]:
-        """Serve from now on, at ``port`` (0: a free one); returns the process id and the server's URL.
+        """Start to serve at ``port`` (0: a free one); returns the process id and the server's URL.
 
-        Raises ``UserError``: the address is not available, or the tool parser does not fit the model.
+        Raises ``UserError`` if the address is not available, or the tool parser does not fit the model.
         """
         from asyncrl_cli.gateway.bodies import Bodies
         from asyncrl_cli.gateway.connections import ConnectionLimits, raise_descriptor_limit
@@ -220,7 +221,7 @@ class GatewayActor:
         self._transfer.answer(outgoing)
 
     async def collect(self, timeout_s: float) -> Incoming:
-        """What is new for the driver; waits up to ``timeout_s`` for some."""
+        """As ``Transfer.collect``."""
         return await self._transfer.collect(timeout_s)
 
     async def stop(self) -> None:
@@ -252,13 +253,13 @@ class GatewayActor:
             failure=session.failure,
             replies=session.replies(),
         )
-        # After the cancellations of its calls, which are reported in the loop's next turn: the driver must know them
-        # before the session's end.
+        # In the loop's next turn, after the cancellations of its calls: the driver must learn of these before the
+        # session's end.
         asyncio.get_running_loop().call_soon(self._transfer.ended, end)
 
 
 def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, transfer: Transfer) -> Callable[[], Session]:
-    """Makes the sessions of calls that belong to no rollout, sampled as they ask."""
+    """Return a factory of sessions for calls outside of rollouts, which choose their own sampling."""
     longest, numbers = spec.model.max_length, count()
     limits = Limits(max_length=longest, max_call_tokens=longest)
     sampling = Sampling(temperature=1.0, max_tokens=longest)
@@ -279,8 +280,8 @@ def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, transfer: Transfer
 
 
 class _FullOnce:
-    """An event loop's error handler that logs once that no descriptors are left: asyncio reports every connection that
-    it cannot accept, thousands a second."""
+    """An event loop's error handler that logs only once that no descriptors are left. asyncio reports every connection
+    that it cannot accept, thousands each second."""
 
     def __init__(self) -> None:
         self._logged = False

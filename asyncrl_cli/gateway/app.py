@@ -1,10 +1,10 @@
-"""The application: its paths, and the keys that open them.
+"""The FastAPI application: its paths, and the keys for them.
 
-A request ends in bounded time: its body must arrive in time (bodies.py), and its generation is bounded by the
-session's limits and by the driver, which restarts engines that hang; it is cancelled when its client is gone.
+Every request ends in bounded time. Its body has a deadline (bodies.py). Its generation is limited by the session and by
+the driver, which restarts hanging engines, and is cancelled when the client disconnects.
 """
 
-# Annotations are not postponed here: FastAPI reads those of functions inside of functions.
+# Annotations are not postponed here: FastAPI must evaluate those of nested functions.
 
 from typing import Annotated
 from weakref import WeakKeyDictionary
@@ -30,15 +30,15 @@ Bearer = Annotated[
 KeyHeader = Annotated[
     str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False, description="The API key, as Anthropic's."))
 ]
-SessionId = Annotated[str, Path(description="The session that the call belongs to.")]
+SessionId = Annotated[str, Path(description="The session of the call.")]
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application that serves all APIs, with and without a session in the path."""
+    """Make the application for all APIs, with and without a session in the path."""
     app = FastAPI(
         title="asyncrl gateway",
         version=__version__,
-        description="OpenAI-compatible access to a policy, also while it is trained.",
+        description="OpenAI-compatible access to a policy, also during its training.",
         docs_url=None,
         redoc_url=None,
     )
@@ -64,14 +64,14 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health", tags=["operation"])
     async def health() -> dict[str, str]:
-        """Whether the gateway is up. Needs no key."""
+        """The gateway is up. Needs no key."""
         return {"status": "ok"}
 
     return app
 
 
 def _add_plain(app: FastAPI, service: Service, api_key: str) -> None:
-    """The paths of calls that belong to no session, and the server's metrics."""
+    """Add the paths for calls without a session, and the server's metrics."""
 
     async def check(bearer: Bearer, header: KeyHeader) -> None:
         _check_key(bearer, header, api_key)
@@ -92,5 +92,5 @@ def _add_plain(app: FastAPI, service: Service, api_key: str) -> None:
 def _check_key(bearer: HTTPAuthorizationCredentials | None, header: str | None, right: str) -> None:
     given = [key for key in (bearer and bearer.credentials, header) if key]
     if not any(same_key(key, right) for key in given):
-        what = "wrong API key" if given else "no API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
-        raise ApiError(401, what, code="invalid_api_key")
+        problem = "wrong API key" if given else "no API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        raise ApiError(401, problem, code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""Reads request bodies. Each has a size limit and a deadline, and only a few large ones are in memory at a time."""
+"""Read request bodies. Each has a size limit and a deadline, and only a few large ones are in memory at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asyncrl_cli.gateway.session import Render
 from asyncrl_cli.gateway.wire import Wire
 
 LARGE = 64 * 2**10
-"""Bytes above which a body counts as large."""
+"""A body with more bytes counts as large."""
 LARGE_AT_ONCE = 16
-"""Large bodies that are read, parsed or rendered at a time."""
+"""Limit on the large bodies that are read, parsed or rendered at a time."""
 ROOM_S = 120.0
-"""Seconds that a large body waits for others, in addition to the time that it may take to arrive."""
+"""Seconds that a large body may wait for others, in addition to the time to arrive."""
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Wire)
@@ -34,14 +34,15 @@ class Bodies:
         self._limit = limit
         self._seconds = seconds
         self._room = asyncio.Semaphore(LARGE_AT_ONCE)
-        # A large body delays only other large ones; one thread for each kind bounds the memory (decision 0022).
+        # Two threads: a large body delays only other large ones, and memory is bounded (decision 0022).
         self._threads = {large: ThreadPoolExecutor(1, thread_name_prefix="render") for large in (False, True)}
 
     @asynccontextmanager
     async def read(self, request: Request, kind: type[W]) -> AsyncIterator[tuple[W, Render]]:
-        """A request's body, and where to render it; end the block as soon as it is rendered.
+        """Yield a request's body, and a function that renders it in a thread. Leave the block once it is rendered,
+        because a large body keeps others out until then.
 
-        Raises ``ApiError`` when it is too large, late, or malformed.
+        Raises ``ApiError`` if the body is too large, late, or malformed.
         """
         async with AsyncExitStack() as room:
             data = await self._read(request, room)
@@ -79,7 +80,7 @@ class Bodies:
         loop, when = asyncio.get_running_loop(), limit.when()
         assert when is not None
         left = when - loop.time()
-        limit.reschedule(None)
+        limit.reschedule(None)  # the client's deadline stands still while the server makes it wait
         try:
             async with asyncio.timeout(ROOM_S):
                 await room.enter_async_context(self._room)

@@ -1,14 +1,14 @@
 """Conversations as tokens: one model's tokenizer, chat template and parsers (decision 0017).
 
-A conversation is rendered once, when it begins. From then on its tokens are fixed, and ``continue_`` returns those that
-follow: what the template puts after a reply, and the new messages. They are found as a difference of texts: a fixed
-conversation is rendered with the new messages after it, and what comes after the fixed reply is tokenized. Messages
-before the reply take no part, so a template may treat older turns differently from newer ones.
+A conversation is rendered once, when it begins. Then its tokens are fixed, and ``continue_`` returns only the next
+ones: the template's text after a reply, and the new messages. It finds them as a difference of texts: it renders a
+placeholder conversation followed by the new messages, and tokenizes the text after the placeholder reply. Earlier
+messages are not rendered again, so a template may treat older turns differently from newer ones.
 
-A reply's tokens become a message: its reasoning, content and calls of tools, complete or while they are generated.
-Unless ``task.special_tokens`` is ``shown``, a message has no special tokens but those that mark its parts. Of the
-formats that asyncrl reads itself the marks are known; vLLM's parsers get a text with all special tokens, and in a
-stream nothing is sent after the first of them.
+A reply's tokens become a message with reasoning, content and tool calls, complete or while they are generated. Unless
+``task.special_tokens`` is ``shown``, special tokens are removed, except the marks of a message's parts. asyncrl knows
+the marks of the formats that it parses itself. vLLM's parsers get the text with all special tokens, and a stream sends
+nothing after the first special token.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from asyncrl_cli.records.prompt import ChatError, Message, image_digests, normal
 from asyncrl_cli.rollout.response_text import cut, decoder, special_tokens
 
 _FIXED_REPLY = "the-reply-of-before"
-"""Stands for a reply while the text after it is found. Without spaces at its ends, which templates trim."""
+"""The placeholder reply. It has no spaces at its ends, because templates trim them."""
 
 
 class Tokens(NamedTuple):
-    """Token ids, and the places of images in them."""
+    """Token ids, and the positions of images in them."""
 
     ids: list[int]
     images: tuple[PlacedImage, ...]
@@ -62,13 +62,13 @@ class ChatFormat:
         shows_special: bool = False,
         images: ImageTokens | None = None,
     ) -> None:
-        """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``: as
-        ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's
-        (``response_text.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
-        ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``. ``images`` encodes
+        """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``:
+        ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's end tokens
+        (``response_text.end_tokens``); by default the tokenizer's only. ``template_kwargs``:
+        ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``. ``images``: encodes
         messages with images.
 
-        Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).
+        Raises ``ParserError``. A parser of vLLM imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
         self._images = images or ImageTokens("", 0, 0)
@@ -77,7 +77,7 @@ class ChatFormat:
         self.template_kwargs: Mapping[str, Any] = template_kwargs or {}
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
-        """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
+        """Token ids at which engines end a reply; the reply includes its end token."""
         self._tools = tool_parser(tool_parser_name, tokenizer, reasoning_parser_name is not None)
         self._reads_tools = tool_parser_name in (None, HERMES)
         self._calls = LAYOUTS.get(tool_parser_name or HERMES)
@@ -92,33 +92,33 @@ class ChatFormat:
         self._droppable = self._special.keys() & self.end_tokens if shows_special else self._special.keys()
         self._response_text = decoder(tokenizer, self.end_tokens, shows_special)
         self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())
-        """Token ids are below this."""
+        """All token ids are smaller."""
         self.token_text = lru_cache(maxsize=2**16)(lambda token: self.decode([token]))
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
-        """Characters of the longest token: a text has at least its length over this of tokens."""
+        """Characters of the longest token. A text has at least (its length / this) tokens."""
 
     def varied(self, variables: Mapping[str, Any], continues: bool) -> ChatFormat:
-        """The format of a call with more ``variables`` for the template. ``continues``: the reply continues a message,
-        so it is content without separate reasoning.
+        """The format for a call with more ``variables`` for the template. ``continues``: the reply continues a message,
+        so it is content without reasoning.
 
         Raises ``ChatError`` for a variable that the template does not read.
         """
         other = copy(self)
         other._template = self._template.with_variables(variables)
         other.template_kwargs = {**self.template_kwargs, **variables}
-        other.__dict__.pop("_form", None)  # it follows from the variables
+        other.__dict__.pop("_form", None)  # cached, and depends on the variables
         if continues:
             other._named_form = other._reasoning = None
         elif self._reasoning is not None and self._parser_name is not None:
             other._reasoning = vllm_reasoning_parser(self._parser_name, self._tokenizer, other.template_kwargs)
-        _ = other._form  # in this thread: variables decide how long a template takes
+        _ = other._form  # computed here, in a thread: with some variables a template may take long
         return other
 
     def render(
         self, messages: Sequence[Message], tools: Tools | None = None, images: Mapping[str, Image] | None = None
     ) -> Tokens:
-        """A complete prompt, with the beginning of the requested reply, or up to the end of a message that it
-        continues. ``images``: the images of the messages, by digest. Raises ``ChatError``."""
+        """Render a complete prompt: up to the beginning of the requested reply, or to the end of a message that the
+        reply continues. ``images``: the messages' images, by digest. Raises ``ChatError``."""
         return self._encode_with(self._template.text(messages, tools, reply=True), messages, images)
 
     def continue_(
@@ -129,14 +129,14 @@ class ChatFormat:
         reply: Message | None = None,
         images: Mapping[str, Image] | None = None,
     ) -> Tokens:
-        """The tokens between a reply that ends with ``last_token`` and the next one, with ``messages`` in between.
+        """The tokens between a reply that ends with ``last_token`` and the next reply, with ``messages`` in between.
 
-        The template's end of a turn comes first, unless the model ended the turn itself: no two end tokens follow
-        each other. ``reply`` is that reply as a message; templates look back at its tool calls. ``images``: the
-        images of the messages, by digest.
+        They begin with the template's end of a turn, unless the model ended the turn itself: there are never two end
+        tokens in a row. ``reply``: the reply as a message, because templates look back at its tool calls. ``images``:
+        the messages' images, by digest.
 
-        Raises ``ChatError`` when the template refuses the messages, or renders the end of a reply differently when
-        more follows.
+        Raises ``ChatError`` if the template refuses the messages, or renders the end of a reply differently when
+        messages follow.
         """
         text = self._template.text
         question: Message = {"role": "user", "content": "?"}
@@ -150,12 +150,12 @@ class ChatFormat:
         if _FIXED_REPLY in before:
             before, full = _after(before, _FIXED_REPLY), _after(full, _FIXED_REPLY)
         if not before.endswith(turn_end) or not full.startswith(before):
-            raise ChatError("the chat template renders a turn differently when others follow")
+            raise ChatError("the chat template renders a turn differently when other turns follow")
         ids, places = self._encode_with(turn_end + full[len(before) :], messages, images)
         if last_token not in self.end_tokens or not ids:
             return Tokens(ids, places)
-        # Without an end of turn in the template, the first token begins the next message (GLM's <|user|>): it goes only
-        # if the model has sampled the same one.
+        # If the template has no end of turn, the first token begins the next message (GLM's <|user|>). It is removed
+        # only if the model sampled the same token.
         ends_twice = ids[0] == last_token or (turn_end and ids[0] in self.end_tokens)
         if not ends_twice:
             return Tokens(ids, places)
@@ -168,15 +168,15 @@ class ChatFormat:
         tools: Tools | None = None,
         stop: Sequence[str] = (),
     ) -> Message:
-        """The assistant message that ``token_ids`` are, in OpenAI's shape; with ``reasoning_content`` and
-        ``tool_calls`` if it has any.
+        """Parse a reply's ``token_ids`` as an assistant message in OpenAI's format, with ``reasoning_content`` and
+        ``tool_calls`` if there are any.
 
-        The ids of the calls follow from the tokens before and in the reply: equal tokens give equal ids.
+        The ids of the calls are digests of the prompt's and the reply's tokens, so a replay gives the same ids.
         """
         dropped = self._dropped(tools)
         content = cut(self.decode([token for token in token_ids if token not in dropped], special=True), stop)
         marked = content
-        if self._needs_vllm(tools):  # its parsers read all marks
+        if self._needs_vllm(tools):  # vLLM's parsers need all marks
             ended = bool(token_ids) and token_ids[-1] in self.end_tokens
             marked = cut(self.decode(token_ids[:-1] if ended else token_ids, special=True), stop)
         reasoning, calls = "", tuple[tuple[str, str], ...]()
@@ -197,7 +197,7 @@ class ChatFormat:
         message["content"] = content or None
         message["tool_calls"] = [
             {
-                # Nine letters and digits is what the strictest template asks for.
+                # The strictest template requires nine letters and digits.
                 "id": hashlib.blake2b(origin, salt=index.to_bytes(4, "big")).hexdigest()[:9],
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
@@ -207,7 +207,7 @@ class ChatFormat:
         return message
 
     def stream(self, tools: Tools | None, stop: Sequence[str]) -> FieldStream:
-        """Turns the tokens of a reply into parts of the message that ``parse`` makes of them."""
+        """A stream that turns a reply's tokens into parts of the message that ``parse`` returns for them."""
         dropped = self._dropped(tools)
 
         def readable(ids: Sequence[int]) -> tuple[Sequence[int], bool]:
@@ -232,7 +232,8 @@ class ChatFormat:
         return Tokens(*self._images.encode(text, [(images or {})[digest] for digest in digests]))
 
     def encode(self, text: str, begins: bool = False) -> list[int]:
-        """A text's token ids; ``begins``: a sequence begins with it, so with the tokenizer's first token, if any.
+        """Tokenize a text. ``begins``: the text begins a sequence, so the tokenizer's begin token is added, if it has
+        one.
 
         Raises ``ChatError`` for text that is not Unicode.
         """
@@ -244,15 +245,15 @@ class ChatFormat:
         return ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of token ids as engines decode it; ``special``: with all special tokens."""
+        """Decode token ids as engines do; ``special``: with all special tokens."""
         if special:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
         return self._response_text(ids)
 
     @cached_property
     def _form(self) -> Form | None:
-        """The form of the reasoning; None when a reply has none, also because the prompt closes it already, and when
-        vLLM's parser reads it."""
+        """The marks around reasoning. None if replies have no reasoning, if the prompt closes it already, or if vLLM's
+        parser reads it."""
         form = self._named_form
         if form is None or self.template_kwargs.get("enable_thinking") is False:
             return None
@@ -260,20 +261,20 @@ class ChatFormat:
         try:
             before, full = self._template.text(question), self._template.text(question, reply=True)
         except ChatError:
-            return form  # the prompts of such a model are text
+            return form  # a model without a usable chat template gets plain text as prompts
         return None if form.closed_in(full.removeprefix(before)) else form
 
     def _needs_vllm(self, tools: Tools | None) -> bool:
         return self._reasoning is not None or (bool(tools) and not self._reads_tools)
 
     def _dropped(self, tools: Tools | None) -> set[int]:
-        """Special tokens to remove from a text: they mark none of its parts, and the task hides them."""
+        """Special tokens to remove from a text: they are not marks of its parts, and the task hides them."""
         marks = [*(self._form.marks if self._form else ()), *(HERMES_MARKS if tools and self._reads_tools else ())]
         return {token for token in self._droppable if self._special[token] not in marks}
 
     def _content(self, text: str, found: ToolCalls) -> str:
-        """The content before calls, with all that a stream has sent of it: some parsers strip the spaces that it begins
-        with, or drop it, if calls follow."""
+        """The content before calls, including all text that a stream has sent: if calls follow, some parsers strip the
+        content's leading spaces or drop the content."""
         if self._calls is None:
             return found.content
         sent = cut(text, (*self._calls, *self._special.values())).rstrip()

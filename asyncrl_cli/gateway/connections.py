@@ -1,7 +1,7 @@
-"""Limits on a client's connection: deadlines, and a cap on their number (decision 0022).
+"""Limits on client connections: deadlines, and a maximal number (decision 0022).
 
-uvicorn closes a connection only between two requests. Here a request's head has a deadline, and so has a client that
-does not read its answer; above the cap, the connection that has been idle longest is closed.
+uvicorn closes a connection only between two requests. Here a request's head has a deadline, and so does a client that
+does not read its answer. Above the maximal number, the connection that has been idle longest is closed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ MOST_CONNECTIONS = 8192
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Seconds for a request's head, from its first byte (or the connection's start) to its end; for its body; for a
-    connection to be idle between requests, longer than clients keep theirs, so that the client closes it; and for a
-    client not to read. ``most`` connections are open at a time."""
-
     head_s: float = 10.0
+    """Seconds for a request's head, from its first byte or the connection's start."""
     body_s: float = 60.0
+    """Seconds for a request's body."""
     idle_s: int = 75
+    """Seconds that a connection may be idle; longer than most clients keep theirs, which leaves the closing to them."""
     unread_s: float = 60.0
+    """Seconds within which a client must read some of its answer."""
     most: int = MOST_CONNECTIONS
+    """Maximal number of open connections."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of open files to the hard one; returns how many may be connections."""
+    """Raise this process's soft limit on open files to the hard limit; returns how many may be connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -39,18 +40,18 @@ def raise_descriptor_limit() -> int:
 
 
 class Connections:
-    """The open connections of a server, and which of them are idle: those that serve no request."""
+    """The open connections of a server. A connection that serves no request is idle."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
 
     def protocol(self, **arguments: Any) -> Connection:
         return Connection(self, **arguments)
 
     def opened(self, connection: Connection) -> None:
-        """Count a connection; if there are too many, close the one that is idle longest, perhaps this one."""
+        """Count a connection. If there are too many, close the one that has been idle longest, perhaps this one."""
         self._open.add(connection)
         self._idle[connection] = None
         if len(self._open) > self.limits.most:
@@ -68,7 +69,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One connection. h11 refuses heads of more than 16 KiB."""
+    """One connection. h11 refuses heads over 16 KiB."""
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -116,7 +117,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _await_reading(self, unread: int) -> None:
-        """Close it unless its client reads some of the ``unread`` bytes in time; repeat until it has read enough."""
+        """Close the connection unless its client reads some of the ``unread`` bytes in time; then check again."""
 
         def check() -> None:
             left = self.transport.get_write_buffer_size()

@@ -1,4 +1,4 @@
-"""Errors of all APIs: one exception, rendered in the shape of the API that a request belongs to."""
+"""Errors of all APIs: one exception, rendered in the format of the request's API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 CLIENT_GONE = 499
-"""The status under which metrics count answers whose client has left. Never sent."""
+"""Metrics count a request under this status if its client has disconnected. Never sent."""
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,19 +31,19 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     529: "overloaded_error",
 }
-"""Anthropic's names. Other statuses below 500 are ``invalid_request_error``, and the rest ``api_error``."""
+"""Anthropic's names. Other statuses are ``invalid_request_error`` below 500, and ``api_error`` from there."""
 ANTHROPIC_STATUSES = {"overloaded": 529}
-"""Statuses that OpenAI's API does not have, by the error's code."""
+"""Statuses that OpenAI's API lacks, by the error's code."""
 ANTHROPIC_TOO_LONG = "prompt is too long"
-"""Programs look for these words to know that they have to shorten their history."""
+"""Client programs look for these words to decide that they must shorten their history."""
 ANTHROPIC_VERSION = "anthropic-version"
-"""The header that all of Anthropic's clients send."""
+"""A header that all clients of Anthropic's API send."""
 
 log = logging.getLogger(__name__)
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong; ``param`` names the request's key."""
+    """``param`` names the request's key that caused the error."""
 
     message: str
     type: str
@@ -56,7 +56,7 @@ class ErrorAnswer(TypedDict):
 
 
 class MessagesErrorDetail(TypedDict):
-    """``details`` has the error's code in this gateway, such as ``session_ended``, as ``error_code``."""
+    """``details`` has the gateway's own code for the error, such as ``session_ended``, as ``error_code``."""
 
     type: str
     message: str
@@ -77,10 +77,10 @@ class ResponseFailure(TypedDict):
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """An error to send to the client."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        """``code`` is OpenAI's error code, such as ``model_not_found``."""
+        """``code``: OpenAI's error code, such as ``model_not_found``. ``param``: the request's key."""
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
@@ -110,12 +110,12 @@ def invalid_value(message: str, param: str | None = None) -> ApiError:
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A request that asks for what no policy, or not this session, can serve."""
+    """The error for a key that policies, or this session, cannot honour."""
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The answer to an exception; an unexpected one is logged with its traceback."""
+    """Convert any exception; an unexpected one is logged with its traceback."""
     if isinstance(error, BaseExceptionGroup):  # several prompts in one request
         return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
@@ -127,12 +127,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def new_request_id() -> str:
-    """The id that Anthropic's clients find in the header of every answer."""
+    """A request id for the header of an answer, as in Anthropic's API."""
     return f"req_{secrets.token_hex(12)}"
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether a request is one of Anthropic's API. `/v1/models` is in both: there the header decides."""
+    """True for requests of Anthropic's API. `/v1/models` is in both APIs; there the header decides."""
     path: str = scope["path"]
     if "/v1/models" in path:
         return any(name == ANTHROPIC_VERSION.encode() for name, _ in scope["headers"])
@@ -140,7 +140,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def error_response(scope: Scope, error: BaseException) -> JSONResponse:
-    """The answer to a request that failed, in the shape of its API."""
+    """The answer to a failed request, in the format of its API."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers |= error.headers or {}
@@ -156,14 +156,14 @@ def error_response(scope: Scope, error: BaseException) -> JSONResponse:
 
 
 TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
-"""Parts of pydantic's error locations that name one of several types of a value: neither a key nor an index."""
+"""Parts of pydantic's error locations that are neither a key nor an index: they name one of several possible types."""
 
 
 def malformed(error: ValidationError) -> ApiError:
     """The answer to a malformed body: its first error."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     param = _location(errors[0]["loc"])
-    # Where a value may be of several types, each says why it is none of them: the type that fits best fails deepest.
+    # If a value may have several types, each type reports an error. The type that fits best fails deepest.
     alike = [one for one in errors if _location(one["loc"]) == param]
     deepest = max(len(one["loc"]) for one in alike)
     reasons = dict.fromkeys(one["msg"] for one in alike if len(one["loc"]) == deepest)
@@ -176,7 +176,7 @@ def _location(loc: tuple[str | int, ...]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Have an application answer expected errors; ``metrics.Watched`` answers the others."""
+    """Make an application answer expected errors. ``metrics.Watched`` answers unexpected ones."""
 
     async def refused(request: Request, error: Exception) -> Response:
         return error_response(request.scope, error)

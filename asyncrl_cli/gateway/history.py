@@ -1,8 +1,8 @@
-"""Conversations, as they are compared: which of the earlier ones does a call continue?
+"""Compare conversations, to find the earlier one that a call continues.
 
-Messages are compared without their reasoning, by digests. The reasoning counts where a client sends it: a conversation
-continues another if each message of both either comes without reasoning now, or with the one it had. So a client may
-send the reasoning of replies back, or leave out that of any of them, and what it has changed is another conversation.
+Messages are compared by digests, without their reasoning. Reasoning is compared only if the client sends it: a message
+continues an earlier one if it comes without reasoning, or with the same reasoning. So a client may send back the
+reasoning of some replies and omit others, but a conversation with changed reasoning is a new one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ REASONING = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class ReasoningChain:
-    """The reasoning of the message that key number ``count`` ends with, and that of messages before it. One is kept of
-    every turn, so they share those before them."""
+    """A linked list of digests: the reasoning of message ``count``, then of the messages ``before`` it. Every turn has
+    a chain, so chains share their beginnings."""
 
     count: int
     digest: str
@@ -32,8 +32,8 @@ class ReasoningChain:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation up to some message: the number of keys, of the tools and each message; the last of them, which
-    follows from all; and the reasoning."""
+    """A conversation up to some message. Its keys are chained digests of the tools and of each message: ``count`` is
+    their number, and ``last`` depends on all of them."""
 
     count: int
     last: str
@@ -50,8 +50,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in canonical form, with a key of the tools and of every beginning, and digests of the reasoning by the
-    number of keys up to it."""
+    """Messages in canonical form. ``keys``: chained digests of the tools and of each message. ``reasoning``: digests by
+    the number of keys up to the message."""
 
     messages: list[Message]
     keys: tuple[str, ...]
@@ -62,7 +62,7 @@ class Conversation:
     def of(
         cls, messages: Sequence[Message], tools: Tools | None, variables: Mapping[str, Any] | None = None
     ) -> Conversation:
-        """``variables``: all of the template's, which belong to the key of the tools. Raises ``ChatError``."""
+        """``variables``: the template's variables; they are part of the tools' key. Raises ``ChatError``."""
         canonical = _with_one_system_message([normalized(message) for message in messages])
         if not canonical:
             raise ChatError("there are no messages")
@@ -76,7 +76,7 @@ class Conversation:
         )
 
     def covered_by(self, history: History | None) -> int | None:
-        """How many of the keys an earlier history covers; None when the conversation does not begin with it."""
+        """The number of keys that an earlier history covers; None if the conversation does not begin with it."""
         if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.last:
             return None
         known, link = {}, history.reasoning
@@ -87,8 +87,8 @@ class Conversation:
         return history.count if same else None
 
     def after(self, history: History | None, continues: bool = False) -> History:
-        """All of it, where it continues a history (None: it continues none); if the reply ``continues`` its last
-        message, all but that."""
+        """The history of all messages, or of all but the last if the reply ``continues`` it. ``history``: the earlier
+        conversation that this one continues, if any; its reasoning is taken over."""
         covered, reasoning = (0, None) if history is None else (history.count, history.reasoning)
         end = len(self.keys) - continues
         for count, digest in self.reasoning.items():
@@ -100,10 +100,10 @@ class Conversation:
 
 
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages of the beginning: many templates refuse further ones, or leave them out.
+    """Join the system messages at the beginning, because many templates refuse or drop all but the first.
 
-    A later one becomes text of the user's turn, because moving it to the beginning would change all tokens after it. In
-    such a turn the results of tools come first (decision 0085).
+    A later system message becomes text in the user's turn: moved to the beginning, it would change all tokens after it.
+    In such a turn, tool results come first (decision 0016).
     """
     first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     found = [*messages[:first]] if first < 2 else [_joined("system", messages[:first])]
@@ -133,6 +133,6 @@ def _digest(text: str) -> str:
 
 
 def _chained(before: str, text: str) -> str:
-    """A digest of texts that are only compared, from that of all but the last (``before``): one is kept of every turn,
-    however many messages it has."""
+    """The next digest of a chain. One digest stands for a whole conversation, so a turn keeps only one, however many
+    messages there are."""
     return _digest(f"{before}/{text}")

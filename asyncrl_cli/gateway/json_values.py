@@ -1,4 +1,4 @@
-"""JSON values as JavaScript has them: every number is a double, and one that no double holds is null."""
+"""JSON values as in JavaScript: every number is a double, and a number that no double can hold is null."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from asyncrl_cli.records.prompt import ChatError
 
 
 def finite(text: str) -> Any:
-    """The value of a JSON text, without the numbers that JSON does not have.
+    """Parse JSON; NaN and infinite numbers become null.
 
-    The parser does all of it: a walk through the value would end at a smaller depth than the parser does.
+    The parser itself replaces them, because a recursive walk would fail at a smaller depth than the parser.
     """
     return json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
 
 
 def key(value: Any) -> str:
-    """A text that is equal for equal JSON values: 1 and 1.0 are equal, and so are 0.0 and -0.0.
+    """A text that is equal for equal JSON values: 1 equals 1.0, and 0.0 equals -0.0.
 
-    Raises ``ChatError`` for what is not JSON.
+    Raises ``ChatError`` for values that JSON lacks.
     """
     try:
         text = json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -1,9 +1,8 @@
-"""Replies in the form of Anthropic's Messages API: complete answers, and the events of a stream.
+"""Render replies for Anthropic's Messages API: complete answers, and the events of a stream.
 
-Invariant: the blocks of a reply, sent back, become that reply's own message as sessions compare messages. So the next
-call continues its tokens (tests/gateway/test_messages_blocks.py). Differences that mean nothing do not matter: into how
-many blocks and messages a client divides a turn, marks for caches, and how JavaScript writes numbers
-(``json_values.key``).
+Invariant: if a client sends a reply's blocks back, sessions recognize the reply's message, and the next call continues
+its tokens (tests/gateway/test_messages_blocks.py). Meaningless differences do not matter: the number of blocks and
+messages in a turn, cache marks, and JavaScript's notation of numbers (``json_values.key``).
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 BlockOut = dict[str, Any]
-"""A block of a reply, in the form in which requests have it (``openapi.ITEMS``). A thinking block also has a
-``signature``."""
+"""A block of a reply, in the format of requests (``openapi.ITEMS``). A thinking block also has a ``signature``."""
 
 
 class MessageUsage(TypedDict):
-    """Tokens of one request. What engines find in their caches is not reported."""
+    """Tokens of one request. Hits in the engines' caches are not reported."""
 
     input_tokens: int
     output_tokens: int
@@ -42,7 +40,7 @@ class MessageUsage(TypedDict):
 
 
 class MessageAnswer(TypedDict):
-    """The answer of `/v1/messages`. The reasons are null only where a stream begins."""
+    """The answer of `/v1/messages`. The reasons are null only in a stream's first event."""
 
     id: str
     type: Literal["message"]
@@ -75,11 +73,11 @@ class MessagesAnswer:
             "stop_sequence": None,
             "usage": self._usage(0),
         }
-        # Of a stream: whether it has begun, blocks that have ended, the kind of text that is open, all thinking.
+        # State of a stream.
         self._started = False
-        self._blocks = 0
+        self._blocks = 0  # ended blocks
         self._open: Kind | None = None
-        self._thinking = ""
+        self._thinking = ""  # all reasoning so far
 
     def complete(self, prompts: Prompts) -> MessageAnswer:
         ((reply,),) = prompts
@@ -103,7 +101,7 @@ class MessagesAnswer:
         return before + self._delta({"type": "text_delta", "text": part.text})
 
     def closing(self, choice: int, reply: Reply) -> bytes:
-        """The calls of tools, and why the reply ended. A reply without anything is an empty text."""
+        """The tool calls, and the reason why the reply ended. An empty reply has an empty text block."""
         events = self._begin() + self._close()
         for block in reply_blocks(reply.message):
             if block["type"] == "tool_use":
@@ -139,7 +137,7 @@ class MessagesAnswer:
         return _event("content_block_stop", index=self._blocks - 1)
 
     def _close(self) -> bytes:
-        """End the block that is open, if one is."""
+        """End the open block, if there is one."""
         kind, self._open = self._open, None
         if kind is None:
             return b""
@@ -155,7 +153,7 @@ class MessagesAnswer:
         }
 
     def _stop(self, reply: Reply) -> tuple[StopReason, str | None]:
-        """Why a reply ended, and the request's stop sequence that ended it."""
+        """The reason why a reply ended, and the request's stop sequence if one ended it."""
         match reply.finish_reason:
             case "tool_calls":
                 return "tool_use", None
@@ -170,11 +168,11 @@ _EMPTY: dict[Kind, BlockOut] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
 }
-"""Blocks as their first events have them."""
+"""Empty blocks, for the events that begin a block."""
 
 
 def reply_blocks(message: Message) -> list[BlockOut]:
-    """A reply as blocks: its reasoning, its text and its calls of tools. There is always at least one."""
+    """A reply as blocks: reasoning, text and tool calls, and at least one block."""
     blocks: list[BlockOut] = []
     if reasoning := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": signature(reasoning)})
@@ -188,7 +186,7 @@ def reply_blocks(message: Message) -> list[BlockOut]:
 
 
 def signature(thinking: str) -> str:
-    """What marks a thinking block: a digest of its text."""
+    """The signature of a thinking block: a digest of its text."""
     return blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

@@ -1,6 +1,6 @@
-"""Requests of Anthropic's Messages API, as far as a policy can serve them, and their blocks as messages of a chat.
+"""Requests of Anthropic's Messages API, as far as a policy can serve them, and their conversion to chat messages.
 
-``messages_reply`` has the invariant that the conversion keeps.
+The conversion keeps the invariant in ``messages_reply``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from asyncrl_cli.gateway.wire import (
 from asyncrl_cli.records.prompt import Message
 
 _ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-"""A line before the system prompt by which Claude Code tells who pays. It differs in every request."""
+"""Claude Code's billing line before the system prompt. It differs in every request, which would begin a new branch."""
 
 MANY: Any = Field(fail_fast=True)
-"""Of lists without a limit of their own: a long one ends with its first error."""
+"""For lists without a limit: validation stops at the first error, because a body may have very many."""
 
 
 class TextBlock(Wire):
@@ -46,14 +46,14 @@ class TextBlock(Wire):
 
 
 class ThinkingBlock(Wire):
-    """Reasoning of an earlier reply, as it was sent. Its signature is not checked."""
+    """Reasoning of an earlier reply. The signature is not checked."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
 class RedactedThinkingBlock(Wire):
-    """Reasoning that another server has encrypted. The policy does not see it."""
+    """Reasoning that another server encrypted. The policy does not see it."""
 
     type: Literal["redacted_thinking"]
 
@@ -97,7 +97,7 @@ class ToolResultBlock(Wire):
         ]
         | None
     ) = None
-    is_error: Flag | None = Field(None, description="The content is an error: the policy reads `Error: ` before it.")
+    is_error: Flag | None = Field(None, description="The content is an error; the policy reads `Error: ` before it.")
 
 
 UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
@@ -127,7 +127,7 @@ class AssistantMessage(Wire):
 
 
 class SystemMessage(Wire):
-    """Instructions within the conversation. The policy reads those after the first turn as words of the user."""
+    """Instructions within the conversation. After the first turn, the policy reads them as the user's words."""
 
     role: Literal["system"]
     content: TextContent
@@ -139,7 +139,7 @@ AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(dis
 class MessageTool(Wire):
     """A tool that the model may call; ``input_schema`` is a JSON schema.
 
-    Anthropic's own tools have another ``type`` than ``custom`` and no schema. Without a session they are refused; in
+    Anthropic's own tools have a ``type`` other than ``custom`` and no schema. Without a session they are refused; in
     sessions the policy does not see them.
     """
 
@@ -165,7 +165,7 @@ class ToolChoice(Wire):
 
 
 class ContextEdit(Wire):
-    """How a server shortens a long history."""
+    """An edit that shortens a long history."""
 
     type: Text
 
@@ -179,13 +179,13 @@ class ContextEdit(Wire):
 
 
 class ContextManagement(Settings):
-    """Edits of a long history. The chat template decides which reasoning stays, and nothing else is ever removed."""
+    """Edits of a long history. The chat template decides which reasoning stays; nothing else is removed."""
 
     edits: Annotated[list[ContextEdit], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
 class CountRequest(ChatBody):
-    """A request of `/v1/messages/count_tokens`. Keys about the generation have no effect on its tokens."""
+    """A request of `/v1/messages/count_tokens`. Keys for the generation have no effect on the count."""
 
     no_effect = NO_EFFECT | {"max_tokens", "output_config", "stop_sequences", "stream", "temperature"}
 
@@ -193,7 +193,7 @@ class CountRequest(ChatBody):
     system: TextContent | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = Field(
-        None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
+        None, description="`none` hides the tools. Nothing is forced: other values mean `auto`."
     )
     context_management: ContextManagement | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -208,9 +208,9 @@ class CountRequest(ChatBody):
         return self
 
     def chat_messages(self) -> list[Message]:
-        """The conversation as the messages of a chat.
+        """The conversation as chat messages.
 
-        Turns of the same role that follow each other are one. A user's turn is the results of tools, and then its text.
+        Consecutive messages of one role become one turn. A user's turn has the tool results first, then the text.
         """
         messages = list(self.messages)
         first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
@@ -235,7 +235,8 @@ class CountRequest(ChatBody):
         return [_function(tool) for tool in self.tools or () if tool.custom] or None
 
     def refuse_unsupported(self, fixed_sampling: bool) -> None:
-        """As in ``Request``. Sessions with fixed sampling drop Anthropic's tools: their programs are unmodified."""
+        """As in ``Request``. Sessions with fixed sampling drop Anthropic's tools, because they serve unmodified
+        programs."""
         super().refuse_unsupported(fixed_sampling)
         if fixed_sampling:
             return
@@ -248,8 +249,8 @@ class CountRequest(ChatBody):
 
 
 class MessagesRequest(GenerationRequest, CountRequest):
-    max_tokens: Count = Field(description="Most tokens to generate. More than fits is as many as fit.")
-    stop_sequences: Stops | None = Field(None, description="Strings that end the text, which does not have them.")
+    max_tokens: Count = Field(description="Maximal number of tokens to generate; reduced to the number that fits.")
+    stop_sequences: Stops | None = Field(None, description="Strings that end the text; they are not part of it.")
     output_config: Settings | None = None
 
 
@@ -276,7 +277,7 @@ def _user(text: str, blocks: Sequence[Any]) -> list[Message]:
 
 
 def _shown(blocks: Sequence[Any]) -> list[dict[str, str]]:
-    """Texts and images as parts of a message; none without an image."""
+    """The parts of a message with images; [] if there is no image."""
     parts = [
         {"type": "image", "image": f"data:{block.source.media_type};base64,{block.source.data}"}
         if isinstance(block, ImageBlock)

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus."""
+"""The gateway's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 12
 
 
 class Metrics:
-    """Counters in a registry of their own, so that two gateways in a process stay apart."""
+    """Counters in a separate registry: two gateways in one process do not share them."""
 
     def __init__(self) -> None:
         prefix = "asyncrl_gateway"
@@ -35,12 +35,12 @@ class Metrics:
         self.generated_tokens.inc(generated_tokens)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class Watched:
-    """Middleware that counts every request, and answers unexpected exceptions."""
+    """Middleware that counts requests and answers unexpected exceptions."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

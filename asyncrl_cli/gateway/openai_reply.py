@@ -1,8 +1,8 @@
-"""Replies in the form of OpenAI's chat completions and completions: complete answers, and the chunks of a stream.
+"""Render replies for OpenAI's chat completions and completions: complete answers, and the chunks of a stream.
 
-The answers are typed dictionaries of exactly what is sent: FastAPI makes the OpenAPI document of them, and nothing is
-validated a second time on its way out. (openai.types has neither the token ids nor what is omitted here, and takes a
-second to import: decision 0035.)
+The answers are typed dictionaries with exactly the keys that are sent. FastAPI makes the OpenAPI document from them,
+and answers are not validated again. ``openai.types`` lacks the token ids, has keys that are never sent here, and takes
+a second to import (decision 0016).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON lacks."""
 
 
 class Usage(TypedDict):
@@ -41,7 +41,7 @@ class FunctionCall(TypedDict):
 
 
 class Call(TypedDict):
-    """One call of a tool; ``index`` in streams only."""
+    """One tool call; ``index`` only in streams."""
 
     index: NotRequired[int]
     id: str
@@ -50,7 +50,7 @@ class Call(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The model's message. Its reasoning, if any, is there under both names that servers use for it."""
+    """The model's message. Reasoning, if any, is under both names that servers use for it."""
 
     role: Literal["assistant"]
     reasoning_content: NotRequired[str]
@@ -61,7 +61,7 @@ class AssistantMessage(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token's log-probability in nats; ``bytes`` are its UTF-8."""
+    """A token's log-probability in nats; ``bytes``: the token in UTF-8."""
 
     token: str
     logprob: float
@@ -78,7 +78,7 @@ class ChatLogprobs(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One reply. The ids are there when ``return_token_ids`` asked for them."""
+    """One reply. ``return_token_ids`` adds the ids."""
 
     index: int
     message: AssistantMessage
@@ -88,7 +88,7 @@ class ChatChoice(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """What a chunk adds to a message."""
+    """A chunk's addition to a message."""
 
     role: Literal["assistant"]
     reasoning_content: str
@@ -98,7 +98,7 @@ class Delta(TypedDict, total=False):
 
 
 class ChatChunkChoice(TypedDict):
-    """A piece of one reply; the last one has the reason, and what was asked for of log-probabilities and ids."""
+    """A piece of one reply. The last piece has the reason, and the log-probabilities and ids if requested."""
 
     index: int
     delta: Delta
@@ -108,7 +108,7 @@ class ChatChunkChoice(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """One entry per token; ``text_offset`` counts characters from the text's beginning."""
+    """One entry for each token. ``text_offset`` counts characters from the beginning of the text."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -117,7 +117,7 @@ class TextLogprobs(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One completion, or a piece of one in a stream. The ids are there when ``return_token_ids`` asked for them."""
+    """One completion, or a piece of it in a stream. ``return_token_ids`` adds the ids."""
 
     index: int
     text: str
@@ -128,7 +128,7 @@ class TextChoice(TypedDict):
 
 
 class Envelope(TypedDict):
-    """What all generated answers have; ``created`` is a unix time in s."""
+    """Keys of all generated answers; ``created`` is a Unix time in s."""
 
     id: str
     created: int
@@ -148,7 +148,7 @@ class ChatChunk(Envelope):
 
 
 class Completion(Envelope):
-    """The answer of `/v1/completions`, and one event of a streamed one."""
+    """The answer of `/v1/completions`, or one event of its stream."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
@@ -171,20 +171,18 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request wants beside the text. Kept instead of the request, which may be large."""
+    """A request's wishes for its answer. Kept instead of the request, which may be large."""
 
     token_ids: bool = False
     logprobs: bool = False
     top_logprobs: bool = False
     usage: bool = False
-    """In streams, as their last event."""
+    """End a stream with the token counts."""
 
 
 class _Answer:
-    """What both answers share."""
-
     prefix: ClassVar[str]
-    """What the ids of such answers begin with."""
+    """Prefix of the answers' ids."""
     event_type: ClassVar[str]
     headers: ClassVar[Mapping[str, str]] = {}
 
@@ -207,7 +205,7 @@ class _Answer:
 
 
 class ChatAnswer(_Answer):
-    """Answers one request of `/v1/chat/completions`."""
+    """The answer to one request of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
     event_type = "chat.completion.chunk"
@@ -249,7 +247,6 @@ class ChatAnswer(_Answer):
         return events + self._event([last], prompt_token_ids=list(reply.prompt_ids))
 
     def _begin(self, choice: int) -> bytes:
-        """The first event of a choice."""
         if choice in self._begun:
             return b""
         self._begun.add(choice)
@@ -295,7 +292,7 @@ class ChatAnswer(_Answer):
 
 
 class TextAnswer(_Answer):
-    """Answers one request of `/v1/completions`."""
+    """The answer to one request of `/v1/completions`."""
 
     prefix = "cmpl"
     event_type = "text_completion"

@@ -1,4 +1,4 @@
-"""What clients may send to OpenAI's chat completions and completions, as far as a policy can serve it."""
+"""Requests of OpenAI's chat completions and completions, as far as a policy can serve them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ from asyncrl_cli.gateway.wire import (
 )
 
 MAX_CHOICES = 1024
-"""Choices of one request, over all its prompts."""
+"""Limit on the choices of one request, summed over its prompts."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""``max_tokens`` of `/v1/completions` when it is omitted, as in OpenAI's API."""
+"""Default ``max_tokens`` of `/v1/completions`, as in OpenAI's API."""
 
 
 class StreamOptions(Settings):
-    include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
+    include_usage: Flag | None = Field(None, description="Send a last chunk with the number of tokens used.")
 
 
 class OpenAIRequest(GenerationRequest):
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
     seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
-    stop: Stop | Stops | None = Field(None, description="Strings that end the text, which does not have them.")
-    max_tokens: Count | None = Field(None, description="Most tokens to generate. More than fits is as many as fit.")
+    stop: Stop | Stops | None = Field(None, description="Strings that end the text; they are not part of it.")
+    max_tokens: Count | None = Field(
+        None, description="Maximal number of tokens to generate; reduced to the number that fits."
+    )
     stream_options: StreamOptions | None = None
     return_token_ids: Flag | None = Field(
         None, description="Add the token ids: `prompt_token_ids`, and `token_ids` of each choice."
@@ -51,7 +53,7 @@ class OpenAIRequest(GenerationRequest):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with a chunk that counts the tokens."""
+        """True if a stream ends with a chunk that counts the tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def options(self, max_tokens: int | None) -> CallOptions:
@@ -74,7 +76,7 @@ class TextPart(Wire):
 
 class ImageUrl(Wire):
     url: Text = Field(description="The image in base64, as a data URL.")
-    detail: Any = Field(None, description="Without an effect: the model's processor decides.")
+    detail: Any = Field(None, description="No effect: the model's processor decides.")
 
 
 class ImagePart(Wire):
@@ -85,7 +87,7 @@ class ImagePart(Wire):
 
 
 class Function(Wire):
-    """The function that a tool call names, with its arguments as JSON text."""
+    """The function of a tool call, with its arguments as JSON text."""
 
     name: Text
     arguments: Text
@@ -108,9 +110,9 @@ class ChatMessage(Wire):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="For role `assistant`."
     )
-    tool_call_id: Text | None = Field(None, description="For role `tool`: the call that this answers.")
+    tool_call_id: Text | None = Field(None, description="For role `tool`: the id of the call.")
     name: Text | None = None
-    reasoning_content: Any = Field(None, description="For role `assistant`: its reasoning, as it was answered.")
+    reasoning_content: Any = Field(None, description="For role `assistant`: its reasoning, as in the reply.")
     reasoning: Any = Field(None, description="Another name of `reasoning_content`.")
 
     @model_validator(mode="after")
@@ -121,7 +123,7 @@ class ChatMessage(Wire):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """The message with the keys that chat templates know."""
+        """The message with only the keys of chat templates."""
         known = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"}
         plain = self.model_dump(exclude_none=True, include=known)
         if isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content):
@@ -133,7 +135,7 @@ class ChatMessage(Wire):
 
 
 class FunctionDefinition(Wire):
-    """What a tool does and takes; ``parameters`` is a JSON schema."""
+    """A tool's description; ``parameters`` is a JSON schema."""
 
     name: ToolName
     description: Text | None = None
@@ -155,21 +157,21 @@ class NamedTool(Wire):
 
 
 class NamedTools(Wire):
-    """Some of the tools. The mode has no effect: the policy is never forced."""
+    """A subset of the tools. The mode has no effect: nothing is forced."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedTools(Wire):
-    """A choice of tools: the model does not see the others."""
+    """The allowed tools: the model does not see the others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: NamedTools
 
 
-SPOKEN_OTHERWISE = ("audio", "function_call", "refusal")
-"""Keys of a message that may hold content the policy would not see."""
+UNSEEN_CONTENT = ("audio", "function_call", "refusal")
+"""Refused keys of a message: their content would not reach the policy."""
 
 
 class ChatRequest(OpenAIRequest, ChatBody):
@@ -183,17 +185,17 @@ class ChatRequest(OpenAIRequest, ChatBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
         None,
-        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: all else is `auto`.",
+        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: other values mean `auto`.",
     )
     max_completion_tokens: Count | None = Field(None, description="Takes precedence over `max_tokens`.")
     logprobs: Flag | None = Field(None, description="Add the log-probability of each token.")
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="Needs `logprobs`. Only the sampled token's is known: more than 1 gives that one."
+        None, description="Needs `logprobs`. Only the sampled token's is known, so larger values give one, too."
     )
     continue_final_message: Flag | None = Field(
         None, description="The reply continues the assistant message at the end; needs `add_generation_prompt: false`."
     )
-    add_generation_prompt: Flag | None = Field(None, description="`false` with `continue_final_message` only.")
+    add_generation_prompt: Flag | None = Field(None, description="`false` only with `continue_final_message`.")
 
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ChatRequest:
@@ -212,7 +214,6 @@ class ChatRequest(OpenAIRequest, ChatBody):
         return bool(self.continue_final_message)
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees, as they were sent."""
         if not self.tools or self.tool_choice == "none":
             return None
         allowed = self._allowed()
@@ -226,7 +227,7 @@ class ChatRequest(OpenAIRequest, ChatBody):
     def refuse_unsupported(self, fixed_sampling: bool) -> None:
         super().refuse_unsupported(fixed_sampling)
         for index, message in enumerate(self.messages):
-            for key in SPOKEN_OTHERWISE:
+            for key in UNSEEN_CONTENT:
                 if (message.model_extra or {}).get(key):
                     raise unsupported(f"messages.{index}.{key}", f"messages.{index}.{key} is not supported")
 

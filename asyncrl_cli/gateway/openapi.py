@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the request bodies that ``bodies.Bodies`` reads, and all errors."""
+"""The OpenAPI document: FastAPI's, plus the request bodies that ``bodies.Bodies`` reads, and all errors."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ REFERENCE = "#/components/schemas/{model}"
 BODIES: tuple[type[Wire], ...] = (ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest)
 
 DESCRIPTIONS = {
-    400: "The request is wrong, or asks for what cannot be served.",
+    400: "The request is invalid, or has a key that cannot be honoured.",
     401: "No API key, or a wrong one.",
     404: "No such model, or no such session.",
     408: "The body did not arrive in time.",
     410: "The session has ended.",
     413: "The body is too large.",
-    500: "A fault of the gateway.",
+    500: "An error in the gateway.",
     503: "The engines failed repeatedly, or the server is stopping.",
     529: "A large body waited too long for others.",
 }
 
 
 def errors(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a path, in the shape of its API; without ``statuses`` all that a generation may have."""
+    """The error answers of a path, in its API's format; without ``statuses``, all errors of a generation."""
     found = statuses or [status for status in DESCRIPTIONS if status != 529 or model is MessagesError]
     return {status: {"model": model, "description": DESCRIPTIONS[status]} for status in found}
 
@@ -46,16 +46,16 @@ MODELS = errors(ErrorAnswer, 400, 401, 404, 410)
 
 
 def generation(answer: Any, events: str, body: type[Wire], error: Any = ErrorAnswer) -> dict[str, Any]:
-    """The keyword arguments of a route that generates; ``events`` describes the data of a stream's events."""
+    """Keyword arguments for a route that generates; ``events`` describes the data of a stream's events."""
     data = {"type": "string", "description": events}
     one_event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     content = {"text/event-stream": {"schema": one_event}}
-    answered = {"model": answer, "description": "What was generated.", "content": content}
+    answered = {"model": answer, "description": "The generated answer.", "content": content}
     return {"responses": {200: answered, **errors(error)}, "openapi_extra": request_body(body)}
 
 
 def request_body(body: type[Wire]) -> dict[str, Any]:
-    """What a route's operation has for a body that it reads itself."""
+    """OpenAPI's entry for a body that the route reads itself."""
     schema = {"$ref": REFERENCE.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -74,11 +74,11 @@ ITEMS = {
     ("ModelResponse", "output"): ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomToolCallItem"),
     ("MessageAnswer", "content"): ("TextBlock", "ThinkingBlock", "ToolUseBlock"),
 }
-"""Lists in answers, and the parts of requests that their entries are: clients send them back."""
+"""Lists in answers, with the request models of their entries, because clients send the entries back."""
 
 
 def install(app: FastAPI) -> None:
-    """Give an application its document."""
+    """Set the application's OpenAPI document."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -89,7 +89,7 @@ def install(app: FastAPI) -> None:
             for (answer, key), parts in ITEMS.items():
                 references = [{"$ref": REFERENCE.format(model=part)} for part in parts]
                 schemas[answer]["properties"][key]["items"] = {"anyOf": references}
-            # A malformed request gets 400, in another shape than FastAPI's 422.
+            # A malformed request gets 400 in the API's format, instead of FastAPI's 422.
             for path in document["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)

@@ -1,12 +1,12 @@
-"""Parsers of what a model wrote: its reasoning, and its calls of tools.
+"""Parse the reasoning and the tool calls in a model's reply.
 
-The most common formats are read here: vLLM takes twelve seconds and 700 MB to import into a process that has no other
-use for it. Every other format is vLLM's own parser, which is loaded only then; names are checked without it. The tests
-compare the parsers here with vLLM's.
+The most common formats are parsed here, because importing vLLM takes twelve seconds and 700 MB. vLLM's parsers read the
+other formats, and are imported only then; names are checked without the import. Tests compare the parsers here with
+vLLM's.
 
-A tool parser takes a reply's text and the request's tools, and gives the calls in it, or None where it finds none that
-are well formed: a function's name, and a JSON object of arguments that can be sent on as UTF-8. A malformed call is not
-an error: the reply is then plain content, which the task scores.
+A tool parser takes a reply's text and the request's tools. It returns the calls, or None if there is no well-formed
+call: a function's name, and a JSON object of arguments that can be encoded as UTF-8. A malformed call is not an error.
+The reply is then plain content, which the task scores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl_cli.rollout.engine_settings import reasoning_parsers, tool_parsers
 
 
 class ParserError(ConfigError):
-    """The spec names no parser, or one that this model's tokenizer has no tokens for."""
+    """The spec's parser does not exist, or does not fit the model's tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ParserKind:
     """One of vLLM's two kinds of parsers.
 
     Args:
-        what: its name in messages.
-        location: its key in the spec.
-        names: the names of its parsers, without vLLM's import; None where this vLLM does not say.
+        what: the kind's name in messages.
+        location: the kind's key in the spec.
+        names: returns the parsers' names without importing vLLM; None if this version of vLLM does not list them.
     """
 
     what: str
@@ -45,27 +45,27 @@ class ParserKind:
     names: Callable[[], Collection[str] | None]
 
     def check(self, name: str, own: Collection[str]) -> None:
-        """Raise ``ParserError`` when neither asyncrl (``own``) nor vLLM has a parser of that name. Imports no vLLM."""
+        """Raise ``ParserError`` if neither asyncrl (``own``) nor vLLM has this parser. Does not import vLLM."""
         known = None if name in own else self.names()
         if known is not None:
             self.check_registered(name, known)
 
     def check_registered(self, name: str, known: Collection[str]) -> None:
-        """Raise ``ParserError`` when a name is none of those that vLLM has registered."""
+        """Raise ``ParserError`` if vLLM has not registered the name."""
         if name not in known:
             hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
             raise ParserError(f"vLLM has no {self.what} {name!r}", location=self.location, hint=hint)
 
     @contextmanager
     def fits(self, name: str) -> Iterator[None]:
-        """Raise ``ParserError`` when a parser of vLLM's cannot be made for the model's tokenizer in this block."""
+        """Convert an exception in this block to ``ParserError``: a parser does not fit the model's tokenizer."""
         try:
             yield
         except Exception as error:
             raise ParserError(
                 f"the {self.what} {name} does not fit this model's tokenizer: {error}",
                 location=self.location,
-                hint="name the parser of the model's own format",
+                hint="name the parser for the model's format",
             ) from error
 
 
@@ -74,8 +74,7 @@ TOOLS = ParserKind("tool parser", "rollout.tool_parser", tool_parsers)
 
 
 def quiet() -> None:
-    """Keep vLLM's log lines out of the live view: it logs every malformed call of a model with its traceback. Call it
-    before the first import of vLLM."""
+    """Silence vLLM's parsers, which log every malformed call with its traceback. Call this before importing vLLM."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for package in ("vllm.reasoning", "vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(package).setLevel(logging.CRITICAL)
@@ -90,21 +89,21 @@ FORMS = {
     "qwen3": _QWEN3_FORM,
     "seed_oss": Form("<seed:think>", "</seed:think>", call=("<seed:tool_call>", "</seed:tool_call>")),
 }
-"""By the names of vLLM's parsers."""
+"""Marks around reasoning, by the names of vLLM's parsers."""
 
 
 ReasoningParser = Callable[[str], tuple[str, str]]
-"""Gives the reasoning and the content of a reply."""
+"""Divides a reply into reasoning and content."""
 
 
 def check_reasoning_parser(name: str | None) -> None:
-    """Raises ``ParserError`` when ``rollout.reasoning_parser`` is none that asyncrl or vLLM has; imports no vLLM."""
+    """Raise ``ParserError`` if ``rollout.reasoning_parser`` does not exist. Does not import vLLM."""
     if name is not None:
         REASONING.check(name, FORMS)
 
 
 def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> ReasoningParser:
-    """vLLM's own parser of a name. Raises ``ParserError``."""
+    """Make vLLM's parser ``name``. Raises ``ParserError``."""
     quiet()
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
@@ -118,9 +117,9 @@ def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[st
 
     def parse(text: str) -> tuple[str, str]:
         try:
-            # Parsers keep state from one reply to the next, so each reply has its own.
+            # A new parser for each reply, because parsers keep state.
             found = parser_class(tokenizer, chat_template_kwargs=dict(kwargs)).extract_reasoning(text, request)
-        except Exception:  # a parser may fail on anything that a model writes
+        except Exception:  # some texts make a parser fail
             return "", text
         return found[0] or "", found[1] or ""
 
@@ -164,16 +163,16 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "seed_oss": ("<seed:tool_call>", "<function=", "</seed:think>"),
     "step3": ("<｜tool_calls_begin｜>",),
 }
-"""Where the content of a reply that calls tools may end, by the name of its tool parser.
+"""Texts that may end the content of a reply with tool calls, by the name of the tool parser.
 
-These are all texts at which the parser may stop to read content: they begin a call, or are marks that the parser drops.
-The text before the first of them is the beginning of the content, whatever follows, except for spaces right before it.
-So it can be sent while the reply is generated. The content of a format that is not here comes at the reply's end."""
+At each of these the parser may stop reading content: they begin a call, or the parser drops them. The text before the
+first one is certainly content, except for spaces right before it, so it is sent while the reply is generated. For a
+format that is not listed here, the content is sent at the end of the reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """The text before the calls, and the calls: each a function's name and its arguments as JSON."""
+    """The text before the calls, and the calls, each a function's name and its arguments as JSON."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
@@ -183,19 +182,20 @@ ToolParser = Callable[[str, Tools], ToolCalls | None]
 
 
 def tool_parser(name: str | None, tokenizer: Any, reasoning: bool = False) -> ToolParser:
-    """The parser of a name; None means ``hermes``. With ``reasoning``, it gets what follows a reply's reasoning;
-    otherwise reasoning is content. Raises ``ParserError``."""
+    """Make the tool parser ``name``; None means ``hermes``. ``reasoning``: the parser gets the text after a reply's
+    reasoning; otherwise reasoning is content. Raises ``ParserError``."""
     return hermes if name in (None, HERMES) else vllm_tool_parser(name, tokenizer, reasoning)
 
 
 def check_tool_parser(name: str | None) -> None:
-    """Raises ``ParserError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has; imports no vLLM."""
+    """Raise ``ParserError`` if ``rollout.tool_parser`` does not exist. Does not import vLLM."""
     if name is not None:
         TOOLS.check(name, (HERMES,))
 
 
 def hermes(text: str, tools: Tools) -> ToolCalls | None:
-    """Calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the last may lack its end."""
+    """Parse calls of the form ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the last may lack its
+    end."""
     found = _HERMES_CALL.findall(text)
     try:
         calls = [json.loads(closed or opened) for closed, opened in found]
@@ -218,12 +218,12 @@ def vllm_tool_parser(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
     def parse(text: str, tools: Tools) -> ToolCalls | None:
         try:
             request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
-            # Parsers keep state from one reply to the next, so each reply has its own.
+            # A new parser for each reply, because parsers keep state.
             parser = parser_class(tokenizer, request.tools)
             if not reasoning and hasattr(parser, "skip_reasoning_parsing"):
                 parser.skip_reasoning_parsing = True
             found = parser.extract_tool_calls(text, request)
-        except Exception:  # a parser may fail on anything that a model writes
+        except Exception:  # some texts make a parser fail
             return None
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
         return _well_formed(found.content or "", calls)
@@ -236,7 +236,7 @@ def _well_formed(content: str, calls: Sequence[tuple[Any, str]]) -> ToolCalls | 
         for name, arguments in calls:
             if not isinstance(name, str) or not name or not isinstance(_strict(arguments), dict):
                 return None
-            f"{name}{arguments}".encode()  # no half of a surrogate pair
+            f"{name}{arguments}".encode()  # raises for half of a surrogate pair
     except (ValueError, RecursionError):
         return None
     return ToolCalls(content, tuple(calls)) if calls else None

@@ -1,7 +1,6 @@
-"""The paths of all APIs. Each API is a form of one conversation: its request becomes the messages of a chat, and its
-answer renders the reply."""
+"""The paths of all APIs. Each converts its requests to chat messages, and renders the replies in its own format."""
 
-# Annotations are not postponed here: FastAPI reads those of functions inside of functions.
+# Annotations are not postponed here: FastAPI must evaluate those of nested functions.
 
 import time
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from asyncrl_cli.gateway.wire import MAX_MESSAGES, GenerationRequest
 from asyncrl_cli.records.prompt import Message
 
 SessionOf = Callable[..., Awaitable[Session | None]]
-"""The dependency that finds a call's session, if it has one."""
+"""FastAPI dependency that finds the session of a call, if it has one."""
 
 B = TypeVar("B", bound=GenerationRequest)
 Prepare = Callable[[Session, B, Render], Awaitable[Prepared]]
@@ -33,7 +32,7 @@ Prepare = Callable[[Session, B, Render], Awaitable[Prepared]]
 
 
 def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Session], KeptResponses]) -> APIRouter:
-    """The paths of every API, under one prefix. ``kept_of`` has the responses that calls may continue."""
+    """The paths of all APIs, under one prefix. ``kept_of`` returns the responses that calls may continue."""
     router = APIRouter()
     _add_models(router, service, session_of)
 
@@ -80,7 +79,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
     async def response(session: Session, body: ResponsesRequest, render: Render) -> Prepared:
         kept = kept_of(session)
         before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
-        # Without the instructions: a response's instructions are not taken over by the next one.
+        # Kept without the instructions: the next response does not take them over.
         conversation = [*before, *await render(body.chat_messages)]
         if len(conversation) > MAX_MESSAGES:
             raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
@@ -113,13 +112,13 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
     add("/chat/completions", ChatRequest, chat, "The model's reply to a conversation.", openapi.CHAT)
     add("/completions", CompletionRequest, completion, "Text that continues a prompt.", openapi.COMPLETION)
     add("/responses", ResponsesRequest, response, "The model's response to a text or to items.", openapi.RESPONSES)
-    add("/messages", MessagesRequest, message, "The reply in the form of Anthropic's API.", openapi.MESSAGES)
+    add("/messages", MessagesRequest, message, "The model's reply in Anthropic's format.", openapi.MESSAGES)
 
     @router.post("/messages/count_tokens", **openapi.COUNT_TOKENS)
     async def count_tokens(
         request: Request, response: Response, session: Annotated[Session | None, Depends(session_of)]
     ) -> TokenCount:
-        """The tokens of a request's prompt: `input_tokens` of the answer to it."""
+        """The number of tokens in a request's prompt, which equals `input_tokens` of its answer."""
         async with service.bodies.read(request, CountRequest) as (body, render):
             used = service.session_for(session, body)
             try:
@@ -134,7 +133,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 
 
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
-    """The paths about models. Anthropic's clients get Anthropic's form; the OpenAPI document has OpenAI's."""
+    """Add the paths for models. Anthropic's clients get Anthropic's format; the OpenAPI document has OpenAI's."""
     openais: Model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
     anthropics = {
         "type": "model",
@@ -158,6 +157,6 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
 
     @router.get("/models/{model:path}", response_model=Model, responses=openapi.MODELS)
     async def model(request: Request, model: str, session: Annotated[Session | None, Depends(session_of)]) -> Response:
-        """The model, by its name."""
+        """The model with this name."""
         service.check_model(session, model)
         return answer(request, openais, anthropics)

@@ -1,15 +1,15 @@
-"""A reply's message, part by part, while its tokens are generated.
+"""Send a reply's message part by part, while its tokens are generated.
 
 Invariants:
 
-* The pieces of ``TextStream``, joined, are a prefix of the reply's final text. So an incomplete character is held back,
-  and so is text in which a stop string may begin.
-* The parts of ``FieldStream``, joined by kind, are a prefix of the message's field, and all of it after ``finish``.
-  Reasoning comes before content, and content before the calls of tools, which ``finish`` leaves to the answer. So
-  nothing is sent that may be, or may follow, the beginning of a call (``parsers.LAYOUTS``), and spaces are sent with
-  the text after them: parsers strip those before a call.
-* Reasoning is read in one pass over the text, which may come in pieces of any size. So the parts of a stream, joined,
-  are what a complete reply is divided into, and no text is lost but the marks themselves (decision 0070).
+* The pieces of ``TextStream``, joined, are a prefix of the reply's final text. So it holds back an incomplete
+  character, and text that may begin a stop string.
+* The parts of ``FieldStream``, joined by kind, are a prefix of the message's field, and the whole field after
+  ``finish``. Reasoning comes before content, and content before tool calls, which the answer renders at the end. So the
+  stream sends no text that may begin or follow a call (``parsers.LAYOUTS``), and it sends spaces only with the text
+  after them, because parsers strip the spaces before a call.
+* Reasoning is found in one pass over the text, in pieces of any size. So a stream divides a reply in the same way as a
+  complete answer, and only the marks themselves are lost (decision 0017).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from asyncrl_cli.records.prompt import Message
 Kind = Literal["content", "reasoning"]
 
 FIELDS: dict[Kind, str] = {"reasoning": "reasoning_content", "content": "content"}
-"""The key of a message that has the parts of a kind, in the order in which they come."""
+"""The message's key for each kind, in the order of a reply."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes half a character to."""
+"""A tokenizer decodes an incomplete character to this."""
 LONGEST_CHARACTER = 4
-"""Bytes, and so tokens, that a character has at most."""
+"""Maximal number of bytes, and so of tokens, in a character."""
 
 
 class Part(NamedTuple):
-    """A piece of a reply: of what it says, or of its reasoning."""
+    """A piece of a reply's content or reasoning."""
 
     kind: Kind
     text: str
@@ -44,14 +44,14 @@ class TextStream:
         self._decode = decode
         self._stop = stop
         self._ids: list[int] = []
-        # Up to _settled the text is known; from _context on tokens are decoded with those after them, as a tokenizer
-        # may drop a space at the beginning of what it decodes.
+        # Tokens before _settled have been turned into text. New tokens are decoded together with the tokens from
+        # _context on, because a tokenizer may drop a space at the beginning.
         self._context = self._settled = 0
         self._text = ""
         self._sent = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Take the next tokens. Returns the text that is certain now."""
+        """Take the next tokens; returns the text that has become certain."""
         self._ids += ids
         known = self._decode(self._ids[self._context : self._settled])
         text = self._decode(self._ids[self._context :])
@@ -59,7 +59,7 @@ class TextStream:
         if text.endswith(INCOMPLETE):
             if end - self._settled <= 2 * LONGEST_CHARACTER:
                 return ""
-            # Not half a character, but bytes that are none. Without this, all of them would be decoded each time.
+            # These bytes are no character at all. Without this, all of them would be decoded again each time.
             end, whole = end - LONGEST_CHARACTER, text
             text = self._decode(self._ids[self._context : end])
             if not whole.startswith(text):
@@ -68,7 +68,7 @@ class TextStream:
             return ""
         self._text += text[len(known) :]
         self._context, self._settled = self._settled, end
-        # Up to a stop string, or to what may be the beginning of one.
+        # Up to a stop string, or to text that may begin one.
         found = [at for stop in self._stop if (at := self._text.find(stop)) >= 0]
         until = min(found, default=len(self._text) - overlap(self._text, self._stop))
         start, self._sent = self._sent, max(self._sent, until)
@@ -76,19 +76,19 @@ class TextStream:
 
 
 def overlap(text: str, marks: Iterable[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
+    """Number of characters at the end of a text that may begin a mark."""
     return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Reasoning between two marks, at the beginning of a reply.
+    """The marks around reasoning at the beginning of a reply.
 
     Args:
-        opening: begins it, unless the prompt ends with it. In the reasoning it is dropped.
-        closing: ends it. A reply without it is reasoning alone.
-        call: the texts around a tool call; the first of them ends the reasoning, too. Empty: a call is reasoning.
-        once: only the first ``closing`` is a mark, and later ones are text of the content; else all are dropped.
+        opening: begins the reasoning, unless the prompt ends with it. Within the reasoning it is dropped.
+        closing: ends the reasoning. A reply without it is reasoning only.
+        call: the marks around a tool call; the first of them also ends the reasoning. Empty: calls are reasoning.
+        once: only the first ``closing`` is a mark, and later ones are content. Otherwise all are dropped.
     """
 
     opening: str
@@ -98,16 +98,15 @@ class Form:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that mean something."""
         return self.opening, self.closing, *self.call
 
     def closed_in(self, prompt: str) -> bool:
-        """Whether the end of a prompt has the reasoning already, as templates write it that turn reasoning off."""
+        """True if the end of a prompt closes the reasoning already, as templates do that turn reasoning off."""
         return prompt.rfind(self.closing) > prompt.rfind(self.opening)
 
 
 class Division:
-    """Divides a text that comes in pieces into reasoning and content."""
+    """Divides a text that arrives in pieces into reasoning and content."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
@@ -115,7 +114,7 @@ class Division:
         self._rest = ""
 
     def feed(self, text: str) -> Iterator[Part]:
-        """The parts that are certain. What may be the beginning of a mark waits for the next piece."""
+        """Yield the parts that have become certain. Text that may begin a mark waits for the next piece."""
         self._rest += text
         while found := min(((self._rest.find(mark), mark) for mark in self._marks if mark in self._rest), default=None):
             at, mark = found
@@ -129,7 +128,7 @@ class Division:
         yield from self._take(len(self._rest) - overlap(self._rest, self._marks))
 
     def finish(self) -> Iterator[Part]:
-        """The part that is left when nothing follows."""
+        """Yield the rest at the end of the text."""
         yield from self._take(len(self._rest))
 
     @property
@@ -155,7 +154,7 @@ def divided(text: str, form: Form) -> tuple[str, str]:
 
 
 class FieldStream:
-    """Turns tokens into parts of the message."""
+    """Turns tokens into parts of a message."""
 
     def __init__(
         self,
@@ -167,9 +166,9 @@ class FieldStream:
         calls: tuple[str, ...] | None = (),
         held: bool = False,
     ) -> None:
-        """``readable``: filter new tokens; returns the visible ones, and whether nothing can be sent after them.
-        ``form``: the form of the reasoning, if there is any. ``calls``: the texts at which the content may end; None:
-        they are not known, so content comes at the end. ``held``: nothing is sent before ``finish``."""
+        """``readable`` filters new tokens: it returns the visible ones, and True if nothing may be sent after them.
+        ``form``: the marks around reasoning, if any. ``calls``: texts that may end the content; None if they are
+        unknown, so content is sent by ``finish``. ``held``: nothing is sent before ``finish``."""
         self._readable = readable
         self._text = TextStream(decode, stop)
         self._division = Division(form) if form else None
@@ -180,7 +179,7 @@ class FieldStream:
         self._sent: dict[Kind, str] = {}
 
     def feed(self, ids: Sequence[int]) -> list[Part]:
-        """Take the next tokens. Returns the parts that are certain now."""
+        """Take the next tokens; returns the parts that have become certain."""
         if self._held:
             return []
         ids, last = self._readable(ids)
@@ -193,7 +192,7 @@ class FieldStream:
         return self._sending(certain)
 
     def finish(self, message: Message) -> list[Part]:
-        """The parts that are missing of the message."""
+        """Return the parts of the message that have not been sent."""
         parts = []
         for kind, name in FIELDS.items():
             final = message.get(name) or ""
@@ -202,7 +201,7 @@ class FieldStream:
         return self._sending(parts)
 
     def _before_calls(self, text: str) -> str:
-        """The content that stands before any call, with this text after all before it."""
+        """Take more text; returns the content that certainly comes before any call."""
         if self._content_held or self._calls is None:
             return ""
         text = self._rest + text

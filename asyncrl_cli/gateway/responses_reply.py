@@ -1,11 +1,11 @@
-"""Replies in the form of the Responses API: complete answers, and the events of a stream.
+"""Render replies for OpenAI's Responses API: complete answers, and the events of a stream.
 
-Invariant: the items of a reply, sent back, are the reply's own message again as sessions compare messages. So the next
-call continues its tokens (tests/gateway/test_responses_items.py).
+Invariant: if a client sends a reply's items back, sessions recognize the reply's message, and the next call continues
+its tokens (tests/gateway/test_responses_items.py).
 
-A stream has all the events of OpenAI's, numbered from 0: ``response.created`` and ``in_progress``, then of each item
-``output_item.added``, its parts and deltas, and ``output_item.done``, one item after the other, and the complete
-response at the end. What the deltas add up to is what the item has at its end.
+A stream has all of OpenAI's events, numbered from 0: ``response.created`` and ``in_progress``; then for one item after
+another ``output_item.added``, its parts and deltas, and ``output_item.done``; at the end the complete response. The
+deltas of an item add up to its final text.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from asyncrl_cli.gateway.wire import event
 from asyncrl_cli.records.prompt import Message
 
 OutputItem = dict[str, Any]
-"""An item of a reply, in the form in which requests have it, with an id and a status (``openapi.ITEMS``)."""
+"""An item of a reply, in the format of requests, with an id and a status (``openapi.ITEMS``)."""
 
 
 class ResponseUsage(TypedDict):
-    """``cached_tokens`` and ``cache_write_tokens`` of the input are always 0: what a prefix cache had is not known
-    here. ``reasoning_tokens`` of the output include the marks around the reasoning."""
+    """``cached_tokens`` and ``cache_write_tokens`` are always 0, because the gateway does not know about prefix caches.
+    ``reasoning_tokens`` include the marks around the reasoning."""
 
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -51,8 +51,7 @@ class Incomplete(TypedDict):
 
 
 class ModelResponse(TypedDict):
-    """The answer of `/v1/responses`; ``created_at`` is a unix time in s. The ids are there when ``return_token_ids``
-    asked for them."""
+    """The answer of `/v1/responses`; ``created_at`` is a Unix time in s. ``return_token_ids`` adds the ids."""
 
     id: str
     object: Literal["response"]
@@ -78,8 +77,8 @@ class ModelResponse(TypedDict):
 
 
 def begun_response(body: ResponsesRequest, model: str, fixed_sampling: bool) -> ModelResponse:
-    """The response before its output, with all that it repeats of its request. It is kept instead of the request, which
-    may be large. ``fixed_sampling``: the temperature is not the request's."""
+    """The response without its output, with the keys that it repeats from the request. It is kept instead of the
+    request, which may be large. ``fixed_sampling``: the request's temperature does not count."""
     choice = body.tool_choice or "auto"
     if not isinstance(choice, str):
         choice = {"type": choice.type, "name": choice.name} if choice.type in OWN else "auto"  # type: ignore[assignment]
@@ -119,17 +118,17 @@ class ResponsesAnswer:
         token_ids: bool,
         keep: Callable[[str, Message], None] | None,
     ) -> None:
-        """``keep`` gets the response's id and the reply before a client knows that it is complete; None: it is not
-        kept."""
+        """``keep`` gets the response's id and the reply before the client gets the complete response, because the
+        client's next request may continue it; None: the response is not kept."""
         self._begun, self._decode, self._token_ids, self._keep = begun, decode, token_ids, keep
         self._tools = {own.chat_name: own for own in tools}
-        # What all ids of this answer have in common, and no client can guess.
+        # Part of all ids in this answer; no client can guess it.
         self._stem = begun["id"].removeprefix("resp_")
-        # Of a stream: the next event's number, the items that have ended, the kind of text that is open, and its text.
-        self._number = 0
-        self._output: list[OutputItem] = []
+        # State of a stream.
+        self._number = 0  # of the next event
+        self._output: list[OutputItem] = []  # ended items
         self._open: Kind | None = None
-        self._text = ""
+        self._text = ""  # of the open item
 
     def complete(self, prompts: Prompts) -> ModelResponse:
         ((reply,),) = prompts
@@ -143,7 +142,7 @@ class ResponsesAnswer:
         return events + self._delta(part)
 
     def closing(self, choice: int, reply: Reply) -> bytes:
-        """All that is missing of the items, and the complete response."""
+        """The missing events of the items, and the complete response."""
         events = self._begin()
         items = self._items(reply)
         for item in items[len(self._output) :]:
@@ -155,8 +154,7 @@ class ResponsesAnswer:
         return events + self._event(f"response.{ended['status']}", response=ended)
 
     def end(self, prompts: Prompts) -> bytes:
-        """Nothing: the complete response was the last event."""
-        return b""
+        return b""  # the complete response was the last event
 
     def failed(self, error: ApiError) -> bytes:
         failed: ModelResponse = {
@@ -191,7 +189,7 @@ class ResponsesAnswer:
         return b"" if self._open is None else self._rest(text_item(self._open, self._stem, self._text))
 
     def _rest(self, item: OutputItem) -> bytes:
-        """The end of an item with text; all of it if it has not begun, because it has no text."""
+        """The last events of an item with text; all of its events if it is empty, and so has not begun."""
         kind: Kind = "reasoning" if item["type"] == "reasoning" else "content"
         events = b"" if self._open == kind else self._close() + self._begin_text(kind)
         name, more = _TEXT_EVENTS[kind]
@@ -202,12 +200,12 @@ class ResponsesAnswer:
         return events + self._done(item)
 
     def _text_event(self, name: str, kind: Kind, **body: Any) -> bytes:
-        """An event about the item with text that is open."""
+        """An event of the open item."""
         item_id = text_item(kind, self._stem, "")["id"]
         return self._event(name, item_id=item_id, output_index=len(self._output), content_index=0, **body)
 
     def _whole(self, item: OutputItem) -> bytes:
-        """All events of a call, which is known only when it is complete."""
+        """All events of a call, which can be parsed only when it is complete."""
         key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
         text = item[key]
         place = {"item_id": item["id"], "output_index": len(self._output)}
@@ -261,7 +259,7 @@ class ResponsesAnswer:
         return response
 
     def _reasoning_tokens(self, reply: Reply) -> int:
-        """The fewest tokens of the reply with which all of its reasoning is there."""
+        """The smallest number of tokens with which the reply contains its whole reasoning."""
         reasoning = reply.message.get("reasoning_content")
         if not reasoning:
             return 0
@@ -273,11 +271,11 @@ _TEXT_EVENTS: dict[Kind, tuple[str, dict[str, Any]]] = {
     "reasoning": ("reasoning_text", {}),
     "content": ("output_text", {"logprobs": []}),
 }
-"""The name of the events about a kind of text, and what else they have."""
+"""Name of the events for a kind of text, and their further keys."""
 
 
 def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[OutputItem]:
-    """The items of a reply; ``tools`` are by the names that the model sees, and the items' ids follow from ``stem``."""
+    """The items of a reply. ``tools``: by the names that the model sees. ``stem``: part of the items' ids."""
     items: list[OutputItem] = []
     reasoning, content, calls = (message.get(key) for key in ("reasoning_content", "content", "tool_calls"))
     if reasoning:
@@ -288,8 +286,8 @@ def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[
 
 
 def text_item(kind: Kind, stem: str, text: str) -> OutputItem:
-    """The model's reasoning or message. There is no summary of the reasoning. ``encrypted_content`` is the text in
-    base64, not a secret: some programs send back nothing else."""
+    """An item with the model's reasoning or message. Reasoning has no summary. ``encrypted_content`` is the text in
+    base64, not a secret: some programs send back only this key."""
     if kind == "content":
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
         item = {"id": f"msg_{stem}", "type": "message", "role": "assistant", "status": "completed"}
@@ -326,8 +324,8 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str)
 
 
 def _custom_input(arguments: str) -> str | None:
-    """The text that a custom tool gets; None when the model wrote other arguments, which go as they are, in a function
-    call: nothing of what it wrote may be lost."""
+    """The input of a custom tool. None if the model wrote other arguments, which are then sent unchanged as a function
+    call, because no sampled text may be lost."""
     parsed = json.loads(arguments)
     text = parsed.get("input") if len(parsed) == 1 else None
     try:
@@ -336,21 +334,20 @@ def _custom_input(arguments: str) -> str | None:
         return None
 
 
-# -- conversations that clients continue by the id of their last response. They are in memory, bounded in number and
-# size, and by session: an id opens nothing in another one, and no client can guess it. They end with the gateway; then
-# an id gets 404, like one that never existed (decision 0068).
+# -- Conversations that clients continue by the id of the last response. They are kept in memory, limited in number and
+# size, separately for each session: an id is valid only in its session, and cannot be guessed. After the gateway ends,
+# an id gets 404, like an id that never existed (decision 0016).
 
 MAX_KEPT = 512
-"""Responses of one session, and of all calls without one."""
+"""Limit on the responses of one session, and of all calls without a session."""
 MAX_BYTES = 4 * 2**20
-"""Memory of one session's conversations as JSON, each counted completely, although those of one conversation may share
-messages."""
+"""Limit on the memory of one session's conversations as JSON. Messages that conversations share count in each."""
 MAX_BYTES_WITHOUT = 32 * 2**20
-"""The same, of all calls without a session."""
+"""The same limit for all calls without a session."""
 
 
 class KeptResponses:
-    """Conversations by the id of their last response; the least recently used are removed first."""
+    """Conversations by the id of the last response. The least recently used are removed first."""
 
     def __init__(self, most: int = MAX_KEPT, limit: int = MAX_BYTES) -> None:
         self._most, self._limit = most, limit
@@ -358,7 +355,7 @@ class KeptResponses:
         self._size = 0
 
     def add(self, response_id: str, messages: Sequence[Message]) -> None:
-        """Keep a conversation. The newest is kept whatever its size, which the model's length bounds."""
+        """Keep a conversation. The newest is always kept; the model's context length bounds its size."""
         size = sum(getsizeof(key(message)) for message in messages)
         self._kept[response_id] = (messages, size)
         self._size += size
@@ -367,7 +364,7 @@ class KeptResponses:
             self._size -= size
 
     def get(self, response_id: str) -> Sequence[Message]:
-        """A conversation, the response included. Raises ``ApiError``."""
+        """Return a conversation, including the response. Raises ``ApiError``."""
         if response_id not in self._kept:
             message = f"Previous response with id {response_id!r} not found."
             raise ApiError(404, message, code="previous_response_not_found", param="previous_response_id")

@@ -1,10 +1,10 @@
-"""Requests of OpenAI's Responses API, as far as a policy can serve them, and their items as messages of a chat.
+"""Requests of OpenAI's Responses API, as far as a policy can serve them, and their conversion to chat messages.
 
-A session with fixed sampling belongs to an unmodified program, so there the tools that no policy can use are omitted.
+Sessions with fixed sampling serve unmodified programs, so they omit tools that no policy can use.
 
-One reply is at most one reasoning item, then at most one message, then its calls. So consecutive items of the model in
-this order are one message, and an item out of this order begins the next one. ``responses_reply`` has the invariant
-that the conversion keeps.
+A reply has at most one reasoning item, then at most one message, then its calls. So consecutive items of the model in
+this order become one message, and an item out of order begins the next message. The conversion keeps the invariant in
+``responses_reply``.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from asyncrl_cli.gateway.wire import (
 from asyncrl_cli.records.prompt import Message
 
 LOGPROBS = "message.output_text.logprobs"
-"""The one value of ``include`` that asks for something that could exist, and is not there."""
+"""The only refused value of ``include``: the answer could have this data, but does not."""
 
 OWN = ("function", "custom")
-"""The types of tools that a client runs itself."""
+"""Types of tools that a client runs itself."""
 
 ALLOWED = "allowed_tools"
-"""The type of a choice that names several tools."""
+"""Type of a choice that names several tools."""
 
 UNFINISHED = ("incomplete", "in_progress")
-"""States of an assistant message at the end that the reply continues, as in vLLM's server."""
+"""The reply continues an assistant message at the end with one of these states, as in vLLM's server."""
 
 CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-"""What the model sees of every custom tool's parameters."""
+"""The parameters of every custom tool, as the model sees them."""
 
 
 class InputPart(Wire):
-    """A piece of text, of a message or of a tool's result."""
+    """A piece of text in a message or in a tool's result."""
 
     type: Literal["input_text", "output_text"]
     text: Text
@@ -69,7 +69,7 @@ class ImagePart(Wire):
 
     type: Literal["input_image"]
     image_url: Text = Field(description="The image in base64, as a data URL.")
-    detail: Any = Field(None, description="Without an effect: the model's processor decides.")
+    detail: Any = Field(None, description="No effect: the model's processor decides.")
 
 
 Content = Annotated[
@@ -79,13 +79,13 @@ Content = Annotated[
 
 
 class MessageItem(Wire):
-    """A message of any role; the model's own have the shape that they were answered in, or that of others."""
+    """A message of any role. The model's messages may have the format of answers or of requests."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     status: Text | None = Field(
-        None, description="Of an assistant message at the end: `incomplete` or `in_progress` has the reply continue it."
+        None, description="`incomplete` or `in_progress`: the reply continues this assistant message at the end."
     )
 
 
@@ -95,11 +95,11 @@ class ReasoningPart(Wire):
 
 
 class ReasoningItem(Wire):
-    """What the model thought before it answered. An item without either key is ignored."""
+    """The model's reasoning before its answer. An item with neither key is ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
-    encrypted_content: Text | None = Field(None, description="The same, from this server. `content` takes precedence.")
+    encrypted_content: Text | None = Field(None, description="As this server sent it. `content` takes precedence.")
 
 
 class FunctionCallItem(Wire):
@@ -129,7 +129,7 @@ class ToolOutputItem(Wire):
 
 
 def _kind(item: Any) -> str | None:
-    """The tag of an item. Messages may lack a type."""
+    """The tag of an item; without a type it is a message."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", None)
     return kind if isinstance(kind, str) else None
 
@@ -152,20 +152,20 @@ class FunctionTool(Wire):
     name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Flag | None = Field(None, description="Without an effect: a policy is sampled from unchanged.")
+    strict: Flag | None = Field(None, description="No effect: sampling is never constrained.")
 
 
 class CustomTool(Wire):
-    """A tool that takes text. The model sees it as a function with the one argument `input`."""
+    """A tool that takes text. The model sees a function with one argument, `input`."""
 
     type: Literal["custom"]
     name: ToolName
     description: Text | None = None
-    format: dict[str, Any] | None = Field(None, description="A grammar is shown to the model, and not enforced.")
+    format: dict[str, Any] | None = Field(None, description="A grammar is shown to the model, but not enforced.")
 
 
 class NamespaceTool(Wire):
-    """Tools that belong together. The model sees each under both names, as in `files.read`."""
+    """A group of tools. The model sees each under both names, as in `files.read`."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -177,7 +177,7 @@ class NamespaceTool(Wire):
 
 @dataclass(frozen=True, slots=True)
 class OwnTool:
-    """A tool that the client runs itself, and its namespace if it has one."""
+    """A tool that the client runs itself, with its namespace, if any."""
 
     tool: FunctionTool | CustomTool
     namespace: str | None = None
@@ -187,7 +187,7 @@ class OwnTool:
         return chat_name(self.tool.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
-        """The tool as chat templates know it. The model sees a custom tool's grammar in the description."""
+        """The tool in the format of chat templates. A custom tool's grammar is part of the description."""
         tool, shown = self.tool, dict[str, Any]()
         if isinstance(tool, FunctionTool):
             shown = {"description": tool.description, "parameters": tool.parameters}
@@ -224,14 +224,14 @@ AnyTool = Annotated[
 
 
 class NamedTool(Wire):
-    """A tool by its type, and if it has one its name."""
+    """A tool by its type and, if it has one, its name."""
 
     type: Text
     name: Text | None = None
 
 
 class ToolChoice(NamedTool):
-    """A tool, or for type `allowed_tools` some: the model does not see the others."""
+    """A tool or, with type `allowed_tools`, several: the model does not see the others."""
 
     tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
@@ -246,24 +246,24 @@ class ResponsesRequest(GenerationRequest, ChatBody):
     )
 
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="A user's text, or items: messages, calls of tools, their results, reasoning."
+        description="A user's text, or items: messages, tool calls, their results, reasoning."
     )
     instructions: Text | None = Field(None, description="The system message of this call.")
     previous_response_id: Text | None = Field(
-        None, description="Continues the conversation of that response; its `instructions` are not taken over."
+        None, description="Continue this response's conversation; its `instructions` are not taken over."
     )
-    store: Flag | None = Field(None, description="false: the response cannot be continued by its id.")
+    store: Flag | None = Field(None, description="With false, the response cannot be continued by its id.")
     include: Annotated[list[Text], Field(max_length=64)] | None = Field(
-        None, description="`reasoning.encrypted_content` is always there; the others have no effect."
+        None, description="`reasoning.encrypted_content` is always included; other values have no effect."
     )
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
         None,
-        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: all else is `auto`.",
+        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: other values mean `auto`.",
     )
-    parallel_tool_calls: Flag | None = Field(None, description="Without an effect: a reply has the calls it has.")
+    parallel_tool_calls: Flag | None = Field(None, description="No effect: the number of calls is not limited.")
     max_output_tokens: Count | None = Field(
-        None, description="Most tokens to generate. More than fits is as many as fit."
+        None, description="Maximal number of tokens to generate; reduced to the number that fits."
     )
     seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
     text: Settings | None = None
@@ -273,7 +273,7 @@ class ResponsesRequest(GenerationRequest, ChatBody):
             Field(max_length=16),
         ]
         | None
-    ) = Field(None, description="Comes back with the response.")
+    ) = Field(None, description="Returned with the response.")
     return_token_ids: Flag | None = Field(None, description="Add the token ids: `prompt_token_ids` and `token_ids`.")
 
     @model_validator(mode="after")
@@ -312,11 +312,11 @@ class ResponsesRequest(GenerationRequest, ChatBody):
         return isinstance(last, MessageItem) and last.role == "assistant" and last.status in UNFINISHED
 
     def chat_messages(self) -> list[Message]:
-        """The input as messages of a chat. Raises ``ApiError`` for reasoning that is not of this server."""
+        """The input as chat messages. Raises ``ApiError`` for encrypted reasoning of another server."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         messages: list[Message] = []
-        reply: dict[str, Any] | None = None  # the last message, as long as items may still belong to it
+        reply: dict[str, Any] | None = None  # the last message, while further items may belong to it
         for item in self.input:
             if isinstance(item, ToolOutputItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
@@ -362,13 +362,13 @@ _FOLLOWED_BY = {
     "content": ("content", "tool_calls"),
     "tool_calls": (),
 }
-"""The keys of a message after which another part of this key begins the next message."""
+"""A part with this key begins the next message if the current one has any of these keys."""
 
 
 def _part_of_reply(
     item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem,
 ) -> tuple[str, Any] | None:
-    """The key of a reply's message that an item of the model belongs to, and its value."""
+    """The key and value that an item adds to its reply's message; None for an item without content."""
     if isinstance(item, MessageItem):
         return "content", _text(item.content)
     if isinstance(item, ReasoningItem):
@@ -383,7 +383,7 @@ def _part_of_reply(
 
 
 def _content(content: Content) -> str | list[dict[str, str]]:
-    """Text, or the parts of content with images."""
+    """The text, or the parts if there are images."""
     if isinstance(content, str) or all(isinstance(part, InputPart) for part in content):
         return _text(content)
     return [
@@ -410,4 +410,4 @@ def _reasoning(item: ReasoningItem) -> str | None:
     try:
         return b64decode(item.encrypted_content, validate=True).decode()
     except (Base64Error, ValueError):
-        raise invalid_value("the encrypted_content of a reasoning item is not of this server", "input") from None
+        raise invalid_value("the encrypted_content of a reasoning item is not from this server", "input") from None

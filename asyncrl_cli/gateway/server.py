@@ -1,4 +1,4 @@
-"""The HTTP server around the application."""
+"""The HTTP server for the application."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from asyncrl_cli.system.network import family_of
 
 START_S = 10.0
 STOP_S = 5.0
-"""Seconds that starting and stopping may take."""
+"""Seconds that a start and a stop may take."""
 BACKLOG = 128
-"""Connections that may wait to be accepted, and that are accepted at a time."""
+"""Connections that may wait to be accepted; also the number accepted at a time."""
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that mean every interface, and how to reach them from this host."""
+"""Addresses that stand for all interfaces, with the address to reach them from this host."""
 
 
 class GatewayError(UserError):
-    """The gateway cannot be started."""
+    """The gateway cannot start."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and sets ``serving`` when it serves."""
+    """Installs no signal handlers, and sets ``serving`` once it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -59,7 +59,7 @@ class Gateway:
             create_app(service),
             http=connections.protocol,
             log_config=None,
-            log_level="critical",  # clients' errors are in their answers
+            log_level="critical",  # the answers tell clients about their errors
             access_log=False,
             lifespan="off",
             ws="none",
@@ -72,7 +72,7 @@ class Gateway:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Serve from now on. Raises ``GatewayError`` when that does not work."""
+        """Start to serve. Raises ``GatewayError`` if the server does not start."""
         self._task = asyncio.create_task(self._server.serve([self._listener]))
         ready = asyncio.create_task(self._server.serving.wait())
         try:
@@ -87,7 +87,7 @@ class Gateway:
         """End every request and stop serving, within ``STOP_S``."""
         assert self._task is not None, "it was started"
         self._server.should_exit = True
-        for generation in self._service.generations:  # their clients get an error that the server stops
+        for generation in self._service.generations:  # each client gets the error that the server is stopping
             generation.cancel()
         await asyncio.wait({self._task}, timeout=STOP_S)
         self._task.cancel()
@@ -96,9 +96,9 @@ class Gateway:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises ``GatewayError`` when the address is not available."""
+    """Return a listening socket. Raises ``GatewayError`` if the address is not available."""
     family = family_of(host)
-    # Only sockets that name their protocol get TCP_NODELAY from asyncio; without it answers wait 40 ms for an ACK.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without it, answers wait 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,7 +110,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise GatewayError(
             f"the gateway cannot listen on {host}:{port}: {reason}",
             location="rollout.gateway.port",
-            hint="set rollout.gateway.port to 0 for a free one, and rollout.gateway.host to an address of this host",
+            hint="set rollout.gateway.port to 0 for a free port, and rollout.gateway.host to an address of this host",
         ) from None
     listener.setblocking(False)
     return listener

@@ -1,6 +1,6 @@
 """Request handling shared by all APIs, from prompt to answer.
 
-A generation ends when it is done, when its client is gone, or when the server stops.
+A generation ends when it is complete, when its client disconnects, or when the server stops.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from asyncrl_cli.records.prompt import Message
 Prompts = Sequence[Sequence[Reply]]
 """The replies to each prompt of a request."""
 Pieces = asyncio.Queue[tuple[int, Part] | None]
-"""Choices, counted over all prompts, and their next parts; then None when the generation has ended."""
+"""A choice's index over all prompts, and its next part; None when the generation has ended."""
 
 
 class Answer(Protocol):
-    """The answer to one request, in the form of its API: complete, or as server-sent events.
+    """The answer to one request, in its API's format: complete, or as server-sent events.
 
-    The events of a choice are any number of ``piece``, which together have all of its reasoning and content, and
-    ``closing``. After all choices comes ``end``; ``failed`` comes instead of all that is missing.
+    The events of a choice are any number of ``piece`` with its reasoning and content, then ``closing``. After all
+    choices comes ``end``. After a failure, ``failed`` replaces all events that are missing.
     """
 
     @property
     def headers(self) -> Mapping[str, str]: ...
 
     def complete(self, prompts: Prompts) -> Any:
-        """The JSON of the answer to a request that is not streamed."""
+        """The complete answer, as JSON values."""
 
     def piece(self, choice: int, part: Part) -> bytes:
-        """More of a choice."""
+        """Events for more text of a choice."""
 
     def closing(self, choice: int, reply: Reply) -> bytes:
-        """The last events of a choice; all of them if it has no text."""
+        """The last events of a choice; all of its events if it has no text."""
 
     def end(self, prompts: Prompts) -> bytes:
         """The last events of the answer."""
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of a failure after the first event."""
+        """The event for a failure after the first event."""
 
 
 class Call:
-    """A generation under way, cancelled when its client disconnects."""
+    """A running generation, which is cancelled if its client disconnects."""
 
     def __init__(self, request: Request, work: Coroutine[Any, Any, Prompts]) -> None:
         self.task = asyncio.create_task(work)
@@ -69,7 +69,7 @@ class Call:
         self._gone.add_done_callback(lambda _: self.task.cancel())
 
     async def result(self) -> Prompts:
-        """What was generated. Raises what the generation raised, and ``ApiError`` when it was cancelled."""
+        """Wait for the replies. Raises the generation's exceptions, and ``ApiError`` if it was cancelled."""
         try:
             await asyncio.wait({self.task})
         finally:
@@ -92,16 +92,16 @@ async def _disconnected(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the gateway serves.
+    """State shared by all requests.
 
     Args:
         sessions: the open sessions of rollouts.
-        secret: their keys are derived from it.
-        new_session: makes the session of a call that names none; it is closed after the call.
-        api_key: the bearer token of such calls; None: there are no such calls.
+        secret: the sessions' keys are derived from it.
+        new_session: makes the session for a call without one; it is closed after the call.
+        api_key: the key for calls without a session; None: such calls are not served.
         chat: the model's chat format.
-        model: the name that clients use.
-        bodies: reads requests.
+        model: the model's name for clients.
+        bodies: reads request bodies.
     """
 
     sessions: Sessions
@@ -112,21 +112,21 @@ class Service:
     model: str
     bodies: Bodies
     generations: set[asyncio.Task[Prompts]] = field(default_factory=set)
-    """Those under way."""
+    """Running generations."""
     metrics: Metrics = field(default_factory=Metrics)
 
     def check_model(self, session: Session | None, model: str | None) -> None:
-        """Raise ``ApiError`` for a model that is not served; a request need not name one.
+        """Raise ``ApiError`` for a model that is not served; a request may omit the name.
 
-        In a session every name means its one policy: programs bring their own names, and some use several (decision
-        0069). Without a session another name is probably a mistake.
+        A session accepts every name, because programs have fixed names and some use several (decision 0016). Without a
+        session another name is probably a mistake.
         """
         if session is None and model not in (None, self.model):
             message = f"the model {model!r} does not exist; there is {self.model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def session_for(self, named: Session | None, body: Body) -> Session:
-        """The session of a request: the one that its path names, or a new one.
+        """Return the session for a request: the session in its path, or a new one.
 
         Raises ``ApiError`` for a model that is not served, and for a key that cannot be honoured.
         """
@@ -137,7 +137,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is kept of a request once its prompts are tokens."""
+    """The parts of a request that are kept after its prompts were rendered."""
 
     rendered: list[Rendered]
     options: CallOptions
@@ -147,7 +147,7 @@ class Prepared:
 async def render_chat(
     session: Session, body: ChatBody, messages: Sequence[Message], *, render: Render, param: str = "messages"
 ) -> Rendered:
-    """The prompt of a conversation, which ``param`` of the request has. Raises ``ApiError``."""
+    """Render a conversation. ``param``: the request's key for it, for errors. Raises ``ApiError``."""
     ends_with_reply = bool(messages) and messages[-1]["role"] == "assistant"
     if ends_with_reply != body.continues(ends_with_reply):
         raise invalid_value(f"{param}: {body.how_to_end}", param)
@@ -168,9 +168,9 @@ async def render_chat(
 async def respond(
     service: Service, request: Request, session: Session, prepared: Prepared, *, own: bool, stream: bool
 ) -> Response:
-    """Generate, and answer. A failure before the first text of a stream is raised, because it has its own status code.
+    """Generate and answer. A failure before a stream's first text is raised, and so still gets a status code.
 
-    ``own``: the session is this call's alone, and ends with it. The request's body must have been read, and freed:
+    ``own``: the session belongs to this call, and ends with it. The caller must have freed the request's body, because
     only a few large ones may be in memory (decision 0022).
     """
     pieces: Pieces | None = asyncio.Queue() if stream else None
@@ -219,7 +219,7 @@ async def _generate(session: Session, prepared: Prepared, pieces: Pieces | None)
 
 
 def token_counts(prompts: Prompts) -> tuple[int, int]:
-    """Tokens of the prompts, each counted once, and of all replies."""
+    """Number of tokens in the prompts, each counted once, and in all replies."""
     prompt = sum(len(replies[0].prompt_ids) for replies in prompts)
     return prompt, sum(len(reply.token_ids) for replies in prompts for reply in replies)
 
@@ -242,7 +242,7 @@ async def _events(
 
 
 class EventStream(Response):
-    """Server-sent events. The ``Call`` of a client that is gone ends by itself."""
+    """Server-sent events. If the client disconnects, its ``Call`` ends by itself."""
 
     media_type = "text/event-stream"
 

@@ -1,11 +1,11 @@
-"""A session: the calls that one program makes to the model, as the token sequences of one rollout.
+"""A session: the calls of one program to the model, as the token sequences of one rollout.
 
-A call whose messages begin with those of an earlier call and the reply to it continues that call's tokens, exactly as
-they were; every other call begins a branch (docs/gateway.md, "Conversations and token ids"; decision 0017).
-transcript.py keeps the tokens, chat.py makes them of messages.
+If a call's messages begin with an earlier call's messages and its reply, it continues the earlier call's exact tokens.
+Every other call begins a branch (docs/gateway.md, "Conversations and token ids"; decision 0017). transcript.py keeps
+the tokens; chat.py makes them from messages.
 
-A call is rendered first (``render_chat``, ``render_text``, ``render_ids``), perhaps in another thread, and takes its
-branch only when it is answered. Between two awaits nothing else runs, so calls may come at the same time.
+A call is rendered first (``render_chat``, ``render_text``, ``render_ids``), perhaps in another thread. It takes its
+branch only in ``answer``, before the first await, so concurrent calls cannot extend the same branch.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from asyncrl_cli.rollout.response_text import cut
 Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 """``GenerationClient.generate``."""
 OnPart = Callable[[int, Part], None]
-"""Gets a choice, and its next part."""
+"""Called with a choice and its next part."""
 
 ALWAYS_RENDERED = 64 * 2**10
-"""Characters that are rendered for any model: a template may leave most of them out."""
+"""Texts of so many characters are rendered whatever the model's length, because a template may omit most of them."""
 
 T = TypeVar("T")
 
 
 class Render(Protocol):
-    """Runs work whose time grows with a text's length, perhaps in a thread."""
+    """Runs slow work on a text, perhaps in a thread."""
 
     async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What one call asks for; None: the session's setting."""
+    """Options of one call; None: the session's setting."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -71,22 +71,22 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tokens of one sequence, sampled tokens of one call, and of a session its calls (each choice counts) and sampled
-    tokens. Calls that run at the same time may each sample what was left of ``max_sampled_tokens`` when they began.
-    """
-
     max_length: int
+    """Tokens of one sequence."""
     max_call_tokens: int
+    """Sampled tokens of one call."""
     max_calls: int | None = None
+    """Calls of a session; each choice counts."""
     max_sampled_tokens: int | None = None
+    """Sampled tokens of a session. Each of several concurrent calls may use the rest that was left when it began."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """One choice of a call. ``logprobs`` (float32, nats) has one entry per token of ``token_ids``.
+    """One choice of a call. ``logprobs`` (float32, nats) has one entry for each of ``token_ids``.
 
-    ``message`` is in OpenAI's shape, with ``reasoning_content`` where there is any. ``text`` is the whole reply, with
-    its reasoning and its calls of tools, up to a stop string.
+    ``message`` is in OpenAI's format, with ``reasoning_content`` if there is any. ``text`` is the whole reply up to a
+    stop string, including reasoning and tool calls.
     """
 
     message: Message
@@ -99,27 +99,30 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A call's prompt: all its tokens, the turn that it continues (None: it begins a branch), and how its conversation
-    is found again after the reply. ``chat`` reads the reply of a chat; ``begun`` is the message that it continues.
-    ``images`` are those in the prompt."""
+    """A call's prompt."""
 
     prompt_ids: tuple[int, ...]
     after: tuple[Branch, Turn] | None = None
+    """The turn that the call continues; without one it begins a branch."""
     tools: Tools | None = None
     messages: History | None = None
+    """A chat's messages, by which a later call finds this one."""
     text: str | None = None
+    """A completion's text, for the same purpose."""
     chat: ChatFormat | None = None
+    """Parses the reply of a chat."""
     begun: Message | None = None
+    """The message that the reply continues, if any."""
     images: tuple[PlacedImage, ...] = ()
 
     @property
     def branch(self) -> Branch | None:
-        """The sequence that it can continue right now; None when it begins another."""
+        """The branch that the call can continue right now; None if it must begin a new one."""
         return self.after[0] if self.after is not None and self.after[0].extends(self.after[1]) else None
 
 
 class Session:
-    """One rollout, while its calls come."""
+    """One rollout during its calls."""
 
     def __init__(
         self,
@@ -134,23 +137,22 @@ class Session:
         recorded: Mapping[int, tuple[Segment, ...]] | None = None,
         on_segments: OnSegments | None = None,
     ) -> None:
-        """``fixed_sampling``: temperature and seed are those of ``sampling``, whatever a call asks for, so that the
-        policy's log-probs are of the distribution sampled from; each call's seed follows from ``sampling.seed`` and the
-        number of calls before. Otherwise a call's own settings take precedence over ``sampling``.
-        Stop strings are those of both.
+        """``fixed_sampling``: ``sampling`` sets temperature and seed, and a call's own are ignored, because the recorded
+        log-probs must belong to the sampled distribution. Each call's seed is derived from ``sampling.seed`` and the
+        number of earlier calls. Otherwise a call's settings take precedence. Stop strings of both apply.
 
-        ``recorded``: the segments of each sequence (0, 1, ...) that were recorded before, when the rollout is played
-        again. ``on_segments`` gets the segments of all sequences as they grow, with their context.
+        ``recorded``: each sequence's segments (0, 1, ...) from an earlier play of the rollout. ``on_segments`` gets the
+        segments of all sequences, including context, as they grow.
         """
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
         self.last_text = ""
         self.failure = ""
-        """Why a call was refused because of a limit; of the first one."""
+        """Reason why the first call was refused because of a limit."""
         self.calls = 0
         """Replies requested so far."""
         self.sampled_tokens = 0
-        """Tokens of all completed replies."""
+        """Tokens of all complete replies."""
         self._chat = chat
         self._generate = generate
         self._sampling = sampling
@@ -161,31 +163,31 @@ class Session:
         self._closed = False
 
     def close(self) -> None:
-        """End the session: calls under way are cancelled, later ones refused, both with an ``ApiError``."""
+        """End the session: running calls are cancelled and later ones refused, both with an ``ApiError``."""
         self._closed = True
         for task in self._running:
             task.cancel()
 
     def rollout(self) -> Rollout | None:
-        """Everything that was sampled and answered, with all branches; None when there is nothing."""
+        """All complete replies, with all branches; None if there are none."""
         return self._transcript.rollout(self._chat.decode)
 
     def replies(self) -> tuple[tuple[int, int], ...]:
-        """For each complete reply, in their order, its sequence in ``rollout`` and the token before which it ends."""
+        """As ``Transcript.replies``."""
         return self._transcript.replies()
 
     # -- a call
 
     async def answer(self, asked: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:
-        """The reply to a call, ``options.n`` times.
+        """Answer a call with ``options.n`` replies.
 
-        Raises ``ApiError`` for a call that cannot be answered, and what ``generate`` raises.
+        Raises ``ApiError`` if the call cannot be answered, and the exceptions of ``generate``.
         """
         self._refuse_if_ended()
         if not asked.prompt_ids:
             raise invalid_value("the prompt is empty")
         sampling = self._sampling_of(options, len(asked.prompt_ids))
-        # Before the first await: two calls that come together must not count as one, or extend the same branch.
+        # Before the first await: two concurrent calls must not get the same number, or extend the same branch.
         first, self.calls = self.calls, self.calls + options.n
         calls = [
             self._transcript.begin(None if choice else asked.branch, asked.prompt_ids, asked.images)
@@ -206,7 +208,7 @@ class Session:
             return [await replies[0]] if options.n == 1 else await _all(replies)
         finally:
             for call in calls:
-                self._transcript.abandon(call, keep=self.fixed_sampling)  # unless it has ended
+                self._transcript.abandon(call, keep=self.fixed_sampling)  # does nothing if the call has ended
 
     async def _reply(
         self, call: Call, asked: Rendered, *, sampling: Sampling, index: int, on_part: Callable[[Part], None] | None
@@ -261,7 +263,7 @@ class Session:
     async def _sample(
         self, call: Call, sampling: Sampling, index: int, *, streamed: bool, on_tokens: Callable[[Sequence[int]], None]
     ) -> tuple[TokenSequence, FinishReason]:
-        self._refuse_if_ended()  # each of several choices is a task, which may begin late
+        self._refuse_if_ended()  # with several choices this is a task, which may begin after the session's end
         request_id = f"{self.rollout_id}/{index}"
         on_tokens(call.replayed.ids.tolist())
 
@@ -296,7 +298,7 @@ class Session:
         return rollout, rollout.finish_reason
 
     def _replayed(self, call: Call, sampling: Sampling) -> tuple[TokenSequence, FinishReason] | None:
-        """A reply that is recorded to its end; None when some of it is still to be sampled."""
+        """A completely recorded reply; None if tokens must still be sampled."""
         tokens, count = call.replayed, len(call.replayed.ids)
         if not count:
             return None
@@ -321,10 +323,10 @@ class Session:
         continues: bool = False,
         images: Mapping[str, Image] | None = None,
     ) -> Rendered:
-        """Find the branch that a conversation continues, and render what is new of it.
+        """Find the branch that a conversation continues, and render the new messages.
 
-        ``variables``: for the chat template, over the model's. ``continues``: the last message is the assistant's, and
-        the reply continues it. ``images``: images of the messages, by digest. Raises ``ApiError`` for messages that
+        ``variables``: override the model's variables for the chat template. ``continues``: the reply continues the
+        assistant message at the end. ``images``: the messages' images, by digest. Raises ``ApiError`` for messages that
         cannot be rendered.
         """
         self._refuse_if_ended()
@@ -335,7 +337,7 @@ class Session:
             self._refuse_flood(conversation.characters)
             chat = self._chat
             count = len(image_digests(conversation.messages))
-            if count > chat.max_images > 0:  # a limit that an episode reaches, as its length is
+            if count > chat.max_images > 0:  # a limit of the episode, like its length
                 message = f"{count} images, more than model.max_images ({chat.max_images})"
                 raise self._refused("max_images_exceeded", message)
             chat.check_images(count)
@@ -345,7 +347,7 @@ class Session:
             if found := self._transcript.longest(lambda _, turn: conversation.covered_by(turn.messages)):
                 branch, turn = found
                 assert turn.messages is not None
-                covered = turn.messages.count - 1  # the tools are not a message
+                covered = turn.messages.count - 1  # the tools have a key, too, but are no message
                 new, before = conversation.messages[covered:], conversation.messages[covered - 1]
                 known, rest = _until(branch, turn), Tokens([], ())
                 try:
@@ -353,10 +355,10 @@ class Session:
                         rest = await render(partial(chat.continue_, new, tools, turn.last_token, before, images))
                     elif turn.stopped or before.get("tool_calls") or not before["content"]:
                         raise ChatError("its message is not the end of its tokens")
-                    elif turn.last_token in chat.end_tokens:  # the sequence has an end that another one lacks
+                    elif turn.last_token in chat.end_tokens:  # continue without the end token, in a new branch
                         known, found = known[:-1], None
                 except ChatError:
-                    pass  # the template cannot continue from here: the call begins a branch
+                    pass  # the template cannot continue this turn, so the call begins a branch
                 else:
                     history = conversation.after(turn.messages, continues)
                     return Rendered(
@@ -376,7 +378,7 @@ class Session:
         return Rendered(tuple(ids), tools=tools, messages=history, chat=chat, begun=begun, images=places)
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
-        """As ``render_chat``, for a text to continue."""
+        """As ``render_chat``, for a text."""
         self._refuse_if_ended()
         self._refuse_flood(len(prompt))
 
@@ -439,8 +441,8 @@ class Session:
         return replace(sampling, seed=None if seed is None else derive_seed(seed, "call", index))
 
     def _refuse_flood(self, characters: int) -> None:
-        """Refuse a text that is too long by its characters alone before it is rendered: megabytes would take seconds,
-        and gigabytes of memory (decision 0022)."""
+        """Refuse a text before it is rendered if its characters cannot fit the model: rendering megabytes would take
+        seconds and gigabytes of memory (decision 0022)."""
         if characters > max(self._limits.max_length * self._chat.longest_token, ALWAYS_RENDERED):
             raise self._too_long(f"{characters} characters")
 
@@ -459,13 +461,13 @@ class Session:
 
 
 def ended(session: str) -> ApiError:
-    """The answer to a call of a session that has ended."""
+    """The error for a call of a session that has ended."""
     return ApiError(410, f"session {session} has ended", code="session_ended")
 
 
 @contextmanager
 def _chat_errors() -> Iterator[None]:
-    """Messages that cannot be rendered are the client's error."""
+    """Convert ``ChatError`` to the client's error."""
     try:
         yield
     except ChatError as error:
@@ -473,18 +475,18 @@ def _chat_errors() -> Iterator[None]:
 
 
 def _until(branch: Branch, turn: Turn) -> list[int]:
-    """The tokens of a sequence up to the end of a turn."""
+    """The branch's tokens up to the end of a turn."""
     before: list[int] = branch.known.ids[: turn.end].tolist()
     return before
 
 
 def _whole(begun: Message | None, message: Message) -> Message:
-    """A reply as a client sends it back: together with the message that it continued."""
+    """A reply joined with the message that it continued, as clients send it back."""
     return message if begun is None else {**begun, **message, "content": begun["content"] + (message["content"] or "")}
 
 
 async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """All replies, or the first error; then the others are cancelled."""
+    """Wait for all replies. The first error is raised, and cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(reply) for reply in replies]

@@ -1,7 +1,6 @@
-"""The open sessions by the names in their URLs, and the keys that open them.
+"""The open sessions by the names in their URLs, and their keys.
 
-Each session has a key of its own, derived from the run's secret and the session's name; it opens no other (decision
-0022).
+Each session's key is derived from the run's secret and the session's name, and opens no other session (decision 0022).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.session import Session, ended
 
 ENDED_KEPT = 10_000
-"""Ended sessions that are remembered, so that late calls get 410 and not 404."""
+"""Number of ended sessions to remember: late calls to them get 410 instead of 404."""
 
 
 class Sessions:
@@ -24,8 +23,7 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def open(self, session: Session, session_id: str | None = None) -> None:
-        """Serve a session from now on, under its rollout's id or another. Raises ``ValueError`` when that id is open
-        already."""
+        """Start to serve a session under its rollout's id or another id. Raises ``ValueError`` if the id is in use."""
         session_id = session.rollout_id if session_id is None else session_id
         if session_id in self._open:
             raise ValueError(f"session {session_id} is open already")
@@ -33,7 +31,7 @@ class Sessions:
         self._open[session_id] = session
 
     def get(self, session_id: str) -> Session:
-        """An open session. Raises ``ApiError``: 410 for one that has ended, 404 for one that never existed."""
+        """Return an open session. Raises ``ApiError``: 410 if it has ended, 404 if it never existed."""
         if session_id in self._open:
             return self._open[session_id]
         if session_id in self._ended:
@@ -53,12 +51,12 @@ class Sessions:
 
 
 def new_secret() -> bytes:
-    """The secret that the session keys of one run are derived from."""
+    """A new secret, from which a run's session keys are derived."""
     return secrets.token_bytes(32)
 
 
 def session_key(secret: bytes, session: str) -> str:
-    """The key of one session; it opens no other."""
+    """The key of one session."""
     return hmac.new(secret, session.encode("utf-8", "surrogatepass"), "sha256").hexdigest()
 
 
@@ -68,5 +66,5 @@ def session_url(url: str, session: str) -> str:
 
 
 def same_key(given: str, right: str) -> bool:
-    """Compare a client's key with the right one, in constant time."""
+    """Compare a client's key with the correct one, in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())

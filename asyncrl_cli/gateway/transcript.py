@@ -1,16 +1,16 @@
-"""The token sequences of one rollout: which one a call continues, which tokens are sampled in it, what is recorded.
+"""The token sequences (branches) of one rollout.
 
 Invariants (decision 0017):
 
-* a branch only grows at its end: by the tokens of a call's prompt, then by those that it samples (``end``). The prompt
-  of a call begins with its branch so far, token for token;
-* every sampled token is sampled in one branch. Another that has it in its history has it as ``CONTEXT``;
-* a branch has at most one call under way. A call that is abandoned leaves the branch as it was before;
-* ``on_segments`` gets a branch's tokens from 0 on without gaps. It starts over at an earlier token only where other
-  tokens take the place of those reported.
+* A branch grows only at its end: by the tokens of a call's prompt, then by the call's sampled tokens (``end``). A
+  call's prompt begins with all tokens of its branch.
+* Every sampled token is sampled in exactly one branch. Other branches have it as ``CONTEXT``.
+* A branch has at most one running call. An abandoned call leaves the branch unchanged.
+* ``on_segments`` gets a branch's tokens from 0 on, without gaps. It goes back to an earlier token only if other tokens
+  replace those that it reported.
 
-Tokens that were recorded before, or that a call had sampled when it was abandoned, lie beyond a branch's end until
-another prompt replaces them: a call with the same prompt gets them.
+A branch may also know tokens beyond its end: tokens recorded in an earlier play, or sampled by a call that was
+abandoned. A call with the same prompt gets them; another prompt replaces them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from asyncrl_cli.rollout.open_requests import OnSegments
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The end of a reply, where a conversation can continue: ``end`` tokens into its branch.
+    """The end of a reply, at which a conversation can continue: ``end`` tokens into its branch.
 
-    ``messages``, of a chat: the tools and the messages up to the reply, to be compared. ``text``, of a completion: the
-    text up to there. ``stopped``: a stop string ended the reply, so its tokens have more text than its message.
+    ``messages``: a chat's tools and messages including the reply, for comparison. ``text``: a completion's text
+    including the reply. ``stopped``: a stop string ended the reply, so its tokens have more text than its message.
     """
 
     end: int
@@ -45,7 +45,7 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One sequence. The first ``end`` tokens of ``known`` belong to it; those beyond are recorded."""
+    """One sequence: the first ``end`` tokens of ``known``. Tokens beyond are recorded ones."""
 
     number: int
     known: TokenSequence = field(default_factory=TokenSequence.context)
@@ -61,15 +61,16 @@ class Branch:
         return tuple(placed for placed in self.images if placed.end <= end)
 
     def extends(self, turn: Turn) -> bool:
-        """Whether a call may continue that turn in this branch."""
+        """True if a call may continue the turn in this branch."""
         return not self.busy and turn is self.turns[-1]
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One reply that is being generated: the tokens of ``branch`` from ``first`` on.
+    """A running call: it samples the tokens of ``branch`` from ``first`` on.
 
-    ``replayed`` of them are recorded; with ``more`` the branch continued after them, so they are the complete reply.
+    ``replayed``: the tokens of its reply that are recorded. ``more``: recorded tokens follow them, so they are the
+    complete reply.
     """
 
     branch: Branch
@@ -85,7 +86,7 @@ class Call:
 
     @property
     def newest(self) -> int:
-        """The newest version that sampled a token of the branch before; 0 when none did."""
+        """The newest weight version among the prompt's tokens; 0 if none was sampled."""
         return int(self.branch.known.versions[: self.first].max(initial=0))
 
 
@@ -93,19 +94,19 @@ class Transcript:
     def __init__(
         self, rollout_id: str, recorded: Mapping[int, Sequence[Segment]], on_segments: OnSegments | None
     ) -> None:
-        """``recorded``: the segments of each branch from an earlier play of the rollout."""
+        """``recorded``: each branch's segments from an earlier play of the rollout."""
         self._rollout_id = rollout_id
         self._on_segments = on_segments
         self._branches: list[Branch] = []
-        self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in their order
-        # Recorded branches that no call has begun yet: tokens, and how many of them were reported under that number.
+        self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
+        # By branch number: tokens of recorded branches that no call has begun yet, and the number of tokens reported.
         self._recorded = {number: TokenSequence.join(segments) for number, segments in recorded.items()}
         self._reported = {number: len(tokens.ids) for number, tokens in self._recorded.items()}
 
     def longest(self, covers: Callable[[Branch, Turn], int | None]) -> tuple[Branch, Turn] | None:
-        """The turn that covers most of a call's prompt; among equals one that can be extended.
+        """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
 
-        ``covers`` returns how much a turn covers; None when the prompt does not begin with it.
+        ``covers`` returns how much of the prompt a turn covers, or None if the prompt does not begin with it.
         """
         found = [
             (covered, branch.extends(turn), -branch.number, branch, turn)
@@ -116,8 +117,7 @@ class Transcript:
         return max(found, key=lambda candidate: candidate[:3])[3:] if found else None
 
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:
-        """Begin a call with ``prompt_ids`` and the ``images`` in them, which begin with all of ``branch``; None begins
-        a branch."""
+        """Begin a call. ``prompt_ids`` begin with all tokens of ``branch``; without a branch, the call begins one."""
         prompt = np.asarray(prompt_ids, np.int32)
         if branch is None:
             branch = self._new(prompt)
@@ -134,12 +134,12 @@ class Transcript:
         )
 
     def grow(self, call: Call, segments: Sequence[Segment]) -> TokenSequence:
-        """Add tokens that a call has sampled; ``start`` counts from its first. Returns those that are new."""
+        """Add a call's sampled tokens; a segment's ``start`` counts from ``call.first``. Returns the new tokens."""
         branch = call.branch
         fresh = TokenSequence.context()
         for segment in segments:
             known = len(branch.known.ids) - call.first
-            if segment.start <= known < segment.end:  # earlier ones are known, later ones come with the rollout
+            if segment.start <= known < segment.end:  # other segments are known, or come later with the whole rollout
                 versions = np.full(len(segment.ids), segment.version, np.int32)
                 tokens = TokenSequence(
                     segment.ids, logprobs=segment.logprobs, versions=versions, experts=segment.experts
@@ -167,8 +167,8 @@ class Transcript:
         self._report(branch, end)
 
     def abandon(self, call: Call, keep: bool) -> None:
-        """End a call without a reply, unless it has ended. With ``keep``, the next call with the same prompt gets what
-        it sampled."""
+        """End a call without a reply, unless it has ended. With ``keep``, the next call with the same prompt gets its
+        tokens."""
         if call.over:
             return
         branch, call.over = call.branch, True
@@ -180,7 +180,7 @@ class Transcript:
             self._recorded[branch.number], self._reported[branch.number] = branch.known, branch.reported
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
-        """All branches in which anything was sampled, in the order they began; None when there is none."""
+        """All branches with a reply, in the order in which they began; None if there are none."""
         rollouts = [
             Rollout(
                 *branch.known.slice(0, branch.end).arrays,
@@ -195,12 +195,13 @@ class Transcript:
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
 
     def replies(self) -> tuple[tuple[int, int], ...]:
-        """For each complete reply, in their order, its sequence in ``rollout`` and the token before which it ends."""
+        """For each complete reply, in order: the index of its sequence in ``rollout``, and the index after its last
+        token."""
         numbers = {id(branch): number for number, branch in enumerate(one for one in self._branches if one.end)}
         return tuple((numbers[id(branch)], end) for branch, end in self._replies)
 
     def _new(self, prompt: NDArray[np.int32]) -> Branch:
-        """The next branch, with the recorded tokens of one that begins with this prompt, whatever its number."""
+        """Begin a branch. If a recorded branch begins with this prompt, take its tokens, whatever its number."""
         unused = (branch for branch in self._branches if branch.end == 0 and not branch.busy)
         branch = next(unused, None)
         if branch is None:
@@ -208,7 +209,7 @@ class Transcript:
             self._branches.append(branch)
         number = branch.number
         reported = self._reported.pop(number, 0)
-        # The one with the same number first: it is the right one unless calls come in another order than before.
+        # First the recorded branch with the same number, which is the right one unless the order of calls has changed.
         for other in sorted(self._recorded, key=lambda other: (other != number, other)):
             if _has(self._recorded[other], 0, prompt):
                 branch.known = self._recorded.pop(other)
@@ -226,7 +227,7 @@ class Transcript:
 
 
 def _has(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
-    """Whether the recorded context from ``start`` on is what ``prompt`` has there, and no longer."""
+    """True if the recorded context from ``start`` on equals the prompt's tokens there, and ends with the prompt."""
     first = len(prompt)
     return (
         len(tokens.ids) >= first
@@ -237,13 +238,13 @@ def _has(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
 
 
 def _agreement(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many ids two lists have in common at their beginning."""
+    """Length of the common beginning of two lists of ids."""
     both = min(len(one), len(other))
     differ = np.flatnonzero(one[:both] != other[:both])
     return int(differ[0]) if len(differ) else both
 
 
 def _run(versions: NDArray[np.int32]) -> int:
-    """The number of sampled tokens before the next token of context."""
+    """Number of sampled tokens before the next context token."""
     context = np.flatnonzero(versions == CONTEXT)
     return int(context[0]) if len(context) else len(versions)

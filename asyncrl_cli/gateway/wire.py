@@ -1,7 +1,7 @@
-"""What the requests of all APIs share, and server-sent events.
+"""Shared parts of all APIs' requests, and server-sent events.
 
 Every key of a request is a field of its model, has no effect on tokens (``NO_EFFECT``), or is refused by
-``Request.refuse_unsupported`` (decision 0085). The models are small ones instead of vLLM's (decision 0016).
+``Request.refuse_unsupported``. The models are small, and independent of vLLM's (decision 0016).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl_cli.gateway.errors import unsupported
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 MAX_CALLS = 512
-"""Messages and tools of one request, and calls of tools of one message."""
+"""Limits on the messages and tools of one request, and on the tool calls of one message."""
 
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -40,12 +40,12 @@ NO_EFFECT = frozenset(
         # caches and transport
         *("cache_control", "cache_salt", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("prediction", "stream_interval", "stream_options", "include_obfuscation", "spaces_between_special_tokens"),
-        # wishes about the model's style: a chat template's settings are chat_template_kwargs
+        # the model's style: chat_template_kwargs has the settings of the chat template
         *("reasoning", "reasoning_effort", "thinking", "effort", "verbosity", "task_budget"),
         *("parallel_tool_calls", "max_tool_calls"),
     ]
 )
-"""Keys without a field that any request may have: they do not change which tokens are generated."""
+"""Keys without a field that any request may have, because they do not change the generated tokens."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -77,7 +77,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
-"""Values that change nothing, of keys that are refused otherwise; null and empty values never change anything."""
+"""Accepted values of keys that are otherwise refused: these values change nothing. Null and empty values never do."""
 
 SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -87,9 +87,9 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "top_p": (1,),
 }
-"""Keys that reshape the sampled distribution, with the values that change nothing. Recorded log-probs must belong to
-the policy, so these keys are refused. A session with fixed sampling ignores them, like the temperature, because most
-programs send them by habit."""
+"""Keys that change the sampled distribution, with the values that do not. They are refused, because recorded log-probs
+must belong to the policy. A session with fixed sampling ignores them, like the temperature, because most programs send
+them by habit."""
 
 _NO_FORMATS = "describe the format in the messages; for structured outputs, use `vllm serve RUN/model`"
 HINTS: Mapping[str, str] = {
@@ -105,7 +105,7 @@ class Wire(BaseModel):
 
 
 class Settings(Wire):
-    """A part of a request where unknown keys are refused as in the request."""
+    """A part of a request in which unknown keys are refused, too."""
 
 
 class Request(Wire):
@@ -113,7 +113,7 @@ class Request(Wire):
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
 
     model: Text | None = Field(
-        None, description="The served model, as `/v1/models` names it; optional. In sessions any name is served."
+        None, description="The served model, as in `/v1/models`; optional. Sessions accept any name."
     )
 
     def refuse_unsupported(self, fixed_sampling: bool) -> None:
@@ -136,27 +136,27 @@ class Request(Wire):
 
 
 class ChatBody(Request):
-    """A request about a conversation, in any API."""
+    """A request with a conversation, in any API."""
 
     how_to_end: ClassVar[str] = "the last message must not be the assistant's"
     """The rule for the last message, for errors."""
 
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, over `model.chat_template_kwargs` of the spec."
+        None, description="Variables for the chat template; they override `model.chat_template_kwargs` of the spec."
     )
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees, as chat templates know them."""
+        """The tools that the model sees, in the format of chat templates."""
         raise NotImplementedError
 
     def continues(self, ends_with_reply: bool) -> bool:
-        """Whether the reply is to continue the last message; ``ends_with_reply``: that is the assistant's."""
+        """True if the reply continues the last message. ``ends_with_reply``: the last message is the assistant's."""
         return False
 
 
 class GenerationRequest(Request):
     temperature: Annotated[float, Field(ge=0.0, le=2.0, strict=True)] | None = Field(
-        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
+        None, description="0 is greedy. Sessions of a training run or an evaluation use the run's setting instead."
     )
     stream: Flag | None = Field(None, description="Answer with server-sent events.")
 
@@ -166,8 +166,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def only(*kinds: str) -> BeforeValidator:
-    """Refuse content with parts of other types, with a reason. Pydantic's own message would list every type that the
-    content is not."""
+    """Refuse content with parts of other types. Pydantic's own message would list an error for every type."""
 
     def check(content: Any) -> Any:
         for part in content if isinstance(content, list) else ():
