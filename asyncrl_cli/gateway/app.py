@@ -71,8 +71,6 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_plain(app: FastAPI, service: Service, api_key: str) -> None:
-    """Add the paths for calls without a session, and the server's metrics."""
-
     async def check(bearer: Bearer, header: KeyHeader) -> None:
         _check_key(bearer, header, api_key)
 

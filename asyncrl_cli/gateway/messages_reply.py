@@ -137,7 +137,6 @@ class MessagesAnswer:
         return _event("content_block_stop", index=self._blocks - 1)
 
     def _close(self) -> bytes:
-        """End the open block, if there is one."""
         kind, self._open = self._open, None
         if kind is None:
             return b""

@@ -200,7 +200,6 @@ class ResponsesAnswer:
         return events + self._done(item)
 
     def _text_event(self, name: str, kind: Kind, **body: Any) -> bytes:
-        """An event of the open item."""
         item_id = text_item(kind, self._stem, "")["id"]
         return self._event(name, item_id=item_id, output_index=len(self._output), content_index=0, **body)
 

@@ -64,8 +64,12 @@ class Call:
     """A running generation, which is cancelled if its client disconnects."""
 
     def __init__(self, request: Request, work: Coroutine[Any, Any, Prompts]) -> None:
+        async def disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
         self.task = asyncio.create_task(work)
-        self._gone = asyncio.create_task(_disconnected(request))
+        self._gone = asyncio.create_task(disconnected())
         self._gone.add_done_callback(lambda _: self.task.cancel())
 
     async def result(self) -> Prompts:
@@ -83,11 +87,6 @@ class Call:
     def end(self) -> None:
         self.task.cancel()
         self._gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 @dataclass(frozen=True, slots=True)

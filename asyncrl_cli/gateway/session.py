@@ -137,7 +137,7 @@ class Session:
         recorded: Mapping[int, tuple[Segment, ...]] | None = None,
         on_segments: OnSegments | None = None,
     ) -> None:
-        """``fixed_sampling``: ``sampling`` sets temperature and seed, and a call's own are ignored, because the recorded
+        """``fixed_sampling``: ``sampling`` sets temperature and seed and a call's own are ignored, because the recorded
         log-probs must belong to the sampled distribution. Each call's seed is derived from ``sampling.seed`` and the
         number of earlier calls. Otherwise a call's settings take precedence. Stop strings of both apply.
 
@@ -467,7 +467,6 @@ def ended(session: str) -> ApiError:
 
 @contextmanager
 def _chat_errors() -> Iterator[None]:
-    """Convert ``ChatError`` to the client's error."""
     try:
         yield
     except ChatError as error:
@@ -475,7 +474,6 @@ def _chat_errors() -> Iterator[None]:
 
 
 def _until(branch: Branch, turn: Turn) -> list[int]:
-    """The branch's tokens up to the end of a turn."""
     before: list[int] = branch.known.ids[: turn.end].tolist()
     return before
 
@@ -486,7 +484,7 @@ def _whole(begun: Message | None, message: Message) -> Message:
 
 
 async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """Wait for all replies. The first error is raised, and cancels the others."""
+    """Wait for all replies. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(reply) for reply in replies]

@@ -292,7 +292,7 @@ class ShellSandbox:
     async def _read(self, size: int) -> bytes:
         loop, data = asyncio.get_running_loop(), bytearray()
         while len(data) < size:
-            if not (piece := await loop.sock_recv(self._control, min(size - len(data), 2**20))):
+            if not (piece := await loop.sock_recv(self._control, min(size - len(data), wire.PIECE))):
                 raise SandboxError("it has ended")
             data += piece
         return bytes(data)
@@ -411,7 +411,6 @@ def _accounts(uid: int) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables of every command."""
     folders = (os.path.join(sys.prefix, "bin"), os.path.join(sys.base_prefix, "bin"))
     return {
         "PATH": ":".join((*dict.fromkeys(folders), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")),

@@ -22,6 +22,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.sandbox import confine, wire
@@ -244,22 +245,14 @@ class Peer(Codec):
         try:
             if self._broken:
                 raise ProtocolError("no message")
-            (text,) = wire.received(self._read, LARGEST)
+            (text,) = wire.received(partial(os.read, self._reading), LARGEST)
             message = json.loads(text)
             if not isinstance(message, list) or not message:
                 raise ProtocolError("not a message")
-        except (ValueError, RecursionError, ProtocolError) as error:
+        except (ValueError, RecursionError, EOFError, ProtocolError) as error:
             self._broken = True
             raise ProtocolError(str(error)) from None
         return message
-
-    def _read(self, size: int) -> bytes:
-        read = bytearray()
-        while len(read) < size:
-            if not (piece := os.read(self._reading, size - len(read))):
-                raise ProtocolError("the other side has ended")
-            read += piece
-        return bytes(read)
 
 
 def run_confined(serve: Callable[[dict[str, Any]], None]) -> None:

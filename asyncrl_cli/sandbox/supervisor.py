@@ -121,15 +121,7 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _message(self) -> list[bytes]:
-        return received(self._read)
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            if not (piece := self._control.recv(min(size - len(data), 2**20))):
-                raise EOFError
-            data += piece
-        return bytes(data)
+        return received(self._control.recv)
 
     def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
         if action == b"run":

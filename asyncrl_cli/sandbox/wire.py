@@ -14,6 +14,7 @@ MOST_FIELDS = 1000
 HEAD = 4
 LONGEST = 2**30
 """Bytes of the longest message."""
+PIECE = 2**20
 
 
 class WireError(ValueError):
@@ -53,5 +54,14 @@ def unpacked(rest: bytes) -> list[bytes]:
 
 
 def received(read: Callable[[int], bytes], most: int = LONGEST) -> list[bytes]:
-    """Receive a message; ``read(n)`` returns exactly n bytes. Raises ``WireError``, and the exceptions of ``read``."""
-    return unpacked(read(size_of(read(HEAD), most)))
+    """Receive a message; ``read(n)`` returns up to n bytes. Raises ``WireError``, and ``EOFError`` at the end."""
+
+    def exactly(size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            if not (piece := read(min(size - len(data), PIECE))):
+                raise EOFError("the other side has ended")
+            data += piece
+        return bytes(data)
+
+    return unpacked(exactly(size_of(exactly(HEAD), most)))

@@ -86,5 +86,4 @@ async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) 
 
 
 def _from_spec(path: str) -> Path:
-    """Resolve a path relative to the spec's folder."""
     return Path(os.environ.get(SPEC_FOLDER, "."), path).absolute()

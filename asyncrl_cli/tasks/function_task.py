@@ -44,7 +44,7 @@ class FunctionTask:
     """A task with one function, such as ``f(prompt, response) -> float``, which may be async.
 
     Invariant: arguments are matched by parameter name, never by position. Functions from other trainers take the same
-    arguments in another order, and would silently score the wrong text.
+    arguments in another order, and would silently score the wrong text (decision 0083).
     """
 
     response_names, usual_name = RESPONSE, "response"

@@ -117,7 +117,6 @@ class ToolEnvironment:
         return Step(reward=result.reward, done=True, metrics=result.metrics)
 
     def close(self) -> None:
-        """Close the connections to MCP servers."""
         if self._session is not None:
             awaited(self._session.close())
 

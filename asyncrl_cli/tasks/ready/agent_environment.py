@@ -3,7 +3,7 @@
 Every agent reads the base URL, key and model under its own names; all of them are set here. The home folder belongs to
 the episode, and the user's own settings do not reach the agent: no files in the user's home folder, no variables such
 as ``OPENAI_API_KEY``. The agent does what the policy asks for, and could otherwise call another server with the user's
-key.
+key (decision 0034).
 """
 
 from __future__ import annotations

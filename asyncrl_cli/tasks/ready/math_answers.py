@@ -1,4 +1,4 @@
-r"""The ready task ``math``: answers with equal values are equal, according to math-verify and SymPy.
+r"""The ready task ``math``: answers with equal values are equal, as math-verify and SymPy decide (decision 0083).
 
 The row's ``answer`` is a number, an expression, LaTeX, a worked solution that ends as in GSM8K (``#### 42``) or MATH
 (``\boxed{42}``), or a list of correct answers.
