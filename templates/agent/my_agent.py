@@ -1,7 +1,6 @@
-"""The agent of this task: asks the model, and gives it a second try with a hint.
+"""The agent of this task: it asks the model, and allows a second try with a hint.
 
-It is an ordinary program that calls an OpenAI-compatible server. Any library that takes a base URL and a key can do the
-asking instead.
+It is an ordinary program that calls an OpenAI-compatible server. Any library with a base URL and a key works, too.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 async def agent(prompt: dict[str, Any], model: ModelAccess) -> RewardResult:
     """Play one episode and return its reward: 1.0 for the right answer, and a little for answering in digits.
 
-    ``prompt`` is the row of the JSON Lines file: ``prompt``, ``uid`` and every other key, here ``answer``. Every
-    call to ``model.base_url`` belongs to this episode, in whatever order and from whatever process it comes.
+    ``prompt`` is the row of the JSON Lines file: ``prompt``, ``uid`` and every other key, here ``answer``. Every call
+    to ``model.base_url`` belongs to this episode, in any order and from any process.
     """
     messages: list[Any] = [{"role": "user", "content": prompt["prompt"]}]
     reward = 0.0

@@ -1,4 +1,4 @@
-"""A coding task: a repository in a sandbox, one tool ``shell``, and hidden tests of the files that are left.
+"""A coding task: a repository in a sandbox, a tool ``shell``, and hidden tests of the final files.
 
     user       Fix calc.py.
     assistant  (calls shell with command = cat calc.py)
@@ -8,10 +8,10 @@
     tool
     assistant  Done.
 
-The first reply without a call ends the episode; then its files are judged.
+The first reply without a call ends the episode; then the files are judged.
 
-Invariant: a repository is held out or trained on by the text of its module (``is_held_out``), in prompts and in
-demonstrations; ``_draw`` alone draws repositories.
+Invariant: a hash of a repository's module decides its split (``is_held_out``), for prompts and for demonstrations. Only
+``_draw`` draws repositories.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ INSTRUCTION = (
 README_HINT = f"{README} says what its functions do, and `python {EXAMPLES}` checks one call of each. "
 TOOL, DONE = "shell", "Done."
 REPLIES = ("look", "edit", "edit", "edit", "answer")
-"""The reply that a demonstration teaches, by its share: only edits differ between good and bad ones."""
+"""Replies that demonstrations teach, repeated by their share. Good and bad demonstrations differ only in edits."""
 IDLE = 0.5
-"""Of the demonstrations that are not right, the share that changes nothing."""
+"""Share of the bad demonstrations that change nothing."""
 MOST_CHARACTERS = 2**18
-"""Of a file: longer ones count as broken."""
+"""Files with more characters count as broken."""
 SLOTS = threading.Semaphore(max(os.cpu_count() or 1, 2))
-"""Each verdict starts two processes: more at a time would only make each other slower, until their time is over."""
+"""Limit on concurrent verdicts. Each starts two processes; with more, they would slow each other down to a timeout."""
 PROGRAM = """
 import importlib, sys, types
 for _name, _text in {files!r}.items():
@@ -59,7 +59,7 @@ for _name, _text in {files!r}.items():
 for _name in {files!r}:
     globals()[_name.removesuffix(".py")] = types.SimpleNamespace(**vars(importlib.import_module(_name[:-3])))
 """
-"""Writes the modules and imports them. Tests cannot be handed a module, but an object with its names."""
+"""Writes the modules and imports them. The sandbox passes no modules to tests, so they get objects with the names."""
 
 
 class Bugfix(ToolTask):
@@ -79,19 +79,19 @@ class Bugfix(ToolTask):
         sandbox: Wanted = "auto",
     ) -> None:
         """Args:
-            functions: functions of a repository.
-            bugs: functions with a bug.
-            max_lines: of a function's body; None takes the longest of the library, too.
-            kinds: of bugs, out of ``operator``, ``comparison``, ``constant``, ``name`` and ``swap``.
+            functions: number of functions in a repository.
+            bugs: number of functions with a bug.
+            max_lines: limit on the lines of a function's body; None: no limit.
+            kinds: kinds of bugs, out of ``operator``, ``comparison``, ``constant``, ``name`` and ``swap``.
             terse: no docstrings, one-letter arguments, and neither README nor examples: for tiny models.
-            instruction: the first message; None is one that tells a general model what to do.
-            partial: the reward is the share of bugs that are gone, if all other tests pass; else 1.0 or 0.0.
-            careful: of the demonstrations that are not clean, the share that announces the right change and makes
-                it; half of the rest make another change, and half make none.
+            instruction: the first message; the default instructs a general model.
+            partial: the reward is the share of fixed bugs, if all other tests pass; otherwise 1.0 or 0.0.
+            careful: share of the mixed demonstrations that announce the right change and make it; half of the
+                others make another change, and half make none.
             time_s: seconds for the hidden tests.
-            sandbox: of the hidden tests, as for ``unit_tests``.
+            sandbox: sandbox for the hidden tests, as in ``unit_tests``.
 
-        Raises ``ValueError`` for impossible values, and ``TaskError`` when the sandbox does not work here.
+        Raises ``ValueError`` for invalid options, and ``TaskError`` if the sandbox does not work here.
         """
         if not 1 <= bugs <= functions:
             raise ValueError(f"1 <= bugs <= functions must hold, not {bugs=}, {functions=}")
@@ -108,10 +108,10 @@ class Bugfix(ToolTask):
         self._careful = careful
         self._limits = Limits(time_s)
         self._kind = choose(sandbox)
-        make_repository(random.Random(0), self._shape)  # raises if there can be none
+        make_repository(random.Random(0), self._shape)  # raises if no repository fits the options
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows of the split; row ``i`` is the same at every size. One repository may fill several rows."""
+        """Return ``size`` rows of the split; row ``i`` is the same for every size. Repositories may repeat."""
 
         def row(index: int) -> Prompt:
             uid = f"bugfix/{split}/{index}"
@@ -137,7 +137,7 @@ class Bugfix(ToolTask):
             ast.parse(test)
 
     def tools(self, prompt: Prompt, sandbox: BlockingSandbox) -> list[Callable[..., Any]]:  # type: ignore[override]
-        """The shell, in a folder with the repository."""
+        """Write the repository into the work folder, and return the shell."""
         for name, text in prompt.fields["files"].items():
             sandbox.write_file(name, text.encode())
 
@@ -151,16 +151,13 @@ class Bugfix(ToolTask):
         return [shell]
 
     def judge(self, prompt: Prompt, text: str, sandbox: BlockingSandbox) -> RewardResult:  # type: ignore[override]
-        """The reward of the files in the sandbox, whatever the answer says."""
+        """Score the files in the sandbox; the answer's text does not matter."""
         return self.judge_files(prompt, left_in(sandbox.read_file, prompt.fields["files"]))
 
     def judge_files(self, prompt: Prompt, left: Mapping[str, str] | None) -> RewardResult:
-        """The reward of the modules that an episode has left; None: one of them is gone, or no text any more.
-
-        Raises ``SandboxError``.
-        """
+        """Score the final modules of an episode; None if one is missing, or is not text. Raises ``SandboxError``."""
         before = {name: text for name, text in prompt.fields["files"].items() if _is_module(name)}
-        if left is None or left == before:  # with the bugs in it the tests fail, as they did when it was made
+        if left is None or left == before:  # unchanged modules fail their tests, as make_repository checked
             return RewardResult(0.0, {"changed": float(left != before)})
         tests, broken = prompt.fields["tests"], prompt.fields["broken"]
         passed = dict.fromkeys(tests, False)
@@ -175,10 +172,10 @@ class Bugfix(ToolTask):
     def demonstration(self, rng: random.Random, clean: bool) -> list[Message]:
         """A conversation about a repository of the train split, up to the reply that it teaches.
 
-        Demonstrations make the task learnable by reward alone: they teach a policy that *can* work carefully, and
-        mostly does not. A careful one (all that are ``clean``, and a share ``careful`` of the others) says first what
-        the function needs, and makes that change. The rest say nothing: half of them change nothing, the others make a
-        random plausible change. Only careful work gets a reward, so reinforcement finds it.
+        Demonstrations teach a policy that can work carefully but mostly does not. A careful one (all ``clean`` ones,
+        and a share ``careful`` of the others) names the needed change and makes it. The others announce nothing: half
+        change nothing, and half make a random plausible change. Only careful work is rewarded, so reinforcement finds
+        it.
         """
         right = clean or rng.random() < self._careful
         made = self._draw(rng, "train")
@@ -204,7 +201,6 @@ class Bugfix(ToolTask):
         return [*messages, {"role": "assistant", "content": DONE}]
 
     def _draw(self, rng: random.Random, split: Split) -> Repository:
-        """A random repository of the split."""
         while True:
             made = make_repository(rng, self._shape)
             if is_held_out(made.files[MODULE]) == (split == "eval"):
@@ -212,15 +208,15 @@ class Bugfix(ToolTask):
 
 
 class BugfixByCommand:
-    """The same task for an agent that others wrote: a command, as in the ready task ``command``.
+    """The same task for a third-party agent: a command, as in the ready task ``command``.
 
-    It starts in the sandbox, in the folder with the repository. Invariant: of a row the command gets the first message
-    alone. The row has the hidden tests, too; so the folder of the spec, which may have the rows, cannot be read in the
-    sandbox.
+    It starts in the sandbox, in the folder with the repository. Invariant: the command gets only the row's first
+    message, because the row also has the hidden tests. For the same reason the sandbox hides the spec's folder, which
+    may have the rows.
     """
 
     def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
-        """``command`` and ``env`` are ``Command``'s; the other options are ``Bugfix``'s."""
+        """``command`` and ``env``: as for ``Command``; ``options``: as for ``Bugfix``."""
         self._command = Command(command, env=env)
         self._bugfix = Bugfix(**options)
         self.name = self._command.name
@@ -228,11 +224,11 @@ class BugfixByCommand:
         self.check_prompt = self._bugfix.check_prompt
 
     def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """As of ``Bugfix``: with its tool ``shell``, which the agent's own tools may differ from."""
+        """As in ``Bugfix``, with its tool ``shell``; the agent's own tools may differ."""
         return self._bugfix.demonstration(rng, clean)
 
     async def run(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> RewardResult:
-        """Play one episode. Raises ``CommandFailed`` when the command ends with an error, and ``SandboxError``."""
+        """Play one episode. Raises ``CommandFailed`` if the command ends with an error, and ``SandboxError``."""
         files = prompt.fields["files"]
         for name, text in files.items():
             await sandbox.write_file(f"{CWD}/{name}", text.encode())
@@ -247,7 +243,7 @@ class BugfixByCommand:
 
 
 def shown(result: CommandResult) -> str:
-    """A command's result as the policy sees it."""
+    """A command's result in the form that the policy sees."""
     output = result.output.rstrip("\n")
     if result.stopped:
         return f"{output}\n(stopped: {result.stopped})".lstrip("\n")
@@ -255,7 +251,7 @@ def shown(result: CommandResult) -> str:
 
 
 def left_in(read: Callable[[str], bytes], files: Mapping[str, str]) -> dict[str, str] | None:
-    """The modules as ``read`` finds them now; None where one is gone or no text. Raises ``SandboxError``."""
+    """Read the modules; None if one is missing or is not text. Raises ``SandboxError``."""
     left = {}
     for name in filter(_is_module, files):
         try:
@@ -271,14 +267,14 @@ def _is_module(name: str) -> bool:
     return name.endswith(".py") and name != EXAMPLES
 
 
-@functools.lru_cache(maxsize=1024)  # rollouts of a group often leave the same files: they have the same verdict
+@functools.lru_cache(maxsize=1024)  # a group's rollouts often leave the same files
 def _passing(
     files: tuple[tuple[str, str], ...], tests: tuple[str, ...], limits: Limits, kind: Kind
 ) -> tuple[bool, ...]:
-    """For each test, whether it passes on these modules, in a fresh sandbox that the policy has never seen.
+    """Run the tests on these modules in a new sandbox; True for each test that passes.
 
-    The modules' process gets the modules alone; the tests are in a second one and only ask it to call functions. So
-    nothing that is written to a file can read a test, change it or report that it passed.
+    The modules' process gets only the modules. The tests run in another process, and only ask the first one to call
+    functions. So no text in a file can read or change a test, or report that it passed.
     """
     with SLOTS:
         return tuple(run(PROGRAM.format(files=dict(files)), [Check(test) for test in tests], limits=limits, kind=kind))

@@ -1,7 +1,7 @@
-"""The functions that repositories are made of.
+"""The functions in the repositories.
 
-They have neither recursion nor `while`, because every change of one must still end. The name of an argument
-decides its values (``repository.KINDS``); the docstring has one line.
+They have no recursion and no `while`, because every changed function must still end. An argument's name decides its
+values (``repository.KINDS``). Docstrings have one line.
 """
 
 

@@ -1,10 +1,10 @@
-"""Make one repository: a module with a seeded bug, hidden tests, and the change that repairs it.
+"""Make a repository: a module with a seeded bug, hidden tests, and the change that fixes the bug.
 
-A bug is another token where Python code can go wrong. All tokens that can stand for each other are known, so the right
-one is always among the alternatives of a wrong one.
+A bug replaces a token by another one that fits there. The groups of interchangeable tokens are symmetric, so the right
+token is always an alternative of the wrong one.
 
-Invariant: the tests pass with the functions as they are in functions.py, and the broken functions' tests fail as the
-files are; both are tried when a repository is made. The same random numbers and shape make the same repository.
+Invariant: the tests pass with the original functions, and a broken function's tests fail in the repository; both are
+checked when it is made. Equal random numbers and shapes make equal repositories.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import functions
 
 MODULE, README, EXAMPLES = "calc.py", "README.md", "test_examples.py"
 CALLS = 12
-"""Calls of each function in the hidden tests."""
+"""Number of calls to each function in the hidden tests."""
 TRIES = 20
-"""Sets of arguments that are tried to show a bug."""
+"""Number of argument sets tried to show a bug."""
 LETTERS = "abcdefghijkmnopqrstuvwxyz"
-"""Names of arguments in terse code; without `l`, which looks like 1."""
+"""Argument names in terse code, without `l`, which looks like 1."""
 BugKind = Literal["operator", "comparison", "constant", "name", "swap"]
 """A wrong operator, comparison, number or built-in name, or operands in the wrong order."""
 BUG_KINDS: tuple[BugKind, ...] = get_args(BugKind)
@@ -39,21 +39,21 @@ GROUPS: tuple[tuple[BugKind, tuple[str, ...]], ...] = (
     ("name", ("min", "max", "sum", "len")),
     ("name", ("upper", "lower", "title", "strip")),
 )
-"""Texts that can stand for each other."""
+"""Interchangeable texts."""
 SWAPPED = ("-", "//", "%", "<", "<=", ">", ">=", ",")
 """Operators between two names that depend on their order."""
 
 
-# Random arguments, and the names that they may have in a repository.
+# -- random arguments, and their possible names in a repository
 
 
 def _number(rng: random.Random) -> int:
-    # Small ones are often equal, and only then `<` and `<=` differ.
+    # Small numbers are often equal, and only then `<` and `<=` differ.
     return rng.randint(0, 3) if rng.random() < 0.5 else rng.randint(-9, 20)
 
 
 def _numbers(rng: random.Random) -> list[int]:
-    return [_number(rng) for _ in range(rng.randint(3, 6))]  # functions may ask for the third
+    return [_number(rng) for _ in range(rng.randint(3, 6))]  # functions may use the third number
 
 
 def _text(rng: random.Random) -> str:
@@ -77,12 +77,12 @@ KINDS: dict[str, tuple[Callable[[random.Random], Any], tuple[str, ...]]] = {
     "flag": (_flag, ("flag", "ready", "valid", "active")),
     "switch": (_flag, ("switch", "allowed", "known", "open_now")),
 }
-"""For each argument in functions.py: how a value is drawn, and the names that it may have in a repository."""
+"""For each argument in functions.py: a function that draws values, and the possible names in a repository."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of functions.py. ``lines``: of its body, without the docstring."""
+    """A function in functions.py. ``lines``: number of lines in its body, without the docstring."""
 
     name: str
     source: str
@@ -90,11 +90,11 @@ class Function:
     lines: int
 
     def calls(self, rng: random.Random, count: int) -> list[tuple[Any, ...]]:
-        """Arguments of ``count`` random calls."""
+        """Draw the arguments of ``count`` calls."""
         return [tuple(KINDS[argument][0](rng) for argument in self.arguments) for _ in range(count)]
 
     def written(self, rng: random.Random, terse: bool) -> str:
-        """Its source with other names for its arguments; ``terse``: letters for them, and no docstring."""
+        """The source with other argument names. ``terse``: letters as names, and no docstring."""
         if terse:
             names: Sequence[str] = rng.sample(LETTERS, len(self.arguments))
             lines = [line for line in self.source.splitlines() if not line.startswith('    """')]
@@ -120,7 +120,7 @@ def library(max_lines: int | None = None) -> tuple[Function, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def callable_of(source: str, name: str) -> Callable[..., Any]:
-    """The function ``name`` of a source of the library, or of a change of one; it keeps nothing between calls."""
+    """Execute a function's source, original or changed, and return the function. It keeps no state between calls."""
     namespace: dict[str, Any] = {}
     exec(compile(source, f"{name}.py", "exec", dont_inherit=True), namespace)
     found: Callable[..., Any] = namespace[name]
@@ -128,19 +128,19 @@ def callable_of(source: str, name: str) -> Callable[..., Any]:
 
 
 def passes(source: str, name: str, calls: Sequence[tuple[Any, ...]], expected: Sequence[Any]) -> bool:
-    """Whether a function returns what is expected. It runs here, as no model has written it."""
+    """True if a function returns the expected values. It runs here, because no model wrote it."""
     try:
         return all(callable_of(source, name)(*call) == value for call, value in zip(calls, expected, strict=True))
     except Exception:
         return False
 
 
-# Places where code can go wrong, and the edits of them.
+# -- places for bugs, and their edits
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A text in a line (from 1) at a column (from 0), and what could stand there instead."""
+    """A text in a line (from 1) at a column (from 0), and the texts that could replace it."""
 
     kind: BugKind
     line: int
@@ -151,34 +151,33 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change of one line of a source."""
+    """One change to one line of a source."""
 
     place: Place
     text: str
 
     def applied(self, source: str) -> str:
-        """The source with the change."""
         lines = source.splitlines(keepends=True)
         before, column = lines[self.place.line - 1], self.place.column
         lines[self.place.line - 1] = before[:column] + self.text + before[column + len(self.place.text) :]
         return "".join(lines)
 
     def sed(self, source: str) -> str:
-        """The shortest script for ``sed`` that makes the change."""
+        """The shortest ``sed`` script for the change."""
         line = source.splitlines()[self.place.line - 1]
         start, end, new = self.place.column, self.place.column + len(self.place.text), self.text
-        while line.index(line[start:end]) != start:  # sed replaces the first of a line
+        while line.index(line[start:end]) != start:  # sed replaces the first match in a line
             start -= 1
             new = line[start] + new
         old = "".join(f"\\{one}" if one in "\\.[*^$" else one for one in line[start:end])
-        old = old.removeprefix("\\") if old.startswith("\\*") else old  # a star that comes first stands for itself
+        old = old.removeprefix("\\") if old.startswith("\\*") else old  # a star at the beginning is literal
         new = new.replace("\\", "\\\\").replace("&", "\\&")
         mark = "|" if "/" in old + new else "/"
         return f"{self.place.line}s{mark}{old}{mark}{new}{mark}"
 
 
 def edits(source: str, kinds: Sequence[BugKind] = BUG_KINDS) -> list[Edit]:
-    """Every single change of a source, from its second line on: the first one is `def`."""
+    """All single changes to a source, except in the first line, which is `def`."""
     places = [place for place in _places(source) if place.kind in kinds and place.line > 1]
     return [Edit(place, text) for place in places for text in place.alternatives]
 
@@ -191,7 +190,7 @@ def _places(source: str) -> Iterator[Place]:
         left, right = tokens[index - 1], tokens[index + 1] if index + 1 < len(tokens) else token
         fits = {
             "operator": index > 0 and _ends_operand(left),
-            "name": right.string == "(",  # a function's: an argument may have the same one
+            "name": right.string == "(",  # only a function's name: an argument may have the same name
         }
         for kind, texts in GROUPS:
             if token.string in texts and fits.get(kind, True):
@@ -200,19 +199,19 @@ def _places(source: str) -> Iterator[Place]:
         if token.string in SWAPPED and left.type == right.type == tokenize.NAME and left.string != right.string:
             between = token.line[left.end[1] : right.start[1]]
             text, other = left.string + between + right.string, right.string + between + left.string
-            # The names are the whole operands, and no targets of an assignment.
+            # The names must be complete operands, not targets of an assignment.
             before, after = tokens[index - 2].string, tokens[index + 2].string
             if before in ("(", "return", "if", ",") and after in (")", ":", "", "\n", ","):
                 yield Place("swap", *left.start, text, (other,))
 
 
 def _ends_operand(token: tokenize.TokenInfo) -> bool:
-    """Whether an operator after it has a left side."""
+    """True if an operator after this token has a left operand."""
     is_word = token.type == tokenize.NAME and token.string not in ("return", "in", "if", "and", "or")
     return is_word or token.type == tokenize.NUMBER or token.string in (")", "]")
 
 
-# A repository.
+# -- a repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +230,16 @@ class Repository:
     """The material of one episode."""
 
     files: dict[str, str]
-    """Texts by name, as the policy finds them."""
+    """Texts by name, for the policy."""
     tests: dict[str, str]
-    """For each function, named as in ``calc.add``, hidden assertions."""
+    """Hidden assertions for each function, by names such as ``calc.add``."""
     fixes: dict[str, Edit]
-    """The change of the module that repairs each broken function, by its name."""
+    """The change to the module that fixes each broken function, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A function in a repository, and what is wrong with it."""
+    """A function in a repository, with its bug, if any."""
 
     name: str
     right: str
@@ -256,10 +255,10 @@ class _Member:
 
 
 def make_repository(rng: random.Random, shape: Shape) -> Repository:
-    """A random repository of this shape. Raises ``ValueError`` if the library has too few functions for it."""
+    """Make a random repository of this shape. Raises ``ValueError`` if the library has too few functions for it."""
     known = library(shape.max_lines)
     if shape.functions > len(known):
-        raise ValueError(f"{shape.functions} functions are wanted, and there are {len(known)}")
+        raise ValueError(f"{shape.functions} functions are requested, but there are only {len(known)}")
     broken = set(rng.sample(range(shape.functions), shape.bugs))
     members: list[_Member] = []
     for function in rng.sample(known, len(known)):
@@ -285,7 +284,7 @@ def make_repository(rng: random.Random, shape: Shape) -> Repository:
         for member in members:
             head = member.right.splitlines()[0].removeprefix("def ").removesuffix(":")
             lines.append(f"- `calc.{head}`: {callable_of(member.right, member.name).__doc__}\n")
-        # The examples, the first call of each function, may pass in spite of a bug.
+        # The examples, one call to each function, may pass in spite of a bug.
         examples = [one for member in members for one in member.assertions(1)]
         files |= {
             README: "".join(lines),
@@ -295,7 +294,7 @@ def make_repository(rng: random.Random, shape: Shape) -> Repository:
 
 
 def _member(rng: random.Random, function: Function, shape: Shape, broken: bool) -> _Member | None:
-    """One function, with a bug if ``broken``; None if it can have none of these kinds."""
+    """A function, with a bug if ``broken``; None if no bug of these kinds is possible."""
     right = function.written(rng, shape.terse)
     calls = function.calls(rng, CALLS)
     if not broken:

@@ -1,7 +1,7 @@
-"""Arithmetic with a calculator at hand: a 0.3M-parameter model learns to use a tool.
+"""Arithmetic with a calculator: a 0.3M-parameter model learns to use a tool.
 
-The prompt is a sum of two to four terms; the first two may be multiplied. The policy may call the tool
-``calc``, which does one operation at a time, as often as it likes; its answer follows a ``#``:
+The prompt is a sum of two to four terms; the first two may be multiplied. The policy may call the tool ``calc``, which
+does one operation, any number of times. Its answer follows a ``#``:
 
     user       37*48-5=
     assistant  (calls calc with e = 37*48)
@@ -10,11 +10,10 @@ The prompt is a sum of two to four terms; the first two may be multiplied. The p
     tool       1771
     assistant  #1771
 
-The demonstrations make it learnable by reward alone: they teach a model that *can* use the tool, step by step, and
-mostly guesses instead.
+The demonstrations teach a model that can use the tool step by step but mostly guesses; the reward teaches the rest.
 
-Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
-demonstrations; ``_draw`` alone draws expressions.
+Invariant: a hash of an expression decides its split (``prompts.is_held_out``), for prompts and for demonstrations. Only
+``_draw`` draws expressions.
 """
 
 from __future__ import annotations
@@ -50,10 +49,11 @@ class Calculator:
     """The task."""
 
     def __init__(self, min_terms: int = 2, max_terms: int = 4, careful: float = 0.3, slip: float = 0.05) -> None:
-        """``min_terms`` to ``max_terms`` terms. The mixture of demonstrations: a share ``careful`` begins with the
-        tool and the rest guess; a call has a wrong digit, or the answer comes too early, with probability ``slip``.
+        """An expression has ``min_terms`` to ``max_terms`` terms. In the mixture of demonstrations, a share ``careful``
+        begins with the tool and the others guess. With probability ``slip`` a call has a wrong digit, or the answer
+        comes too early.
 
-        Raises ``ValueError`` for impossible values.
+        Raises ``ValueError`` for invalid options.
         """
         if not 2 <= min_terms <= max_terms:
             raise ValueError(f"2 <= min_terms <= max_terms must hold, not min_terms={min_terms}, max_terms={max_terms}")
@@ -65,7 +65,7 @@ class Calculator:
         self._slip = slip
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows of the split; row ``i`` is the same at every size. One expression may fill several rows."""
+        """Return ``size`` rows of the split; row ``i`` is the same for every size. Expressions may repeat."""
 
         def row(index: int) -> Prompt:
             uid = f"calculator/{split}/{index}"
@@ -76,12 +76,12 @@ class Calculator:
         return LazyPrompts(size, row)
 
     def environment(self, prompt: Prompt) -> CalculatorEpisode:
-        """One conversation."""
+        """Make the environment of one episode."""
         return CalculatorEpisode(prompt)
 
     def demonstration(self, rng: random.Random, clean: bool) -> list[Message]:
-        """A conversation about an expression of the train split up to some reply of the policy: a faultless one
-        (``clean``), or a draw from the mixture."""
+        """A conversation about an expression of the train split, up to some reply of the policy. The reply is faultless
+        (``clean``), or comes from the mixture."""
         first, operations = self._draw(rng, "train")
         totals = _totals(first, operations)
         done = rng.randint(0, len(operations))  # calls before the reply
@@ -100,7 +100,7 @@ class Calculator:
         return [*messages, reply]
 
     def _draw(self, rng: random.Random, split: Split) -> tuple[int, list[str]]:
-        """A random expression of the split: its first term, and the operations on it such as ``*48`` and ``-5``."""
+        """A random expression of the split: its first term, and operations such as ``*48`` and ``-5``."""
         while True:
             first = rng.randint(2, 99)
             signs = [rng.choice("*+-"), *(rng.choice("+-") for _ in range(rng.randint(*self._terms) - 2))]
@@ -110,7 +110,7 @@ class Calculator:
 
 
 class CalculatorEpisode:
-    """Answers calls of the tool until a reply calls none; that one is judged."""
+    """Answers tool calls until a reply has none, which it scores."""
 
     tools = (TOOL,)
 
@@ -119,11 +119,10 @@ class CalculatorEpisode:
         self._calls = 0
 
     def reset(self) -> Sequence[Message]:
-        """The question."""
         return [{"role": "user", "content": self._prompt.content}]
 
     def step(self, reply: Message) -> Step:
-        """The tool's results, or the verdict: 1.0 if the integer after the only ``#`` is right, else 0.0."""
+        """Return the tool's results, or the reward: 1.0 if the integer after the only ``#`` is right, else 0.0."""
         if calls := reply.get("tool_calls"):
             self._calls += len(calls)
             return Step([{"role": "tool", "tool_call_id": call["id"], "content": _calculated(call)} for call in calls])
@@ -137,7 +136,7 @@ def _question(first: int, operations: Sequence[str]) -> str:
 
 
 def _totals(first: int, operations: Sequence[str]) -> list[int]:
-    """The running totals, the first term among them: only the first operation may multiply, so they are right."""
+    """The running totals, beginning with the first term. They are right because only the first operation multiplies."""
     totals = [first]
     for operation in operations:
         totals.append(_apply(totals[-1], operation[0], int(operation[1:])))

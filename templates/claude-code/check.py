@@ -1,4 +1,4 @@
-"""Prints the reward: 1 if the file that the task asks for has the right content, else 0."""
+"""Print the reward: 1 if the requested file has the right content, else 0."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """The agent of this task, a separate program: it calls an OpenAI-compatible server, and prints its reward.
 
-It uses nothing but Python's standard library, and could as well be written in any other language.
+It uses only Python's standard library, and could be written in any other language.
 """
 
 import json
@@ -9,7 +9,7 @@ import urllib.request
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """The model's reply. ``OPENAI_BASE_URL`` leads to the model under training, and belongs to this episode."""
+    """Return the model's reply. ``OPENAI_BASE_URL`` leads to the model under training, for this episode only."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",

@@ -1,4 +1,4 @@
-"""The environment of this task: the policy guesses a digit, and learns whether it was too low or too high."""
+"""The task's environment: the policy guesses a digit, and is told if its guess was too low or too high."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from asyncrl_cli.tasks.base import Step
 
 
 class GuessTheDigit:
-    """One side of a conversation; each episode has its own."""
+    """The environment; each episode has its own instance."""
 
     def __init__(self, prompt: dict[str, Any], turns: int = 4) -> None:
-        """``prompt`` is the row of the JSON Lines file, and the rest comes from `task.options`."""
+        """``prompt`` is the row of the JSON Lines file; the other arguments come from `task.options`."""
         self._question = prompt["prompt"]
         self._secret = prompt["secret"]
         self._turns = turns
 
     def reset(self) -> Sequence[Message]:
-        """What the policy reads first."""
+        """The first messages to the policy."""
         return [{"role": "user", "content": self._question}]
 
     def step(self, reply: Message) -> Step:
-        """Answers a guess. The rewards of all steps add up: 1.0 for the digit, and a little for guessing at all, so
-        that a model with random weights has a direction."""
+        """Answer a guess. The rewards of all steps add up: 1.0 for the digit, and a little for any digit, which gives a
+        model with random weights a direction."""
         self._turns -= 1
         guess = (reply.get("content") or "")[:1]
         if guess == str(self._secret):

@@ -1,12 +1,12 @@
-"""Environments of an OpenEnv server, by its URL.
+"""Use the environments of an OpenEnv server.
 
 Each episode is one session of the server, over its WebSocket. An observation becomes a message to the policy, and the
-policy's reply an action:
+policy's reply becomes an action:
 
-- if all that an action needs is one text, the whole reply is that text;
-- otherwise the policy calls the tool ``act``, with the action's fields as arguments.
+- if an action needs only one text, the whole reply is this text;
+- otherwise the policy calls the tool ``act`` with the action's fields as arguments.
 
-A server's code needs older packages than vLLM, so it runs elsewhere. This file needs no package of it.
+OpenEnv needs older packages than vLLM, so the server runs elsewhere. This file does not need OpenEnv.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class OpenEnv:
     """The task. Every rollout of a group resets the environment with the same seed."""
 
     def __init__(self, url: str, instructions: str = "", observation: str = "", timeout_s: float = 60.0) -> None:
-        """``url``: of the server. ``instructions``: a system message. ``observation``: the field of an observation that
-        the policy reads; default: all of them, as JSON. ``timeout_s``: for one answer of the server.
+        """``url``: the server's URL. ``instructions``: a system message. ``observation``: the field of an observation
+        that the policy reads; by default all fields, as JSON. ``timeout_s``: limit for one answer of the server.
 
-        Raises ``TaskError`` if there is no OpenEnv server, or its observations have no such field.
+        Raises ``TaskError`` if there is no OpenEnv server, or its observations lack this field.
         """
         self.url, self.instructions, self.observation = url.rstrip("/"), instructions, observation
         self.timeout_s = timeout_s
@@ -61,7 +61,7 @@ class OpenEnv:
         self.text_field = needed[0] if is_text else ""
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` seeds of the split."""
+        """Return ``size`` seeds of the split."""
 
         def row(index: int) -> Prompt:
             return Prompt(f"openenv/{split}/{index}", SEEDED, {"seed": index + (HELD_OUT if split == "eval" else 0)})
@@ -69,7 +69,6 @@ class OpenEnv:
         return LazyPrompts(size, row)
 
     def environment(self, prompt: Prompt) -> OpenEnvEpisode:
-        """One session."""
         return OpenEnvEpisode(self, prompt)
 
 
@@ -85,8 +84,8 @@ class OpenEnvEpisode:
         self.tools = [] if task.text_field else [{"type": "function", "function": act}]
 
     def reset(self) -> Sequence[Message]:
-        """The prompt's text, if its row has one, and the first observation. Fields of the row other than the prompt are
-        arguments of the environment's ``reset``, such as ``seed``."""
+        """Return the prompt, if the row has one, and the first observation. The row's other fields, such as ``seed``,
+        are arguments of the environment's ``reset``."""
         answer = awaited(self._ask({"type": "reset", "data": dict(self._prompt.fields)}))
         if answer["done"]:
             raise RuntimeError("the environment is done before the first action")
@@ -97,8 +96,8 @@ class OpenEnvEpisode:
         return [*instructions, *given, {"role": "user", "content": self._shown(answer)}]
 
     def step(self, reply: Message) -> Step:
-        """The observation after the action, its reward, and whether the episode is done. An action that the server
-        refuses is answered with the reason, and counted as ``refused_actions``."""
+        """Return the observation after the action, with its reward. If the server refuses the action, the policy gets
+        the reason, and the metric ``refused_actions`` counts it."""
         calls = reply.get("tool_calls") or []
         try:
             if self._task.text_field:
@@ -106,7 +105,7 @@ class OpenEnvEpisode:
             elif len(calls) != 1 or not isinstance(action := json.loads(calls[0]["function"]["arguments"]), dict):
                 raise ValueError("call the tool `act` once, with the action's fields")
             answer = awaited(self._ask({"type": "step", "data": action}))
-        except ValueError as error:  # JSON's errors are among them
+        except ValueError as error:  # includes JSON's errors
             return Step(self._said(calls, f"Error: {error}"), metrics={"refused_actions": 1.0})
         reward = float(answer["reward"] or 0.0)
         return Step(self._said(calls, self._shown(answer)), reward=reward, done=bool(answer["done"]))
@@ -116,7 +115,7 @@ class OpenEnvEpisode:
         awaited(self._close())
 
     def _said(self, calls: Sequence[Mapping[str, Any]], text: str) -> list[Message]:
-        """A message to the policy: the answer to its calls, if there are any."""
+        """A message to the policy: a result for each of its calls, if there are any."""
         answers = [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
         return answers or [{"role": "user", "content": text}]
 
@@ -126,14 +125,14 @@ class OpenEnvEpisode:
         return chosen if isinstance(chosen, str) else json.dumps(chosen, ensure_ascii=False)
 
     async def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The server's answer. Raises ``ValueError`` for an action that it refuses, and ``RuntimeError``."""
+        """Ask the server. Raises ``ValueError`` if it refuses an action, and ``RuntimeError``."""
         if self._http is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=self._task.timeout_s)
             self._http = aiohttp.ClientSession(timeout=limits)
         try:
             if self._socket is None:
                 self._socket = await self._http.ws_connect(f"{self._task.url}/ws", max_msg_size=0)
-            with suppress(ConnectionError):  # a server that is full has closed already, and its reason can be read
+            with suppress(ConnectionError):  # a full server has closed the socket, but its reason can still be read
                 await self._socket.send_json(message)
             answer = await self._socket.receive_json(timeout=self._task.timeout_s)
         except (aiohttp.ClientError, OSError, TypeError, TimeoutError) as error:

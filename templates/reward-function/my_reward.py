@@ -1,4 +1,4 @@
-"""The reward of this task: is the response the sum?"""
+"""The reward of this task: 1.0 if the response is the sum."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def reward(prompt: dict[str, Any], response: str) -> float:
-    """1.0 for the right answer, and up to 0.2 for digits, so that even a model with random weights can improve.
+    """1.0 for the right answer, else up to 0.2 for digits, which even a model with random weights can improve.
 
     ``prompt`` is the row of the JSON Lines file: ``prompt``, ``uid`` and every other key, here ``answer``.
-    ``response`` is the generated text without the end token. Return a finite number for every text, an empty
-    one too; a reward of at least 1 counts as correct in the accuracies that are shown.
+    ``response`` is the generated text without the end token. Return a finite number for every text, even an
+    empty one. Accuracies count a reward of 1 or more as correct.
     """
     if response == prompt["answer"]:
         return 1.0

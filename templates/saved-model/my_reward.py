@@ -1,4 +1,4 @@
-"""The reward of this task: is the last number of the response the right one?"""
+"""The reward of this task: 1.0 if the last number in the response is the answer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 def reward(prompt: dict[str, Any], response: str) -> float:
     """1.0 for the right answer, 0.1 for a wrong number, 0.0 without one; reasoning in <think> does not count.
 
-    ``prompt`` is the row of the JSON Lines file: every column that is not the prompt, here ``question`` and
-    ``answer``. ``response`` is the generated text without special tokens. Return a finite number for every text, an
-    empty one too; a reward of at least 1 counts as correct in the accuracies that are shown.
+    ``prompt`` is the row of the JSON Lines file: every column except the prompt, here ``question`` and
+    ``answer``. ``response`` is the generated text without special tokens. Return a finite number for every text,
+    even an empty one. Accuracies count a reward of 1 or more as correct.
     """
     answer = response.rpartition("</think>")[2]
     numbers = NUMBER.findall(answer.replace(",", ""))

@@ -195,7 +195,7 @@ def test_clean_demonstrations_are_right_and_most_of_the_mixture_is_not() -> None
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options)) + "|functions are wanted"):
+    with pytest.raises(ValueError, match=next(iter(options)) + "|functions are requested"):
         Bugfix(**options)
 
 
