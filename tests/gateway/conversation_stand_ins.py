@@ -1,4 +1,4 @@
-"""A model whose replies come from a hash, a byte-level tokenizer, and a reader of the segments that sessions report."""
+"""A model with replies from a hash, a byte-level tokenizer, and a reader of the segments that sessions report."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class HashModel:
     """The tokens and the end of a reply are determined by a hash of the prompt and the seed; it often has a tool call.
 
     Tokens come in several deliveries, the last ones with the complete reply. Log-probs and versions depend on a token's
-    index in its sequence, so that versions never decrease. ``requests`` has every request with its reply; ``sampled``
+    index in its sequence, so versions never decrease. ``requests`` has every request with its reply; ``sampled``
     has the positions (prompt, seed, index) of all tokens that were sampled, not reused.
     """
 
@@ -188,7 +188,7 @@ class Record:
 
 
 def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], list[int]]]:
-    """Each sequence of a rollout, to be compared."""
+    """Each sequence of a rollout, for comparison."""
     for one in rollout.sequences:
         yield one.rollout_id, one.ids.tolist(), one.logprobs.tolist(), one.versions.tolist()
 

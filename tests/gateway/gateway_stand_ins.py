@@ -50,7 +50,7 @@ def chat_format(reasoning_parser: str | None = None) -> ChatFormat:
 
 
 Script = Callable[[str, RolloutRequest], str]
-"""The model's reply to a prompt's text."""
+"""Maps a prompt's text to the model's reply."""
 
 
 def echo(prompt: str, request: RolloutRequest) -> str:
@@ -118,7 +118,7 @@ class Engine:
 
 @dataclass
 class Served:
-    """A running gateway and its engine."""
+    """A running gateway with its engine."""
 
     gateway: Gateway
     engine: Engine

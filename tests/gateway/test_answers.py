@@ -1,4 +1,4 @@
-"""Whose call it is: choices with seeds of their own, and sessions with settings of their own."""
+"""Choices have separate seeds, and sessions have separate settings."""
 
 from __future__ import annotations
 

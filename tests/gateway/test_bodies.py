@@ -1,4 +1,4 @@
-"""Large bodies: only a few at a time, and the time that a client waits for others does not count for its deadline."""
+"""Only a few large bodies are read at a time, and a client's wait for others does not count for its deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl_cli.gateway.bodies import LARGE, Bodies
 from asyncrl_cli.gateway.errors import ApiError
 
 LIMIT_S = 0.05
-"""Seconds that a body may take to arrive here."""
+"""Deadline of a body in these tests."""
 
 
 class Upload:

@@ -1,4 +1,4 @@
-"""Clients whose connections alone use resources: silent ones, slow ones, too many, and some that never read."""
+"""Connections that waste resources: silent, slow, too many, and some that never read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl_cli.gateway.actor import _FullOnce
 from asyncrl_cli.gateway.connections import MOST_CONNECTIONS, ConnectionLimits
 
 LONG_DEADLINES = ConnectionLimits(head_s=60, body_s=60, idle_s=60, unread_s=60)
-"""Deadlines that no test reaches; each test shortens the one that it is about."""
+"""Deadlines that no test reaches; each test shortens its own."""
 AT_ONCE = 0.05
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode()
 BODY = b'{"prompt": "x"}'
@@ -31,7 +31,7 @@ async def connect(there: Served) -> Streams:
 
 
 async def closed(streams: Streams) -> bytes:
-    """What the server still sends until it closes the connection."""
+    """Read until the server closes the connection; returns the data."""
     try:
         return await streams[0].read()
     except ConnectionResetError:

@@ -136,7 +136,7 @@ def play(
     chat: Any,
     recorded: dict[int, tuple[Segment, ...]] | None = None,
 ) -> tuple[Harness, HashModel, list[Segment], Rollout]:
-    """Make the rounds of calls in a new session; the segments are those that it reported, in their order."""
+    """Make the rounds of calls in a new session; returns the segments that it reported, in order."""
     model, reported = HashModel(chat), []
     session = Session(
         *("7-2", chat, model.generate, SAMPLING, LIMITS),
@@ -166,7 +166,7 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
         assert (sequence.logprobs[sequence.versions == CONTEXT] == 0).all()
         assert sequence.versions[0] == CONTEXT
 
-    # If a call's messages begin with those of an earlier turn, its prompt begins with exactly the tokens of that turn.
+    # If a call's messages begin with an earlier turn's messages, its prompt begins with exactly that turn's tokens.
     exchanges = list(zip(harness.conversations, harness.replies, strict=True))
     for index, ((messages, *setting), reply) in enumerate(exchanges):
         turns = {

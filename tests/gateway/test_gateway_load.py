@@ -1,4 +1,4 @@
-"""Many clients at once, clients that disconnect, and a gateway that stops."""
+"""Many concurrent clients, clients that disconnect, and a gateway that stops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Recorded requests of real clients get exactly the recorded answers, streamed or not.
 
 The requests in golden/ come from Codex, Claude Code and the libraries of OpenAI and Anthropic. Long texts in them are
-shortened. `GOLDEN=write` records the answers again, after a change that clients shall see.
+shortened. `GOLDEN=write` records the answers again, after an intended change to the answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.gateway.test_programs import short_prompts
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.json"))
 RANDOM = re.compile(r"(?<=[_-])(?:[0-9a-f]{32}|[0-9a-f]{24})(?![0-9a-f])")
-"""Random parts of ids. In the files they are `#0`, `#1`, ... in the order in which they appear."""
+"""Random parts of ids. The files have `#0`, `#1`, ... instead, in order of appearance."""
 TIMES = re.compile(r'("created(?:_at)?"): ?(?:\d+|"[^"]*")')
 
 

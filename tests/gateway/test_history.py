@@ -1,4 +1,4 @@
-"""Which conversation continues which other one, by digests of the messages."""
+"""Digests of messages decide which conversation continues which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Messages API over real HTTP, with Anthropic's own client: what golden pairs do not show."""
+"""The Messages API over real HTTP with Anthropic's client, beyond the golden pairs."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def test_a_stream_adds_up_to_the_answer(message: Message, data: st.DataObject) -
         ("tool_calls", ("##",), "call ##", ("tool_use", None)),
     ],
 )
-def test_why_a_reply_ended(finish: Any, stops: tuple[str, ...], text: str, expected: tuple[str, str | None]) -> None:
+def test_stop_reason_of_a_reply(
+    finish: Any, stops: tuple[str, ...], text: str, expected: tuple[str, str | None]
+) -> None:
     answer = answer_of(*stops, text=text)
     whole = answer.complete([[reply_of({"content": "a"}, finish)]])
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected

@@ -185,14 +185,14 @@ def test_tools_are_functions_to_templates() -> None:
         {"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]},
     ],
 )
-def test_what_only_sessions_of_a_run_leave_out_is_refused_elsewhere(more: Any) -> None:
+def test_tools_that_sessions_of_a_run_omit_are_refused_elsewhere(more: Any) -> None:
     with pytest.raises(ApiError, match="not supported") as raised:
         request(**more).refuse_unsupported(fixed_sampling=False)
     assert raised.value.code == "unsupported_parameter"
     request(**more).refuse_unsupported(fixed_sampling=True)
 
 
-def test_what_claude_code_sends_beside_the_conversation_is_accepted() -> None:
+def test_further_keys_of_claude_code_are_accepted() -> None:
     neutral: dict[str, Any] = {
         "top_p": 1,
         "metadata": {"user_id": "me"},

@@ -37,7 +37,7 @@ SHELLS = {
 
 @cache
 def short_prompts() -> ChatFormat:
-    """A template that keeps only the question and the ends of results of what a program writes."""
+    """A template that keeps only the question, and the ends of results."""
     tokenizer = character_tokenizer(MAX_LENGTH)
     tokenizer.chat_template = (FOLDER / "library_agents.jinja").read_text()
     return ChatFormat(tokenizer, "hermes")
@@ -55,7 +55,7 @@ def answers(kind: str, prompt: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["mini-swe-agent", "codex", "claude-code", "aider", "openhands"])
-def test_a_program_is_served_as_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmodified_programs_are_served(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, missing = installed()
     if kind in missing:
         pytest.skip(missing[kind])

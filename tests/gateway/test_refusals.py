@@ -256,7 +256,7 @@ def test_an_assistant_message_at_the_end_is_continued_as_by_vllm() -> None:
 
 
 @pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
-def test_variables_of_the_template_are_the_requests(path: str) -> None:
+def test_requests_set_variables_of_the_template(path: str) -> None:
     tokenizer = deepcopy(chat_format()._tokenizer)
     tokenizer.chat_template = "{{ tone }}" + tokenizer.chat_template
 
@@ -409,7 +409,7 @@ def test_nothing_is_rendered_without_a_bound() -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_are_wrong() -> None:
+def test_invalid_requests_get_the_right_error() -> None:
     async def test() -> None:
         async with served(max_body_mb=16) as there:
             there.session("8-0")
@@ -443,7 +443,7 @@ NO_REQUESTS = [
 ]
 
 
-def test_bodies_that_are_not_requests() -> None:
+def test_bodies_that_are_no_requests_get_an_error() -> None:
     async def test() -> None:
         async with served() as there:
             for body in NO_REQUESTS:

@@ -1,4 +1,4 @@
-"""`/v1/responses` over real HTTP: what golden pairs do not show of conversations, programs and refusals."""
+"""`/v1/responses` over real HTTP: conversations, programs and refusals beyond the golden pairs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def events(there: Served, session: str | None = None, **body: Any) -> list
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_numbers_that_json_does_not_have_are_null_in_what_is_repeated(stream: bool) -> None:
+def test_repeated_tools_have_null_for_numbers_that_json_lacks(stream: bool) -> None:
     tools = '[{"type": "function", "name": "f", "parameters": {"a": [1e999, 2]}}]'
     body = '{"input": "hi", "stream": ' + json.dumps(stream) + ', "tools": ' + tools + "}"
 
@@ -126,7 +126,7 @@ def test_agents_with_their_default_model_are_served() -> None:
         ({"tool_choice": {"type": "web_search"}}, "unsupported_parameter", "tool_choice"),
     ],
 )
-def test_what_cannot_be_served_is_refused(changes: dict[str, Any], code: str, param: str | None) -> None:
+def test_unsupported_keys_are_refused(changes: dict[str, Any], code: str, param: str | None) -> None:
     async def test() -> None:
         async with served() as there:
             answer = await there.post("/v1/responses", {"input": "a", **changes})

@@ -74,7 +74,7 @@ def as_others_send_it(item: Any) -> dict[str, Any]:
 
 
 def compared(message: Message) -> dict[str, Any]:
-    """What the session compares, and the reasoning."""
+    """The parts of a message that sessions compare, and the reasoning."""
     same = dict(normalized(message))
     return same | {"reasoning_content": message["reasoning_content"]} if message.get("reasoning_content") else same
 

@@ -1,4 +1,4 @@
-"""What a session does besides recording tokens: sampling, limits, errors, ends, retries."""
+"""Sessions: sampling, limits, errors, ends, retries."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_parts_of_any_tokens_make_the_message(
 @pytest.mark.slow  # vLLM's import
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @pytest.mark.parametrize("special", [False, True])
-def test_layouts_are_those_of_vllms_parsers(name: str, special: bool) -> None:
+def test_layouts_match_vllms_parsers(name: str, special: bool) -> None:
     chat = chat_format(name, None, special)
     message, _, early = streamed(chat, chat.encode("so so" + CALLS[name]), range(100), [], [CALC])
     (call,) = message["tool_calls"]

@@ -17,7 +17,7 @@ def sampled(ids: list[int]) -> TokenSequence:
 
 
 @given(prompt=IDS, streamed=IDS, sampled_ids=IDS)
-def test_the_reported_tokens_are_those_of_the_final_reply(
+def test_reported_tokens_end_as_the_final_replys_tokens(
     prompt: list[int], streamed: list[int], sampled_ids: list[int]
 ) -> None:
     """A reply that was generated again may have other tokens than those that were reported first."""

@@ -302,7 +302,7 @@ def starts_threads() -> str:
             started += 1
         return f"{started} threads"
     except RuntimeError:
-        time.sleep(0.2)  # so that a check can count all threads
+        time.sleep(0.2)  # a check must be able to count all threads
         return ""
     finally:
         stop.set()

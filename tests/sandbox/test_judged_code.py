@@ -533,7 +533,7 @@ def test_threads_of_other_processes_do_not_count(kind: Kind) -> None:
         stop.set()
 
 
-def test_it_ends_with_its_owner(kind: Kind) -> None:
+def test_judged_code_ends_with_its_owner(kind: Kind) -> None:
     code = "while True: pass"
     script = f"from asyncrl_cli.sandbox.judge import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
     with tempfile.TemporaryDirectory() as temporary:  # a killed owner does not remove its files

@@ -109,12 +109,14 @@ def test_commands_run_as_in_a_shell(sandbox: BlockingSandbox, command: str, outp
     assert (result.output, result.stopped) == (output, "")
 
 
-def test_a_status_is_a_shells(sandbox: BlockingSandbox) -> None:
+def test_exit_statuses_are_the_shells(sandbox: BlockingSandbox) -> None:
     statuses = [sandbox.run(command).status for command in ("exit 3", "nothing-like-this", "kill -9 $$", "true")]
     assert statuses == [3, 127, 137, 0]
 
 
-def test_variables_are_those_given(sandbox: BlockingSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_get_the_given_variables_and_no_secret(
+    sandbox: BlockingSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "secret")
     printed = sandbox.run("env", env={"GIVEN": "a\nb = ä"}).output
     assert "GIVEN=a\nb = ä\n" in printed
@@ -254,7 +256,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_is_not_inside_cannot_be_reached(sandbox: BlockingSandbox, attack: str) -> None:
+def test_attacks_reach_nothing_outside(sandbox: BlockingSandbox, attack: str) -> None:
     victim = secret_process()
     try:
         # A successful attack prints to the output; error messages are not captured.
@@ -294,7 +296,7 @@ CALLS = {
 }
 
 
-def test_how_the_supervisor_has_been_started_is_hidden(kind: Kind, sandbox: BlockingSandbox) -> None:
+def test_commands_cannot_read_the_supervisors_start(kind: Kind, sandbox: BlockingSandbox) -> None:
     output = sandbox.run("(cat /proc/1/environ /proc/1/maps; ls /proc/1/fd) 2>/dev/null").output
     if kind == "gvisor":  # it shows all processes: no process of this machine is among them
         assert output.startswith("HOME=/root\0")
@@ -428,7 +430,7 @@ asyncio.run(main())
 
 
 @NEEDS_ROOT
-def test_it_holds_for_an_ordinary_user(kind: Kind) -> None:
+def test_confinement_holds_for_an_ordinary_user(kind: Kind) -> None:
     result = run_as_ordinary_user(ORDINARY, kind)
     assert result.stderr == ""
     assert result.stdout.strip() == str([]) + " " + str(["x/sandbox\nagent\n", "processes", "disk", "end\n"])

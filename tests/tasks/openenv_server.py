@@ -1,6 +1,6 @@
-"""An OpenEnv server for tests, for a Python with ``openenv``: its own echo environment, and one that counts down.
+"""An OpenEnv server for tests: OpenEnv's echo environment, and one that counts down. Needs a Python with ``openenv``.
 
-python openenv_server.py FOLDER    with what `openenv init echo_env` made in FOLDER
+python openenv_server.py FOLDER    where `openenv init echo_env` was run in FOLDER
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CountDown(Environment):
         return Left(left=self.left, reward=0.5, done=not self.left)
 
     def close(self) -> None:
-        time.sleep(0.3)  # as long as a simulator may take
+        time.sleep(0.3)  # a simulator may take so long
         CountDown.closed += 1
 
     @property

@@ -1,4 +1,4 @@
-"""The environment of commands: the session in the variables of all agents, a separate home, no user's settings."""
+"""Commands' environment: the session in every agent's variables, a separate home, and none of the user's settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_clients_of_both_apis_find_the_session(monkeypatch: pytest.MonkeyPat
         assert (f"{str(other.base_url).rstrip('/')}/v1", other.api_key) == (ACCESS.base_url, ACCESS.api_key)
 
 
-def test_codex_finds_it_in_a_file() -> None:
+def test_codex_finds_its_server_in_a_file() -> None:
     variables, ((path, text),) = session_variables(ACCESS, HOME), home_files(ACCESS).items()
     assert PurePath(HOME).parent / path == PurePath(variables["CODEX_HOME"], "config.toml")
     config = tomllib.loads(text)
@@ -36,7 +36,7 @@ def test_codex_finds_it_in_a_file() -> None:
     assert variables[provider["env_key"]] == ACCESS.api_key
 
 
-def test_home_folders_lie_in_the_episodes_own() -> None:
+def test_all_settings_folders_are_in_the_episodes_home() -> None:
     variables = session_variables(ACCESS, HOME)
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "CLAUDE_CONFIG_DIR"):
         assert PurePath(variables[name]).is_relative_to(HOME)

@@ -57,7 +57,7 @@ def repaired(made: Repository) -> dict[str, str]:
 
 
 def fails(files: Mapping[str, str], made: Repository) -> set[str]:
-    """The functions whose tests fail here, without a sandbox."""
+    """The functions with tests that fail here, without a sandbox."""
     failed = set()
     for name, tests in made.tests.items():
         found = callable_of(files[MODULE], name.removeprefix("calc."))
@@ -155,12 +155,12 @@ def test_rows_do_not_depend_on_the_size() -> None:
 
 
 def share_right(task: Bugfix, clean: bool) -> float:
-    """The share of demonstrations whose reply after reading the code fixes the function. Only these may announce it."""
+    """The share of demonstrations that fix the function after reading the code. Only these may announce the change."""
     rng = random.Random(0)
     replies = []
     for _ in range(1500):
         messages = task.demonstration(rng, clean)
-        if len(messages) != 4:  # not the reply that may fix it
+        if len(messages) != 4:  # not the reply that may fix the function
             continue
         if "tool_calls" not in messages[3]:
             assert not clean and messages[3]["content"] == "Done."
@@ -223,7 +223,7 @@ def test_rows_without_a_repository_are_refused(change: dict[str, Any]) -> None:
 
 RIGHT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 WRONG = ADD.fields["files"]["calc.py"]
-# What code can do in the judge's sandbox is tested in tests/sandbox/test_judged_code.py.
+# tests/sandbox/test_judged_code.py tests the confinement of code in the judge's sandbox.
 CHEATS = {
     "exits": f"import os\n{WRONG}\nos._exit(0)\n",
     "looks for the tests": (

@@ -61,8 +61,8 @@ def test_the_command_gets_the_first_message_and_no_tests() -> None:
     assert result.reward == 1.0
 
 
-def test_rows_beside_the_spec_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the hidden tests."""
+def test_rows_next_to_the_spec_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows contain the hidden tests."""
     monkeypatch.setenv(SPEC_FOLDER, str(tmp_path))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("the tests")
@@ -81,7 +81,7 @@ def test_a_command_that_fails_fails_the_episode() -> None:
         played("echo no model >&2; exit 7")
 
 
-def test_options_are_those_of_bugfix_and_it_needs_a_sandbox(tmp_path: Path) -> None:
+def test_options_of_bugfix_apply_and_a_sandbox_is_required(tmp_path: Path) -> None:
     options = {"command": "true", "functions": 1, "terse": True, "max_lines": 1}
     spec = TaskSpec(use="bugfix:BugfixByCommand", options=options, sandbox=SandboxSpec())
     task = load_task(spec, tmp_path)

@@ -1,4 +1,4 @@
-"""Commands as agents: their input, what counts as a reward, and that none of their processes remains."""
+"""Commands as agents: their input, their rewards, and no process that remains."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_a_task_that_may_have_one_runs_without(folder: Path, access: ModelAccess
         ("sandboxed_tasks:agent", {"readable": ["missing"]}, "missing does not exist"),
     ],
 )
-def test_what_does_not_fit_is_refused(folder: Path, use: str, sandbox: dict[str, Any] | None, complaint: str) -> None:
+def test_an_unusable_sandbox_is_refused(folder: Path, use: str, sandbox: dict[str, Any] | None, complaint: str) -> None:
     with pytest.raises(TaskError, match=complaint) as caught:
         load_task(TaskSpec.model_validate({"use": use, "sandbox": sandbox}), folder)
     assert caught.value.location.startswith("task.sandbox")
@@ -272,7 +272,7 @@ def test_an_episode_that_takes_too_long_leaves_nothing(folder: Path, access: Mod
     assert isinstance(played.score, RewardFailure)
     assert "had not ended after 2 s" in str(played.score)
     assert not played.stuck
-    # Ended processes whose parent is this process now (zombies) do not count.
+    # Zombies that this process adopted do not count.
     left = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
     assert [one for one in left if one.name() in ("sleep", "bwrap", "runsc-sandbox")] == []
 

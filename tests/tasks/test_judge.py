@@ -111,7 +111,7 @@ def test_an_answer_that_is_truncated_has_no_score(url: str, monkeypatch: pytest.
     assert len(Handler.asked) == 2
 
 
-def test_what_the_judge_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_gets_the_system_message_and_the_filled_template(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge = Judge(
         url,

@@ -1,4 +1,4 @@
-"""Loading the task that ``task.use`` names, and the errors when that fails."""
+"""Loading the task that ``task.use`` names, and its errors."""
 
 import asyncio
 import importlib
@@ -23,7 +23,7 @@ names = (f"user_task_{number}" for number in itertools.count())
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``load(source, "name", **options)`` loads a name from a module with this source beside the spec."""
+    """``load(source, "name", **options)`` loads a name from a module with this source next to the spec."""
     import sys
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -59,11 +59,11 @@ def test_a_ready_task_takes_its_options() -> None:
     assert task.prompts("eval", 1)[0].fields["terms"] == 3
 
 
-def test_a_class_beside_the_spec(load: Any) -> None:
+def test_a_class_next_to_the_spec_is_loaded(load: Any) -> None:
     assert load(CLASS, "Echo", bonus=0.5).reward(Prompt("row", "a"), "a", True) == 1.5
 
 
-def test_a_function_beside_the_spec_is_passed_the_row(load: Any) -> None:
+def test_a_function_next_to_the_spec_gets_the_row(load: Any) -> None:
     source = "def f(prompt, response): return prompt['uid'], prompt['prompt'], prompt['answer'], response"
     task = load(source, "f")
     assert task.reward(Prompt("row", "2+2=", {"answer": "4"}), "5", True) == ("row", "2+2=", "4", "5")
@@ -186,7 +186,7 @@ class Guess:
 """
 
 
-def test_each_episode_has_an_environment_of_its_own(load: Any) -> None:
+def test_each_episode_has_its_own_environment(load: Any) -> None:
     task = load(ENVIRONMENT, "Guess", tries=3)
     assert is_episodic(task)
     first, second = (task.environment(Prompt("row", "", {"answer": answer})) for answer in "ab")

@@ -143,7 +143,7 @@ def test_equal_answers(answer: Any, response: str, options: Any) -> None:
         ("12", r"\boxed{9^{9^{9^{9^9}}}}", {"timeout_s": 1}),
     ],
 )
-def test_other_answers(answer: str, response: str, options: Any) -> None:
+def test_answers_with_another_value_get_no_reward(answer: str, response: str, options: Any) -> None:
     assert MathAnswers(**options).reward(row(answer=answer), response, True) == 0.0
 
 

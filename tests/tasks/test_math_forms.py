@@ -1,4 +1,4 @@
-"""The forms of answers in MATH and GSM8K: what is equal, what is not, and what is unreadable."""
+"""Forms of answers in MATH and GSM8K: equal, different and unreadable ones."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ def test_truths_of_files(answer: object, response: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "nan", "-inf", "NaT", "[]", "####", r"\boxed{5", ["2", "nan"], [""]])
-def test_what_is_no_truth_is_refused(answer: object) -> None:
+def test_rows_without_a_readable_answer_are_refused(answer: object) -> None:
     with pytest.raises(Unreadable, match="field 'answer' is not a readable answer"):
         TASK.check_prompt(Prompt("row", "?", {"answer": answer}))
 

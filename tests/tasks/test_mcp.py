@@ -1,4 +1,4 @@
-"""Tools of MCP servers: real servers over standard input and output and over HTTP, and what a server's failures do."""
+"""Tools of real MCP servers, over standard input and output and over HTTP, and the effects of a server's failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PROMPT = Prompt("p", "1+2=", {"answer": "3"})
 
 @contextmanager
 def http_server() -> Iterator[str]:
-    """The URL of a server that runs meanwhile."""
+    """Start a server for the duration of the block; yields its URL."""
     with subprocess.Popen([sys.executable, SERVER, "0"], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

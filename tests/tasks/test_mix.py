@@ -1,4 +1,4 @@
-"""A mix: every task has its share in any stretch of rows, and the task of a prompt is found from its uid."""
+"""Mixes: every task has its share in any stretch of rows, and a prompt's uid names its task."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_row_is_the_same_in_a_mix_of_any_size_and_every_row_is_used(
 
 
 class Letters:
-    """A task whose prompts and rewards name it."""
+    """A task with its name in prompts and rewards."""
 
     def __init__(self, letter: str) -> None:
         self.letter = letter
@@ -104,7 +104,7 @@ def test_a_shuffle_keeps_the_shares(seed: int, rows: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 200))
-def test_everything_finds_the_task_of_a_prompt(index: int) -> None:
+def test_rewards_and_episodes_find_the_task_of_a_prompt(index: int) -> None:
     tasks = {"a": Letters("a"), "b": Letters("b")}
     mix = mix_of(a=(tasks["a"], 2), b=(tasks["b"], 1))
     prompt = mix.prompts("train", 201)[index]

@@ -1,4 +1,4 @@
-"""The template `openenv` with a real OpenEnv server, which runs in an environment of its own."""
+"""The template `openenv` with a real OpenEnv server, in a separate virtual environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments with a scripted server: requests, sums of rewards, and what ends an episode."""
+"""Environments with a scripted server: requests, sums of rewards, and ends of episodes."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_at_a_limit_the_reward_so_far_counts(code: str) -> None:
     assert environment.closed == 1
 
 
-def test_the_limits_are_those_of_sessions() -> None:
+def test_limit_codes_match_the_refusals_of_sessions() -> None:
     import inspect
 
     from asyncrl_cli.gateway import session

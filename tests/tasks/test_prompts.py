@@ -21,7 +21,7 @@ from tests.spell_backward import SpellBackward
 REWARD_ONLY = FunctionTask(lambda prompt, response: 1.0, "rewards:f")
 
 
-def test_a_file_is_preferred_to_the_task_and_searched_beside_the_spec(tmp_path: Path) -> None:
+def test_a_file_is_preferred_to_the_task_and_relative_to_the_spec(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "uid": "1"}\n{"prompt": "b", "uid": "2"}\n')
     for task in (REWARD_ONLY, SpellBackward()):
         assert [p.uid for p in load_prompts("train", SplitSpec(path="rows.jsonl"), task, tmp_path)] == ["1", "2"]

@@ -26,7 +26,7 @@ def question_of(prompt: Prompt) -> str:
 
 
 def answer_by_reading(cells: str, question: str) -> str:
-    """The answer, found in the description alone."""
+    """Find the answer in the description only."""
     colours, shapes = {name[0]: name for name in COLOURS}, {"c": "circle", "s": "square", "t": "triangle"}
     things = [(colours[cell[0]], shapes[cell[1]]) if cell != "--" else None for cell in cells.split()]
     words = question.rstrip("?").split()

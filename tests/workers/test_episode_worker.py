@@ -148,7 +148,7 @@ def test_an_episode_that_does_not_end_fails_and_others_continue(tmp_path: Path, 
         run_in_actor(test, tmp_path, timeout_s=2.0)
 
 
-def test_what_an_episode_leaves_in_the_loop_is_cancelled(tmp_path: Path) -> None:
+def test_tasks_that_an_episode_leaves_running_are_cancelled(tmp_path: Path) -> None:
     async def test(actor: Harness) -> None:
         await actor.play(f"asyncio.create_task(asyncio.sleep(600)); {PID}")
         (played,) = await actor.play("return len(asyncio.all_tasks())")

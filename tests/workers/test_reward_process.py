@@ -62,7 +62,7 @@ def response(text: str) -> Response:
 
 
 class Harness:
-    """A process, and the event loop in which it is used."""
+    """A process and its event loop."""
 
     def __init__(self, loop: asyncio.Runner, spec: TaskSpec, folder: Path) -> None:
         self._loop = loop
@@ -196,7 +196,7 @@ def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Harness], 
         start(use="leaves:reward")
 
 
-def test_it_dies_with_its_owner(tmp_path: Path) -> None:
+def test_reward_process_dies_with_its_owner(tmp_path: Path) -> None:
     """Also if the owner is killed while the reward is in a loop in C code."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     code = f"""if True:

@@ -22,7 +22,7 @@ RESPONSE = (Prompt("row/7", "2+2="), "4", True)
 
 
 def returning(value: Any) -> FunctionTask:
-    """A task whose reward is ``value`` whatever the response."""
+    """A task that returns ``value`` as the reward of every response."""
     return FunctionTask(lambda prompt, response: value, "rewards:f")
 
 
@@ -86,7 +86,7 @@ def test_verls_dict_is_a_reward_with_metrics() -> None:
     ],
     ids=lambda value: f"{type(value).__module__}.{type(value).__name__}",
 )
-def test_siblings_of_numbers_are_numbers_alone_in_results_and_in_dicts(value: Any) -> None:
+def test_number_types_of_other_libraries_become_floats_in_results_and_in_dicts(value: Any) -> None:
     for result in (value, RewardResult(value, {"same": value}), {"score": value, "same": value}):
         scored = score(returning(result), RESPONSE)
         assert isinstance(scored, Scored), scored
@@ -203,7 +203,7 @@ def test_a_reward_that_raises_is_named_with_its_cause_and_leaves_a_traceback(
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), RecursionError("deep")])
-def test_nothing_that_is_raised_gets_through(error: BaseException) -> None:
+def test_every_exception_becomes_a_failure(error: BaseException) -> None:
     assert f"row/7': {type(error).__name__}" in reason(raising(error))
 
 
