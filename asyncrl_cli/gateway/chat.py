@@ -162,11 +162,7 @@ class ChatFormat:
         return Tokens(ids[1:], tuple(replace(place, offset=place.offset - 1) for place in places))
 
     def parse(
-        self,
-        prompt_ids: Sequence[int],
-        token_ids: Sequence[int],
-        tools: Tools | None = None,
-        stop: Sequence[str] = (),
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools | None = None, stop: Sequence[str] = ()
     ) -> Message:
         """Parse a reply's ``token_ids`` as an assistant message in OpenAI's format, with ``reasoning_content`` and
         ``tool_calls`` if there are any.

@@ -59,11 +59,7 @@ class OpenAIRequest(GenerationRequest):
     def options(self, max_tokens: int | None) -> CallOptions:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return CallOptions(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            stop=tuple(stop),
-            n=self.n or 1,
+            max_tokens=max_tokens, temperature=self.temperature, seed=self.seed, stop=tuple(stop), n=self.n or 1
         )
 
 

@@ -365,9 +365,7 @@ _FOLLOWED_BY = {
 """A part with this key begins the next message if the current one has any of these keys."""
 
 
-def _part_of_reply(
-    item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem,
-) -> tuple[str, Any] | None:
+def _part_of_reply(item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem) -> tuple[str, Any] | None:
     """The key and value that an item adds to its reply's message; None for an item without content."""
     if isinstance(item, MessageItem):
         return "content", _text(item.content)

@@ -27,14 +27,7 @@ from asyncrl_cli.gateway.history import Conversation, History
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.reply_stream import FieldStream, Part
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
-from asyncrl_cli.records.generation import (
-    FinishReason,
-    Rollout,
-    RolloutRequest,
-    Sampling,
-    Segment,
-    TokenSequence,
-)
+from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message, image_digests
 from asyncrl_cli.rollout.continuation import stopped_at

@@ -45,20 +45,7 @@ FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
 """Duplicates, flags, locks and the size of a pipe. Not F_SETOWN: the kernel sends signals to a descriptor's owner."""
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Query a terminal's settings and size, and the bytes to read; set blocking and close-on-exec."""
-FURTHER_IOCTL = (
-    0x5402,
-    0x5403,
-    0x5404,
-    0x540F,
-    0x5410,
-    0x5414,
-    0x8910,
-    0x8912,
-    0x8913,
-    0x8927,
-    0x8933,
-    0x80086601,
-)
+FURTHER_IOCTL = (0x5402, 0x5403, 0x5404, 0x540F, 0x5410, 0x5414, 0x8910, 0x8912, 0x8913, 0x8927, 0x8933, 0x80086601)
 """A terminal's settings, process group and size; names and addresses of network interfaces; a file's flags."""
 THREAD_NAME = (15, 16)
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, NETLINK_ROUTE = 1, 2, 10, 16, 0

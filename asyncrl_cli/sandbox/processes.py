@@ -38,7 +38,7 @@ def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
     # Resident sizes count shared pages several times. Proportional sizes do not, but cost more, so they come second.
     if resident > memory and (_of_gvisor() if in_gvisor else sum(map(_proportional, pids))) > memory:
         return b"memory"
-    if alone and not in_gvisor and _sockets() > MOST_SOCKETS:
+    if alone and not in_gvisor and int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MOST_SOCKETS:
         return b"memory"
     return b""
 
@@ -129,10 +129,6 @@ def _of_gvisor() -> int:
     """Bytes of all processes in gVisor, each page counted once: gVisor has no proportional sizes."""
     lines = _file("/proc/meminfo").splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"AnonPages:"))
-
-
-def _sockets() -> int:
-    return int(_file("/proc/net/sockstat").split(maxsplit=3)[2])
 
 
 def _file(path: str) -> bytes:

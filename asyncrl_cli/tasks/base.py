@@ -63,7 +63,7 @@ def as_result(value: Any) -> RewardResult:
 def finite(value: object) -> float | None:
     """Convert any library's real number, or one-element array or tensor, to a finite float; None for anything else."""
     try:
-        # NumPy's and PyTorch's values are converted to Python's first: NumPy's booleans have no __float__.
+        # NumPy's booleans, arrays and PyTorch's tensors are not Python's numbers; item() converts them.
         value = value.item() if hasattr(value, "item") else value
         if not hasattr(type(value), "__float__"):  # float() would also parse text
             return None

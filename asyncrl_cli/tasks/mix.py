@@ -106,11 +106,7 @@ class MixTask:
             if source.path is None and source.size is None:
                 source = source.model_copy(update={"size": max(1, wanted[index])})
             prompts = load_prompts(
-                split,
-                source,
-                self.tasks[member.name],
-                base=self._base,
-                location=f"task.mix.{index}.{split}",
+                split, source, self.tasks[member.name], base=self._base, location=f"task.mix.{index}.{split}"
             )
             own.append(prompts)
         if split == "eval":

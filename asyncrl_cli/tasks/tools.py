@@ -75,11 +75,7 @@ class ToolEnvironment:
     """Runs the tool calls of each reply; a reply without calls ends the episode. The prompt begins the conversation."""
 
     def __init__(
-        self,
-        prompt: Prompt,
-        functions: Sequence[Callable[..., Any]],
-        judge: Judge,
-        servers: McpServers | None = None,
+        self, prompt: Prompt, functions: Sequence[Callable[..., Any]], judge: Judge, servers: McpServers | None = None
     ) -> None:
         """``servers`` have further tools. Raises ``TaskError`` if two tools have the same name."""
         self._prompt = prompt

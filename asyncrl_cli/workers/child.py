@@ -80,10 +80,7 @@ class Heartbeat(threading.Thread):
     """
 
     def __init__(
-        self,
-        owner: Owner,
-        blocked_s: float,
-        blocked_by: Callable[[asyncio.AbstractEventLoop], int | None] | None,
+        self, owner: Owner, blocked_s: float, blocked_by: Callable[[asyncio.AbstractEventLoop], int | None] | None
     ) -> None:
         """``blocked_by`` returns the episode that runs in the loop; without it, a blocked loop is not reported."""
         super().__init__(name="heartbeat", daemon=True)

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import resource
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from asyncrl_cli.core.errors import UserError
@@ -20,6 +20,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import as_result, finite, scores_groups
 from asyncrl_cli.tasks.function_task import FunctionTask
+from asyncrl_cli.tasks.play import awaited
 
 Response = tuple[Prompt, str, bool] | tuple[Prompt, tuple[str, ...], tuple[bool, ...]]
 """A prompt, the text of the model's response, and True if the model ended it itself; or all texts of a group with one
@@ -47,10 +48,7 @@ def responses_of(prompt: Prompt, rollouts: Sequence[Rollout], together: bool) ->
 def score(task: Any, response: Response) -> Answer:
     """Score one response. Tracebacks go to stderr. Must not be called in a running event loop."""
     try:
-        value = _called(task, response)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        return _checked(value, task, response)
+        return _checked(awaited(_called(task, response)), task, response)
     except BaseException as error:  # sys.exit() must not end the process
         return failed(error, name=reward_name(task), prompt=response[0], location=reward_location(task))
 
@@ -174,7 +172,3 @@ def _shown(value: object, show: Callable[[object], str]) -> str:
         text = f"a {type(value).__name__} that cannot be shown"
     text = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
     return text.encode(errors="replace").decode()
-
-
-async def _awaited(value: Awaitable[object]) -> object:
-    return await value

@@ -77,7 +77,10 @@ class VerifiersEnvironment:
             index = 0
             while (task := self._task(index)) is not None:
                 if not self._held_out or is_held_out(task.key) == (split == "eval"):
-                    yield Prompt(f"{self._name}/{task.key}", _content(task.data), {"index": index})
+                    data = task.data
+                    # Only for readers of the journal: the environment itself asks the policy.
+                    question = data.prompt_text or data.name or data.id or "?"
+                    yield Prompt(f"{self._name}/{task.key}", question, {"index": index})
                 index += 1
 
         return list(islice(rows(), size))
@@ -130,9 +133,3 @@ def key_variable(api_key: str) -> Iterator[str]:
         yield name
     finally:
         del os.environ[name]
-
-
-def _content(data: Any) -> str:
-    """A task's question, only for readers of the journal: the environment itself asks the policy."""
-    text: str = data.prompt_text or data.name or data.id or "?"
-    return text
