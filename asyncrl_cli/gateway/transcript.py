@@ -154,7 +154,7 @@ class Transcript:
         branch, call.over = call.branch, True
         end = call.first + len(sampled.ids)
         agree = _agreement(branch.known.ids[call.first :], sampled.ids)
-        if agree < len(sampled.ids):
+        if agree < len(sampled.ids):  # other tokens than those reported: report again from the first difference
             branch.known = branch.known.slice(0, call.first).extended(sampled)
             branch.reported = min(branch.reported, call.first + agree)
         if isinstance(sampled, Rollout) and sampled.prompt_experts is not None:
@@ -176,7 +176,7 @@ class Transcript:
         if not keep:
             branch.known = branch.known.slice(0, branch.end)
             branch.reported = min(branch.reported, branch.end)
-        if branch.end == 0:
+        if branch.end == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
             self._recorded[branch.number], self._reported[branch.number] = branch.known, branch.reported
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:

@@ -255,7 +255,7 @@ class ShellSandbox:
                     await self._send(order)
                     kind, *fields = await self._receive()
             except asyncio.CancelledError:
-                self._shut()
+                self._shut()  # a part of the answer may be left in the socket, where the next order would read it
                 raise
             except (OSError, ValueError) as error:  # includes TimeoutError and WireError
                 self._shut()
