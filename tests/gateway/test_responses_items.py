@@ -123,7 +123,7 @@ def test_a_reply_has_as_many_calls_as_a_message_of_chat_may_have() -> None:
 
 
 def test_reasoning_of_another_server_is_refused() -> None:
-    with pytest.raises(ApiError, match="not of this server"):
+    with pytest.raises(ApiError, match="not from this server"):
         messages({"type": "reasoning", "summary": [], "encrypted_content": "gAAAA?"})
 
 

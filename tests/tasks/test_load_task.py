@@ -245,7 +245,7 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ),
         ("class C:\n def reward(self, response, prompt, finished): ...", "C", {}, "cannot be called as reward"),
         ("class C:\n def reward(self, prompt, response): ...", "C", {}, "cannot be called as reward"),
-        ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),
+        ("def f(prompt, model): return 1", "f", {}, "is an agent, but it is not async"),
         ("async def f(prompt, model, finished): return 1", "f", {}, r"f\(prompt, model\): missing .* 'finished'"),
         ("class C:\n def run(self, prompt, model): return 1", "C", {}, "run that is not async"),
         ("class C:\n def reset(self): return []", "C", {}, "has no method step"),
