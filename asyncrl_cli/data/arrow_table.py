@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_parquet(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
-    """The prompts of the first ``size`` rows of a Parquet file (all of them by default).
+    """Return the prompts of the first ``size`` rows of a Parquet file (None: all).
 
     Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is not a prompt.
     """
@@ -43,12 +43,12 @@ def read_parquet(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
 
 
 class ArrowPrompts(LazyPrompts):
-    """The first ``size`` rows of a table as prompts, without columns of bytes except images: fields are JSON."""
+    """The first ``size`` rows of a table as prompts. Columns of bytes are dropped, except images: fields are JSON."""
 
     def __init__(self, table: pa.Table, size: int | None, form: RowForm, mapped: Iterable[str] = ()) -> None:
         """``mapped``: the files that the table is mapped from. Raises ``DataError`` for a wrong row or column.
 
-        All rows are checked here as far as whole columns tell; their other mistakes are found when they are made.
+        Mistakes visible in whole columns are found here, all others when a row is used.
         """
         form.check_size(len(table), size)
         self._mapped = {file: os.stat(file) for file in mapped}
@@ -65,8 +65,8 @@ class ArrowPrompts(LazyPrompts):
     def _row(self, row: int) -> Prompt:
         self._check_files()
         values = self._table.slice(row, 1).to_pylist()[0]
-        # Arrow gives each message the keys of all messages, each call of a tool the arguments of all calls, and each
-        # row the template's variables of all rows.
+        # Arrow gives each message the keys of all messages, each tool call the arguments of all calls, and each row the
+        # template variables of all rows, with nulls for the missing values.
         if isinstance(content := values.get(self._form.prompt_column), list):
             values[self._form.prompt_column] = [_message(one) for one in content]
         for column in ("tools", VARIABLES):
@@ -79,8 +79,8 @@ class ArrowPrompts(LazyPrompts):
         return self._table.column(name).to_pylist() if name in self._table.column_names else [None] * len(self)
 
     def _check_files(self) -> None:
-        """Raise ``DataError`` when a file was truncated: the kernel kills a process that reads a mapped page beyond the
-        end of its file (SIGBUS). A file that was deleted or replaced can still be read."""
+        """Raise ``DataError`` when a file was truncated: the kernel kills a process (SIGBUS) that reads a mapped page
+        beyond a file's end. A deleted or replaced file can still be read."""
         for file, before in self._mapped.items():
             try:
                 now = os.stat(file)
@@ -95,8 +95,7 @@ class ArrowPrompts(LazyPrompts):
 
 
 def _suspects(table: pa.Table, form: RowForm) -> Iterator[int]:
-    """Rows that cannot be prompts, as far as whole columns tell: the first one of each kind. The row says itself what
-    is wrong with it."""
+    """Yield the first row of each kind that whole columns show to be wrong. Making the row gives the error."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -145,7 +144,6 @@ def _refuse_twins(uids: pa.ChunkedArray, form: RowForm) -> None:
 
 
 def _length(column: pa.ChunkedArray) -> Any:
-    """The lengths of texts or lists; None for a column of others."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -156,7 +154,7 @@ def _length(column: pa.ChunkedArray) -> Any:
 
 
 def _readable(table: pa.Table, kept: Container[str | None]) -> pa.Table:
-    """The table without columns of bytes that are not ``kept``, and with categories as their values."""
+    """Drop columns of bytes that are not ``kept``, and replace categories by their values."""
     import pyarrow as pa
 
     for name in table.column_names:
@@ -169,7 +167,7 @@ def _readable(table: pa.Table, kept: Container[str | None]) -> pa.Table:
 
 
 def _float_columns(column: pa.ChunkedArray) -> Iterator[pa.ChunkedArray]:
-    """The column, or its structs' columns, if they are floats. Lists are checked with their rows."""
+    """Yield the column, or its structs' columns, if they are floats. Lists are checked with their rows."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -195,7 +193,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _message(message: Any) -> Any:
-    """A message without nulls, except a content that is null."""
     if not isinstance(message, dict):
         return message
     return {key: _without_nulls(value) for key, value in message.items() if value is not None or key == "content"}

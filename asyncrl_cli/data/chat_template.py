@@ -2,9 +2,9 @@
 
 Templates disagree about tool calls. Some iterate over the arguments, some join them to a text, some ask whether the
 content is none, some take one call at a time. So ``ChatTemplate`` tries a template with short conversations, and then
-writes messages in the form that the template shows completely (decision 0084).
+uses the form of messages that the template shows completely (decision 0048).
 
-A template is a program that came with a model. ``tried`` runs it first in a child process with limits of time and
+A template is a program that came with a model. ``tried`` first runs it in a child process with limits on time and
 memory, and ``_Watch`` ends later renderings that take too long.
 """
 
@@ -34,21 +34,21 @@ from asyncrl_cli.records.prompt import ChatError, Message, Prompt, normalized
 Tools = Sequence[Mapping[str, Any]]
 
 RENDER_S = 2.0
-"""CPU seconds of one rendering. A conversation of a million characters takes a tenth of a second."""
+"""Limit in CPU seconds for one rendering. A conversation of a million characters takes 0.1 s."""
 TRY_S = 4.0
-"""CPU seconds for trying a template, which takes a tenth of one; on a clock, eight times as many."""
+"""Limit in CPU seconds for trying a template, which takes 0.1 s; wall time may be eight times as long."""
 MEMORY_BYTES = 2**30
-"""Memory that trying a template, or one rendering, may take in addition."""
+"""Additional memory for trying a template, or for one rendering."""
 LOOK_S = 0.25
-"""Seconds between two looks at the renderings of this process."""
+"""Seconds between two checks of this process's renderings."""
 
 NORMALIZED = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"})
 UNUSED = frozenset({"refusal", "audio", "annotations", "function_call"})
 """Keys of OpenAI's replies that no template reads."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of rows for models that see or hear. Images that a model gets are in the messages instead."""
+"""Columns for models that see or hear. Images that the model gets are in the messages instead."""
 VARIABLES = "chat_template_kwargs"
-"""The column, and the key of requests, with variables for the template."""
+"""The column, and the request key, with variables for the template."""
 GIVEN = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
@@ -59,14 +59,14 @@ GIVEN = frozenset(
 
 
 class _Ended(BaseException):
-    """Rendering ended by ``_Watch``. Not an ``Exception``, because code in between handles those."""
+    """``_Watch`` has ended the rendering. Not an ``Exception``, because code in between handles these."""
 
 
 class _Watch:
-    """Ends renderings of this process that take too long or too much memory.
+    """Ends renderings in this process that take too long or too much memory.
 
-    A thread looks at them and raises ``_Ended`` in the thread that renders. Python delivers it between two of the
-    template's operations, so a single operation is not interrupted; ``ChatTemplate.tried`` has found those.
+    A thread checks them, and raises ``_Ended`` in the rendering thread. Python delivers it between two operations of
+    the template. A single long operation is not interrupted; ``ChatTemplate.tried`` has refused such templates.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class _Watch:
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
         self._limits: dict[int, tuple[float, int]] = {}
-        """By the thread that renders: its CPU seconds, and the process's peak of memory in bytes, to end it at."""
+        """By rendering thread: limits on its CPU seconds, and on the process's peak memory in bytes."""
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Watch what this thread does. Raises ``_Ended`` if it takes too long."""
+        """Watch this thread in the block. Raises ``_Ended`` at a limit."""
         me = threading.get_ident()
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="chat templates", daemon=True)
@@ -91,7 +91,7 @@ class _Watch:
         finally:
             with self._lock:
                 ended = self._limits.pop(me, None) is None
-            if ended:  # perhaps it was not delivered yet
+            if ended:  # it may not have been delivered yet
                 _raise_in(me, None)
 
     def _look(self) -> None:
@@ -100,7 +100,7 @@ class _Watch:
             with self._lock:
                 for thread, (seconds, memory) in list(self._limits.items()):
                     if time.clock_gettime(time.pthread_getcpuclockid(thread)) > seconds or _peak_bytes() > memory:
-                        del self._limits[thread]  # it is ended once
+                        del self._limits[thread]  # end it only once
                         _raise_in(thread, _Ended)
                 if not self._limits:
                     self._some.clear()
@@ -111,13 +111,13 @@ def _peak_bytes() -> int:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an exception in another thread; None: take back one that it has not got yet."""
+    """Raise an exception in another thread; None: withdraw one that has not been delivered yet."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 class Feature(StrEnum):
-    """Something in a conversation that a template may be unable to show."""
+    """A part of conversations that a template may be unable to show."""
 
     USER = "users' messages"
     NO_SYSTEM = "conversations without a system message"
@@ -133,7 +133,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """How a template takes messages, and which features no form of them makes it show."""
+    """The form of messages that suits a template, and the features that it shows in no form."""
 
     text_arguments: bool = False
     """Arguments of tool calls are JSON text, not objects."""
@@ -142,16 +142,16 @@ class Abilities:
     one_call: bool = False
     """A message has at most one tool call. Further calls, each with its result, follow as messages."""
     separate_text: bool = False
-    """A text next to tool calls is a message before them."""
+    """Text next to tool calls is a separate message before them."""
     text_parts: bool = False
     """Content is a list of parts, as in models that also see."""
     lost: Mapping[Feature, str] = field(default_factory=dict)
     """Features that the template leaves out ("") or refuses (its error)."""
     default_system: str = ""
-    """The system message that the template adds where there is none."""
+    """The system message that the template adds if there is none."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """Canonical messages in this form."""
+        """Convert canonical messages to this form."""
         if self.separate_text or self.one_call:
             messages = _separated(messages, self.separate_text, self.one_call)
         fitted: list[Message] = []
@@ -171,7 +171,7 @@ class Abilities:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with its variables: ``model.chat_template_kwargs``, and a row's or request's."""
+    """A tokenizer's chat template and its variables, from ``model.chat_template_kwargs`` and a row or request."""
 
     watch = _Watch()
 
@@ -182,11 +182,11 @@ class ChatTemplate:
         self._read: tuple[object, frozenset[str] | None] | None = None
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = False) -> str:
-        """The messages as the template writes them; with ``reply``, up to the beginning of the model's reply, or up to
-        the last character of an assistant message at the end, which the reply continues.
+        """Render messages. With ``reply``, end where the model's reply begins, or after the last character of a final
+        assistant message, which the reply then continues.
 
         Raises ``ChatError`` for malformed messages, for messages that the template refuses, and with ``reply`` for a
-        last assistant message without text or with tool calls.
+        final assistant message without text or with tool calls.
         """
         messages = [self._canonical(message) for message in messages]
         last = messages[-1] if messages else {}
@@ -196,20 +196,20 @@ class ChatTemplate:
         return self._rendered(self.abilities().fitted(messages), tools, reply, continues=continues)
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
-        """The same template with more variables. Raises ``ChatError`` for one that it does not read."""
+        """Return the template with more variables. Raises ``ChatError`` for a variable that it does not read."""
         if not variables:
             return self
         known = self.variables() or frozenset()
         if unknown := next((name for name in variables if name not in known and name not in self._variables), None):
             hint = f"it reads {', '.join(sorted(known))}" if known else "it reads no variables"
             raise ChatError(f"the chat template does not read {unknown!r}: {did_you_mean(unknown, known, hint)}")
-        self.abilities()  # tried with the model's own variables, once
+        self.abilities()  # tried just once, with the model's own variables
         other = copy(self)
         other._variables = {**self._variables, **variables}
         return other
 
     def variables(self) -> frozenset[str] | None:
-        """The variables that the template reads, except ``GIVEN``; None if they cannot be determined."""
+        """Return the variables that the template reads, except ``GIVEN``; None if they cannot be determined."""
         template = self._tokenizer.chat_template
         if self._read is None or self._read[0] != template:
             self._read = template, _variables_of(self._tokenizer)
@@ -233,7 +233,7 @@ class ChatTemplate:
     def _canonical(self, message: Message) -> Message:
         same = normalized(message)
         if same["role"] == "developer" and "developer" not in str(self._tokenizer.chat_template):
-            same = {**same, "role": "system"}  # a template that does not know the role leaves it out
+            same = {**same, "role": "system"}  # otherwise a template that does not know the role drops the message
         known = NORMALIZED | UNUSED
         others = {key: value for key, value in message.items() if key not in known and value is not None}
         return {**same, **others} if others else same
@@ -261,7 +261,7 @@ class ChatTemplate:
             raise TemplateLimitError(message) from None
         except Exception as error:  # a template may raise anything
             if continues and "continue_final_message" in str(error):
-                raise ChatError("the chat template changes the assistant message that is to be continued") from error
+                raise ChatError("the chat template changes the assistant message that it should continue") from error
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
 
     def _found(self) -> Abilities:
@@ -271,7 +271,7 @@ class ChatTemplate:
             return self._rendered([*first, *messages], tools, reply=True)
 
         def shown(feature: Feature, messages: Sequence[Message], *marks: str, tools: Tools | None = None) -> bool:
-            """Note in ``lost`` the first reason why the template does not show the marks, unless it does after all."""
+            """Return True if the template shows the marks. Keeps in ``lost`` the first reason why it does not."""
             try:
                 rendered = text(messages, tools)
             except TemplateLimitError:
@@ -306,7 +306,7 @@ class ChatTemplate:
             return form.fitted([_USER, reply, *_RESULTS[:results]])
 
         def written(form: Abilities) -> bool:
-            """Whether the arguments are JSON, or their values are written one by one."""
+            """True if the arguments are written as JSON, or value by value."""
             arguments = _CALLS[0]["function"]["arguments"]
             rendered = text(called(form, _CALLS[0]))
             return str(arguments) not in rendered and (not form.text_arguments or _as_text(arguments) in rendered)
@@ -342,19 +342,19 @@ class ChatTemplate:
             plain = text(base.fitted([_USER]))
             begin, _, end = text(base.fitted([_SYSTEM, _USER])).partition(_SYSTEM["content"])
             if begin and plain.startswith(begin) and plain.endswith(end):
-                default = plain[len(begin) : len(plain) - len(end)]  # the text in a system message's place
+                default = plain[len(begin) : len(plain) - len(end)]  # the text in place of a system message
         return replace(form, lost=lost, default_system=default)
 
 
 class TemplateLimitError(ChatError):
-    """A template that takes too long, or too much memory."""
+    """A template takes too long, or too much memory."""
 
 
 def syntax_tree(template: str) -> Any:
-    """A chat template as Jinja reads it, without compiling it. Raises ``jinja2.TemplateSyntaxError``."""
+    """Parse a chat template without compiling it. Raises ``jinja2.TemplateSyntaxError``."""
     from jinja2 import Environment
 
-    # `generation` is a tag of transformers' own, which marks an assistant's tokens.
+    # `generation` is transformers' own tag, which marks an assistant's tokens.
     text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
 
@@ -366,7 +366,7 @@ def _variables_of(tokenizer: Any) -> frozenset[str] | None:
         return frozenset()
     try:
         tree = syntax_tree(tokenizer.get_chat_template())
-        # A variable that is set in one branch of the template counts as undeclared, too.
+        # Jinja counts a variable as undeclared even if a branch of the template sets it.
         own = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
         return frozenset(meta.find_undeclared_variables(tree)) - own - GIVEN
     except TemplateError:
@@ -374,14 +374,14 @@ def _variables_of(tokenizer: Any) -> frozenset[str] | None:
 
 
 def _check_constants(template: str) -> None:
-    """Raise ``MemoryError`` if a constant of a template, such as ``"x" * 10**10``, does not fit into memory: Jinja
-    computes it whenever it compiles the template, even in a branch that is not taken."""
+    """Raise ``MemoryError`` if a template's constant, such as ``"x" * 10**10``, does not fit into memory: Jinja
+    computes it when it compiles the template, even in a branch that is never taken."""
     from jinja2 import TemplateSyntaxError, nodes
 
     try:
         expressions = syntax_tree(template).find_all(nodes.Expr)
     except TemplateSyntaxError:
-        return  # rendering says so
+        return  # rendering reports it
     for expression in expressions:
         try:
             expression.as_const()
@@ -391,15 +391,14 @@ def _check_constants(template: str) -> None:
 
 
 def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[str, Any]]:
-    """A prompt as messages, with the tools and the template's variables of its row.
+    """Return a prompt's messages, and its row's tools and template variables.
 
-    Raises ``ChatError`` for a row with more than text, and for malformed tools and variables.
+    Raises ``ChatError`` for a row with media, and for malformed tools and variables.
     """
     messages = prompt.messages
 
     def unwritten(column: str) -> Any:
-        """The column's value, which may be JSON text; None if there is none, or if the split's template wrote it into
-        the prompt."""
+        """The column's value, which may be JSON text; None if it is empty, or already in the prompt's text."""
         value = prompt.fields.get(column)
         if value in (None, "", "[]") or any(str(value) in str(message.get("content")) for message in messages):
             return None
@@ -427,7 +426,7 @@ def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[
 
 
 def media_hint(column: str) -> str:
-    """The hint for one of the columns ``MEDIA``."""
+    """Return the hint for a column in ``MEDIA``."""
     named = "name it in the split's `image_column` (and set model.max_images), " if column.startswith("image") else ""
     return f"{named}remove the column, or rename it if only the task reads it"
 
@@ -442,8 +441,8 @@ def _as_text(arguments: Any) -> str:
 
 
 def _separated(messages: Sequence[Message], texts: bool, calls: bool) -> list[Message]:
-    """The messages with the text before their tool calls as a message (``texts``), and each call with its result
-    (``calls``), which has the call's id or else its place among the results."""
+    """Put the text before tool calls into its own message (``texts``), and each call with its result into its own
+    messages (``calls``). A result has the call's id, or else its place among the results."""
     separated: list[Message] = []
     rest = list(messages)
     while rest:
@@ -467,7 +466,7 @@ def _separated(messages: Sequence[Message], texts: bool, calls: bool) -> list[Me
     return separated
 
 
-# -- conversations to try a template with; no mark is part of another, and templates trim nothing of them
+# -- conversations to try a template with; no mark contains another, and templates do not trim them
 
 _VALUES = ("Reykjavik", "Ouagadougou")
 _TEXT = "first-some-words"
@@ -482,7 +481,7 @@ _TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"animal": {"type": "string", "description": "Its name."}}},
     },
 }
-# The strictest templates ask for ids of nine letters and digits.
+# The strictest templates require ids of nine letters and digits.
 _CALLS: list[dict[str, Any]] = [
     {"id": f"call0000{number}", "type": "function", "function": {"name": "find_city", "arguments": {"city": value}}}
     for number, value in enumerate(_VALUES)
@@ -494,8 +493,8 @@ _RESULTS: list[Message] = [
 
 
 def _in_child(template: ChatTemplate) -> Abilities:
-    """A template's abilities, found in a child process with limits. A fork, because importing transformers again would
-    take seconds; the child runs only the template, and uses no lock that another thread may have held."""
+    """Find a template's abilities in a child process with limits. It is forked, because importing transformers again
+    would take seconds. The child runs only the template, and uses no lock that another thread may have held."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -527,7 +526,7 @@ def _in_child(template: ChatTemplate) -> Abilities:
             if ready:
                 found = pickle.load(answer)
     except (EOFError, pickle.UnpicklingError):
-        pass  # the kernel ended it
+        pass  # the kernel ended the child at a limit
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

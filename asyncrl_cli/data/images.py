@@ -1,4 +1,4 @@
-"""Images of rows: where a row has them, reading and checking them, and the tokens that a model sees in their place."""
+"""Images of rows: finding, reading and checking them, and the tokens that a model sees in their place."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ MARK = "<image>"
 """The place of an image in a text, for rows with a column of images."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MOST_PIXELS = 2**26
-"""Larger images are refused before they are decoded: a file of some kilobytes may decode to gigabytes."""
+"""Larger images are refused before decoding: a file of a few kilobytes may decode to gigabytes."""
 
 _NAMES = ("image", "image_url", "url", "path")
-"""Keys under which a part, or a mapping in a column of images, may name an image."""
+"""Keys that may name an image in a message part, or in a mapping of an image column."""
 
 
 class ImageError(ValueError):
-    """An image, or its place, that cannot be used; ``str`` says why."""
+    """An unusable image, or an unusable place for one; ``str`` gives the reason."""
 
 
 def with_column(content: str | tuple[Message, ...], value: Any) -> tuple[Message, ...]:
-    """The content with a row's column of images in it, as parts of its messages.
+    """Insert the images of a row's column into the content, as parts of its messages.
 
-    They replace its parts ``{"type": "image"}`` without an image, or else its marks ``<image>``. Without either they
-    come first in the first user message. Raises ``ImageError`` unless there are as many places as images.
+    They replace parts ``{"type": "image"}`` without an image, or else the marks ``<image>``. Without either, they come
+    first in the first user message. Raises ``ImageError`` unless the numbers of places and images are equal.
     """
     images = list(value) if isinstance(value, list | tuple) else [value]
     messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
@@ -43,7 +43,7 @@ def with_column(content: str | tuple[Message, ...], value: Any) -> tuple[Message
         parts = [[piece for part in own for piece in _split(part)] for own in parts]
     places = sum(is_blank(part) for own in parts for part in own)
     if not places and any(is_image(part) for own in parts for part in own):
-        raise ImageError("images in its messages and in a column: put all into one of them")
+        raise ImageError("images in its messages and in a column: put all images into one of them")
     if not places:
         first = next((at for at, message in enumerate(messages) if message.get("role") == "user"), 0)
         parts[first] = [{"type": "image"}] * len(images) + parts[first]
@@ -58,14 +58,14 @@ def with_column(content: str | tuple[Message, ...], value: Any) -> tuple[Message
 
 
 def named_images(content: str | Sequence[Message]) -> list[Any]:
-    """Return the paths, URLs, bytes and mappings that messages have for images."""
+    """Return the paths, URLs, bytes and mappings that name the messages' images."""
     messages = () if isinstance(content, str) else content
     return [_named(part) for message in messages for part in _parts(message) if is_image(part)]
 
 
 def loaded(prompt: Prompt, folder: Path) -> Prompt:
-    """The prompt with its images read and checked, and with their digests in its messages. Relative paths start from
-    ``folder``. Raises ``ImageError``."""
+    """Read and check a prompt's images, and put their digests into its messages. Relative paths start from ``folder``.
+    Raises ``ImageError``."""
     if not named_images(prompt.content):
         return prompt
     images: list[Image] = []
@@ -87,8 +87,8 @@ def loaded(prompt: Prompt, folder: Path) -> Prompt:
 
 
 def embedded(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Image]]:
-    """Messages with digests in place of their images, which are data URLs, and the images by digest. Raises
-    ``ImageError``: files and other URLs are not read."""
+    """Replace the images in messages, given as data URLs, by digests; returns messages, and images by digest. Raises
+    ``ImageError`` also for files and other URLs, which are not read."""
     images: dict[str, Image] = {}
 
     def canonical(part: Any) -> Any:
@@ -111,7 +111,7 @@ def embedded(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Imag
 
 
 def checked(data: bytes, name: str = "the image") -> Image:
-    """An image that can be decoded, by its encoded bytes. Raises ``ImageError``, which calls it ``name``."""
+    """Return the image with these encoded bytes, if it can be decoded. Raises ``ImageError``, which uses ``name``."""
     from PIL import Image as Pillow
     from PIL import UnidentifiedImageError
 
@@ -135,11 +135,11 @@ def checked(data: bytes, name: str = "the image") -> Image:
 
 
 class ImageTokens:
-    """Makes token ids of texts with images, by the processor in a model's folder (``AutoProcessor``): the one truth for
-    engines and trainer."""
+    """Makes token ids of texts with images, with the processor in a model's folder (``AutoProcessor``). Engines and
+    trainer get only these ids."""
 
     def __init__(self, folder: str, max_images: int, max_pixels: int) -> None:
-        """The limits: images of a conversation, and pixels of each."""
+        """Limits: images in a conversation, and pixels of each."""
         self._folder = folder
         self.max_images = max_images
         self._max_pixels = max_pixels
@@ -150,7 +150,7 @@ class ImageTokens:
 
         try:
             found = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
-            if not hasattr(found, "image_processor"):  # it gives a tokenizer where there is no processor
+            if not hasattr(found, "image_processor"):  # without a processor it returns a tokenizer
                 raise ValueError("the model has none")
         except Exception as error:  # transformers raises anything for wrong files
             reason = " ".join(str(error).split())
@@ -168,8 +168,7 @@ class ImageTokens:
             raise ChatError(f"{images} images, more than model.max_images ({self.max_images})")
 
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """The ids of a text with the chat template's marks for images, with each image's placeholder tokens in place of
-        its mark, and these places.
+        """Tokenize a text, with each image's placeholders in place of the chat template's mark; returns ids and places.
 
         Raises ``ChatError`` unless the text shows each image once, and ``ConfigError`` without a processor.
         """
@@ -184,7 +183,7 @@ class ImageTokens:
         except (ValueError, IndexError, StopIteration) as error:
             raise ChatError(f"the model's processor refuses its {len(images)} images: {error}") from error
         ids: list[int] = list(found["input_ids"][0])
-        placeholder, offset, places = self._processor.image_token_ids[0], 0, []  # image_token_id of Gemma 3 is another
+        placeholder, offset, places = self._processor.image_token_ids[0], 0, []  # Gemma 3's image_token_id differs
         for token, run in groupby(ids):
             length = len(list(run))
             if token == placeholder:
@@ -204,7 +203,6 @@ def _parts(message: Any) -> Iterator[Any]:
 
 
 def _split(part: Any) -> Iterator[Any]:
-    """A text part, split at its marks."""
     if not isinstance(part, Mapping) or part.get("type") != "text" or MARK not in str(part.get("text")):
         yield part
         return
@@ -216,17 +214,17 @@ def _split(part: Any) -> Iterator[Any]:
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message has an image, or a place for one."""
+    """True if a message part has an image, or a place for one."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def is_blank(part: Any) -> bool:
-    """Whether a part is a place for an image of the row's column."""
+    """True if a part is a place for an image from the row's column."""
     return is_image(part) and _named(part) is None
 
 
 def _named(value: Any) -> Any:
-    """Text or bytes that name an image; None if there are none."""
+    """Text or bytes that name an image, if any."""
     while isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") else next(filter(None, map(value.get, _NAMES)), None)
     return value

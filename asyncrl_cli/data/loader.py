@@ -1,10 +1,10 @@
-"""The endless, resumable stream of training prompts, the stages of a curriculum, and online filtering.
+"""The endless, resumable stream of training prompts, curriculum stages, and online filtering.
 
-An epoch has the rows of one stage, each once; without a curriculum there is one endless stage of all rows. The last
-epoch of a stage ends where the stage does.
+An epoch has each row of one stage once; without a curriculum there is one endless stage with all rows. A stage's last
+epoch ends with the stage.
 
-Invariant: the rows of an epoch and their order follow from (seed, epoch) alone (``_order``). So ``(epoch, position)``
-is the complete state, and a restored loader continues with exactly the next prompt.
+Invariant: an epoch's rows and their order depend only on (seed, epoch) (``_order``). So ``(epoch, position)`` is the
+complete state, and a restored loader continues with exactly the next prompt.
 """
 
 from __future__ import annotations
@@ -24,37 +24,34 @@ from asyncrl_cli.spec.inputs import CurriculumSpec
 
 @runtime_checkable
 class Stratified(Protocol):
-    """Rows of several kinds: ``strata`` is each row's kind. Shuffling keeps the order of kinds."""
+    """Rows of several kinds: ``strata`` has each row's kind. Shuffling keeps the order of kinds."""
 
     strata: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The rows (at least one) that prompts come from, and how many prompts; None: no end."""
+    """Rows (at least one) and the number of prompts to draw from them; None: no end."""
 
     rows: Sequence[int]
     prompts: int | None = None
 
     @property
     def epochs(self) -> int | None:
-        """Epochs in it; the last one may be shorter."""
+        """Number of epochs; the last one may be shorter."""
         return None if self.prompts is None else -(-self.prompts // len(self.rows))
 
     def length(self, epoch: int) -> int:
-        """Prompts of an epoch, counted from the stage's first."""
+        """Return the number of prompts in an epoch, counted from the stage's first epoch."""
         rows = len(self.rows)
         return rows if self.prompts is None else min(rows, self.prompts - epoch * rows)
 
 
 class PromptLoader:
-    """``next()`` gives one prompt after the other, without an end. For one caller at a time."""
+    """``next()`` returns prompts without end. For one caller at a time."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool, stages: Sequence[Stage] = ()) -> None:
-        """After ``stages`` come all rows, unless the last one has no end.
-
-        Raises ``DataError`` if there are no prompts.
-        """
+        """After ``stages`` come all rows, unless the last stage has no end. Raises ``DataError`` without prompts."""
         if not prompts:
             raise DataError("there are no prompts to train on", hint="set data.train.size, or name a file with rows")
         self._prompts = prompts
@@ -64,20 +61,20 @@ class PromptLoader:
         self._begin(epoch=0)
 
     def __len__(self) -> int:
-        """Prompts in the present epoch."""
+        """Number of prompts in the present epoch."""
         return self._length
 
     @property
     def epoch(self) -> int:
-        """The epoch of the newest prompt given out."""
+        """Epoch of the newest prompt returned."""
         return self._epoch
 
     def prompts_in(self, epochs: int) -> int:
-        """Prompts of the first ``epochs`` epochs."""
+        """Return the number of prompts in the first ``epochs`` epochs."""
         return sum(stage.length(within) for stage, within in map(self._stage_of, range(epochs)))
 
     def next(self) -> Prompt:
-        """The next prompt; after the last one of an epoch, the first one of the next epoch.
+        """Return the next prompt; an epoch's last prompt is followed by the next epoch's first.
 
         Raises ``DataError`` for a row that is not a prompt; the next call continues after it.
         """
@@ -87,11 +84,11 @@ class PromptLoader:
         return self.newest()
 
     def state(self) -> dict[str, int]:
-        """``epoch`` and ``position``: completed epochs, and prompts given out in this one."""
+        """Return ``epoch`` and ``position``: completed epochs, and prompts returned in the present one."""
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where a loader with the same prompts, seed, shuffle and stages was when it returned ``state``.
+        """Continue from the ``state`` of a loader with the same prompts, seed, shuffle and stages.
 
         Raises ``DataError`` for a state that these prompts cannot have.
         """
@@ -100,18 +97,18 @@ class PromptLoader:
         if epoch < 0 or not 0 <= position <= stage.length(within):
             raise DataError(
                 f"there is no position {position} in epoch {epoch} of {len(self._prompts)} training prompts",
-                hint="resume with the data the run was started with",
+                hint="resume with the data that the run was started with",
             )
         if epoch != self._epoch:
             self._begin(epoch)
         self._position = position
 
     def newest(self) -> Prompt:
-        """The prompt given out last in this epoch, which must not be at its beginning."""
+        """Return the last returned prompt again. Not allowed at an epoch's beginning."""
         return self._prompts[self._indices[self._position - 1]]
 
     def _stage_of(self, epoch: int) -> tuple[Stage, int]:
-        """The stage that an epoch is in, and its number there."""
+        """An epoch's stage, and its number within the stage."""
         for stage in self._stages:
             epochs = stage.epochs
             if epochs is None or epoch < epochs:
@@ -126,11 +123,10 @@ class PromptLoader:
         self._length = stage.length(within)
 
     def _order(self, rows: Sequence[int]) -> Sequence[int]:
-        """The current epoch's order of a stage's rows."""
         if not self._shuffle:
             return rows
         indices = list(rows)
-        # A resumed run must draw the same order again: it knows only its position in it (decision 0009).
+        # A resumed run must draw the same order again: it knows only its position in the epoch (decision 0009).
         random.Random(f"{self._seed}/{self._epoch}").shuffle(indices)
         if not isinstance(self._prompts, Stratified):
             return indices
@@ -142,12 +138,12 @@ class PromptLoader:
 
 
 class PromptFilter:
-    """Excludes training prompts that are solved: others have their turns.
+    """Excludes solved training prompts, and gives their turns to others.
 
     A prompt is excluded once every rollout of its group was right in ``solved_streak`` visits in a row. It keeps
     ``revisit_fraction`` of its turns, and returns when it is not solved in one of them.
 
-    Invariant: which prompts are excluded follows from the visits' outcomes alone, which the journal has (``restore``).
+    Invariant: exclusions depend only on the visits' outcomes, which are in the journal (``restore``).
     """
 
     def __init__(self, solved_streak: int, revisit_fraction: float, seed: int) -> None:
@@ -155,36 +151,33 @@ class PromptFilter:
         self._revisit_fraction = revisit_fraction
         self._seed = seed
         self._streaks: dict[str, int] = {}
-        """For each uid: how many of its newest visits in a row solved it."""
+        """By uid: number of newest visits in a row that solved the prompt."""
 
     @property
     def filtered(self) -> int:
-        """Prompts that are excluded now."""
+        """Number of prompts excluded now."""
         return sum(streak >= self._solved_streak for streak in self._streaks.values())
 
     def restore(self, streaks: Mapping[str, int]) -> None:
-        """Forget everything but these streaks, by uid."""
+        """Replace all streaks by these, given by uid."""
         self._streaks = dict(streaks)
 
     def visited(self, uid: str, solved: bool) -> None:
-        """A visit has ended; it was ``solved`` when every rollout was right."""
+        """Note the end of a visit. ``solved``: every rollout was right."""
         if solved:
             self._streaks[uid] = self._streaks.get(uid, 0) + 1
         else:
             self._streaks.pop(uid, None)
 
     def excludes(self, uid: str, epoch: int) -> bool:
-        """Whether a prompt's turn in an epoch goes to others."""
+        """Return True if the prompt's turn in this epoch goes to another prompt."""
         if self._streaks.get(uid, 0) < self._solved_streak:
             return False
         return derive_fraction(self._seed, epoch, uid) >= self._revisit_fraction
 
 
 def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[Stage, ...]:
-    """The stages of a curriculum over these prompts.
-
-    Raises ``DataError`` for a row without difficulty, and for a stage without rows.
-    """
+    """Make a curriculum's stages. Raises ``DataError`` for a row without difficulty, and for a stage without rows."""
     if spec is None:
         return ()
     difficulties = _difficulties(prompts, spec.field)

@@ -1,6 +1,6 @@
-"""From a row of any source to a prompt that can be encoded, recorded and scored.
+"""Turns a row of any source into a prompt that can be encoded, recorded and scored.
 
-Invariant: a prompt follows from its row, the row's number and the form alone. So a source that is read row by row on
+Invariant: a prompt depends only on its row, the row's number and the form. So a source that is read row by row on
 demand gives the same prompts, with the same uids, in every epoch and after every restart.
 """
 
@@ -25,7 +25,7 @@ from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.data_sources import template_columns
 
 UID = "uid"
-"""The column that may name rows without being configured."""
+"""The default column of uids. It may be missing."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_HINT = "correct the image, or remove the row"
 LIKE_OPENAI = 'write messages as OpenAI does, such as {"role": "user", "content": "…"}'
@@ -33,10 +33,7 @@ _PYTHON_MESSAGES = re.compile(r"\s*(array\()?\[?\s*\{\s*'(role|content|from|valu
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """``size`` prompts; row ``i`` is made by ``make(i)`` at each access.
-
-    So a hundred thousand prompts cost nothing until they are used, and every process sees the same ones.
-    """
+    """``size`` prompts; ``make(i)`` makes row ``i`` at each access, so unused prompts cost nothing."""
 
     def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
         if size < 1:
@@ -61,12 +58,12 @@ class LazyPrompts(Sequence[Prompt]):
         return self._make(row)
 
     def field(self, name: str) -> Sequence[Any]:
-        """The values of one field, in the order of rows; None for each row without it."""
+        """Return one field's values, in the order of rows; None for each row without it."""
         return [prompt.fields.get(name) for prompt in self]
 
 
 def field_of(prompts: Sequence[Prompt], name: str) -> Sequence[Any]:
-    """The values of one field of any prompts, as ``LazyPrompts.field``."""
+    """Like ``LazyPrompts.field``, for any sequence of prompts."""
     return prompts.field(name) if isinstance(prompts, LazyPrompts) else [one.fields.get(name) for one in prompts]
 
 
@@ -79,7 +76,7 @@ class JoinedPrompts(LazyPrompts):
         super().__init__(self._ends[-1], self._of_part)
 
     def place(self, row: int) -> tuple[int, int]:
-        """The number of a row's file, and the row's number in it, all from 0."""
+        """Return the number of a row's file, and the row's number in the file, all from 0."""
         part = bisect_right(self._ends, row)
         return part, row - self._ends[part] + len(self._parts[part])
 
@@ -93,12 +90,12 @@ class JoinedPrompts(LazyPrompts):
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """How the rows of one source become prompts. Columns are the keys of ``SplitSpec`` by the same names."""
+    """How one source's rows become prompts. Columns are the ``SplitSpec`` keys with the same names."""
 
     source: str
-    """The location in errors, before the row's number: a file, a hub id, a function or a key of the spec."""
+    """Location in errors, before the row's number: a file, a hub id, a function or a key of the spec."""
     unit: Literal["line", "row"] = "row"
-    """Rows are numbered by it, from 1."""
+    """Unit of row numbers, which start at 1."""
     prompt_column: str = "prompt"
     uid_column: str = UID
     template: str | None = None
@@ -106,25 +103,25 @@ class RowForm:
     check: Callable[[Prompt], None] | None = None
     """The task's check of a prompt; raises if the task cannot score it."""
     part: int | None = None
-    """Its number among several files, from 0; None for the only source."""
+    """The source's number among several files, from 0; None: the only source."""
     image_column: str | None = None
     folder: Path = Path()
-    """Where relative paths of images start."""
+    """Images' relative paths start here."""
 
     @property
     def needed(self) -> frozenset[str]:
-        """The columns that every row must have."""
+        """Columns that every row must have."""
         content = template_columns(self.template) if self.template is not None else {self.prompt_column}
         named = {self.image_column} if self.image_column is not None else set()
         return frozenset({*content, *named} if self.uid_column == UID else {*content, *named, self.uid_column})
 
     def refuse(self, number: int | None, fault: str, hint: str) -> NoReturn:
-        """Raise the ``DataError`` of a row, or with None of the whole source."""
+        """Raise ``DataError`` for a row, or for the whole source (None)."""
         raise DataError(fault, location=self.source if number is None else f"{self.source}:{number}", hint=hint)
 
     def prompt(self, row: Mapping[str, Any], number: int, raw: bytes | None = None) -> Prompt:
-        """The prompt of a row. Without a uid, it is named by its number and a hash of ``raw`` (by default, of its
-        JSON). Files of images are not read yet: ``loaded`` does that.
+        """Make a row's prompt. A row without a uid is named by its number and a hash of ``raw`` (None: of its JSON).
+        Image files are not read yet: ``loaded`` does that.
 
         Raises ``DataError`` with the row's location if it cannot be a prompt.
         """
@@ -154,9 +151,9 @@ class RowForm:
         if isinstance(uid, int) and not isinstance(uid, bool):
             uid = str(uid)
         if uid is None and self.uid_column == UID:
-            # The journal knows prompts by these uids: with others, a run could not be resumed (decision 0024).
+            # The journal knows prompts by these uids: a run could not be resumed with other uids (decision 0009).
             raw = json.dumps(json_value(row, binary=True), sort_keys=True).encode() if raw is None else raw
-            file = f"file{self.part + 1}-" if self.part else ""  # a single file's uids have no prefix either
+            file = f"file{self.part + 1}-" if self.part else ""  # a single file has no prefix, nor has the first one
             uid = f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
             self.refuse(number, f"`{self.uid_column}` is {kind(uid)}", "make it text or a whole number, or remove it")
@@ -166,7 +163,7 @@ class RowForm:
         return self.checked(prompt, number)
 
     def loaded(self, prompt: Prompt, number: int) -> Prompt:
-        """The prompt with its images. Raises ``DataError`` if one cannot be read."""
+        """Read the prompt's images. Raises ``DataError`` if one cannot be read."""
         if prompt.images:
             return prompt
         try:
@@ -175,13 +172,13 @@ class RowForm:
             self.refuse(number, str(error), IMAGE_HINT)
 
     def checked(self, prompt: Prompt, number: int) -> Prompt:
-        """The prompt. Raises ``DataError`` if it cannot be encoded or recorded, or if the task cannot score it."""
+        """Check a prompt. Raises ``DataError`` if it cannot be encoded or recorded, or if the task cannot score it."""
         if fault := _fault_of(prompt):
             self.refuse(number, f"prompt {prompt.uid!r}: {fault[0]}", fault[1])
         if self.check is not None:
             try:
                 self.check(prompt)
-            except Exception as error:  # The user's task may raise anything.
+            except Exception as error:  # a user's task may raise anything
                 raise DataError(
                     f"the task cannot score prompt {prompt.uid!r}: {error}",
                     location=f"{self.source}:{number}",
@@ -190,10 +187,9 @@ class RowForm:
         return prompt
 
     def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> Sequence[Prompt]:
-        """The first ``size`` prompts (all of them by default), given with their numbers. Files of images are read at
-        each access.
+        """Return the first ``size`` prompts (None: all) of numbered ``rows``. Image files are read at each access.
 
-        Raises ``DataError`` if there are none, or fewer than ``size``, or two have the same uid.
+        Raises ``DataError`` without prompts, with fewer than ``size``, or if two have the same uid.
         """
         prompts: list[Prompt] = []
         numbers: dict[str, int] = {}
@@ -208,7 +204,7 @@ class RowForm:
         return ImagePrompts(prompts, list(numbers.values()), self)
 
     def refuse_twins(self, uid: object, first: int, second: int) -> NoReturn:
-        """Raise the ``DataError`` of two rows with the same uid."""
+        """Raise ``DataError`` for two rows with the same uid."""
         self.refuse(second, f"the uid {str(uid)!r} is also the uid of {self.unit} {first}", "make uids unique")
 
     def check_size(self, rows: int, size: int | None) -> None:
@@ -219,7 +215,7 @@ class RowForm:
             self.refuse(None, f"fewer rows ({rows}) than size {size}", "lower or remove size")
 
     def _messages(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:
-        """The prompt column: text, or messages, which may be JSON text, as in CSV files."""
+        """Content of the prompt column: text, or messages, which may be JSON text, as in CSV files."""
         value = row[self.prompt_column]
         if isinstance(value, str) and value:
             if _PYTHON_MESSAGES.match(value):
@@ -256,7 +252,7 @@ class RowForm:
 
 
 class ImagePrompts(LazyPrompts):
-    """Prompts of rows that are in memory. The files of their images are read at each access."""
+    """Prompts of rows in memory. Their image files are read at each access."""
 
     def __init__(self, rows: Sequence[Prompt], numbers: Sequence[int], form: RowForm) -> None:
         self.rows = rows
@@ -267,8 +263,8 @@ class ImagePrompts(LazyPrompts):
 
 
 def json_value(value: Any, binary: bool = False) -> Any:
-    """The value in JSON: dates and decimals become text, and with ``binary`` bytes their hash. Raises ``TypeError`` for
-    other values that JSON lacks."""
+    """Convert a value to JSON types: dates and decimals become text and, with ``binary``, bytes become their hash.
+    Raises ``TypeError`` for other types that JSON lacks."""
     if binary and isinstance(value, bytes):
         return hashlib.blake2b(value).hexdigest()
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -277,7 +273,7 @@ def json_value(value: Any, binary: bool = False) -> Any:
         return {str(key): json_value(item, binary) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_value(item, binary) for item in value]
-    if isinstance(value, (date, time)):  # A datetime is a date, too.
+    if isinstance(value, (date, time)):  # a datetime is a date, too
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
@@ -285,7 +281,7 @@ def json_value(value: Any, binary: bool = False) -> Any:
 
 
 def kind(value: Any) -> str:
-    """The name of a value's type, for messages."""
+    """Name a value's type, for messages."""
     if value is None:
         return "null"
     if isinstance(value, (str, list, tuple, dict)) and not value:
@@ -295,7 +291,6 @@ def kind(value: Any) -> str:
 
 
 def _fault_of(prompt: Prompt) -> tuple[str, str] | None:
-    """The mistake of a prompt, and the hint; None for a valid one."""
     if not prompt.content:
         return ("empty", "give every row a prompt") if isinstance(prompt.content, str) else ("no messages", LIKE_OPENAI)
     messages = () if isinstance(prompt.content, str) else prompt.content

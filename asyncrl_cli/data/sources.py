@@ -1,9 +1,9 @@
-"""Opens the source of a split's prompts, of any kind (``spec.data_sources``): text files and Parquet, data sets of
-Hugging Face, and functions of the user's.
+"""Opens a split's source of prompts (``spec.data_sources``): text files and Parquet, Hugging Face data sets, and user
+functions.
 
-Text files are JSON Lines (one object a line), a JSON list of objects, or CSV (RFC 4180) with a first line that names
-the columns. Their rows are named and located by the line on which they begin; blank lines are not rows. Rows of one
-JSON file may differ in keys and types, which Arrow's reader refuses, so the standard library reads them.
+Text files are JSON Lines (one object per line), a JSON list of objects, or CSV (RFC 4180) with column names in the
+first line. Rows are named and located by the line on which they begin; blank lines are not rows. Rows of a JSON file
+may differ in keys and types. Arrow's reader refuses that, so the standard library reads them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, TEXTS, files_of, kind_o
 from asyncrl_cli.spec.inputs import SplitSpec
 
 MOST_ROWS = 5_000_000
-"""A function that yields more rows than this, without a size, is taken for endless."""
+"""Without a size, a function that yields more rows than this counts as endless."""
 LIST_HINT = "write a list of objects, [{…}, {…}], or one object per line"
 LONGEST_CELL = 2**31 - 1
-"""Characters; Python's own limit is shorter than some documents."""
+"""Characters. Python's own limit is shorter than some documents."""
 
 
 def read_source(
     spec: SplitSpec, split: str, base: Path, check: Callable[[Prompt], None] | None = None
 ) -> Sequence[Prompt]:
-    """The prompts of a split that has a ``path``; relative paths and modules start from ``base``.
+    """Return the prompts of a split that has a ``path``; relative paths and modules start from ``base``.
 
-    A function gets ``split``; ``check`` is the task's check of each prompt. Raises ``DataError``.
+    ``split`` is passed to a user function; ``check`` is the task's check of each prompt. Raises ``DataError``.
     """
     forms = _forms_of(spec, base, check)
     match kind_of(forms[0].source):
@@ -82,7 +82,6 @@ def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
 
 
 def _refuse_twins(forms: Sequence[RowForm], parts: Sequence[Sequence[Prompt]]) -> None:
-    """Raise ``DataError`` if prompts of two files have the same uid."""
     first: dict[str, str] = {}
     for form, part in zip(forms, parts, strict=False):
         rows = part.rows if isinstance(part, ImagePrompts) else part
@@ -95,8 +94,8 @@ def _refuse_twins(forms: Sequence[RowForm], parts: Sequence[Sequence[Prompt]]) -
 
 
 def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt], row: int) -> str:
-    """Where row number ``row`` (from 0) of a split's ``prompts`` lies, for messages: file and line, else the source and
-    the row (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
+    """Return the location of row ``row`` (from 0) of a split's ``prompts`` for messages: file and line, or source and
+    row (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
     if spec.path is None:
         return f"{key}:{row + 1}"
     part, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
@@ -128,7 +127,7 @@ def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | Non
 
 
 def _opened(form: RowForm) -> IO[bytes]:
-    """A text file's bytes, decompressed. Zstandard comes from pyarrow, as Python has it from 3.14 on."""
+    """Open a text file's decompressed bytes. Zstandard comes from pyarrow: Python has it only since 3.14."""
     suffix = Path(form.source).suffix.lower()
     if suffix != ".zst":
         return cast("IO[bytes]", gzip.open(form.source)) if suffix == ".gz" else open(form.source, "rb")
@@ -157,7 +156,7 @@ def _line_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
 
 
 def _list_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    """The objects of one JSON list. Several may begin on a line, so their uids have their number in the list, too."""
+    """Read the objects of a JSON list. Several may begin on one line, so uids also contain the number in the list."""
     with _opened(form) as file:
         text = _decoded(form, 1, file.read())
     line, counted, number = 1, 0, 0
@@ -177,7 +176,6 @@ def _list_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
 
 
 def _decoded(form: RowForm, number: int, text: bytes) -> str:
-    """The text of bytes that begin on line ``number``."""
     try:
         return text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -187,14 +185,14 @@ def _decoded(form: RowForm, number: int, text: bytes) -> str:
 
 
 def _parsed(form: RowForm, number: int, text: str, at: int | None = None) -> tuple[dict[str, Any], int]:
-    """The row that is the whole line ``number``, or begins there ``at`` a place of the text, and its end."""
+    """Parse the row that is the whole line ``number``, or that begins on it at index ``at``; returns row and end."""
     row: Any
     try:
         row, end = (json.loads(text), len(text)) if at is None else json.JSONDecoder().raw_decode(text, at)
     except json.JSONDecodeError as error:
         line, hint = (number, "write one JSON object per line") if at is None else (error.lineno, LIST_HINT)
         form.refuse(line, f"not JSON: {error.msg} at column {error.colno}", hint)
-    except ValueError:  # Python's limit: reading longer ones takes quadratic time
+    except ValueError:  # Python's limit, because longer integers take quadratic time
         digits = sys.get_int_max_str_digits()
         form.refuse(number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
     except RecursionError:
@@ -230,8 +228,6 @@ def _csv_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
 
 
 def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
-    """The prompts of a folder that `datasets` saved, or of a split of ``hf:owner/name``, from the hub or from the cache
-    of an earlier download."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -263,8 +259,8 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
 
 
 def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Sequence[Prompt]:
-    """The first ``size`` prompts that the function yields (all of them by default), as mappings or ``Prompt``s. It must
-    yield the same ones at every call: a run that is resumed calls it again."""
+    """Collect the first ``size`` prompts (None: all) that a function yields as mappings or ``Prompt``s. It must yield
+    the same rows in every call, because a resumed run calls it again."""
     target, size = form.source, spec.size
     hint = "name a function f(split, size) that yields rows"
     function = import_named(target, base, location=target, hint=hint, error_type=DataError)
@@ -274,7 +270,7 @@ def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Se
         raise DataError(
             f"cannot be called as f(split, size): {error}",
             location=target,
-            hint="give it two parameters: the name of the split, and how many rows are wanted (None for all)",
+            hint="give it two parameters: the split's name, and the number of rows (None: all)",
         ) from None
 
     def prompts(rows: Iterable[Any]) -> Iterator[tuple[int, Prompt]]:

@@ -1,4 +1,4 @@
-"""How an engine spends its time, and with how many requests."""
+"""Measures how an engine spends its time, and on how many requests."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Occupancy:
         self.requests += requests
 
     def read(self) -> float:
-        """The integral since the last call: requests times seconds."""
+        """Return the integral since the last call: requests times seconds."""
         self.add(0)
         found, self._sequence_s = self._sequence_s, 0.0
         return found
 
 
 class ActivityClock:
-    """Adds up what happened between two reports.
+    """Adds up an engine's activity between two reports.
 
-    Silence is the time since the last moment that explains why no token came: a new token, the first rollout
-    after idleness, the end of an update. Tokens are counted when a report is read, so a silence is reported too
-    short by up to the time between two reports (and too long by as much when rollouts are cancelled in it).
+    Silence is the time since the last sign of life: a new token, the first rollout after idleness, or the end of an
+    update. Tokens are counted when a report is read, so a reported silence is too short by up to the time between two
+    reports (and too long by as much when rollouts are cancelled in it).
 
-    Wall time counts from the first rollout on: an engine that is still starting is not idle.
+    Wall time starts with the first rollout: an engine that is still starting is not idle.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +50,7 @@ class ActivityClock:
         self._ended_tokens = self._sampled = 0
 
     def set_busy(self, busy: bool) -> None:
-        """``busy``: the engine has rollouts to generate."""
+        """Note whether the engine has rollouts to generate."""
         now = self._now()
         if self._busy:
             self._busy_s += now - self._since
@@ -61,7 +61,7 @@ class ActivityClock:
         self._since, self._busy = now, busy
 
     def add_ended(self, tokens: int) -> None:
-        """A rollout ended; this engine generated ``tokens`` of it."""
+        """Count an ended rollout's ``tokens`` that this engine generated."""
         self._ended_tokens += tokens
 
     def begin_update(self) -> None:

@@ -1,4 +1,4 @@
-"""The generation client: callers request a rollout and get it, even if engines fail (decision 0015).
+"""The generation client: callers request a rollout and get it, even if engines fail (decision 0005).
 
 Abort and continue: when an engine abandons a request (on command, by failing or by dying), the tokens delivered so far
 become the request's prefix, and any engine continues from there with the rest of its budget. A request without new
@@ -8,8 +8,9 @@ An engine gets about as many requests as it runs at a time. The others wait here
 first. Invariant: an open request waits here or is at exactly one engine. Unless it is cancelled, it ends exactly once:
 as a rollout, or as a failure after its retries.
 
-Engines may be added and removed at any time (decision 0040). The bound on staleness is the ledger's and does not depend
-on them. An engine that leaves gets no request, so none of a group that is admitted after a publish without it.
+Engines may join and leave at any time (decision 0039). The ledger enforces the staleness bound, whatever the engines
+do. An engine that is leaving gets no requests: it may have missed a publish, and a group admitted after that publish
+must have no older token.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from asyncrl_cli.rollout.open_requests import Ended, EngineHandle, EngineState, 
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
-"""Seconds after which ``collect`` returns an empty answer. Without one a dead engine would not be noticed."""
+"""Longest wait (s) of one ``collect`` call. An empty answer shows that the engine is alive."""
 PAUSE_SHARE = 0.02
 LONGEST_PAUSE_S = 0.25
-"""After a delivery, an engine's ended requests wait for each other for at most this share of the time that a request
-takes, and at most this long: each call costs the driver about 1 ms."""
+"""After a delivery, the client waits before the next ``collect``, because each call costs the driver about 1 ms. The
+wait is at most this share of a request's usual duration, and at most this many seconds."""
 AHEAD = 0.25
-"""An engine gets more requests than it runs at a time, by this fraction: they fill slots that become free."""
+"""An engine gets this fraction more requests than it runs at a time. They fill slots as these become free."""
 MAX_AFFINITIES = 10_000
 """Number of affinities with a remembered engine; the least recently used ones are dropped."""
 
@@ -55,7 +56,7 @@ class EngineLost(Exception):
 
 
 class GenerationFailed(Exception):
-    """A request failed and has no retries left; the text is the last reason."""
+    """A request failed and has no retries left; the message is the last reason."""
 
 
 class GenerationClient:
@@ -90,7 +91,7 @@ class GenerationClient:
         """Set when there may be room for more requests; the rollout scheduler clears it."""
         self.pause_s = 0.0
         """Seconds that ended requests wait for others, to be delivered and scored together."""
-        self._removed = EngineActivity()  # the activity of engines that were removed
+        self._removed = EngineActivity()  # activity of removed engines
         self._open: dict[str, OpenRequest] = {}
         self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped
         self._order = count()
@@ -102,14 +103,14 @@ class GenerationClient:
     # -- requests
 
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
-        """Generate one rollout, across updates, pauses, aborts and deaths of engines.
+        """Generate one rollout. Weight updates, pauses, aborts and engine failures do not end it.
 
-        ``on_segments`` gets new tokens now and then; the last ones come with the rollout alone. Cancelling the waiting
-        task cancels the request. Raises ``GenerationFailed`` after the retries, and ``ValueError`` when a request with
-        this id is open.
+        ``on_segments`` gets new tokens as engines report them; the last tokens come only with the rollout. Cancelling
+        the waiting task cancels the request. Raises ``GenerationFailed`` after the retries, and ``ValueError`` when a
+        request with this id is open.
         """
         if request.rollout_id in self._open:
-            raise ValueError(f"request {request.rollout_id} is under way already")
+            raise ValueError(f"request {request.rollout_id} is already open")
         ended: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
 
         def on_end(batch: Ended) -> None:
@@ -127,30 +128,32 @@ class GenerationClient:
         return result
 
     def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd, on_segments: OnSegments | None = None) -> None:
-        """Have these generated; they are sent in the event loop's next turn. A request replaces an open one with its
-        id. ``on_segments`` gets new tokens of unfinished rollouts."""
+        """Queue requests, to be sent in the event loop's next turn. A request replaces an open one with the same id.
+
+        ``on_segments`` gets new tokens of unfinished rollouts.
+        """
         for request in requests:
             self._drop(request.rollout_id)
             self._add(request, on_end, on_segments)
 
     async def cancel(self, rollout_ids: Iterable[str]) -> None:
-        """Forget these requests and stop generating them."""
+        """Stop generating these requests and forget them."""
         for rollout_id in rollout_ids:
             self._drop(rollout_id)
         await self.flush()
 
     async def flush(self) -> None:
-        """Return when the engines have taken everything that can be sent now."""
+        """Send everything that can be sent now, and wait until the engines have accepted it."""
         self._dispatch()
         if senders := [engine.sender for engine in self.engines if engine.sender is not None]:
             await asyncio.wait(senders)
 
     async def pause(self) -> None:
-        """Stop generating: running requests are aborted and keep their tokens, and nothing is sent until ``resume``.
+        """Abort running requests, which keep their tokens, and send nothing until ``resume``.
 
-        Returns when no engine generates any more.
+        Returns when no engine is generating.
         """
-        # First: a request that an abort returns must wait here, not be sent again (decision 0015).
+        # Before the aborts: a request that an abort returns must wait here, not be sent again (decision 0005).
         self._paused = True
         for engine in self.engines:
             self._return_unsent(engine)
@@ -167,7 +170,7 @@ class GenerationClient:
 
     @property
     def running(self) -> int:
-        """Number of requests that have not ended, including those that wait."""
+        """Number of requests that have not ended, including waiting ones."""
         return len(self._open)
 
     @property
@@ -180,7 +183,7 @@ class GenerationClient:
 
     @property
     def activity(self) -> EngineActivity:
-        """The sum of the activity of all engines of the run, including those that were removed."""
+        """Activity summed over all engines of the run, including removed ones."""
         return sum((engine.activity for engine in self.engines), self._removed)
 
     # -- engines
@@ -191,12 +194,12 @@ class GenerationClient:
         return self.engines[-1]
 
     async def withdraw(self, engine: EngineState, limit_s: float) -> bool:
-        """Take an engine out of service: its requests continue on others with every token that it has generated.
+        """Take an engine out of service; its requests continue on other engines with all their tokens.
 
-        ``collect`` must run for it. False when it did not return all of them within ``limit_s`` seconds, or was lost:
-        then they continue from the tokens that it had reported. It may serve again later.
+        ``collect`` must be running for it. Returns False when the engine was lost or did not return all requests within
+        ``limit_s`` seconds: they then continue from the tokens that it had reported. It may serve again later.
         """
-        # First: the requests that the abort returns must go to other engines.
+        # Not serving before the abort is sent: the requests that it returns must go to other engines.
         engine.to_abort, engine.leaving, engine.serving = engine.serving, True, False
         self._return_unsent(engine)
         engine.emptied.clear()
@@ -208,7 +211,7 @@ class GenerationClient:
                 while engine.pending:
                     await engine.emptied.wait()
         except TimeoutError:
-            # If it serves again later, it must not continue requests that other engines have by then.
+            # If it serves again later, it must not go on with requests that other engines have by then.
             engine.to_cancel.update(engine.pending)
             self._continue(list(engine.pending.values()), RequestEnding.LOST)
             engine.leaving = False
@@ -225,7 +228,7 @@ class GenerationClient:
         self._engine_of = OrderedDict((key, one) for key, one in self._engine_of.items() if one is not engine)
 
     async def collect(self, engine: EngineState) -> None:
-        """Deliver what an engine generates, until it is withdrawn. Raises ``EngineLost`` when it is lost."""
+        """Receive an engine's results until it is withdrawn. Raises ``EngineLost``."""
         while engine.serving or engine.pending or engine.dead_because:
             self._dispatch()
             limit_s = POLL_S + self._hang_s
@@ -237,7 +240,7 @@ class GenerationClient:
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
             engine.asked_to_leave |= delivery.leaving
-            # Before the results: aborted and failed requests continue from these tokens.
+            # Before ``_settle``: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
             now = time.time()
             for placement in delivery.placements:
@@ -250,15 +253,15 @@ class GenerationClient:
                 await asyncio.sleep(self.pause_s)
 
     def mark_dead(self, name: str, cause: str) -> None:
-        """End the process of an engine that misbehaves; the running ``collect`` then raises ``EngineLost``."""
+        """Kill the process of a misbehaving engine; the running ``collect`` then raises ``EngineLost``."""
         for engine in self.engines:
             if engine.name == name and engine.serving:
-                # Before the kill: nothing may be sent to it.
+                # Before the kill: nothing may be sent to a dying process.
                 engine.serving, engine.dead_because = False, cause
                 engine.process.kill()
 
     def reclaim(self, engine: EngineState) -> None:
-        """Have a lost engine's requests continue from the reported tokens on any serving engine."""
+        """Continue a lost engine's requests on any serving engine, from the tokens reported so far."""
         engine.serving = engine.leaving = engine.to_abort = False
         engine.dead_because, engine.sender = "", None
         engine.to_cancel.clear()
@@ -310,7 +313,6 @@ class GenerationClient:
                 engine.sender.add_done_callback(self._tasks.discard)
 
     def _engine_for(self, request: RolloutRequest) -> EngineState | None:
-        """The engine to send a request to now; None if no engine has room for it."""
         with_room = [engine for engine in self.serving() if len(engine.pending) < self._limit]
         chosen = self._engine_of.get(request.affinity)
         if chosen not in with_room:
@@ -323,14 +325,14 @@ class GenerationClient:
         return chosen
 
     async def _send_all(self, engine: EngineState) -> None:
-        """Send an engine everything that is pending, one call after another: it handles them in this order."""
+        """Send an engine everything pending, one call after another: only then is the calls' order certain."""
         actor = engine.process.actor
         while (engine.serving or engine.leaving) and engine.process.actor is actor:
             # Cancel before submit: a request that replaces an open one has the same id.
             if engine.to_cancel:
                 ids, engine.to_cancel = sorted(engine.to_cancel), set()
                 await self._send(engine, actor.cancel.remote(ids))
-            # Abort before submit: one sent after ``resume`` must not be aborted with the old ones (decision 0015).
+            # Abort before submit: requests sent after ``resume`` must not be aborted with the old ones (decision 0005).
             elif engine.to_abort:
                 engine.to_abort = False
                 await self._send(engine, actor.abort.remote())
@@ -339,6 +341,7 @@ class GenerationClient:
                 await self._send(engine, actor.submit.remote(requests))
             else:
                 break
+        # Otherwise the engine was restarted, and ``sender`` may already belong to its new actor.
         if engine.process.actor is actor:
             engine.sender = None
 
@@ -347,7 +350,7 @@ class GenerationClient:
         try:
             await wait_for(call, engine.name, self._hang_s)
         except ActorDied:
-            return  # ``collect`` raises, and then ``reclaim`` takes its requests
+            return  # ``collect`` raises as well, and ``reclaim`` then takes the requests back
         except UserError as error:
             if engine.process.actor is actor:
                 self.mark_dead(engine.name, error.message)
@@ -368,7 +371,7 @@ class GenerationClient:
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         failed: list[OpenRequest] = []
         engine.has_completed |= bool(delivery.rollouts)
-        # Requests that are not pending have been cancelled.
+        # Results of requests that are not pending come too late: they were cancelled, or continue elsewhere.
         for rollout in delivery.rollouts:
             if (entry := engine.pending.get(rollout.rollout_id)) is not None:
                 request = entry.request
@@ -390,7 +393,7 @@ class GenerationClient:
         self._continue(failed, RequestEnding.FAILED)
 
     def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:
-        """Have requests that an engine abandoned wait for another engine, with all their tokens as prefix."""
+        """Queue requests that an engine abandoned for any engine, with all their tokens as prefix."""
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
             known = entry.request
@@ -400,17 +403,17 @@ class GenerationClient:
                 self._detach(entry, ending)
                 entry.request, entry.segments = known, []
                 heappush(self._waiting, entry)
-            else:
+            else:  # the engine stopped after the last token and before it reported the end
                 ended.append((entry, finished(known, rest=[], reason="length", decode=self.decode)))
         self._end(ended)
 
     def _return_unsent(self, engine: EngineState) -> None:
-        # Otherwise they would be submitted after the abort, and run.
+        # Otherwise they would be submitted after the abort, and would run.
         self._continue([engine.pending[rollout_id] for rollout_id in engine.outbox], RequestEnding.ABORTED)
 
     def _detach(self, entry: OpenRequest, ending: RequestEnding, end: int | None = None) -> bool:
-        """A request is no longer with its engine; returns whether it had been sent there. ``end``: how many tokens it
-        has, if that is more than was reported."""
+        """Take a request from its engine; returns whether it had been sent there. ``end``: its number of tokens, if
+        more than were reported."""
         engine, name = entry.engine, entry.request.rollout_id
         if engine is None:
             return False

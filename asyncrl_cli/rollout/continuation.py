@@ -1,6 +1,6 @@
-"""Continues a rollout where an engine stopped, by tokens.
+"""Continues a rollout, in token space, where an engine stopped.
 
-A sequence is the concatenation of its segments (``TokenSequence.join`` checks it); splitting it anywhere and joining
+A sequence is the concatenation of its segments (``TokenSequence.join`` checks this). Splitting it anywhere and joining
 the parts gives the same arrays. Text is used only to find a stop string that two engines generated together.
 """
 
@@ -21,11 +21,11 @@ from asyncrl_cli.rollout.response_text import cut
 
 
 def rest_of(sampling: Sampling, generated: int, by_position: bool) -> Sampling:
-    """The sampling settings for the rest of a rollout that has ``generated`` tokens already; 0 changes nothing.
+    """Return the sampling settings for the rest of a rollout that already has ``generated`` tokens.
 
     ``max_tokens`` is reduced to the remaining budget. ``by_position``: the engine draws each token's random numbers by
     seed and position (decision 0064), so the rest gets the same numbers as without the interruption. Otherwise the rest
-    gets another seed: with the old one, the random stream would start over and repeat the numbers of the first tokens.
+    gets another seed: with the old one, the random stream would start over and repeat the first tokens' numbers.
     """
     if generated == 0:
         return sampling
@@ -43,11 +43,10 @@ def split_by_version(
     version_starts: Sequence[tuple[int, int]],
     experts: Experts | None = None,
 ) -> list[Segment]:
-    """Tokens ``start``, ``start + 1``, ... of a sequence, a segment for each run of one weight version or ``CONTEXT``.
+    """Split tokens ``start``, ``start + 1``, ... of a sequence into segments of one weight version (or ``CONTEXT``).
 
-    ``version_starts`` has (version, index of its first token) by ascending index, of the whole sequence or of more of
-    it than these tokens; ``experts`` has a row per token. Raises ``RuntimeError`` for a token without a log-prob or a
-    version.
+    ``version_starts``: (version, index of its first token) by ascending index; it may cover more than these tokens.
+    ``experts``: a row per token. Raises ``RuntimeError`` for a token without a log-prob or a version.
     """
     end = start + len(ids)
     if len(logprobs) != len(ids):
@@ -63,9 +62,9 @@ def split_by_version(
 
 
 def stopped_at(decode: Callable[[Any], str], ids: Sequence[int] | NDArray[Any], stop: Sequence[str]) -> int | None:
-    """The number of tokens after which the text contains one of the stop strings; None if it never does.
+    """Return the number of tokens after which the text contains a stop string; None if it contains none.
 
-    An engine that continues a rollout searches stop strings only in its own part of the text.
+    Engines do not do this: an engine that continues a rollout searches only its own part of the text.
     """
 
     def stopped(count: int) -> bool:
@@ -84,11 +83,11 @@ def finished(
     decode: Callable[[Any], str],
     before: Experts | None = None,
 ) -> Rollout:
-    """The rollout of a request; ``rest`` was generated after its prefix, and may be empty.
+    """Join a request's prefix and the ``rest``, which may be empty, into its rollout.
 
-    ``reason`` says how the rest ended. A stop string that began in the prefix ends the rollout, too; text is decoded
-    once, from all ids. ``before``: the experts of prompt and prefix in the engine of ``rest``; the prefix keeps those
-    that it was sampled with, where they are known. Raises ``ValueError`` when prefix and rest are not one sequence.
+    ``reason`` says how the rest ended; a stop string that began in the prefix ends the rollout, too. Text is decoded
+    once, from all ids. ``before``: experts that the engine of ``rest`` chose for prompt and prefix. The prefix keeps
+    its own experts where they are known. Raises ``ValueError`` when prefix and rest do not form one sequence.
     """
     tokens = TokenSequence.join([*request.prefix, *rest])
     prompt_experts = None

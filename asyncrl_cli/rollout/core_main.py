@@ -1,8 +1,8 @@
-"""How vLLM's core process begins: with its imports made (decision 0112), and joining its messages (0079).
+"""Starts vLLM's core process with its imports already made (decision 0044), and with joined messages (decision 0010).
 
-On a CPU it is forked from the engine's actor, which has imported vLLM. On GPUs vLLM spawns it, and ``multiprocessing``
-has a spawned process run its parent's main module first. In a Ray actor that is a file of Ray's; ``use_as_main`` names
-this module in its place.
+On a CPU it is forked from the engine's actor, which has imported vLLM. On GPUs vLLM spawns it, and a spawned process
+first runs its parent's main module. In a Ray actor that is Ray's own file; ``use_as_main`` puts this module in its
+place.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from asyncrl_cli.system.process_tree import die_with
 
 
 def use_as_main() -> None:
-    """Have the processes that this one spawns begin with this module."""
+    """Make processes that this process spawns run this module first."""
     sys.modules["__main__"].__spec__ = find_spec(__name__)
 
 
 def fork_core() -> None:
-    """Have vLLM fork its core from this process."""
+    """Make vLLM fork its core from this process."""
     import vllm.v1.engine.utils
 
     from asyncrl_cli.rollout.vllm_joined_outputs import join_outputs
@@ -34,11 +34,11 @@ def fork_core() -> None:
 
 class _Core(ForkProcess):
     def run(self) -> None:
-        # The kernel does not pass this on to a forked process, and vllm_worker.py, which asks for it, is imported.
+        # vllm_worker.py does this when it is imported. Here it was imported before the fork, which loses the setting.
         die_with(os.getppid())
-        # Objects of the actor are not freed here: Ray would take locks for them that another thread held at the fork.
+        # The actor's objects must not be freed here: Ray would take locks that another thread held at the fork.
         gc.freeze()
-        if "ray" in sys.modules:  # has set this process's title, so vLLM's setproctitle cannot
+        if "ray" in sys.modules:  # Ray has set this process's title, so vLLM's setproctitle cannot
             from ray._raylet import setproctitle  # type: ignore[attr-defined]  # not in Ray's stub
 
             setproctitle("VLLM::EngineCore")

@@ -1,4 +1,4 @@
-"""The random numbers of a token, which depend only on the request's seed and the token's position (decision 0064).
+"""Random numbers that depend only on a request's seed and a token's position (decision 0064).
 
 Invariant: no number depends on earlier draws, on the other requests of a step, or on the engine.
 """
@@ -16,11 +16,11 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def position_seeds(seeds: NDArray[np.int64], positions: NDArray[Any]) -> NDArray[np.int64]:
-    """The seed of each row's noise over the vocabulary. All arrays are [rows], and seeds are taken modulo 2^64.
+    """Return the seed of each row's noise over the vocabulary. All arrays are [rows]; seeds are taken modulo 2^64.
 
-    ``positions``: the index that each row's new token has in its sequence, prompt included: a request with a
-    prompt that ends with its earlier tokens continues where it stopped. The hash is output number ``position`` of
-    SplitMix64 (Steele, Lea and Flood, 2014) started at the mixed seed: for one seed, positions never collide.
+    ``positions``: index of each row's new token in its sequence, prompt included. A continued request, with its earlier
+    tokens in the prompt, therefore draws the same numbers. The hash is output number ``position`` of SplitMix64
+    (Steele, Lea and Flood, 2014) started at the mixed seed: for one seed, positions never collide.
     """
     with np.errstate(over="ignore"):  # modulo 2^64 is intended
         steps = (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA

@@ -1,7 +1,7 @@
 """One vLLM engine: token ids in, token ids with log-probs and weight versions out.
 
-vLLM's own reinforcement-learning interface does the work: pause, weight update, resume. For the caller, a request that
-runs while the weights change is one request, and so is one that continues where another engine stopped.
+Weights are updated through vLLM's own reinforcement-learning interface: pause, update, resume. A request that runs
+during an update stays one request for the caller, and so does one that continues where another engine stopped.
 """
 
 from __future__ import annotations
@@ -54,23 +54,22 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 ABORT_POLL_S = 0.02
-"""Seconds that an abort waits for the requests to return, before it is repeated for requests that vLLM got since."""
+"""Seconds that an abort waits for requests to return. It is then repeated, for requests that reached vLLM since."""
 
 PREPARE_POLL_S = 0.01
-"""Seconds between two checks whether vLLM has prepared an update: a blocking call would stop it from generating."""
+"""Seconds between two checks whether vLLM has prepared an update. A blocking call would stop generation."""
 
 
 class Engine:
-    """An engine with weights of a known version; it has no version before the first ``update_weights`` or
-    ``serve_own``."""
+    """One vLLM engine. It has no weight version before the first ``update_weights`` or ``serve_own``."""
 
     def __init__(
         self, spec: ExperimentSpec, model_dir: str, own_weights: bool = False, log: Path | None = None
     ) -> None:
-        """Start vLLM (seconds). Raises as ``start_vllm`` does; ``log`` is where this process writes its output.
+        """Start vLLM, which takes seconds. Raises the errors of ``start_vllm``. ``log``: this process's output.
 
-        ``own_weights``: serve the weights in the folder. Otherwise the weights come with the first publish, or, with
-        adapters, the weights in the folder and the first published adapter are used together.
+        ``own_weights``: serve the weights in ``model_dir``. Otherwise the first publish brings the weights; with
+        adapters it brings the adapter, for the weights in ``model_dir``.
         """
         from transformers import AutoTokenizer
 
@@ -91,22 +90,22 @@ class Engine:
         self._decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), self._shows_special)
         self._by_position: bool | None = None  # set from the answer of vLLM's worker, before the first request
         self._records_experts = spec.algorithm.router_replay
-        # Tokens that wait in vLLM's core cannot be recorded.
+        # Tokens that wait in vLLM's core cannot be recorded, so they wait no longer than a segment may take.
         self._hold_s = min(LONGEST_HOLD_S, spec.journal.segment_seconds)
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
         self._probes = 0
-        # vLLM gets no more requests than it runs at a time, and none while it loads weights, so a request's cache salt,
-        # chosen when vLLM gets it, names the version that it starts under (decision 0005).
+        # vLLM never queues requests: it gets only as many as it runs at a time, and none while it loads weights. So the
+        # cache salt, chosen when a request is submitted, names the version that it starts under (decision 0005).
         self._slots = PrioritySemaphore(spec.rollout.max_running_rollouts)
         self._loading = True
         self._draining = False  # an update waits for running requests
         self._aborts = 0
-        self._changed = asyncio.Condition()  # _loading, _aborts or _version
+        self._changed = asyncio.Condition()  # notified when _loading, _aborts or _version has changed
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
         self._asleep = False  # while it is true, ``_scheduler`` is held
-        self._occupancy = Occupancy()  # of vLLM
-        self._returned: list[Placement] = []  # since ``placements`` was called, in seconds of the monotonic clock
+        self._occupancy = Occupancy()  # requests in vLLM
+        self._returned: list[Placement] = []  # since the last ``placements``, in seconds of the monotonic clock
         self._all_returned = asyncio.Event()
         self._ended_tokens = 0
 
@@ -114,7 +113,7 @@ class Engine:
         """Generate one rollout, or the rest of one, across any number of weight updates.
 
         Raises ``Aborted`` when ``abort`` ended it first, ``ValueError`` when the request's prefix does not begin at
-        token 0 or has gaps, and ``RuntimeError`` when vLLM sees another number of tokens in an image.
+        token 0 or has gaps, and ``RuntimeError`` when vLLM counts an image's tokens differently.
         """
         prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
         if not request.left:
@@ -126,7 +125,7 @@ class Engine:
         self._ended_tokens += len(output.token_ids)
         before, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
-            raise RuntimeError("vLLM has not returned the experts of the tokens (algorithm.router_replay)")
+            raise RuntimeError("vLLM returned no experts for the tokens (algorithm.router_replay)")
         segments = _segments(request, output, experts)
         if output.finish_reason == "abort":
             raise Aborted(segments)
@@ -136,33 +135,32 @@ class Engine:
         return finished(request, rest=segments, reason=reason, decode=self._decode, before=before)
 
     async def abort(self) -> None:
-        """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
-        # An update that drains holds the lock until these very requests end, which would be too late for an engine that
-        # has to leave: its node may be gone by then, and tokens that are not recorded with it. ``_load`` resumes vLLM.
+        """Make every running or waiting request raise ``Aborted``. On return, none of them is being generated."""
+        # A draining update holds the lock until these requests have ended by themselves. An engine that has to leave
+        # cannot wait for that: its node may be gone first, with all unrecorded tokens. ``_load`` resumes vLLM.
         while self._draining and self._occupancy.requests:
             await self._abort_in_vllm()
         async with self._scheduler:
-            # First the requests that wait for a slot or for a version: none of them may reach vLLM during the abort.
+            # First the requests that wait for a slot or a version: none of them may reach vLLM during the abort.
             self._aborts += 1
             self._slots.abort_waiters()
             await self._wake()
             try:
-                while self._occupancy.requests:  # again: vLLM may get one that was on its way (decision 0015)
+                while self._occupancy.requests:  # repeated: a request may have been on its way (decision 0005)
                     await self._abort_in_vllm()
             finally:
                 await self._vllm.engine_core.resume_scheduler_async()
 
     async def _abort_in_vllm(self) -> None:
-        """Abort the requests in vLLM, and wait for a moment for them to return."""
         await self._vllm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_POLL_S):
                 await self._all_returned.wait()
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
-        """New tokens of running rollouts, from the index that ``since`` has for a rollout's id; others are skipped.
+        """Return new tokens of running rollouts: from index ``since[rollout_id]`` on. Other rollouts are skipped.
 
-        They are a part of the final rollout, bit for bit.
+        The final rollout has the same tokens, bit for bit.
         """
         return running_segments(self._vllm, since)
 
@@ -182,15 +180,15 @@ class Engine:
 
     @property
     def dead(self) -> bool:
-        """vLLM's core process has ended; ``segments`` still returns the tokens that had arrived from it."""
+        """True if vLLM's core process has ended. ``segments`` still returns the tokens that arrived before."""
         return bool(self._vllm.errored)
 
     async def death(self) -> ActorDied:
-        """Why vLLM's core process has ended. Only for an engine that is ``dead``."""
+        """Return why vLLM's core process has ended. Only for an engine that is ``dead``."""
         return await asyncio.to_thread(death, self._children, self._log)
 
     async def serve_own(self, version: int) -> None:
-        """Serve the weights of the folder that the engine was started on, as ``version``."""
+        """Serve the weights in the engine's model folder, as ``version``."""
         await self._set_up_sampling()
         await self._vllm.update_weight_version(str(version))
         self._version, self._loading = version, False
@@ -204,10 +202,10 @@ class Engine:
         policy: str,
         on_pause: Callable[[], None] = lambda: None,
     ) -> float:
-        """Load ``version`` from the host's replica; returns the seconds that no token was generated.
+        """Load ``version`` from the host's replica; returns for how many seconds no token was generated.
 
-        It is complete at ``path``, laid out as ``slots``; ``policy`` is the spec's ``weight_update``. ``on_pause`` is
-        called before the weights load, when ``segments`` has all tokens of the version that is replaced.
+        The replica at ``path`` is complete and laid out as ``slots``. ``policy``: the spec's ``weight_update``.
+        ``on_pause`` is called just before the weights load, when ``segments`` has all tokens of the old version.
         """
         await self._set_up_sampling()
         await self._prepare(version, path, slots)
@@ -223,7 +221,7 @@ class Engine:
             self._by_position = all(await self._vllm.collective_rpc("sample_by_position"))
 
     async def _prepare(self, version: int, path: str, slots: tuple[TensorSlot, ...]) -> None:
-        """Do the part of an update that vLLM can do while it generates."""
+        # Called before the pause: everything here happens while vLLM generates.
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if slots != self._layout:
@@ -249,7 +247,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         core = self._vllm.engine_core
-        # Before the pause: a request submitted from now on waits, or its salt would name the old version.
+        # Before the pause: a request submitted from now on must wait, or its salt would name the old version.
         self._loading = True
         if policy == "drain":
             self._draining = True
@@ -260,8 +258,8 @@ class Engine:
         else:
             await core.pause_scheduler_async(mode="keep", clear_cache=policy == "recompute")
         started = time.monotonic()
-        # The last tokens left vLLM's process before its answer to the pause; when it has answered this call too, they
-        # are here, and ``on_pause`` sees all of them (decision 0010).
+        # vLLM sent the last tokens before it answered the pause. Once it has answered this call, they have arrived, and
+        # ``on_pause`` sees all of them (decision 0010).
         await self._vllm.start_weight_update()
         on_pause()
         await self._vllm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
@@ -269,19 +267,18 @@ class Engine:
         if self._adapter is not None:
             await self._vllm.collective_rpc("install_adapter")
         self._version = version
-        # Not reached if one of these fails: with weights of two versions nothing may be generated. The driver then
-        # continues the requests elsewhere, and ends this process.
+        # Not reached if a call above failed: an engine with weights of two versions must not generate. The driver then
+        # ends this process and continues its requests elsewhere.
         await core.resume_scheduler_async()
-        self._loading = False  # last: waiting requests start under the new version
+        self._loading = False  # last: waiting requests must start under the new version
         await self._wake()
         return time.monotonic() - started
 
     async def sleep(self, level: int = 1) -> None:
         """Release the GPU's memory until ``wake_up``: weights move to host memory, and the KV cache is discarded.
 
-        Running requests keep their tokens; new ones wait. Weight updates, probes and aborts wait, too, because vLLM
-        must not access its memory. ``level`` is vLLM's sleep level; 0, the only one of a CPU engine, releases no
-        memory.
+        Running requests keep their tokens; new ones wait. Weight updates, probes and aborts wait, too: vLLM must not
+        touch its memory. ``level``: vLLM's sleep level. CPU engines have only level 0, which releases no memory.
         """
         await self._scheduler.acquire()
         self._loading = True
@@ -294,7 +291,7 @@ class Engine:
         self._asleep = True
 
     async def wake_up(self) -> None:
-        """End ``sleep``; nothing happens to an engine that is awake."""
+        """End ``sleep``. Does nothing if the engine is awake."""
         if not self._asleep:
             return
         await self._vllm.wake_up()
@@ -305,7 +302,7 @@ class Engine:
     async def attest(
         self, probe_ids: tuple[int, ...], stall_s: float, images: tuple[PlacedImage, ...] = ()
     ) -> Attestation:
-        """Log-probs of a fixed sequence (of ``Probe.logprobs``' tokens), through the path that serves rollouts."""
+        """Compute the log-probs of the tokens in ``Probe.logprobs``, through the path that serves rollouts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -341,8 +338,8 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # During a publish, the engine that sampled the prefix, or the turns before, may be a version ahead of this one:
-        # wait for that version, because versions must never fall (decision 0010).
+        # During a publish, the engine that sampled the prefix or the earlier turns may be one version ahead. Wait for
+        # that version: within a rollout, versions must never fall (decision 0010).
         newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
         async with self._changed:
             await self._changed.wait_for(
@@ -361,9 +358,9 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(rest.stop),
-            skip_special_tokens=not self._shows_special,  # it searches the stop strings in this text
+            skip_special_tokens=not self._shows_special,  # vLLM searches this text for stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # made for this request alone
+            skip_clone=True,  # no other request has these parameters
             extra_args={HOLD_S: self._hold_s} if held else None,
         )
         self._occupancy.add(1)
@@ -400,8 +397,8 @@ class Engine:
     def _prompt(self, ids: tuple[int, ...], images: Sequence[PlacedImage] = (), processed: Sequence[Any] = ()) -> Any:
         from vllm.inputs import tokens_input
 
-        # With `keep` the prefix cache outlives a weight update; the salt keeps a request that starts under this version
-        # from reading keys and values of an older one (decision 0005).
+        # With `keep` the prefix cache outlives a weight update. The salt keeps a request that starts under this version
+        # from reading an older version's keys and values (decision 0005).
         if images:
             return self._images.prompt(ids, images=images, processed=processed, version=self._version)
         return tokens_input(list(ids), cache_salt=str(self._version))
@@ -421,7 +418,7 @@ def _segments(request: RolloutRequest, output: CompletionOutput, experts: Expert
 
 
 def _experts(request: RolloutRequest, output: CompletionOutput) -> tuple[Experts | None, Experts | None]:
-    """The experts of the tokens before the first one that was generated here, and of the tokens from there on."""
+    """Experts of the tokens before the first one generated here, and from it on."""
     if output.routed_experts is None or request.rollout_id.startswith(EVALUATION):
         return None, None
     before = len(request.prompt_ids) + request.generated

@@ -1,7 +1,7 @@
 """Finds out why vLLM's core process has ended, from its exit code and the engine's log.
 
-A core that is killed writes no cause. A core that fails by itself writes a traceback, or ends with a signal such as
-SIGSEGV, and is likely to fail in the same way again: ``ActorCrashed``.
+A killed core writes no cause (``ActorDied``). A core that fails by itself writes a traceback, or ends with a signal
+such as SIGSEGV, and is likely to fail in the same way again (``ActorCrashed``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.system.remote import ActorCrashed, ActorDied
 
 CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
-"""In vLLM's error: exit codes by process."""
+"""vLLM's error text with its processes' exit codes."""
 RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 """The last line of a traceback in a log."""
 FOLLOWS = re.compile(r"EngineDeadError|EngineCore encountered an issue")
-"""Matches errors of vLLM that only say that the core has ended."""
+"""vLLM's errors that only say that the core has ended."""
 EXIT_S = 2.0
-"""Seconds that a core may take to end after it has reported its failure."""
+"""Seconds that a core may take to exit after it has reported its failure."""
 ASKED = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals with which other processes end a process."""
 
@@ -37,7 +37,7 @@ class LogSince:
         self._start = path.stat().st_size if path is not None and path.is_file() else 0
 
     def root_cause(self) -> str | None:
-        """The error that was written last; None when there is none."""
+        """Return the error that was written last; None if there is none."""
         if self.path is None:
             return None
         with self.path.open("rb") as file:
@@ -48,9 +48,9 @@ class LogSince:
 
 
 def start_failure(text: str, log: LogSince) -> RunError | None:
-    """The error for vLLM's error ``text`` during a start; None if it is not about the core process.
+    """Translate vLLM's error ``text`` during a start; None if it is not about the core process.
 
-    The exit code alone is not enough: vLLM reads it as soon as the process has ended, and sometimes it is not set yet.
+    The exit code alone is not enough: vLLM may read it before it is set.
     """
     failed = CORE_FAILED.search(text)
     if failed is None:
@@ -69,7 +69,7 @@ def start_failure(text: str, log: LogSince) -> RunError | None:
 
 
 def death(children: Iterable[BaseProcess], log: LogSince) -> ActorDied:
-    """Why an engine that had started is dead; ``children``: vLLM's processes. Waits up to ``EXIT_S`` for their end."""
+    """Return why a started engine died. ``children``: vLLM's processes; waits up to ``EXIT_S`` for each to exit."""
     died, signals = "vLLM's core process has died", set()
     for child in children:
         child.join(EXIT_S)
@@ -77,7 +77,7 @@ def death(children: Iterable[BaseProcess], log: LogSince) -> ActorDied:
             signals.add(signal.Signals(-child.exitcode))
     if signal.SIGKILL in signals:
         return ActorDied(f"{died}: it was killed", location="engine")
-    # vLLM ends a core that has reported its error by SIGTERM.
+    # vLLM sends SIGTERM to a core that has reported its error.
     cause = log.root_cause() or ", ".join(sorted(found.name for found in signals - ASKED))
     if cause:
         return ActorCrashed(f"{died}: {cause}", location="engine")

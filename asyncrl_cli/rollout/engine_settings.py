@@ -1,10 +1,10 @@
 """Derives vLLM's settings from a spec, checks them, and starts vLLM.
 
-A mistake in the settings would occur at every start, so it is a ``ConfigError``, and the start is not repeated. If the
-core process was killed, the error is ``ActorDied``.
+A wrong setting would fail every start, so it raises ``ConfigError``, and the start is not repeated. If the core process
+was killed, the error is ``ActorDied``.
 
-The names that the installed vLLM knows are read from its source, because importing vLLM takes ten seconds and 700 MB.
-If the source differs from the expected form, the names are unknown (None), and the engine itself refuses wrong ones.
+Names that the installed vLLM accepts are read from its source, because importing vLLM takes ten seconds and 700 MB. If
+the source has an unexpected form, the names are unknown (None), and the engine itself refuses wrong ones.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ ENVIRONMENT = {
 }
 EXACT_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """In float32 vLLM's attention is a Triton kernel. By default Triton rounds the factors of float32 products to TF32 (10
-bits), which moves log-probs by 1e-3 to 1e-2 nats: more than a publish allows. Triton compiles its kernels again when
-this variable changes: it is part of its cache's key."""
+bits), which moves log-probs by 1e-3 to 1e-2 nats: more than a publish allows. The variable is a part of Triton's cache
+key, so its kernels are compiled again when it changes."""
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """How engines guess tokens (`rollout.speculative_tokens`)."""
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 LARGE_GPU_BYTES = 70 * 2**30
-"""From this size on vLLM's server computes 8,192 tokens at a time."""
+"""From this memory size on, vLLM's server computes 8,192 tokens at a time."""
 CACHE_ARGUMENT = "kv_cache_memory_bytes"
 FLOAT32_HEAD = {"head_dtype": "float32"}
-"""Logits are not rounded to bfloat16, as in the trainer."""
+"""Like the trainer, engines do not round logits to bfloat16."""
 MEDIA = ("image", "video", "audio")
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
-"""Both are imported only by vLLM, in its core process."""
+"""Only vLLM imports these two, in its core process."""
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
-    """Environment variables that the process of an engine must start with."""
+    """Return the environment variables that an engine's process must start with."""
     rollout = spec.rollout
     if rollout.gpus_per_engine:
         return ENVIRONMENT | (EXACT_PRODUCTS if rollout.dtype == "float32" else {})
@@ -82,7 +82,7 @@ def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
 
 
 def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
-    """Bytes of a CPU engine's key-value cache, by the spec or by ``kv_cache_blocks``."""
+    """Bytes of a CPU engine's key-value cache, from the spec or from ``kv_cache_blocks``."""
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
     return kv_cache_blocks(spec) * BLOCK_SIZE * cache_bytes_per_token(spec, hf_config)
@@ -125,10 +125,10 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
     if spec.model.max_images:
         args |= {
             "limit_mm_per_prompt": {name: spec.model.max_images if name == "image" else 0 for name in MEDIA},
-            # The image processor normalizes pixels, as in the trainer. vLLM's layer for it has mean and deviation in
-            # buffers, and an engine that starts with dummy weights fills them with random numbers.
+            # The image processor normalizes pixels, as in the trainer. vLLM's layer for it keeps mean and deviation in
+            # buffers, which an engine that starts with dummy weights fills with random numbers.
             "mm_device_do_normalize": False,
-            # Of two caches that vLLM keeps in step, one is cleared with the weights. Ours is in ``VllmImages``.
+            # vLLM keeps two caches in step, but a weight update clears only one of them. Ours is in ``VllmImages``.
             "mm_processor_cache_gb": 0,
         }
     else:
@@ -165,7 +165,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
 
 
 def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``usual`` arguments, overridden by the user's ``own``; mappings, such as hf_overrides, are merged key by key."""
+    """Override the ``usual`` arguments by the user's ``own``; mappings such as hf_overrides are merged key by key."""
     both = {
         name: {**usual[name], **own[name]}
         for name in usual.keys() & own.keys()
@@ -177,20 +177,20 @@ def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
     """Tokens that a GPU engine computes at a time (`max_num_batched_tokens`); ``gpu_bytes``: memory of a GPU.
 
-    vLLM's own default depends on who starts it: 8,192 for its server on a large GPU, 2,048 for us. With 2,048 long
-    prompts and interrupted rollouts are computed at a fraction of the GPU's speed.
+    vLLM's default depends on its caller: 8,192 for its server on a large GPU, 2,048 for us. With only 2,048, prefilling
+    long prompts and interrupted rollouts reaches a fraction of the GPU's speed.
     """
     large = gpu_bytes is not None and gpu_bytes * min(1, spec.rollout.gpus_per_engine) >= LARGE_GPU_BYTES
     return max(8192 if large else 2048, spec.rollout.max_running_rollouts)
 
 
 def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, Any]:
-    """vLLM's arguments that depend on an engine's GPUs; ``gpu_bytes``: memory of one of them."""
+    """vLLM's arguments that depend on an engine's GPUs; ``gpu_bytes``: memory of one GPU."""
     recorded = {"enable_return_routed_experts": True} if spec.algorithm.router_replay else {}
     return {
         "hf_overrides": FLOAT32_HEAD,
         "tensor_parallel_size": tensor_parallel(spec),
-        # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
+        # By default vLLM, inside an actor of a placement group, would ask Ray for the GPUs that the actor already has.
         "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",
         "gpu_memory_utilization": memory_share(spec.rollout.gpus_per_engine),
         "max_num_batched_tokens": batched_tokens(spec, gpu_bytes),
@@ -200,9 +200,9 @@ def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, An
 
 
 def with_cache(spec: ExperimentSpec, nbytes: int) -> ExperimentSpec:
-    """The spec for an engine with a key-value cache of ``nbytes``, which does not measure its GPU's free memory.
+    """Set the key-value cache to ``nbytes``, so vLLM does not measure its GPU's free memory.
 
-    vLLM takes all that other processes allocate while it measures for its own, and fails if they free memory. So an
+    While vLLM measures, it counts memory that other processes allocate as its own, and fails if they free some. So an
     engine that restarts next to a training rank gets the size that its first start measured.
     """
     own = spec.rollout.engine_args | {CACHE_ARGUMENT: nbytes}
@@ -210,7 +210,7 @@ def with_cache(spec: ExperimentSpec, nbytes: int) -> ExperimentSpec:
 
 
 def engine_arguments() -> set[str] | None:
-    """The names of vLLM's engine arguments."""
+    """Return the names of vLLM's engine arguments; None if unknown."""
     found = {
         statement.target.id
         for node in _statements("engine/arg_utils.py")
@@ -230,7 +230,7 @@ def reasoning_parsers() -> set[str] | None:
 
 
 def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """Raises ``ConfigError`` for the first argument of ``rollout.engine_args`` that vLLM does not have."""
+    """Raise ``ConfigError`` for the first argument of ``rollout.engine_args`` that vLLM does not have."""
     for name in arguments:
         if known is not None and name not in known:
             written = name.strip("-").replace("-", "_")
@@ -242,7 +242,7 @@ def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] 
 
 
 def _table(path: str, name: str) -> set[str] | None:
-    """The keys of a mapping that a file of vLLM assigns to a name."""
+    """Return the keys of the dict that vLLM's file ``path`` assigns to ``name``."""
     for node in _statements(path):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             (target,) = node.targets
@@ -260,9 +260,9 @@ def _statements(path: str) -> list[ast.stmt]:
 
 
 def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tuple[AsyncEngineArgs, VllmConfig]:
-    """vLLM's arguments and configuration for a spec.
+    """Return vLLM's arguments and configuration for a spec.
 
-    Raises ``ConfigError`` when vLLM refuses them, or would not survive its first request.
+    Raises ``ConfigError`` when vLLM refuses them, or would die at its first request.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -271,7 +271,7 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
     try:
         args = engine_args(spec, model_dir, load_format)
         config = args.create_engine_config()
-    except Exception as error:  # of pydantic, transformers or vLLM
+    except Exception as error:  # from pydantic, transformers or vLLM
         if (missing := _missing_package(model_dir)) is not None:
             raise ConfigError(
                 f"vLLM's class for this model needs the package {missing}, which is not installed",
@@ -291,8 +291,8 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
 
 
 def _missing_package(model_dir: str) -> str | None:
-    """The package that is missing to import vLLM's class for a model. Qwen3.5 needs torchvision, for example: its text
-    model is in one file with its vision model. vLLM says so only in its log."""
+    """Return the missing package that vLLM's class for a model needs, if any; vLLM names it only in its log. Qwen3.5,
+    for example, needs torchvision, because its text model is in one file with its vision model."""
     from transformers import AutoConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -302,26 +302,26 @@ def _missing_package(model_dir: str) -> str | None:
                 ModelRegistry.models[name].load_model_cls()
     except ModuleNotFoundError as error:
         return error.name
-    except Exception:  # vLLM has refused for this reason
+    except Exception:  # the error that the caller already reports
         return None
     return None
 
 
 def _check_head_size(model: ModelConfig) -> None:
-    """Check the head size: vLLM checks it only at an engine's first request, and then the engine dies."""
+    """vLLM itself checks the head size only at an engine's first request, and the engine dies."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()
     if size not in sizes and not model.use_mla:
         raise ConfigError(
-            f"attention heads have {size} dimensions; vLLM's CPU engine takes {', '.join(map(str, sizes))}",
+            f"attention heads have {size} dimensions; vLLM's CPU engine supports {', '.join(map(str, sizes))}",
             location="model",
             hint="use a model with such heads, or engines on GPUs (rollout.gpus_per_engine)",
         )
 
 
 def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: LogSince) -> AsyncLLM:
-    """A running engine. ``log`` has this process's output from now on.
+    """Start an engine. ``log``: this process's output from here on.
 
     Raises ``ConfigError`` when vLLM refuses the settings, ``ActorDied`` when its core process was killed, and
     ``RunError`` with the cause found in ``log`` when the core failed by itself.
@@ -341,7 +341,6 @@ def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: LogS
 
 
 def _refusal(error: Exception) -> str:
-    """An error's text, in one line."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -353,16 +352,16 @@ def _refusal(error: Exception) -> str:
 
 
 ABSORBED = "kv_b_proj"
-"""A layer of latent attention, as in DeepSeek-V3. vLLM multiplies its weight into others when it loads a model, and
-calls the layer itself without its adapter. It still has a slot for the adapter, so it does not report the layer as one
-without."""
+"""A layer of latent attention, as in DeepSeek-V3. vLLM folds its weight into others when it loads a model, and never
+applies an adapter of this layer. It still makes a slot for the adapter, so it does not report the layer as
+unsupported."""
 
 
 def adapted_names(lora: LoraSpec, model_dir: str) -> list[str]:
-    """The last parts of the names of layers that have an adapter, for which vLLM makes slots.
+    """Return the last parts of the adapted layers' names. vLLM makes slots for these layers.
 
-    By default it would also make slots for the embeddings and the head, and compute with them. A model's experts have
-    no adapter, as they are not linear layers in transformers.
+    By default vLLM would also make slots for the embeddings and the head, and compute with them. Experts have no
+    adapters: in transformers they are not linear layers.
     """
     if lora.target_modules != "all-linear":
         return sorted({name.rpartition(".")[2] for name in lora.target_modules})
@@ -378,9 +377,9 @@ def adapted_names(lora: LoraSpec, model_dir: str) -> list[str]:
 
 
 def check_adapters(model: Any, layers: Iterable[str], on_gpus: bool) -> None:
-    """Raise ``ConfigError`` when vLLM would ignore an adapter, or cannot compute the model where adapters are enabled.
+    """Raise ``ConfigError`` when vLLM would ignore an adapter, or cannot run the model with adapters.
 
-    ``layers``: names of the adapted layers of ``model`` (of transformers).
+    ``layers``: names of the adapted layers of ``model``, a transformers model.
     """
     if not on_gpus and any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ConfigError(

@@ -26,20 +26,20 @@ OnSegments = Callable[[list[Segment]], None]
 
 
 class EngineHandle(Protocol):
-    """One engine's actor, and the actors that replace it."""
+    """One engine, across the restarts of its actor."""
 
     name: str
     node: str  # the Ray node's id, once it has started
     actor: Any  # has the methods of ``RolloutWorker``, to be called with ``.remote()``
 
     async def lose(self, actor: Any, cause: str) -> None:
-        """The actor does not work any more: end its process. Raises ``RunError`` when this happened too often."""
+        """End the process of an actor that no longer works. Raises ``RunError`` after too many failures."""
 
     async def running(self) -> Any:
-        """The present actor; starts it if necessary. Raises ``RunError``."""
+        """Return the current actor, and start it if necessary. Raises ``RunError``."""
 
     def kill(self) -> None:
-        """End the process, also one that hangs."""
+        """Kill the process, even one that hangs."""
 
     async def end(self) -> None:
         """End the engine permanently, in bounded time, and release its resources."""
@@ -52,15 +52,15 @@ class EngineState:
     process: EngineHandle
     pending: dict[str, OpenRequest] = field(default_factory=dict)  # requests assigned to it
     outbox: dict[str, RolloutRequest] = field(default_factory=dict)  # assigned requests that have not been sent
-    to_cancel: set[str] = field(default_factory=set)  # ids that it still has to cancel
+    to_cancel: set[str] = field(default_factory=set)  # ids of requests that it must still cancel
     to_abort: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)  # the sum over the run
     serving: bool = False
-    has_completed: bool = False  # a request, in this process or in one before
-    leaving: bool = False  # it returns its requests
+    has_completed: bool = False  # has completed a request, in this or an earlier process
+    leaving: bool = False  # is returning its requests
     asked_to_leave: bool = False  # its process got SIGTERM
-    emptied: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last request has left it
-    dead_because: str = ""  # why its process was ended
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last request has left
+    dead_because: str = ""  # why its process was killed
     sender: asyncio.Task[None] | None = None
 
     @property
@@ -80,7 +80,7 @@ class OpenRequest:
     sent_at: float = 0.0  # unix time at which its engine got it
     attempt: int = 0
     segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
-    placement: tuple[float, Placement] | None = None  # at the engine that has it, behind the unix time of its delivery
+    placement: tuple[float, Placement] | None = None  # unix time of its delivery, and the placement
 
     def left(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
         """The record of a request that has left an engine. ``end``: its number of tokens, if more than were

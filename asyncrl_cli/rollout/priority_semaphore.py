@@ -12,9 +12,9 @@ from asyncrl_cli.records.generation import Segment
 
 
 class Aborted(Exception):
-    """A request was ended on command. It is not a failure: the caller continues from its tokens.
+    """A request was aborted on command. This is not a failure: the caller continues from its tokens.
 
-    ``segments`` are the tokens generated of it, after its prefix.
+    ``segments``: the tokens generated after its prefix.
     """
 
     def __init__(self, segments: list[Segment]) -> None:
@@ -32,7 +32,7 @@ class PrioritySemaphore:
 
     @asynccontextmanager
     async def slot(self, priority: int) -> AsyncIterator[None]:
-        """Hold a slot for the length of the block. Raises ``Aborted`` when aborted before it has one."""
+        """Hold a slot during the block. Raises ``Aborted`` if ``abort_waiters`` is called before there is one."""
         await self._acquire(priority)
         try:
             yield
@@ -55,7 +55,7 @@ class PrioritySemaphore:
         try:
             await slot
         except asyncio.CancelledError:
-            # Cancelled in the same turn that gave it the slot: pass the slot on, or it is lost.
+            # Cancelled in the same event-loop turn that gave it the slot: pass the slot on, or it is lost.
             if slot.done() and not slot.cancelled() and slot.exception() is None:
                 self._release()
             raise

@@ -1,4 +1,4 @@
-"""The text of a response (decision 0086).
+"""The text of a response (decision 0083).
 
 Invariant: equal tokens have equal text for rewards, environments, agents, evaluations and the APIs. The text ends
 before the first stop string and has no special tokens; with ``task.special_tokens: shown`` only end tokens are removed.
@@ -21,10 +21,10 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
-    """The token ids at which vLLM ends a reply of the model in ``folder`` (or of that hub id): the tokenizer's end
-    token and the end tokens of the model's generation config, else of its config, as vLLM reads them.
+    """Return the token ids at which vLLM ends a reply. ``folder``: the model's folder or hub id.
 
-    Many chat models end a turn with another token than the tokenizer's: Gemma, Llama, GLM.
+    They are the tokenizer's end token and the end tokens in the model's generation config, or else in its config. Many
+    chat models (Gemma, Llama, GLM) end a turn with another token than the tokenizer's.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -48,5 +48,5 @@ def decoder(tokenizer: Any, end_tokens: Collection[int], shown: bool) -> Decode:
 
 
 def cut(text: str, marks: Iterable[str]) -> str:
-    """A text up to the first mark, such as a stop string."""
+    """Return the text before the first of the ``marks``, such as stop strings."""
     return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]

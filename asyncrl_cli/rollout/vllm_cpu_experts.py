@@ -1,8 +1,8 @@
-"""vLLM's CPU worker and its scheduler, with the choice of experts in their output (decision 0054).
+"""vLLM's CPU worker and scheduler, with the chosen experts in their output (decision 0054).
 
-vLLM returns routed experts on GPUs only, and refuses its argument for this on a CPU. Capturing them (also of
-prefix-cached tokens) and their delivery is vLLM's own code here, too: this worker calls it in the same places of a step
-as vLLM's worker for GPUs.
+vLLM returns routed experts only on GPUs, and refuses its argument for them on a CPU. Its own code still captures and
+delivers them here, also for prefix-cached tokens: this worker calls it at the same points of a step as vLLM's GPU
+worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class SchedulerWithExperts(Scheduler):  # type: ignore[misc]
-    """Hands the worker's choice of experts on with each request's output."""
+    """Adds the worker's choice of experts to each request's output."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -63,5 +63,5 @@ class CPUWorkerWithExperts(CPUWorker):  # type: ignore[misc]
         pending = self._experts.prepare_output(batch)
         assert pending is not None
         sampled = np.asarray([len(ids) for ids in output.sampled_token_ids])
-        pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))  # rejected tokens come with speculation alone
+        pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))  # zero rejected tokens: they need speculation
         return pending.process_output()

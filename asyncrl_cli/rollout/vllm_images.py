@@ -1,7 +1,7 @@
 """Images as vLLM's inputs, made by its processor for the model.
 
-The tokens come from asyncrl, with every placeholder in its place (decision 0103), so vLLM expands no prompt. Its
-processor runs on a prompt with one placeholder, only for the pixels.
+asyncrl tokenizes prompts itself, with all placeholders (decision 0102), so vLLM must not expand them. Its processor
+runs on a prompt with one placeholder, only for the pixels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT_BYTES = 2**30
-"""Processed images of the most recent requests, in bytes. A 1-megapixel image has about 12 MB."""
+"""Limit of the cache of processed images. A 1-megapixel image has about 12 MB."""
 
 
 class VllmImages:
@@ -26,27 +26,27 @@ class VllmImages:
     def __init__(self, vllm: AsyncLLM) -> None:
         self._vllm = vllm
         self._cache = ImageCache(self._process, nbytes=lambda made: _nbytes(made[0]), limit=KEPT_BYTES)
-        # One thread, as in vLLM: its processors are not made for more.
+        # One thread, as in vLLM: its processors are not thread-safe.
         self._thread = ThreadPoolExecutor(1, "images")
 
     async def processed(self, images: Sequence[PlacedImage]) -> list[Any]:
-        """vLLM's input for each image. It does not depend on the weight version.
+        """Return vLLM's input for each image, which does not depend on the weight version.
 
-        Raises ``RuntimeError`` if vLLM's processor gives an image another number of tokens.
+        Raises ``RuntimeError`` if vLLM's processor gives an image another number of tokens than the model's.
         """
         if not images:
             return []
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: list(map(self._one, images)))
 
     def prompt(self, ids: Sequence[int], images: Sequence[PlacedImage], processed: Sequence[Any], version: int) -> Any:
-        """vLLM's input for a sequence that starts under weight ``version``."""
+        """Return vLLM's input for a sequence that starts under weight ``version``."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import PlaceholderRange
 
         return mm_input(
             list(ids),
             mm_kwargs={"image": list(processed)},
-            # vLLM keeps the tower's outputs by this hash. They depend on the tower's and the projector's weights.
+            # vLLM caches the vision tower's outputs by this hash, and they depend on the weights.
             mm_hashes={"image": [f"{placed.image.digest}-{version}" for placed in images]},
             mm_placeholders={"image": [PlaceholderRange(placed.offset, placed.length) for placed in images]},
             cache_salt=str(version),
@@ -62,7 +62,7 @@ class VllmImages:
         return pixels
 
     def _process(self, image: Image) -> tuple[Any, int]:
-        """vLLM's input, and its number of placeholder tokens."""
+        """Return vLLM's input, and its number of placeholder tokens."""
         from vllm.multimodal.processing.context import TimingContext
         from vllm.multimodal.processing.inputs import ProcessorInputs
 
@@ -82,5 +82,4 @@ class VllmImages:
 
 
 def _nbytes(pixels: Any) -> int:
-    """Bytes of the tensors of an input of vLLM."""
     return sum(getattr(field.data, "nbytes", 0) for field in pixels.values())

@@ -1,10 +1,9 @@
 """Reads the tokens that vLLM has sampled so far for running requests.
 
-The only module that reads vLLM's private state (decision 0010). All of it runs between two awaits of the event loop
-that vLLM's own output handler runs in, so tokens, log-probs and versions are of one moment.
+The only module that reads vLLM's private state (decision 0010). Its functions never await, and run in the event loop of
+vLLM's own output handler, so tokens, log-probs and versions belong to one moment.
 
-A request's id says which rollout it generates and from which token on: 0, or the one after the prefix that another
-engine left.
+A request's id names its rollout and the first token to generate: 0, or the token after another engine's prefix.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ def request_id(rollout_id: str, first: int) -> str:
 
 
 def sampled_logprobs(flat: Any) -> list[float]:
-    """The list in vLLM's ``FlatLogprobs``: with ``logprobs=0`` it has one entry per token, the sampled one's."""
+    """Return the list in vLLM's ``FlatLogprobs``. With ``logprobs=0`` it has only the sampled tokens' log-probs."""
     return [] if flat is None else flat.logprobs
 
 
 def newest_experts(parts: Sequence[Any], tokens: int) -> Experts | None:
-    """The last ``tokens`` rows of vLLM's experts, which come in ``parts`` [rows, layers, k]; None without parts.
+    """Return the last ``tokens`` rows of vLLM's experts, given in ``parts`` [rows, layers, k]; None without parts.
 
-    They belong to the newest tokens: vLLM gives a row for every token but the last, from the prompt's first on.
-    Raises ``RuntimeError`` when there are fewer.
+    They belong to the newest tokens: vLLM gives a row for every token of prompt and response except the last. Raises
+    ``RuntimeError`` when there are fewer rows.
     """
     if not parts:
         return None
@@ -46,23 +45,23 @@ def newest_experts(parts: Sequence[Any], tokens: int) -> Experts | None:
         taken.insert(0, part)
         missing -= len(part)
     if missing > 0:
-        raise RuntimeError(f"vLLM has given the experts of {tokens - missing} of {tokens} tokens")
+        raise RuntimeError(f"vLLM returned experts for {tokens - missing} of {tokens} tokens")
     rows: Experts = np.concatenate([parts[0][:0], *taken])[-missing:]
     return rows.reshape(tokens, math.prod(rows.shape[1:]))
 
 
 def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
-    """The tokens of running rollouts from the index that ``since`` has for them; nothing of other requests."""
+    """Return the tokens of running rollouts from index ``since[rollout_id]`` on; other requests are skipped."""
     segments: list[Segment] = []
-    # Private (decision 0010): vLLM's public outputs have the weight versions at a request's end only, and those before
-    # would cost a queue and a wake-up per token and request.
+    # Private (decision 0010): vLLM's public outputs have weight versions only at a request's end, and earlier outputs
+    # would cost a queue entry and a wake-up per token and request.
     for state in vllm.output_processor.request_states.values():
         rollout_id, _, first = state.external_req_id.rpartition("+")
         if rollout_id not in since:
             continue
         offset = int(first)
         begin = max(since[rollout_id] - offset, 0)
-        # The list itself where the tokenizer is a fast one or the request is not detokenized, else a copy.
+        # No copy, if the tokenizer is a fast one or the request is not detokenized.
         token_ids = state.detokenizer.output_token_ids
         if begin < len(token_ids):
             segments += split_by_version(
@@ -77,5 +76,5 @@ def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
 
 
 def running_tokens(vllm: Any) -> int:
-    """Tokens generated so far for all requests that run."""
+    """Number of tokens generated so far for all running requests."""
     return sum(len(state.detokenizer.output_token_ids) for state in vllm.output_processor.request_states.values())

@@ -1,15 +1,15 @@
-"""Fewer messages from vLLM's core process to its front end (decision 0079). Runs in the core process.
+"""Fewer messages from vLLM's core process to its front end (decision 0010). Runs in the core process.
 
-vLLM sends every token in a separate record: one per request and iteration, which the core encodes, and the front end
-decodes and handles. The tokens of most rollouts are not read before they end. Here the records of such a request
-are joined into one, which is sent when the request ends, or after the seconds that it allows.
+vLLM sends one record per request and iteration, which the core encodes and the front end decodes and handles. But
+nobody reads most rollouts' tokens before the rollout ends. The records of such a request are joined into one, which is
+sent when the request ends, or after the delay that the request allows.
 
 Invariants:
 
 * for each request, the front end gets the same tokens, log-probs and experts, in the same order and under the same
   weight version;
-* whatever the core has put into its queue before the answer to a call (a pause, the begin of a weight update, an abort)
-  is sent before that answer.
+* everything that the core put into its queue before it answered a call (a pause, the start of a weight update, an
+  abort) is sent before that answer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 HOLD_S = "asyncrl_hold_s"
-"""Key in ``SamplingParams.extra_args`` of requests with records that may be joined: the seconds that a token may wait.
-Streamed requests do not have it, nor requests with stop strings: vLLM finds these in its front end, and generates until
-then."""
+"""Key in ``SamplingParams.extra_args``: seconds that a request's tokens may wait to be joined. Streamed requests do not
+have it. Nor do requests with stop strings, because vLLM finds these in its front end, and generates until then."""
 LONGEST_HOLD_S = 0.2
-"""Seconds that tokens wait at most. Those that wait are lost with a core that is killed, and are generated again."""
+"""Longest delay. Waiting tokens are lost with a core that is killed, and are then generated again."""
 JOINED = frozenset(
     {
         "request_id",
@@ -41,17 +40,17 @@ JOINED = frozenset(
         "num_nans_in_logits",
     }
 )
-"""The fields that a waiting record may have; a record with another, such as the end's reason, is sent immediately."""
+"""Fields that a waiting record may have. A record with any other, such as a finish reason, is sent immediately."""
 
 
 def join_outputs() -> None:
-    """Have vLLM's core send what ``JoinedOutputs`` gives."""
+    """Send the output of vLLM's core through ``JoinedOutputs``."""
     from vllm.v1.engine.core import EngineCoreProc
 
     send = EngineCoreProc.process_output_sockets
 
     def send_joined(core: Any, *args: Any, **named: Any) -> None:
-        # The thread that runs this is the only reader of the queue.
+        # Safe without a lock: this thread is the queue's only reader.
         core.output_queue.get = JoinedOutputs(core.output_queue.get, lambda request_id: hold_s(core, request_id)).get
         send(core, *args, **named)
 
@@ -59,17 +58,17 @@ def join_outputs() -> None:
 
 
 def hold_s(core: Any, request_id: str) -> float:
-    """Seconds that a request's tokens may wait; 0 without its permission. Of one that has ended it does not matter."""
+    """Seconds that a request's tokens may wait; 0 if it does not allow any. For an ended request it does not matter."""
     request = core.scheduler.requests.get(request_id)
     params = request.sampling_params if request is not None else None
     return 0.0 if params is None else float((params.extra_args or {}).get(HOLD_S, 0.0))
 
 
 class JoinedOutputs:
-    """Reads the core's output queue, and joins the records of a request.
+    """Reads the core's output queue, and joins the records of each request.
 
-    ``read`` is the ``get`` of that queue: its entries are bytes, or a client's index with ``EngineCoreOutputs``.
-    ``hold_s`` returns the seconds that a request's tokens may wait, 0 where its records must not be joined.
+    ``read`` is the queue's ``get``. Its entries are bytes, or a client's index with ``EngineCoreOutputs``. ``hold_s``
+    returns the seconds that a request's tokens may wait; 0: its records must not be joined.
     """
 
     def __init__(self, read: Callable[..., Any], hold_s: Callable[[str], float]) -> None:
@@ -77,7 +76,7 @@ class JoinedOutputs:
         self._hold_s = hold_s
         self._ready: deque[Any] = deque()
         self._held: dict[str, list[Any]] = {}  # records by request
-        self._message: tuple[int, Any] = (0, None)  # the entry of the newest of them
+        self._message: tuple[int, Any] = (0, None)  # the entry with the newest held record
         self._due = math.inf
 
     def get(self) -> Any:
@@ -95,12 +94,12 @@ class JoinedOutputs:
 
     def _take(self, entry: Any) -> None:
         if isinstance(entry, bytes) or not has_records_alone(entry[1]):
-            # It may be an answer that says that all tokens before it have been sent.
+            # It may answer a call, and the caller relies on having all earlier tokens by then.
             self._release()
             self._ready.append(entry)
             return
         client, outputs = entry
-        # A message has one weight version, and the tokens of two versions stay apart.
+        # A message has one weight version: tokens of two versions must not be joined.
         if (client, outputs.weight_version) != (self._message[0], getattr(self._message[1], "weight_version", None)):
             self._release()
         now: list[Any] = []
@@ -118,7 +117,6 @@ class JoinedOutputs:
             self._ready.append((client, with_records(outputs, now)))
 
     def _release(self) -> None:
-        """Send everything that waits."""
         if self._held:
             client, outputs = self._message
             self._ready.append((client, with_records(outputs, [joined(records) for records in self._held.values()])))
@@ -127,19 +125,19 @@ class JoinedOutputs:
 
 
 def has_records_alone(outputs: Any) -> bool:
-    """Whether a message has requests' records with their weight version, and nothing else."""
+    """True if a message has only records of requests and their weight version."""
     others = ("scheduler_stats", "utility_output", "finished_requests", "wave_complete", "start_wave")
     return bool(outputs.outputs) and all(getattr(outputs, name) is None for name in others)
 
 
 def can_wait(record: Any) -> bool:
-    """Whether a record is of a request that has not ended, and has only what can be joined."""
-    # Not by their truth: the reason "stop" is false.
+    """True if the record's request has not ended and all fields of the record can be joined."""
+    # Compared with None, because the finish reason "stop" is 0.
     return all(name in JOINED or getattr(record, name) is None for name in record.__struct_fields__)
 
 
 def joined(records: list[Any]) -> Any:
-    """One record of a request for several, in their order: the last one, with the tokens of all."""
+    """Join a request's records, in their order, into the last one."""
     last = records[-1]
     if len(records) == 1:
         return last
@@ -157,7 +155,7 @@ def joined(records: list[Any]) -> Any:
 
 
 def with_records(outputs: Any, records: list[Any]) -> Any:
-    """The message with these records instead."""
+    """Copy a message with other records."""
     from msgspec.structs import replace
 
     return replace(outputs, outputs=records)

@@ -1,10 +1,10 @@
 """The last step of vLLM's sampler, with random numbers by seed and position (decision 0064).
 
-vLLM's model runner V2 draws in this way by itself. V1, which runs engines on CPUs, gives each request a generator of
-its own, and asks them one after another. ``PositionSampler`` takes the place of that step and draws for all requests at
-once with vLLM's own kernels: its CPU sampler's, or V2's.
+vLLM's model runner V2 already draws this way. V1, which runs CPU engines, gives each request its own generator and
+draws from them one by one. ``PositionSampler`` replaces that step and draws for all requests together, with vLLM's own
+kernels: its CPU sampler's, or V2's.
 
-Imported in vLLM's worker process alone.
+Imported only in vLLM's worker process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asyncrl_cli.weights import vllm_worker
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
-    """Mixed into vLLM's worker: further calls for asyncrl."""
+    """Calls for asyncrl that vLLM mixes into its worker."""
 
     model_runner: Any
     vllm_config: VllmConfig
     available_kv_cache_memory_bytes: int
 
     def sample_by_position(self) -> bool:
-        """As the function of this name."""
+        """See the function ``sample_by_position``."""
         return sample_by_position(self.model_runner, self.vllm_config)
 
     def measured_cache(self) -> int:
@@ -41,15 +41,15 @@ class WorkerExtension(vllm_worker.WorkerExtension):
 
 
 def sample_by_position(runner: Any, config: VllmConfig) -> bool:
-    """Make a model runner draw every token's random numbers by seed and position; returns whether it does so now.
+    """Make a model runner draw every token's random numbers by seed and position.
 
-    It does not where vLLM has no kernel for this.
+    Returns False, and changes nothing, where vLLM has no kernel for this.
     """
     if config.use_v2_model_runner:
         return True
     if not _has_kernel(runner.sampler):
         return False
-    # As vLLM chooses its implementation for a platform, by this attribute.
+    # vLLM itself selects its implementation for a platform through this attribute.
     runner.sampler.topk_topp_sampler.forward = own = PositionSampler(runner)
     rejection_sampler.rejection_sample = own.verified
     rejection_sampler.expand_batch_to_tokens = _expanded
@@ -64,11 +64,11 @@ def _has_kernel(sampler: Any) -> bool:
 
 
 class PositionSampler:
-    """Called as vLLM's ``TopKTopPSampler``: logits [requests, vocabulary] to tokens, [requests]."""
+    """Replaces vLLM's ``TopKTopPSampler``: logits [requests, vocabulary] to tokens [requests]."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._of: tuple[Any, Any] = (None, None)  # the batch with known seeds, and its generators
+        self._seeds_of: tuple[Any, Any] = (None, None)  # the batch with known seeds, and its generators
 
     def __call__(
         self,
@@ -77,7 +77,7 @@ class PositionSampler:
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tokens, and what vLLM's ``logprobs_mode`` asks for of the distribution drawn from."""
+        """Return the tokens, and the distribution drawn from if vLLM's ``logprobs_mode`` asks for it."""
         logits = apply_top_k_top_p(logits, k, p)
         processed = None
         if self._runner.sampler.logprobs_mode == "processed_logits":
@@ -96,11 +96,12 @@ class PositionSampler:
     def verified(
         self, drafts: Any, number: Any, longest: int, ends: Any, _: Any, logits: Any, bonus: Any, batch: Any, **__: Any
     ) -> torch.Tensor:
-        """Called as vLLM's ``rejection_sample`` on a CPU: the tokens of each request, [requests, drafts + 1], then -1.
+        """Replaces vLLM's ``rejection_sample`` on CPUs: returns tokens [requests, drafts + 1], padded with -1.
 
-        Each token is drawn as without drafts, and the step ends at the first that differs from its draft. So a draft is
-        accepted with its probability, as by rejection sampling (arXiv 2211.17192) of a draft with probability 1, and
-        tokens are the same as without speculation (decision 0110). ``ends``: of each request's drafts.
+        Each token is drawn as if there were no drafts, and a request's step ends at the first token that differs from
+        its draft. So a draft is accepted with its own probability, as in rejection sampling (arXiv 2211.17192) of a
+        draft proposed with probability 1, and the tokens equal the tokens without speculation (decision 0064).
+        ``ends``: index after each request's last draft.
         """
         counts = torch.tensor(number)
         rows = torch.arange(len(counts)).repeat_interleave(counts)
@@ -122,11 +123,11 @@ class PositionSampler:
         """Each row's seed, int64. A request without a seed gets a random one in each step."""
         batch = self._runner.input_batch.sampling_metadata
         # vLLM makes new metadata when a request comes, ends or changes its row; trial steps have other generators.
-        if batch is not self._of[0] or generators is not self._of[1]:
+        if batch is not self._seeds_of[0] or generators is not self._seeds_of[1]:
             seeds = np.array([generator.initial_seed() for generator in generators.values()], np.uint64)
             self._seeded = torch.tensor(list(generators), dtype=torch.int64, device=device)
             self._known = torch.from_numpy(seeds.view(np.int64)).to(device)
-            self._of = batch, generators
+            self._seeds_of = batch, generators
         if len(self._known) == rows:
             return torch.empty_like(self._known).index_copy_(0, self._seeded, self._known)
         drawn = torch.empty(rows, dtype=torch.int64, device=device).random_()
@@ -134,7 +135,7 @@ class PositionSampler:
 
 
 def _expanded(x: torch.Tensor, ends: torch.Tensor, _: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
-    """vLLM's ``expand_batch_to_tokens``, which on CPUs returns uninitialized temperatures (decision 0110)."""
+    """Replaces vLLM's ``expand_batch_to_tokens``, which returns uninitialized temperatures on CPUs (decision 0064)."""
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
 
 
@@ -145,7 +146,7 @@ def _draw_on_cpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 
 
 def _draw_on_gpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, in_float64: bool) -> torch.Tensor:
-    """The same numbers as V2 draws, which counts positions from the token before."""
+    """Draw the same numbers as V2, which counts positions from the previous token."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     return gumbel_sample(  # type: ignore[no-any-return]

@@ -3,12 +3,12 @@
 Requests are submitted and results collected in bulk: the cost of remote calls does not grow with the number of
 rollouts (decision 0006).
 
-A delivery also brings the tokens of unfinished rollouts, which then survive this process: at every weight update,
-every ``journal.segment_seconds``, and when a rollout failed or was aborted; for streamed rollouts every ``STREAM_S``.
-The next delivery also reports a SIGTERM: the driver takes the rollouts back and ends the process (decision 0040).
+Deliveries also carry tokens of unfinished rollouts, which then survive this process: at every weight update, every
+``journal.segment_seconds``, when a rollout failed or was aborted, and every ``STREAM_S`` for streamed rollouts. After a
+SIGTERM the next delivery says so; the driver takes the rollouts back and ends the process (decision 0039).
 
-Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its
-tokens from the end of its prefix to ``_taken[rollout_id]``, each once.
+Invariant: for each rollout in ``_taken``, the segments delivered so far and the segments that wait here hold each token
+from the end of its prefix to ``_taken[rollout_id]`` exactly once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ from pathlib import Path
 
 from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports, set_environment
-from asyncrl_cli.records.generation import (
-    EVALUATION,
-    Attestation,
-    Delivery,
-    RolloutFailure,
-    RolloutRequest,
-    Segment,
-)
+from asyncrl_cli.records.generation import EVALUATION, Attestation, Delivery, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.priority_semaphore import Aborted
@@ -44,10 +37,10 @@ from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import ReplicaGone
 
 COALESCE_S = 0.05
-"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery, unless it is
-``awaited``."""
+"""Seconds that ``collect`` waits after a finished rollout for others to join its delivery. ``awaited`` rollouts are
+delivered immediately."""
 STREAM_S = 0.05
-"""Largest number of seconds between two deliveries of a streamed rollout's new tokens."""
+"""Longest time (s) between two deliveries of a streamed rollout's new tokens."""
 
 
 class RolloutWorker:
@@ -60,17 +53,17 @@ class RolloutWorker:
         redirect_output(log_dir, name)
         self._spec = spec
         self._log = Path(log_dir) / f"{name}.log"
-        self._next = Delivery()  # its ended rollouts
+        self._next = Delivery()  # collects ended rollouts
         self._running: dict[str, asyncio.Task[None]] = {}
         self._taken: dict[str, int] = {}
         self._taken_at = time.monotonic()
         self._streamed: set[str] = set()
         self._streamed_at = time.monotonic()
         self._segments: dict[str, list[Segment]] = {}
-        self._news = asyncio.Event()
-        self._awaited_news = asyncio.Event()
+        self._deliverable = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._clock = ActivityClock()
-        self._processor: ProcessorTime | None = None  # once vLLM's processes are there
+        self._processor: ProcessorTime | None = None  # set once vLLM's processes run
         self._loop: asyncio.AbstractEventLoop | None = None
         self._got_sigterm = False
         handle_in_main_thread(signal.SIGTERM, self._on_sigterm)
@@ -92,10 +85,9 @@ class RolloutWorker:
     async def start(
         self, model_dir: str, version: int | None = None, cache_bytes: int | None = None
     ) -> tuple[str, int | None]:
-        """Start the engine on a model directory's config and tokenizer; with ``version``, on its weights as well, under
-        that version.
+        """Start the engine on the config and tokenizer in ``model_dir``; with ``version``, serve its weights, too.
 
-        Returns the Ray node's id, and the ``cache_bytes`` for the next start, if the engine shares its GPU.
+        Returns the Ray node's id, and the ``cache_bytes`` for the next start if the engine shares its GPU.
         """
         import ray
 
@@ -111,18 +103,18 @@ class RolloutWorker:
             cache_bytes = await self._engine.measured_cache()
         if version is not None:
             await self._engine.serve_own(version)
-            await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails now
+            await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails here
         self._processor = ProcessorTime()
         self._loop = asyncio.get_running_loop()
         return str(ray.get_runtime_context().get_node_id()), cache_bytes
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
-        """Begin to generate these rollouts."""
+        """Start generating these rollouts."""
         for request in requests:
             if request.streamed:
-                if not self._streamed:  # ``collect`` has been waiting without it
+                if not self._streamed:  # ``collect`` is waiting without a deadline for streamed tokens
                     self._streamed_at = time.monotonic()
-                    self._news.set()
+                    self._deliverable.set()
                 self._streamed.add(request.rollout_id)
             if request.streamed or not request.rollout_id.startswith(EVALUATION):
                 self._taken[request.rollout_id] = request.generated
@@ -130,7 +122,7 @@ class RolloutWorker:
         self._clock.set_busy(bool(self._running))
 
     async def cancel(self, rollout_ids: list[str]) -> None:
-        """Stop generating these; they are not delivered."""
+        """Stop generating these rollouts; they are not delivered."""
         for rollout_id in rollout_ids:
             if task := self._running.pop(rollout_id, None):
                 task.cancel()
@@ -138,21 +130,21 @@ class RolloutWorker:
         self._clock.set_busy(bool(self._running))
 
     async def abort(self) -> None:
-        """Abort all rollouts that run or wait. They are delivered as aborted, with all their tokens."""
+        """Abort all running and waiting rollouts. They are delivered as aborted, with all their tokens."""
         aborted = list(self._running.values())
-        # Otherwise a task that has not started yet would count as submitted after the abort, and run.
+        # Otherwise a task that has not started yet would count as submitted after the abort, and would run.
         await asyncio.sleep(0)
         await self._engine.abort()
         if aborted:
             await asyncio.wait(aborted)
 
     async def collect(self, timeout_s: float) -> Delivery:
-        """Everything that ended since the last call, and new segments; waits up to ``timeout_s`` for the first.
+        """Return everything that ended since the last call, and new segments; wait up to ``timeout_s`` for them.
 
-        When the engine's process dies, its rollouts have not failed: they continue elsewhere. Their tokens are
-        delivered, and then ``collect`` raises ``ActorDied`` with the cause.
+        When vLLM dies, its rollouts are not reported as failed, because they continue elsewhere. One more delivery has
+        their tokens; after it ``collect`` raises ``ActorDied`` with the cause.
         """
-        await self._wait_for_news(timeout_s)
+        await self._wait_for_delivery(timeout_s)
         ended, self._next = self._next, Delivery()
         dead = self._engine.dead
         now = time.monotonic()
@@ -167,8 +159,8 @@ class RolloutWorker:
         segments = [segment for taken in self._segments.values() for segment in taken]
         self._segments = {}
         if not dead:
-            self._news.clear()
-            self._awaited_news.clear()
+            self._deliverable.clear()
+            self._urgent.clear()
         elif not (ended.rollouts or segments):
             raise await self._engine.death()
         activity = replace(
@@ -196,9 +188,9 @@ class RolloutWorker:
     ) -> Attestation:
         """Load ``version`` from the host's replica, and prove it.
 
-        Raises ``ReplicaGone`` when its memory is gone, and ``ActorDied`` when the engine's process dies of it.
+        Raises ``ReplicaGone`` when the replica's memory is gone, and ``ActorDied`` when vLLM dies during the update.
         """
-        # Before anything has changed: after an update that fails halfway, the engine cannot be used.
+        # Checked before anything changes: an engine cannot be used after an update that failed halfway.
         if not os.path.exists(path):
             raise ReplicaGone(f"the memory of weight version {version} is gone")
         stall_s = 0.0
@@ -216,8 +208,8 @@ class RolloutWorker:
             raise
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back until ``wake_up``; running rollouts keep their tokens, and wait."""
-        self._clock.begin_update()  # silence is expected
+        """Release the GPU's memory until ``wake_up``; running rollouts keep their tokens and wait."""
+        self._clock.begin_update()  # a sleeping engine is not silent
         await self._engine.sleep()
 
     async def wake_up(self) -> None:
@@ -230,12 +222,12 @@ class RolloutWorker:
             self._engine.shutdown()
 
     def _on_sigterm(self, *_: object) -> None:
-        """The signal handler, in the main thread. The first SIGTERM of a started engine is reported to the driver; any
-        other ends the process immediately, as Ray does."""
+        """Signal handler, run in the main thread. Only the first SIGTERM of a started engine is reported to the driver;
+        any other ends the process immediately, as in Ray."""
         if self._loop is None or self._got_sigterm:
             raise SystemExit(128 + signal.SIGTERM)
         self._got_sigterm = True
-        for event in (self._news, self._awaited_news):
+        for event in (self._deliverable, self._urgent):
             self._loop.call_soon_threadsafe(event.set)
 
     @property
@@ -246,16 +238,16 @@ class RolloutWorker:
     def _stream_due(self) -> float:
         return self._streamed_at + STREAM_S if self._streamed else float("inf")
 
-    async def _wait_for_news(self, timeout_s: float) -> None:
-        """Until something ended and others had time to join it, or tokens are due, or time is up."""
+    async def _wait_for_delivery(self, timeout_s: float) -> None:
+        """Wait until a rollout ended and others had time to join it, until tokens are due, or until time is up."""
         latest = min(time.monotonic() + timeout_s, self._segments_due, self._stream_due)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(latest - time.monotonic(), 0.0)):
-                await self._news.wait()
+                await self._deliverable.wait()
             if self._running:
                 joined_by = min(time.monotonic() + COALESCE_S, max(self._stream_due, time.monotonic()))
                 async with asyncio.timeout(joined_by - time.monotonic()):
-                    await self._awaited_news.wait()
+                    await self._urgent.wait()
 
     async def _run(self, request: RolloutRequest) -> None:
         rollout_id = request.rollout_id
@@ -267,31 +259,31 @@ class RolloutWorker:
             self._next.aborted.append(rollout_id)
             self._untrack(rollout_id)
         except Exception as error:
-            # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
+            # Still tracked: ``collect`` first takes its last tokens from the engine.
             self._next.failures.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
-            # Without the prompt, which the caller has: long prompts cost more to send than responses.
+            # Without the prompt, which the caller knows: a long prompt costs more to send than a response.
             self._next.rollouts.append(replace(rollout, prompt_ids=()))
             self._clock.add_ended(len(rollout.ids) - request.generated)
             self._forget(rollout_id)
         self._running.pop(rollout_id, None)
         self._clock.set_busy(bool(self._running))
-        self._news.set()
+        self._deliverable.set()
         if request.awaited or request.streamed:
-            self._awaited_news.set()
+            self._urgent.set()
 
     def _on_pause(self) -> None:
         self._clock.begin_update()
         self._take_segments(self._taken)
         self._taken_at = time.monotonic()
         if self._segments:
-            self._news.set()
+            self._deliverable.set()
 
     def _take_segments(self, of: Iterable[str]) -> None:
         self._keep(self._engine.segments({rollout_id: self._taken[rollout_id] for rollout_id in of}))
 
     def _keep(self, segments: Iterable[Segment]) -> None:
-        """Add the tokens that were not taken before to the next delivery."""
+        """Add tokens to the next delivery, unless taken before: a pause and an abort may report the same tokens."""
         for segment in segments:
             new = segment.after(self._taken.get(segment.rollout_id, 0))
             if new is not None:

@@ -1,8 +1,8 @@
-"""The memory that the forward and backward pass of a micro-batch take, counted by running the model's own code.
+"""Memory of a micro-batch's forward and backward pass, counted by running the model's own code.
 
-The policy runs on torch's fake tensors, which have shapes and no memory, and every storage is counted while it lives.
-Weights are not counted, and a weight's gradient only until it is complete: these are counted in ``trainer.py``. Two
-short models are traced; their difference gives the bytes of one more layer.
+The policy runs on torch's fake tensors, which have shapes but no memory, and every storage is counted while it lives.
+Weights are not counted, and a weight's gradient only until it is complete: ``trainer.py`` counts these. Two short
+models are traced; their difference gives the bytes of one more layer.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from asyncrl_cli.spec.inputs import LoraSpec
 
 
 class Pass(NamedTuple):
-    """The micro-batch and the settings that its memory depends on."""
+    """A micro-batch, and the settings that determine its memory."""
 
     rows: int
     length: int
-    positions: int  # that predict a token of a response, of all rows together
+    positions: int  # positions that predict a response token, in all rows together
     recompute: bool  # trainer.gradient_checkpointing
     dtype: str  # trainer.dtype
     attention: str  # trainer.attention; flash attention is counted as sdpa, which is fused as well
     lora: LoraSpec | None = None
     masked: bool = False  # rows share prefixes: each is a tree, with a mask of all pairs of its positions
-    images: bool = False  # the model is one that sees images; its vision tower is not counted
+    images: bool = False  # the model sees images; its vision tower is not counted
     chunk: int | None = None  # logits that the head computes at a time; None: as on a CPU
 
 
 def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int:
-    """Peak bytes of one micro-batch, without weights and complete gradients.
+    """Return the peak bytes of one micro-batch, without weights and complete gradients.
 
     Args:
         config: the model's transformers config.
-        kinds: one value per layer, in order; equal values are layers of equal shapes.
+        kinds: one value per layer, in order; equal values mean equal shapes.
 
     Raises an error of transformers or torch if the model's code needs the values of its tensors.
     """
-    # ``first``: how many layers come before the last kind begins, such as the dense ones of DeepSeek-V3. From there on
-    # the kinds repeat after ``period`` layers.
+    # ``first``: number of layers before the last kind begins, such as DeepSeek-V3's dense layers. From there on the
+    # kinds repeat after ``period`` layers.
     first = next(index for index, kind in enumerate(kinds) if kind == kinds[-1])
     rest = kinds[first:]
     period = next(p for p in range(1, len(rest) + 1) if all(a == b for a, b in zip(rest, rest[p:], strict=False)))
@@ -91,7 +91,7 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
 
 
 def _mask(config: Any, trained: Pass) -> Any:
-    """As ``TreeLayout.masks``; None for a model with rows that cannot be trees."""
+    """Like ``TreeLayout.masks``; None for a model whose rows cannot form trees."""
     from asyncrl_cli.train.prefix_trees import windows_of
 
     text = config.get_text_config()
@@ -104,7 +104,7 @@ def _mask(config: Any, trained: Pass) -> Any:
 
 
 def shortened(config: Any, layers: int) -> Any:
-    """The config with its first layers alone; lists with a value per layer are cut as well."""
+    """Return the config with only its first layers; lists with a value per layer are cut as well."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
@@ -115,7 +115,7 @@ def shortened(config: Any, layers: int) -> Any:
 
 
 class _Adapted(torch.nn.Module):
-    """Computes what peft's adapted layer does, which cannot be made of fake tensors."""
+    """Stands for peft's adapted layer, which cannot be made of fake tensors."""
 
     def __init__(self, layer: torch.nn.Linear, lora: LoraSpec) -> None:
         super().__init__()
@@ -129,7 +129,6 @@ class _Adapted(torch.nn.Module):
 
 
 def _adapt(model: Any, lora: LoraSpec) -> None:
-    """Freeze a model, and add adapters to the layers that the spec names."""
     model.requires_grad_(False)
     wanted = None if isinstance(lora.target_modules, str) else tuple(f".{name}" for name in lora.target_modules)
     for name, layer in list(model.named_modules()):
@@ -137,7 +136,7 @@ def _adapt(model: Any, lora: LoraSpec) -> None:
         if isinstance(layer, torch.nn.Linear) and is_wanted:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, _Adapted(layer, lora))
-    model.enable_input_require_grads()  # as the trainer does
+    model.enable_input_require_grads()  # like the trainer
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
@@ -146,8 +145,8 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 @contextmanager
 def _experts_without_routing() -> Iterator[None]:
-    """In this block every token goes to the first expert, because fake tensors cannot be routed. The products have the
-    same shapes."""
+    """Inside the block every token goes to the first expert, because fake tensors cannot be routed. The products have
+    the same shapes."""
     from transformers.integrations import moe
 
     original, level = moe._grouped_mm, logging.getLogger("transformers").level
@@ -161,15 +160,15 @@ def _experts_without_routing() -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operations in this context make, as long as each lives.
+    """Counts the bytes of storages that operations in this context make, as long as the storages live.
 
     Attributes:
-        now: bytes that live.
-        peak: most bytes that lived at a time.
+        now: bytes alive now.
+        peak: most bytes alive at any time.
     """
 
     def __init__(self, uncounted: Iterable[torch.Tensor] = ()) -> None:
-        """``uncounted``: neither these tensors nor views of them are counted. Their storages live as long as this."""
+        """``uncounted``: tensors that are not counted, nor their views. This object keeps their storages alive."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._uncounted = [tensor.untyped_storage() for tensor in uncounted]

@@ -1,5 +1,5 @@
-"""The config of a spec's model, found without its weights: in its folder, in the hub's cache, among the copies
-next to this file, or on the hub."""
+"""Finds the config of a spec's model without its weights: in its folder, in the hub's cache, among the copies next to
+this file, or on the hub."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 COPIES = Path(__file__).parent / "configs"
 """A `config.json` for each public model of specs/, in a folder with its hub id (`/` is `--`)."""
 HUB_S = 5.0
-"""Seconds that the model hub has to answer."""
+"""Time limit (s) for the model hub's answer."""
 
 
 def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
-    """The config. ``folder`` is an empty one, for the files of a model that ``model.init`` describes.
+    """Return the config. ``folder``: an empty folder, for the files of a model that ``model.init`` describes.
 
-    Raises ``ConfigError`` where there is none.
+    Raises ``ConfigError`` if there is no config.
     """
     from asyncrl_cli.train.model.initial import write_model_stub
 
@@ -34,12 +34,12 @@ def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
 
 
 def saved_config(path: str, location: str) -> PreTrainedConfig:
-    """The config of a saved model, by its absolute path or hub id; ``location``: its key. Raises ``ConfigError``."""
+    """Return a saved model's config by its absolute path or hub id; ``location``: its key. Raises ``ConfigError``."""
     return read_config(Path(path) if Path(path).is_absolute() else _of_hub(path, location), location)
 
 
 def read_config(folder: Path, location: str) -> PreTrainedConfig:
-    """The config in a folder. Raises ``ConfigError``."""
+    """Return the config in a folder. Raises ``ConfigError``."""
     if not (folder / "config.json").is_file():
         hint = "name a folder that has the model's config.json"
         raise ConfigError(f"{folder} has no config.json", location=location, hint=hint)
@@ -47,20 +47,20 @@ def read_config(folder: Path, location: str) -> PreTrainedConfig:
 
 
 def load_config(model: Path | str, location: str) -> PreTrainedConfig:
-    """The config of a saved model, by its folder or hub id. Raises ``ConfigError``."""
+    """Load a saved model's config by its folder or hub id. Raises ``ConfigError``."""
     from transformers import AutoConfig
 
     try:
-        # With None, transformers asks on a terminal whether to run the folder's code.
+        # Explicitly False: with None, transformers asks on a terminal whether to run the folder's code.
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # of transformers, for any content of the file
+    except Exception as error:  # transformers may raise anything for a broken file
         message = f"no model config: {one_line(error)}"
         hint = "transformers must know the model_type in its config.json; asyncrl runs no code from a model folder"
         raise ConfigError(message, location=location, hint=hint) from error
 
 
 def cached_config(name: str) -> Path | None:
-    """The config of a hub's model in the cache; None if it is not there. Raises ``ConfigError``."""
+    """Return the cached config of a model on the hub, if any. Raises ``ConfigError`` for a name that is no hub id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -74,7 +74,7 @@ def cached_config(name: str) -> Path | None:
 
 
 def ask_hub(name: str) -> None:
-    """Ask for the model with one quick request: a download would try six times, for half a minute."""
+    """Check with one quick request that the hub has the model: a download would retry for half a minute."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -83,7 +83,6 @@ def ask_hub(name: str) -> None:
 
 
 def _of_hub(name: str, location: str) -> Path:
-    """The folder that has the config of a hub's model."""
     from huggingface_hub import hf_hub_download
 
     if (cached := cached_config(name)) is not None:
@@ -94,7 +93,7 @@ def _of_hub(name: str, location: str) -> Path:
     try:
         ask_hub(name)
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)).parent
-    except Exception as error:  # of the network, in many types
+    except Exception as error:  # network errors have many types
         raise ConfigError(
             f"the config of {name} is not on this machine, and the model hub does not answer: {one_line(error)}",
             location=location,
@@ -105,6 +104,6 @@ def _of_hub(name: str, location: str) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's error, for a message of ours."""
+    """Return a library's error message in one line of at most 300 characters."""
     text = " ".join(str(error).split()) or "no message"
     return text if len(text) <= 300 else f"{text[:300]}…"

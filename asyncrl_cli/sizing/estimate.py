@@ -1,4 +1,4 @@
-"""Whether a run fits: the memory that it needs on each of its GPUs and hosts, and the memory that is there."""
+"""Estimates the memory that a run needs on each GPU and host, and compares it with the available memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 TOO_MUCH, MUCH = 1.1, 0.9
-"""Shares of the memory that is there. A run that needs more than the first is refused; more than the second gives a
+"""Shares of the available memory. A run that needs more than the first is refused; more than the second gives a
 warning."""
 GPU_RANK_BYTES = 2 * GB
-"""A rank's CUDA context, NCCL, and what the allocator cannot use: assumed."""
+"""A rank's CUDA context, NCCL, and memory that the allocator cannot use: assumed."""
 CONTEXT_BYTES = 6 * GB // 10
 """A CUDA context, outside of a process's share of a GPU: assumed."""
 
@@ -29,15 +29,15 @@ Change = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory of a run."""
+    """A run's memory."""
 
-    devices: tuple[Device, ...]  # GPUs by what runs on them, then hosts, with the ranks and engines on their CPUs
-    cache: Cache | None  # of each engine; None where a token's size or the GPU is not known
+    devices: tuple[Device, ...]  # GPUs by their use, then hosts, with the ranks and engines on their CPUs
+    cache: Cache | None  # each engine's; None if a token's size or the GPU is unknown
     journal: int  # bytes that a step adds to the journal
 
 
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
-    """The estimate of a run. ``gpu_bytes``, ``host_bytes``: memory of a GPU and of a host; None where not known."""
+    """Estimate a run's memory. ``gpu_bytes``, ``host_bytes``: memory of a GPU and of a host; None: unknown."""
     rollout, trainer = spec.rollout, spec.trainer
     engine = engine_parts(spec, model, gpu_bytes)
     if rollout.gpus_per_engine:
@@ -68,7 +68,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
 
 
 def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
-    """The GPU of a trainer rank, or the rank's share of it: all of it while the engine on the same GPU sleeps."""
+    """A trainer rank's GPU, or the rank's share of it, which is all of it while the engine on the GPU sleeps."""
     name, parts, capacity = "GPU of a trainer rank", rank_parts(spec, model).device, gpu_bytes
     if not shares_gpus(spec):
         parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
@@ -80,7 +80,7 @@ def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None)
 
 
 def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...], gpu_bytes: int | None) -> Device:
-    """A shared GPU between two steps: the engine has woken up, and the rank keeps its states."""
+    """A shared GPU between two steps: the engine is awake, and the rank keeps its states."""
     parts = (
         *lasting_parts(spec, model),
         Part("engine", sum(part.bytes for part in engine), f"{gpu_share(spec):.2f} of the GPU"),
@@ -91,7 +91,7 @@ def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...
 
 
 def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
-    """The spec with these values, which are not validated again."""
+    """Return the spec with these values, which are not validated again."""
     for key, value in change.items():
         section, name = key.split(".")
         part = getattr(spec, section).model_copy(update={name: value})
@@ -101,15 +101,15 @@ def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """A device that has too little memory for the run, or barely enough."""
+    """A device with too little memory for the run, or barely enough."""
 
     device: Device
-    cannot: bool  # the run is refused; otherwise it may start, with a warning
+    cannot: bool  # the run is refused; otherwise it starts with a warning
     message: str
 
 
 def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
-    """The devices that are too small, GPUs first."""
+    """Return the devices that are too small, GPUs first."""
     problems = []
     for device in found.devices:
         if device.capacity is None:
@@ -117,7 +117,7 @@ def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
         if device.role is Role.ENGINE:
             problems += _cache_problems(spec, device, found.cache)
             continue
-        # The engine takes its share to the byte, and the states are known: this sum is more exact than others.
+        # More exact than the other sums: the engine takes its share to the byte, and the rank's states are known.
         much, too_much = (1.0, 1.0) if device.role is Role.BOTH else (MUCH, TOO_MUCH)
         if device.total > much * device.capacity:
             message = f"a {device.name} needs about {device.total / GB:.1f} GB, and has {device.capacity / GB:.1f} GB"

@@ -1,4 +1,4 @@
-"""The memory that a run takes on its hosts, and its journal on disk."""
+"""A run's memory on its hosts, and its journal on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 GIB = 2**30
 ENGINE_BYTES = int(1.2 * GIB)
-"""A vLLM CPU engine without weights and cache: frontend and engine core, measured."""
+"""A vLLM CPU engine without weights and cache: front end and engine core, measured."""
 RANK_BYTES = int(0.6 * GIB)
 """A trainer rank with its imports, without weights."""
 OTHER_BYTES = int(1.2 * GIB)
@@ -23,16 +23,16 @@ OTHER_BYTES = int(1.2 * GIB)
 GPU_PROCESS_BYTES = 4 * GIB
 """Host memory of a process that uses a GPU, with CUDA's libraries and pinned buffers: assumed."""
 STORED_BYTES = 16
-"""Bytes of a token in Ray's object store, where a batch lies while it is trained."""
+"""Bytes of a token in Ray's object store, which holds a batch while it is trained."""
 JOURNAL_BYTES = 10
 """Bytes of a token in the journal: measured (docs/sizing.md)."""
 ROUTED_BYTES = 1024
-"""More than the experts of a token take in any public model (Qwen3-235B-A22B: 94 layers × 8), for a run that has not
-read its model's config."""
+"""Bytes of a token's experts if the model's config has not been read: more than in any public model (Qwen3-235B-A22B:
+94 layers × 8)."""
 
 
 class HostKind(NamedTuple):
-    """``number`` equal hosts, each with so many ``ranks`` and ``engines``."""
+    """``number`` equal hosts, each with ``ranks`` trainer ranks and ``engines`` engines."""
 
     name: str
     number: int
@@ -41,7 +41,7 @@ class HostKind(NamedTuple):
 
 
 def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
-    """The hosts of a run: one with everything, or hosts of ranks and hosts of engines where its GPUs need several."""
+    """Return a run's hosts: one for everything, or hosts of ranks and hosts of engines if its GPUs need several."""
     trainer, rollout, cluster = spec.trainer, spec.rollout, spec.cluster
     of_ranks = float(trainer.ranks * trainer.gpus_per_rank)
     of_engines = float(rollout.max_engines * rollout.gpus_per_engine)
@@ -60,7 +60,7 @@ def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
 
 
 def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple[Part, ...]:
-    """The parts of one host. While trainer ranks load the model, there is no replica yet; the larger of both counts."""
+    """Return the parts of one host. There is no replica while ranks load the model, so the larger of both counts."""
     rank, on_gpu = rank_parts(spec, model), bool(spec.trainer.gpus_per_rank)
     parts: list[Part] = []
     if kind.ranks and not on_gpu:
@@ -82,35 +82,35 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
 
 
 def _loading(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> Part:
-    """The ranks' host memory while they load the model, before it is on their GPUs."""
+    """Host memory of ranks that load the model before it is on their GPUs."""
     number = NUMBER_BYTES[spec.trainer.dtype]
     if spec.trainer.zero_stage < 3:
-        return Part("loading", kind.ranks * model.parameters * number, "the model, whole, by every rank")
-    # A weight is at most its layer, and is there twice while experts become one tensor.
+        return Part("loading", kind.ranks * model.parameters * number, "the whole model, by every rank")
+    # A weight is at most as large as its layer, and exists twice while experts become one tensor.
     largest = max(model.embeddings, model.head, *model.layers)
     return Part("loading", 2 * largest * number, "a weight at a time, by rank 0")
 
 
 def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Bytes of a weight version: the adapters alone, or the weights into which they are merged."""
+    """Return the bytes of a weight version: just the adapters, or all weights with the adapters merged."""
     numbers = base_numbers(spec, model) if spec.model.published_adapter is None else model.trained
     return numbers * NUMBER_BYTES[spec.rollout.dtype]
 
 
 def cpu_cache_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Bytes of a CPU engine's key-value cache."""
+    """Return the bytes of a CPU engine's key-value cache."""
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
     return kv_cache_blocks(spec) * BLOCK_SIZE * token_bytes(spec, model)
 
 
 def stored_bytes(spec: ExperimentSpec, routed: int = ROUTED_BYTES) -> int:
-    """Bytes of two batches in Ray's object store. ``routed``: of a token's experts, with `algorithm.router_replay`."""
+    """Return the bytes of two batches in Ray's object store. ``routed``: bytes of a token's recorded experts."""
     return 2 * step_tokens(spec) * (STORED_BYTES + routed * spec.algorithm.router_replay)
 
 
 def step_tokens(spec: ExperimentSpec) -> int:
-    """Tokens of a step's batch, if prompts have the longest length and responses half of it."""
+    """Return the tokens of a step's batch if prompts are as long as possible, and responses half as long."""
     rollout = spec.rollout
     return (
         spec.pipeline.groups_per_step
@@ -120,7 +120,7 @@ def step_tokens(spec: ExperimentSpec) -> int:
 
 
 def memory_without_weights(spec: ExperimentSpec) -> int:
-    """Bytes that the processes of a run on CPUs take, without weights and caches."""
+    """Return the bytes of a CPU run's processes, without weights and caches."""
     return spec.rollout.max_engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
 
 

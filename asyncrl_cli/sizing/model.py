@@ -1,4 +1,4 @@
-"""The sizes of a model that a memory estimate needs, from its config alone: it is built on torch's meta device."""
+"""A model's sizes for a memory estimate, from its config: the model is built on torch's meta device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ REFERENCE = "algorithm.reference_path"
 
 
 class ActivationBytes(Protocol):
-    """The peak bytes of a micro-batch, without weights and gradients; the arguments: as in ``Pass``."""
+    """Peak bytes of a micro-batch, without weights and gradients; arguments as in ``Pass``."""
 
     def __call__(self, rows: int, length: int, positions: int, recompute: bool) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """The vision tower of a model, and the largest image that it gets: `data.image_max_pixels`, or as many as
-    `model.max_length` has room for."""
+    """A model's vision tower, and its largest image: `data.image_max_pixels`, or what fits in `model.max_length`."""
 
     hidden: int
     intermediate: int
     layers: int
-    pixels: int  # numbers of a patch's pixels
-    patches: int  # of the largest image
-    tokens: int  # that stand for this image
+    pixels: int  # numbers in a patch
+    patches: int  # in the largest image
+    tokens: int  # placeholders of the largest image
     frozen: bool  # not trained
 
     def activations(self, images: int, number: int, recompute: bool = False) -> int:
-        """Bytes of the tower's pass over as many of the largest images, for numbers of ``number`` bytes; assumed.
+        """Bytes of the tower's pass over ``images`` of the largest size, with numbers of ``number`` bytes; assumed.
 
-        A trained tower keeps about ten vectors of its width and three of the inner one for each layer and patch, a
-        frozen tower has those of one layer.
+        A trained tower keeps about ten vectors of its width and three of its inner width for each layer and patch, a
+        frozen tower keeps only one layer's vectors.
         """
         layer = 10 * self.hidden + 3 * self.intermediate
         kept = layer if self.frozen else layer + self.layers * self.hidden if recompute else layer * self.layers
@@ -47,16 +46,16 @@ class Tower:
 
 @dataclass(frozen=True, slots=True)
 class SizedModel:
-    """How many numbers a model's weights have. A tied weight counts once."""
+    """Numbers in a model's weights. A tied weight counts once."""
 
     name: str  # the model's class in transformers
     parameters: int  # all weights, with adapters
     trained: int  # the trained weights: all, or the adapters
     embeddings: int  # the input embeddings
     layers: tuple[int, ...]  # each transformer layer, in order
-    experts: tuple[int, ...]  # each layer's experts, which ranks of `trainer.expert_parallel` divide
-    head: int  # the output head; 0 where it is tied to the embeddings
-    cache_numbers: int | None  # a token's keys and values in all layers; None where the config does not say
+    experts: tuple[int, ...]  # each layer's experts, which `trainer.expert_parallel` divides among ranks
+    head: int  # the output head; 0 if it is tied to the embeddings
+    cache_numbers: int | None  # a token's keys and values in all layers; None if the config does not tell
     kv_heads: int  # key-value heads, which tensor parallelism divides
     hidden: int  # width of the residual stream
     vocabulary: int  # rows of the output head
@@ -67,10 +66,10 @@ class SizedModel:
 
 
 def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
-    """The model of a spec from its transformers config, with the spec's adapters; weights are neither read nor made.
+    """Size a spec's model from its transformers config, with the spec's adapters; weights are neither read nor made.
 
-    Raises what transformers raises for a config that it cannot build, and ``ConfigError`` for adapters that the model
-    cannot have and as ``sized``.
+    Raises transformers' error for a config that it cannot build, and ``ConfigError`` for impossible adapters and like
+    ``sized``.
     """
     model = without_weights(config, spec.model)
     if spec.model.lora is not None:
@@ -81,8 +80,8 @@ def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
 
 
 def without_weights(config: Any, settings: ModelSpec) -> Any:
-    """A config's model on torch's meta device, frozen as in ``settings``. Raises the error of transformers if it cannot
-    build the model."""
+    """Build a config's model on torch's meta device, frozen as in ``settings``. Raises transformers' error if it cannot
+    be built."""
     import torch
 
     from asyncrl_cli.train.model.image_models import model_class
@@ -95,17 +94,17 @@ def without_weights(config: Any, settings: ModelSpec) -> Any:
 
 
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
-    """The sizes of ``model``, which is on torch's meta device and has the spec's adapters.
+    """Size ``model``, which is on torch's meta device and has the spec's adapters.
 
-    Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences, or
-    ``trainer.expert_parallel`` ranks its experts, or there is no config in ``algorithm.reference_path``.
+    Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences, when
+    ``trainer.expert_parallel`` ranks cannot divide its experts, or without a config in ``algorithm.reference_path``.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from asyncrl_cli.train.model.expert_parallel import check_experts
     from asyncrl_cli.train.model.sequence_parallel import check_config
 
-    weights = list(model.parameters())  # a tied one is there once
+    weights = list(model.parameters())  # has a tied weight once
     language = getattr(model.base_model, "language_model", model)  # without a vision tower
     layers = [part for part in language.modules() if isinstance(part, GradientCheckpointingLayer)]
     kinds = [tuple(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
@@ -135,7 +134,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
 
     try:
         cache: int | None = cache_bytes_per_token(spec, text) // NUMBER_BYTES[spec.rollout.dtype]
-    except AttributeError:  # of a model without attention, such as mamba
+    except AttributeError:  # a model without attention, such as mamba
         cache = None
     heads: Any = getattr(text, "num_attention_heads", 1)
     kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
@@ -174,7 +173,7 @@ def _tower(spec: ExperimentSpec, config: Any) -> Tower:
         tokens = getattr(config, "mm_tokens_per_image", patches)
     else:
         merged = getattr(vision, "spatial_merge_size", 1) ** 2
-        # A row whose image has more tokens than a sequence is too long.
+        # An image with more tokens than a sequence makes its row too long.
         tokens = min(-(-spec.data.image_max_pixels // (vision.patch_size**2 * merged)), spec.model.max_length)
         patches = tokens * merged
     return Tower(

@@ -1,4 +1,4 @@
-"""The records of an estimate: parts of memory, and the GPUs and hosts that they are on."""
+"""Records of an estimate: parts of memory, and the GPUs and hosts that hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that takes memory."""
+    """One use of memory."""
 
     name: str
     bytes: int
@@ -22,9 +22,9 @@ class Part:
 
 
 class Role(StrEnum):
-    TRAINER = "trainer"  # the GPU of a rank
-    ENGINE = "engine"  # a GPU of an engine
-    BOTH = "both"  # a GPU that they share, while both use it
+    TRAINER = "trainer"  # a trainer rank's GPU
+    ENGINE = "engine"  # an engine's GPU
+    BOTH = "both"  # a shared GPU, while both use it
     HOST = "host"
 
 
@@ -36,8 +36,8 @@ class Device:
     name: str
     count: int
     parts: tuple[Part, ...]
-    capacity: int | None  # bytes that it has for the parts; None where that is not known
-    gpu: int | None = None  # bytes of the GPU; more than the capacity if this is a share of a GPU
+    capacity: int | None  # bytes available for the parts; None: unknown
+    gpu: int | None = None  # bytes of the GPU; more than the capacity if only a share is available
 
     @property
     def total(self) -> int:
@@ -45,12 +45,12 @@ class Device:
 
 
 def some(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts that are not empty."""
+    """Drop empty parts."""
     return tuple(part for part in parts if part.bytes)
 
 
 def memory_size(text: str) -> int:
-    """Bytes of a size such as `80GB`, `79.6 GiB` or `80` (GB). Raises ``ValueError``."""
+    """Return the bytes of a size such as `80GB`, `79.6 GiB` or `80` (GB). Raises ``ValueError``."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].upper() not in UNITS:
         raise ValueError(f"{text!r} is not a size such as 80GB")
@@ -58,5 +58,5 @@ def memory_size(text: str) -> int:
 
 
 def shown(nbytes: int) -> str:
-    """Bytes in GB, or MB where that is less than a tenth."""
+    """Format bytes in GB, or in MB below 0.1 GB."""
     return f"{nbytes / GB:,.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 10**6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""The memory that a trainer rank takes with DeepSpeed 0.19. docs/sizing.md has the table of ZeRO stages."""
+"""A trainer rank's memory with DeepSpeed 0.19. docs/sizing.md has the table of ZeRO stages."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, is_flash, sha
 
 FLOAT = 4
 ADAM_BYTES = 8
-"""Bytes of Adam's two moments, which are float32, for each trained weight."""
+"""Bytes per trained weight of Adam's two float32 moments."""
 REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
-"""DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
-gathered ahead; the optimizer works on so many at a time."""
+"""DeepSpeed's defaults for ZeRO-3: a gathered weight stays if it is used again within this many numbers; this many
+numbers are gathered ahead; the optimizer works on this many at a time."""
 CPU_RANK_BYTES = 25 * 10**6
-"""Bytes that DeepSpeed and gloo take on a CPU besides the parts: measured as the rest of a rank with 0.3 M weights."""
+"""Bytes that DeepSpeed and gloo take on a CPU in addition to the parts, measured on a rank with 0.3 M weights."""
 SUM_NUMBERS = 5 * 10**8
-"""Numbers of gradients that DeepSpeed, without ZeRO, copies into one tensor to add them up over the ranks."""
+"""Without ZeRO, DeepSpeed copies this many gradient values into one tensor to add them up over the ranks."""
 
 
 class Rank(NamedTuple):
-    """The parts of a rank on its device, and those in host memory (``trainer.offload``)."""
+    """A rank's parts on its device, and in host memory (``trainer.offload``)."""
 
     device: tuple[Part, ...]
     host: tuple[Part, ...]
 
 
 def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
-    """The parts of one rank when it takes most: in a micro-batch, or while the optimizer steps."""
+    """Return a rank's parts at its peak: in a micro-batch, or while the optimizer steps."""
     trainer = spec.trainer
     weights, *states = _states(spec, model.parameters, model.trained)
     critic = _critic(spec, model)
     gathered = gathered_numbers(model, trainer) * NUMBER_BYTES[trainer.dtype]
     rows, length, positions = largest_microbatch(spec)
-    # A rank computes its slice of the positions. Attention is over all of them with a share of the heads, which has as
-    # many numbers.
+    # A rank computes its slice of the positions. Attention is over all positions with a share of the heads, which
+    # takes the same memory.
     size = trainer.sequence_parallel
     slice_, predicting = -(-length // size), -(-positions // size)
     activations = model.activations(rows, slice_, predicting, trainer.gradient_checkpointing)
@@ -53,9 +53,9 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
         Part("reduce buckets", _buckets(spec, model), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
-    # Not the sum: the step gets what a pass frees, from torch's allocator or, on a CPU, the system (decision 0060).
+    # Not the sum: the step reuses the memory that a pass has freed (decision 0047).
     largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
-    own = () if trainer.gpus_per_rank else (Part("DeepSpeed", CPU_RANK_BYTES, "of its own, and gloo's"),)
+    own = () if trainer.gpus_per_rank else (Part("DeepSpeed", CPU_RANK_BYTES, "its own memory, and gloo's"),)
     stage = trainer.zero_stage
     reference = Part(
         "reference model", _reference(spec, model), f"{trainer.dtype}, ZeRO {stage}" if stage == 3 else "whole"
@@ -70,39 +70,34 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
 
 
 def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
-    """The parts that a rank has on its device between two steps. Only ZeRO-3 keeps the memory of gradients."""
-    passing = {
-        "activations",
-        "vision tower's activations",
-        "gathered layers",
-        "reduce buckets",
-        "gradients for the step",
-    }
+    """Return the parts on a rank's device between two steps. Only ZeRO-3 keeps the gradients' memory."""
+    passing = {"activations", "vision tower's activations", "gathered layers", "reduce buckets"}
+    passing.add("gradients for the step")
     if spec.trainer.zero_stage < 3:
         passing.add("gradients")
     return tuple(part for part in rank_parts(spec, model).device if part.name not in passing)
 
 
 def checkpoint_bytes(spec: ExperimentSpec, model: SizedModel, ranks: int) -> int:
-    """Bytes of the files that the ranks of one host, rank 0 among them, write for a checkpoint."""
+    """Return the bytes that the ranks of rank 0's host write for a checkpoint."""
     backbone, stage = model.parameters - model.head, spec.trainer.zero_stage
     nbytes = model.parameters * NUMBER_BYTES[spec.trainer.dtype] if spec.algorithm.reference_update_every else 0
     critic = [(backbone, backbone)] if spec.algorithm.needs_critic else []
     for parameters, trained in [(model.parameters, model.trained), *critic]:
         weights, _, *states = _states(spec, parameters, trained)
         nbytes += sum(part.bytes for part in states) * (ranks if stage else 1)
-        # ZeRO 3 saves weights as the optimizer has them, and those that are not trained.
+        # ZeRO 3 saves the optimizer's copies of trained weights, and all weights of the model if some are frozen.
         nbytes += weights.bytes if stage < 3 else ranks * weights.bytes * (trained < parameters)
     return nbytes
 
 
 def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
-    """The most numbers of gathered weights that a rank has under ZeRO-3.
+    """Return the most numbers of gathered weights on a rank under ZeRO-3.
 
-    The last modules stay gathered between the forward and the backward pass, if fewer than ``REUSE_NUMBERS`` are
-    computed with in between. Of the others there are the one that computes, and those that are gathered ahead. A single
-    rank gathers nothing. If ranks divide the experts, a rank gathers its own share of them, and nothing of them where
-    no other rank has the same ones.
+    The last modules stay gathered between forward and backward pass, if fewer than ``REUSE_NUMBERS`` numbers are used
+    in between. In addition there are the module that computes, and the modules gathered ahead. A single rank gathers
+    nothing. If ranks divide the experts, a rank gathers its own share, and no experts at all if no other rank has the
+    same ones.
     """
     if trainer.zero_stage < 3 or trainer.ranks == 1:
         return 0
@@ -122,7 +117,7 @@ def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
 
 
 def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
-    """Rows or trees, tokens of each, and positions that predict a response token, of a run's largest micro-batch."""
+    """Return a run's largest micro-batch: rows or trees, tokens of each, positions that predict a response token."""
     rollout, trainer = spec.rollout, spec.trainer
     longest = min(spec.model.max_length, rollout.longest_rollout)
     responses = rollout.max_response_tokens
@@ -136,29 +131,28 @@ def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
         length = max(trainer.tokens_per_microbatch, longest)
         return 1, length, length - 1
     rows = max(1, -(-trainer.tokens_per_microbatch // longest))
-    # Rows that are a little shorter than the longest fill the micro-batch.
+    # Rows a little shorter than the longest fill the micro-batch.
     length = trainer.tokens_per_microbatch // rows if rows > 1 else longest
     return rows, length, rows * min(length - 1, responses)
 
 
 def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[Part, ...]:
-    """Weights, gradients, float32 copies and Adam's moments."""
     trainer = spec.trainer
     stage, ranks, number = trainer.zero_stage, trainer.ranks, NUMBER_BYTES[trainer.dtype]
     in_float32 = trainer.dtype == "float32"
     of_gradient = FLOAT if stage >= 2 else number
-    # DeepSpeed's ZeRO keeps its own copy of a rank's weights, in float32 as well.
+    # DeepSpeed's ZeRO keeps its own float32 copy of a rank's weights, even of float32 weights.
     copies = trained * FLOAT if stage or not in_float32 else 0
     return (
         Part("weights", _shared(parameters * number, ranks, stage >= 3), f"{trainer.dtype}, ZeRO {stage}"),
         Part("gradients", _shared(trained * of_gradient, ranks, stage >= 2), f"{of_gradient} bytes each"),
-        Part("float32 weights", _shared(copies, ranks, stage >= 1), "which the optimizer updates"),
+        Part("float32 weights", _shared(copies, ranks, stage >= 1), "updated by the optimizer"),
         Part("optimizer", _shared(trained * ADAM_BYTES, ranks, stage >= 1), "Adam's two moments"),
     )
 
 
 def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
-    """The critic's states. Its passes are at other times than the policy's, and take less."""
+    """The critic's states. Its passes need less than the policy's, and happen at other times."""
     if not spec.algorithm.needs_critic:
         return ()
     backbone = model.parameters - model.head
@@ -178,11 +172,10 @@ def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
 
 
 def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Bytes of the buckets that ZeRO 2 and 3 use to add up gradients over the ranks, even over a single one.
+    """Bytes of the buckets with which ZeRO 2 and 3 add up gradients over the ranks, even over a single rank.
 
-    On a host only the part of a bucket that is written takes memory, on a GPU all of it. Ranks that add up bfloat16
-    gradients in float32 convert them, and copy them into one tensor. A gradient that is larger than a bucket is only
-    converted.
+    On a host only the written part of a bucket takes memory, on a GPU all of it. Ranks that add up bfloat16 gradients
+    in float32 convert them, and copy them into one tensor. A gradient larger than a bucket is only converted.
     """
     from asyncrl_cli.train.deepspeed_engine import reduce_numbers, sums_in_float32
 
@@ -198,8 +191,8 @@ def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
 
 
 def _step(spec: ExperimentSpec, trained: int) -> int:
-    """Bytes of the gradients' copies: the optimizer gets a part's gradients as one float32 tensor, and without ZeRO
-    copies are added up over the ranks."""
+    """Bytes of the gradients' copies: the optimizer gets a part's gradients as one float32 tensor. Without ZeRO, ranks
+    add up copies."""
     from asyncrl_cli.train.deepspeed_engine import sums_in_float32
 
     stage, ranks, number = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]
@@ -211,10 +204,9 @@ def _step(spec: ExperimentSpec, trained: int) -> int:
 
 
 def _packed_mask(spec: ExperimentSpec, length: int) -> int:
-    """Bytes of the mask of the joined sequence that packed rows need without flash attention."""
     trainer = spec.trainer
     packed = trainer.packing and not (is_flash(trainer.attention) or trainer.attention == "flex_attention")
-    return length * length if packed and not shares_prefixes(spec) else 0  # masks of trees are activations
+    return length * length if packed and not shares_prefixes(spec) else 0  # a tree's mask is in the activations
 
 
 def _shared(nbytes: int, ranks: int, is_shared: bool) -> int:

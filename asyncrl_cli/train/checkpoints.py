@@ -1,11 +1,11 @@
-"""The trainer's part of a checkpoint: DeepSpeed's shards, and getting them back into another number of ranks.
+"""The trainer's part of a checkpoint: DeepSpeed's shards, loaded by the same or another number of ranks.
 
-As many ranks as saved load their own shards. Any other number of ranks, with ZeRO 1, 2 or 3, loads DeepSpeed's
-universal checkpoint: full parameters and full Adam moments; each rank takes its part. It is made by
-rank 0 in a hidden folder next to the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
-sharded, and every rank loads the same file. See docs/decisions/0011-checkpoints.md.
+The same number of ranks load their own shards. Another number, with ZeRO 1, 2 or 3, loads DeepSpeed's universal
+checkpoint, which has full parameters and full Adam moments; each rank takes its part. Rank 0 makes it in a hidden
+folder next to the checkpoint, and removes it when all ranks have read it. With ZeRO 0 nothing is sharded, and every
+rank loads the same file (decision 0011).
 
-A rank copies its state into this host's memory and continues to train while a thread writes the copy (decision 0106).
+A rank copies its state into this host's memory and continues to train while a thread writes the copy.
 
     state/
       *.pt              DeepSpeed's
@@ -51,10 +51,10 @@ MOST_MEMORY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How far the trainer is."""
+    """The trainer's progress."""
 
-    updates: int  # of the learning-rate schedule
-    optimizer_steps: int  # updates that had anything to learn from
+    updates: int  # in the learning-rate schedule
+    optimizer_steps: int  # updates that changed the weights
 
 
 def _zero_stage(enum: object, name: str) -> object:
@@ -69,10 +69,10 @@ def _zero_stage(enum: object, name: str) -> object:
 
 @contextmanager
 def reading_tensors(folder: Path) -> Iterator[None]:
-    """Inside the block, torch reads tensors and plain values from files and runs no code in them.
+    """Inside the block, torch reads only tensors and plain values from files, and runs no code.
 
-    A file of torch is a pickle, which can name any function and have it called. Whoever made the checkpoint in
-    ``folder`` could run code here. Raises ``RunError`` when a file in it asks for more than a few harmless classes.
+    Torch files are pickles, which can call any function: the author of the checkpoint in ``folder`` could run code
+    here. Raises ``RunError`` when a file needs more than a few harmless classes.
     """
     import numpy as np
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -82,9 +82,9 @@ def reading_tensors(folder: Path) -> Iterator[None]:
 
     rebuild_array = np.array(0).__reduce__()[0]
     assert callable(rebuild_array)
-    of_arrays = [rebuild_array, np.ndarray, np.dtype, type(np.dtype("uint32"))]  # of NumPy's random numbers
+    of_arrays = [rebuild_array, np.ndarray, np.dtype, type(np.dtype("uint32"))]  # NumPy's random-number state
     before = os.environ.get(FORCE_TENSORS)
-    os.environ[FORCE_TENSORS] = "1"  # DeepSpeed passes weights_only=False, and torch lets this variable win
+    os.environ[FORCE_TENSORS] = "1"  # overrides weights_only=False, which DeepSpeed passes
     try:
         enums = [ZeroStageEnum, (_zero_stage, "builtins.getattr")]
         with safe_globals([LossScaler, fragment_address, *enums, *of_arrays]):
@@ -111,7 +111,7 @@ class Source:
     checkpoint: Checkpoint
     root: Path  # the folder that was saved
     counters: Counters
-    folder: Path  # ``root``, or the folder of the universal checkpoint that is made from it
+    folder: Path  # ``root``, or the folder for the universal checkpoint made from it
 
     @property
     def is_universal(self) -> bool:
@@ -121,13 +121,13 @@ class Source:
 def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
     """Raise ``RunError`` when a trainer of this spec cannot load a checkpoint; the number of ranks may differ."""
     saved = checkpoint.trainer()
-    # ZeRO 1 and 2 shard the same things; the others save what the rest cannot read.
+    # ZeRO 1 and 2 shard the same state. Every other stage has its own format.
     same_shards = saved.zero_stage == trainer.zero_stage or {saved.zero_stage, trainer.zero_stage} == {1, 2}
     were, are = saved.expert_parallel, trainer.expert_parallel
     for key, was, is_now, fits in (
         ("zero_stage", saved.zero_stage, trainer.zero_stage, same_shards),
         ("dtype", saved.dtype, trainer.dtype, saved.dtype == trainer.dtype),
-        # AutoEP's weights have other names and shapes than the model's (decision 0063).
+        # AutoEP's weights have other names and shapes than the model's (decision 0055).
         ("expert_parallel", were, are, (were > 1) == (are > 1)),
     ):
         if not fits:
@@ -139,9 +139,9 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
 
 
 def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") -> Source:
-    """The source that a trainer of this spec loads for the policy, or for ``CRITIC``.
+    """Return the source that a trainer of this spec loads for the policy, or for ``CRITIC``.
 
-    Raises ``RunError`` when it can load nothing.
+    Raises ``RunError`` when it cannot load this checkpoint.
     """
     saved, root = checkpoint.trainer(), checkpoint.folder / part
     check_layout(checkpoint, trainer)
@@ -149,7 +149,7 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
         raise RunError(
             f"the checkpoint has no {part}: it was saved by an algorithm without one",
             location=str(checkpoint.folder),
-            hint="resume with the algorithm it was saved with, or start a new run from `asyncrl checkpoint export`",
+            hint="resume with the algorithm that saved it, or start a new run from `asyncrl checkpoint export`",
         )
     try:
         counters = Counters(**json.loads((root / STATE / COUNTERS_FILE).read_text()))
@@ -165,17 +165,17 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
 
 
 def to_universal(source: Source) -> None:
-    """Make the universal checkpoint that ``source`` names. Takes as much disk as the checkpoint, twice for a while.
+    """Make the universal checkpoint at ``source.folder``. It needs as much disk as the checkpoint, for a while twice.
 
-    Nothing is made of a trainer that never stepped: DeepSpeed's converter fails on it. Raises ``RunError`` with the
-    last line of the converter when it fails.
+    Does nothing for a trainer that never stepped, because DeepSpeed's converter fails on it. Raises ``RunError`` with
+    the converter's last line when it fails.
     """
     if not source.counters.optimizer_steps:
         return
     shutil.rmtree(source.folder, ignore_errors=True)
     source.folder.mkdir()
     parent = source.folder.parent
-    # Paths relative to the parent: the converter uses them as regular expressions, and a user's may hold a plus.
+    # Paths relative to the parent: the converter uses them as regular expressions, and a user's path may have a plus.
     program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     folders = {
         "input": source.root.relative_to(parent) / STATE,
@@ -209,35 +209,36 @@ def convert() -> None:
 
 
 class Snapshot:
-    """One rank's files of a checkpoint: copies of its state, which are written while training continues."""
+    """One rank's files of a checkpoint: copies of its state, written while training continues."""
 
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
-        """States to be written. The caller may add some that nothing else changes."""
+        """States to be written. The caller may add states that nothing else changes."""
         self._written: dict[Path, Digest] = {}
         self._sharers = 0
         self._writing = threading.Lock()  # ``write`` runs in another thread
 
     @contextmanager
     def taken(self, sharers: int) -> Iterator[None]:
-        """Take a new snapshot in the block. ``sharers``: ranks that do so on this host at the same time; 0: ``add``
+        """Take a new snapshot in the block. ``sharers``: ranks that do this on the host at the same time; 0: ``add``
         writes files instead of copying."""
         import torch
 
-        with self._writing:
+        with self._writing:  # waits for a running ``write`` of the last snapshot
             self.files, self._written, self._sharers = {}, {}, sharers
             yield
             if torch.cuda.is_available():
-                torch.cuda.synchronize()
+                torch.cuda.synchronize()  # before the next update changes what is being copied
 
     def add(self, state: Any, path: Path) -> None:
-        """Copy what torch can save, until the block of ``taken`` ends. Without memory for the copy, write it now."""
+        """Begin to copy a state that torch can save; the block of ``taken`` waits for the end. Without memory for a
+        copy, write the file now."""
         import torch
         from torch.utils._pytree import tree_leaves
 
         tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        # Tensors that share a storage share it in the copy and in the file, as ``torch.save`` does. The address of the
-        # memory cannot be the key: all empty storages have address 0.
+        # Tensors that share a storage share it in the copy and in the file, as in ``torch.save``. The memory's address
+        # cannot be the key, because all empty storages have address 0.
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         if not self._has_room(sum(storage.nbytes() for storage in storages.values())):
             self._written[path] = save_file(state, path)
@@ -253,20 +254,21 @@ class Snapshot:
         self.files[path] = copy.deepcopy(state, views)
 
     def write(self) -> dict[Path, Digest]:
-        """Write the copies, in any thread; returns the checksums of all files of this rank, which are on disk then."""
+        """Write the copies, in any thread; returns the checksums of all files of this rank. They are on disk."""
         with self._writing:
             while self.files:
-                path, state = self.files.popitem()
+                path, state = self.files.popitem()  # frees each copy's memory once it is written
                 self._written[path] = save_file(state, path)
             return self._written
 
     def _has_room(self, nbytes: int) -> bool:
         import torch
 
-        pinned = torch.cuda.host_memory_stats()  # which torch keeps for the next copies; empty on CPUs
+        pinned = torch.cuda.host_memory_stats()  # memory that torch keeps for the next copies; empty on CPUs
         spare = pinned.get("allocated_bytes.current", 0) - pinned.get("active_bytes.current", 0)
+        # Times the ranks of this host: they all copy now, and see the same available memory.
         if not (fits := self._sharers * (nbytes - spare) <= MOST_MEMORY * available_memory()):
-            log.warning("training waits while %d bytes are written: this host has no memory to copy them", nbytes)
+            log.warning("training waits while %d bytes are written: this host has no memory for a copy", nbytes)
         return fits and self._sharers > 0
 
 
@@ -287,13 +289,13 @@ def save_state(engine: Any, snapshot: Snapshot, folder: Path, rank: int, updates
         states["cuda"] = torch.cuda.get_rng_state()
     snapshot.files[_random_states(folder, rank)] = states
     if rank == 0:
-        # DeepSpeed counts a skipped update as a step.
+        # DeepSpeed's count of steps includes skipped updates.
         counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
         (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
 
 
 def save_file(state: Any, path: Path) -> Digest:
-    """Write what torch can save; returns the file's checksum."""
+    """Write a state that torch can save; returns the file's checksum."""
     import torch
 
     with DigestedFile(path) as file:
@@ -304,7 +306,7 @@ def save_file(state: Any, path: Path) -> Digest:
 def load_state(engine: Any, source: Source, rank: int) -> None:
     """Load this rank's part into a fresh engine; collective. Deletes the universal checkpoint.
 
-    A rank that the saved trainer did not have keeps the random-number states it started with.
+    A rank that did not exist when the checkpoint was saved keeps its initial random-number states.
     """
     import numpy as np
     import torch
@@ -315,15 +317,14 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
     elif source.counters.optimizer_steps:
         with reading_tensors(source.folder):
             engine.load_checkpoint(str(source.folder), tag=UNIVERSAL)
-        # DeepSpeed's loader gives all parts of the optimizer one and the same step counter, which each of them
-        # would then advance: with two parts Adam would count every update twice.
+        # DeepSpeed's loader gives all parts of the optimizer the same step counter, and each part would advance it:
+        # with two parts Adam would count every update twice.
         for parameter, state in engine.basic_optimizer.state.items():
             state["step"] = state["step"].to(parameter.device, copy=True)
-        # Only when all ranks have read it.
-        torch.distributed.barrier()
+        torch.distributed.barrier()  # all ranks have read it
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)
-    # A universal checkpoint of a trainer that never stepped is empty: the engine has the initial weights already.
+    # Otherwise the trainer never stepped: nothing was converted, and the engine already has the initial weights.
     path = _random_states(source.root, rank)
     if path.is_file():
         with reading_tensors(path):

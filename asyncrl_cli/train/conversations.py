@@ -1,8 +1,8 @@
-"""Rows of ``model.warm_start.data`` as token ids, and which of them are learned.
+"""Turns rows of ``model.warm_start.data`` into token ids, and marks the learned ones.
 
-Invariant: a learned reply has the tokens that a run would have there. Text is tokenized in the same pieces as in a run:
-the prompt as the template renders it before the reply, then the reply up to its end token. A template that renders
-these pieces differently inside of the whole conversation is refused.
+Invariant: a learned reply has the same tokens as in a run. Text is tokenized in the same pieces as there: the prompt as
+the template renders it before the reply, then the reply up to its end token. A template that renders these pieces
+differently within the whole conversation is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATA = "model.warm_start.data"
 
 
 class Example(NamedTuple):
-    """Token ids, and for each whether it is learned; the first one is not."""
+    """Token ids, and for each whether it is learned; the first token never is."""
 
     ids: list[int]
     learned: list[bool]
@@ -36,20 +36,20 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows to learn from. ``locate`` gives the place of a row, counted from 0."""
+    """The rows to learn from. ``locate`` returns a row's place for error messages; rows are counted from 0."""
 
     prompts: Sequence[Prompt]
     locate: Callable[[int], str]
 
     @classmethod
     def read(cls, spec: WarmStart, base: Path) -> Rows:
-        """The rows of ``spec.data``; paths and modules start from ``base``. Raises ``DataError``."""
+        """Read the rows of ``spec.data``; paths and modules are relative to ``base``. Raises ``DataError``."""
         assert spec.data is not None
         prompts = read_source(spec.data, "train", base)
         return cls(prompts, partial(row_location, spec.data, base, DATA, prompts))
 
     def digest(self) -> str:
-        """A digest of all rows and their order."""
+        """Return a digest of all rows in their order."""
         found = hashlib.sha256()
         for prompt in self.prompts:
             found.update(json.dumps(to_json(prompt), sort_keys=True).encode())
@@ -58,8 +58,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowEncoder:
-    """Encodes rows with a model's tokenizer and template. ``ends`` are the tokens at which engines end a reply;
-    ``texts_are_chats``: prompts that are texts become users' messages. ``images`` encodes texts with images."""
+    """Encodes rows with a model's tokenizer and template. ``ends``: tokens at which engines end a reply.
+    ``texts_are_chats``: text prompts become user messages. ``images`` encodes texts with images."""
 
     tokenizer: Any
     template: ChatTemplate
@@ -69,8 +69,8 @@ class RowEncoder:
     images: ImageTokens = field(default_factory=partial(ImageTokens, "", 0, 0))
 
     def encode(self, prompt: Prompt) -> Example:
-        """The tokens up to the last learned one. Raises ``ChatError`` for a row that has no reply, or that the template
-        does not render as a run would."""
+        """Return the tokens up to the last learned one. Raises ``ChatError`` for a row without a reply, or if the
+        template does not render it as in a run."""
         ids: list[int] = []
         learned: list[bool] = []
         placed: list[PlacedImage] = []
@@ -95,8 +95,8 @@ class RowEncoder:
         return Example(ids, learned, tuple(placed))
 
     def _pieces(self, prompt: Prompt) -> list[tuple[str, bool, str, list[str]]]:
-        """The text before each learned reply, whether the template wrote it, the reply with its end, and the digests of
-        the images in the text."""
+        """For each learned reply: the text before it, whether the template wrote that, the reply with its end, and the
+        digests of the images in the text."""
         messages, tools, variables = chat_of(prompt)
         if (column := self.spec.response_column) is not None:
             reply = prompt.fields.get(column)
@@ -110,7 +110,7 @@ class RowEncoder:
             raise ChatError("the conversation does not end with an assistant's message after another message")
         learned = replies if self.spec.train_on == "all" else replies[-1:]
         if any(index - 1 in replies for index in learned):
-            raise ChatError("two messages of an assistant follow one another: join them")
+            raise ChatError("two assistant messages follow one another: join them")
         template = self.template.with_variables(variables)
         full = template.text(messages, tools)
         pieces, at, first = [], 0, 0
@@ -128,16 +128,16 @@ class RowEncoder:
 
 
 def until_end(tokens: Sequence[int], ends: frozenset[int]) -> list[int] | None:
-    """The tokens of a reply with its end; None if it has none. Text of a template after the end of a turn, often a
-    newline, is never sampled: engines stop there."""
+    """Return a reply's tokens up to its end token; None if there is none. A template's text after a turn's end, often a
+    newline, is never sampled, because engines stop at the end token."""
     end = next((index for index, token in enumerate(tokens) if token in ends), None)
     return None if end is None else list(tokens[: end + 1])
 
 
 def encode_rows(rows: Rows, encoder: RowEncoder, max_length: int) -> tuple[list[Example], int]:
-    """The examples of at most ``max_length`` tokens, and the number of rows that were longer.
+    """Return the examples of at most ``max_length`` tokens, and the number of longer rows.
 
-    Raises ``DataError`` for a row that cannot be encoded, with its place, and if none is short enough.
+    Raises ``DataError`` for a row that cannot be encoded, with its place, and if no row is short enough.
     """
     examples = []
     for index, prompt in enumerate(rows.prompts):
@@ -151,7 +151,7 @@ def encode_rows(rows: Rows, encoder: RowEncoder, max_length: int) -> tuple[list[
 
 
 def encode_row(rows: Rows, index: int, prompt: Prompt, encoder: RowEncoder) -> Example:
-    """The example of row ``index``. Raises ``DataError`` with its place."""
+    """Encode row ``index``. Raises ``DataError`` with its place."""
     try:
         return encoder.encode(prompt)
     except ChatError as error:

@@ -1,4 +1,4 @@
-"""DeepSpeed under Ray: joins the process group, and makes the engines with their settings."""
+"""DeepSpeed under Ray: joins the process group, and makes engines with their settings."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; the driver's limits for their calls are shorter."""
 REDUCE_NUMBERS = 2**24
 GPU_REDUCE_NUMBERS = 2 * 10**8
-"""Numbers of gradients that ranks add up in one message, on CPUs and on GPUs. A larger gradient has a separate
-message, and is not copied. GPUs need larger messages: each rank gets the sum of its own part, which is small with many
+"""How many gradient values ranks add up in one message, on CPUs and on GPUs. A larger gradient gets its own message and
+is not copied. GPUs need larger messages: each rank receives only the sum of its own part, which is small with many
 ranks."""
 
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
-    """Environment variables that the process of a trainer rank must start with."""
+    """Return the environment variables that a trainer rank's process must start with."""
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "DS_LOG_LEVEL": "warning",
-        # On GPUs as well: with ``offload`` the optimizer's step is computed by these threads.
+        # On GPUs as well: with ``offload`` these threads compute the optimizer's step.
         "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
     }
     if spec.trainer.gpus_per_rank:
-        # Micro-batches and gathered layers differ in size: without it torch cannot join the gaps between them. Engines
-        # must not have it, because vLLM's sleep mode has another allocator.
+        # Micro-batches and gathered layers differ in size, and without this torch cannot join the gaps between them.
+        # Engines must not have it, because vLLM's sleep mode uses another allocator.
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {
             "DS_ACCELERATOR": "cpu",
-            # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.
+            # One device. Without it DeepSpeed runs numactl for every micro-batch, to count NUMA nodes.
             "LOCAL_SIZE": "1",
-            # Waiting threads sleep. If they spin while other work runs on their cores, they take time from the thread
-            # that they wait for: two warm starts of a minute took ten together.
+            # Waiting threads sleep. Spinning threads take time from the thread that they wait for if other work runs on
+            # their cores: two warm starts of a minute each took ten minutes together.
             "OMP_WAIT_POLICY": "PASSIVE",
-            # The C library gives tensors of this size and more back to the system when they are freed. By itself it
-            # keeps blocks of up to 32 MiB, and a rank took up to 1.7 times what it held. A lower limit costs speed:
-            # with 512 KiB the quickstart trained 38 % fewer tokens a second (decision 0060).
+            # The C library returns freed tensors of at least this size to the system. By default it keeps blocks of up
+            # to 32 MiB, and a rank took up to 1.7 times the memory in use. A lower limit costs speed: with 512 KiB the
+            # quickstart trained 38 % fewer tokens a second (decision 0047).
             "MALLOC_MMAP_THRESHOLD_": str(2**22),
         }
     return environment
@@ -65,20 +65,20 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
 def join_process_group(
     rank: int, ranks: int, address: str, port: int, gpu: bool, listener: socket.socket | None = None
 ) -> None:
-    """Join the process group; returns when all ranks have.
+    """Join the process group; returns when all ranks have joined.
 
-    ``listener``: rank 0's socket, which has held the port until here: a free port that is not held may by now belong to
-    another connection.
+    ``listener``: rank 0's socket, which has held the port so far. An unheld port may by now belong to another
+    connection.
     """
     import deepspeed
 
-    # Before ``init_distributed``, which would load it: DeepSpeed's own all-reduce for CPUs is compiled at the first
-    # start (a compiler, half a minute) and leaves named segments in /dev/shm when a rank is killed. Gloo does the same.
+    # Before ``init_distributed``, which would load DeepSpeed's own all-reduce for CPUs. It needs a compiler and half a
+    # minute at the first start, and leaves named segments in /dev/shm when a rank is killed. Gloo has an all-reduce.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Local rank 0 on every host: Ray shows an actor its own GPU alone.
+    # Local rank 0 on every host: Ray shows an actor only its own GPU.
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
-    # Left to themselves gloo and NCCL take an interface that may lead nowhere (such as a container's), and wait
-    # without end. The host's own environment counts more, except on loopback.
+    # By default gloo and NCCL may choose an interface that leads nowhere (a container's, for example) and wait forever.
+    # The host's own environment takes precedence, except on loopback.
     interface = interface_to(address)
     for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
         if interface == "lo" or not os.environ.get(name):
@@ -97,16 +97,15 @@ def join_process_group(
 
 
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
+    """Return DeepSpeed's configuration. ``load_universal``: the engine will load a universal checkpoint.
 
-    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up over ranks in
-    float32, and over micro-batches as well if a rank has a part of them (ZeRO 2 and 3).
-
-    ``load_universal``: the checkpoint that the engine will load is a universal one.
+    ``update_policy`` sets the accumulation boundary by hand, because updates differ in their number of micro-batches.
+    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up in float32
+    over ranks, and with ZeRO 2 and 3 over micro-batches as well.
     """
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
-        # DeepSpeed's own linear layer, in Python, frees gathered weights between the passes. One rank gathers none.
+        # DeepSpeed's linear layer, in Python, frees gathered weights between the passes. A single rank gathers none.
         "memory_efficient_linear": trainer.ranks > 1,
         "reduce_bucket_size": reduce_numbers(trainer),
     }
@@ -121,7 +120,7 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
         "gradient_clipping": trainer.optimizer.max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": bfloat16},
-        # By default the weights' dtype: each sum of two ranks' gradients would be rounded to bfloat16.
+        # The default is the weights' dtype, which would round each sum of two ranks' gradients to bfloat16.
         "communication_data_type": "fp32" if sums_in_float32(trainer) else None,
         "data_types": {"grad_accum_dtype": "fp32" if bfloat16 and trainer.zero_stage >= 2 else None},
         "zero_force_ds_cpu_optimizer": False,
@@ -131,23 +130,23 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 
 
 def sums_in_float32(trainer: TrainerSpec) -> bool:
-    """Whether ranks convert bfloat16 gradients to float32 before they add them up."""
+    """True if ranks convert bfloat16 gradients to float32 before they add them up."""
     return trainer.dtype == "bfloat16" and trainer.ranks > 1
 
 
 def reduce_numbers(trainer: TrainerSpec) -> int:
-    """How many numbers of gradients a rank collects before ranks add them up."""
+    """Return how many gradient values a rank collects before ranks add them up."""
     return GPU_REDUCE_NUMBERS if trainer.gpus_per_rank and trainer.ranks > 1 else REDUCE_NUMBERS
 
 
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine around the policy, with its adapters. With ZeRO-3 no rank ever holds the full model.
+    """Start the DeepSpeed engine around the policy, with its adapters; collective.
 
-    Raises ``LoraError``, and ``UserError`` as ``check_policy``; collective.
+    With ZeRO-3 no rank ever holds the full model. Raises ``LoraError``, and ``UserError`` like ``check_policy``.
     """
     model = load_model(spec.trainer, model_dir, images=spec.model.max_images > 0)
     freeze(model, spec.model)
-    # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
+    # Before ``initialize``: the optimizer must get only the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
     policy = policy_around(model, spec, model_dir)
@@ -159,7 +158,7 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 
 
 def check(policy: Policy, score: Any, trainer: TrainerSpec) -> None:
-    """``check_policy``; a model that gives other log-probs with shared prefixes has its rows separate by default."""
+    """Call ``check_policy``. If the model's log-probs are wrong with shared prefixes, share none by default."""
     try:
         check_policy(policy, score)
     except UserError:
@@ -170,7 +169,7 @@ def check(policy: Policy, score: Any, trainer: TrainerSpec) -> None:
 
 
 def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
-    """The policy of a spec, around the transformers model of ``model_dir``."""
+    """Make the spec's policy around the transformers model from ``model_dir``."""
     vision = None
     if spec.model.max_images:
         vision = Vision(model, model_dir, bidirectional=spec.rollout.gpus_per_engine > 0)
@@ -195,9 +194,9 @@ def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
 
 
 def start_critic(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine around a critic with the transformer of ``model_dir``; collective.
+    """Start the DeepSpeed engine around a critic with the transformer from ``model_dir``; collective.
 
-    It is trained with the policy's micro-batches.
+    The critic is trained with the policy's micro-batches.
     """
     trainer = spec.trainer
     model = load_model(trainer, model_dir, images=spec.model.max_images > 0)
@@ -206,9 +205,9 @@ def start_critic(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 
 
 def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> Any:
-    """A causal language model to be trained, sharded while it is loaded; with ``images`` one that sees them.
+    """Load a causal language model for training, sharded during loading. ``images``: one that sees images.
 
-    Raises ``ConfigError`` as ``check_attention``.
+    Raises ``ConfigError`` like ``check_attention``.
     """
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -235,11 +234,11 @@ def recompute_activations(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # the layer checks this; the modules in it have their dropout off
+            module.training = True  # the layer recomputes only in training mode; dropout stays off in its modules
 
 
 def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine around a module, with the spec's optimizer; collective."""
+    """Make the DeepSpeed engine around a module, with the spec's optimizer; collective."""
     import deepspeed
 
     optimizer = torch.optim.AdamW(
@@ -250,21 +249,21 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
         weight_decay=trainer.optimizer.weight_decay,
         fused=True,  # other variants copy all of a rank's weights
     )
-    # Before DeepSpeed puts its hooks on the modules (decision 0019).
+    # Before DeepSpeed installs its hooks in the modules (decision 0019).
     if trainer.zero_stage == 3:
         _gather_by_layer(module)
-    if trainer.expert_parallel > 1:  # it tells DeepSpeed how the model routes
+    if trainer.expert_parallel > 1:  # DeepSpeed reads from the config how the model routes
         module.config = config = next(part.config for part in module.modules() if hasattr(part, "config"))
         check_experts(config, trainer)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
     )
-    _restore_rotary_frequencies(module)  # after DeepSpeed has rounded them
+    _restore_rotary_frequencies(module)  # afterwards, because DeepSpeed rounds them
     return engine
 
 
 def without_optimizer(module: torch.nn.Module, trainer: TrainerSpec) -> Any:
-    """The ZeRO-3 engine around a module that is not trained: shards that are gathered for a pass; collective."""
+    """Make the ZeRO-3 engine around a module that is not trained; collective."""
     import deepspeed
 
     settings = deepspeed_settings(trainer)
@@ -282,10 +281,10 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 
 
 def _gather_by_layer(module: torch.nn.Module) -> None:
-    """Have ZeRO-3 gather a transformer's layer as a whole.
+    """Make ZeRO-3 gather each transformer layer as a whole.
 
-    Hooks around every small module cost an eighth of a small model's time. And a rank would gather alone the experts
-    that only its tokens use, and wait without end for the others.
+    Hooks around every small module cost an eighth of a small model's time. Also, a rank would gather experts that only
+    its own tokens use, and would wait for the other ranks forever.
     """
     from deepspeed.utils import set_z3_leaf_modules
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -298,11 +297,11 @@ def _gather_by_layer(module: torch.nn.Module) -> None:
 def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     """Restore the float32 frequencies of position embeddings.
 
-    With bfloat16 weights DeepSpeed rounds these, too, when it shards or wraps a model. An engine does not, so at
-    position 1000 their rotations could differ by a radian. Raises ``UserError`` where they cannot be computed.
+    With bfloat16 weights DeepSpeed rounds these, too, when it shards or wraps a model. vLLM does not, so at position
+    1000 the rotations could differ by a radian. Raises ``UserError`` if the frequencies cannot be computed again.
     """
     for part in module.modules():
-        # One per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
+        # One buffer per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
         rounded = {name: buffer for name, buffer in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
         if rounded and hasattr(part, "config"):
             exact = dict(type(part)(config=part.config).named_buffers(recurse=False))

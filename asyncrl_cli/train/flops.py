@@ -1,9 +1,9 @@
-"""Floating-point operations that training needs, and the rates of GPUs. Their ratio is the model FLOPs utilization, MFU
-(PaLM, arXiv 2204.02311, appendix B).
+"""Floating-point operations of training, and the rates of GPUs. Their ratio is the model FLOPs utilization, MFU (PaLM,
+arXiv 2204.02311, appendix B).
 
-A multiplication and an addition are two operations. Counted are matrix products, attention at the true lengths, and the
-experts that a router chooses. Padding and recomputed activations are not useful work, and are not counted. Norms,
-softmax, the optimizer and the recurrence of linear attention are small, and are not counted either. Pure.
+A multiplication and an addition are two operations. We count matrix products, attention at the true lengths, and the
+experts that a router chooses. We do not count padding and recomputed activations, which are not useful work, nor norms,
+softmax, the optimizer and the recurrence of linear attention, which are small. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's data sheet: bytes of memory, bytes a second, and dense operations a second in both dtypes."""
+    """A GPU's data sheet: bytes of memory, bytes per second, and dense operations per second in both dtypes."""
 
     memory: float
     bandwidth: float
@@ -37,54 +37,54 @@ GPUS = {
     "rtx-4090": Gpu(24e9, 1.008e12, 165e12, 82.6e12),
     "mi300x": Gpu(192e9, 5.3e12, 1307e12, 163.4e12),
 }
-"""From the vendors' data sheets, without sparsity. A name without a form is the GPU with the fastest memory (SXM)."""
+"""From the vendors' data sheets, without sparsity. A name without a form factor is the fastest variant (SXM)."""
 
 
 def data_sheet(name: str) -> Gpu | None:
-    """The data sheet of a GPU by the name that its driver reports, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
+    """Find a GPU's data sheet by its driver's name, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
     words = set(name.upper().replace("-", " ").split())
     found = [key for key in GPUS if words.issuperset(key.upper().split("-"))]
-    in_part = words & {"MIG", "LAPTOP", "D", "MAX", "VGPU"}  # slices and smaller GPUs of the same name
+    in_part = words & {"MIG", "LAPTOP", "D", "MAX", "VGPU"}  # slices, and smaller GPUs with the same name
     return None if not found or in_part else GPUS[max(found, key=len)]
 
 
 class Amounts(NamedTuple):
-    """Amounts of work in passes, or the operations of one unit of each. A shared computation counts once."""
+    """Amounts of work in passes, or the operations per unit of each amount. A shared computation counts once."""
 
-    tokens: float = 0.0  # that go through the language model's layers
-    predicted: float = 0.0  # that go through the output head
-    pairs: float = 0.0  # a query and a key that it sees, in every layer with full attention
+    tokens: float = 0.0  # in the language model's layers
+    predicted: float = 0.0  # tokens in the output head
+    pairs: float = 0.0  # a query and a visible key, in every layer with full attention
     window_pairs: float = 0.0  # the same in layers with a sliding window
-    image_tokens: float = 0.0  # that go through the vision tower's projector
-    patches: float = 0.0  # that go through the tower
-    patch_pairs: float = 0.0  # a patch and one that it sees, in every layer of the tower with full attention
+    image_tokens: float = 0.0  # in the vision tower's projector
+    patches: float = 0.0  # in the vision tower
+    patch_pairs: float = 0.0  # a patch and a visible patch, in every layer of the tower with full attention
 
     def times(self, other: Amounts) -> float:
-        """The operations, where one of both has the amounts, and the other one the operations of one of each."""
+        """Return the operations: one of the two has amounts, the other one operations per unit."""
         return sum(one * more for one, more in zip(self, other, strict=True))
 
 
 def causal_pairs(length: int, window: int = 0) -> int:
-    """Pairs of a query and a key that it sees: itself and those before it, at most ``window`` (0: all)."""
+    """Number of pairs of a query and a visible key: itself and earlier ones, at most ``window`` (0: all)."""
     within = min(length, window or length)
     return within * (within + 1) // 2 + (length - within) * within
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """The operations of a model's passes, for one of each of ``Amounts``."""
+    """The operations of a model's passes, per unit of each of ``Amounts``."""
 
     forward: Amounts
     update: Amounts  # forward and backward
-    window: int = 0  # tokens that layers with a sliding window see
-    patches: float = 0.0  # of an image token
+    window: int = 0  # tokens visible to layers with a sliding window
+    patches: float = 0.0  # per image token
 
     @classmethod
     def of(cls, model: Any) -> ModelFlops:
-        """Count a transformers model with its adapters, with or without head; also while it is sharded by ZeRO-3.
+        """Count for a transformers model with its adapters, with or without head; ZeRO-3 may have sharded it.
 
         A weight with at least two dimensions that is not an embedding multiplies every token. A backward pass takes as
-        much as a forward pass for the inputs, and as much again for the weights that are trained.
+        much as a forward pass for the inputs, and as much again for the trained weights.
         """
         from torch import nn
 
@@ -102,7 +102,7 @@ class ModelFlops:
             if any(part in name for part in PROJECTORS):
                 kind = "image_tokens"
             elif any(f"{tower}." in name for tower in TOWERS):
-                if ".head." in name:  # SigLIP's pooled output, which no language model reads
+                if ".head." in name:  # SigLIP's pooled output; no language model reads it
                     continue
                 kind = "patches"
             numbers = prod(shape) * (share if ".experts." in name else 1.0)
@@ -119,8 +119,8 @@ class ModelFlops:
     def amounts(
         self, lengths: Iterable[int], predicted: int, images: Sequence[int] = (), shared: Iterable[int] = ()
     ) -> Amounts:
-        """The amounts of causal sequences. ``images``: tokens of each image in them. ``shared``: lengths of prefixes
-        that are already computed for another sequence."""
+        """Return the amounts of causal sequences. ``images``: tokens of each image in them. ``shared``: lengths of
+        prefixes that are already computed for another sequence."""
         lengths, known, patches = list(lengths), list(shared), [self.patches * tokens for tokens in images]
 
         def pairs(window: int) -> int:
@@ -138,7 +138,7 @@ class ModelFlops:
 
 
 def chosen(text: Any) -> float:
-    """The share of the routed experts that a token uses, by a model's text config; 1 for a dense model."""
+    """Share of the routed experts that a token uses, from a model's text config; 1 for a dense model."""
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     experts = next((number for name in names if (number := getattr(text, name, None))), 0)
     used = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
@@ -146,7 +146,7 @@ def chosen(text: Any) -> float:
 
 
 def _attention(text: Any) -> dict[str, float]:
-    """Operations of a pair, by kind of attention, in all layers: the products with keys and values."""
+    """Operations per pair in all layers, by kind of attention: the products with keys and values."""
     heads = int(getattr(text, "num_attention_heads", 0))
     width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
     latent = getattr(text, "qk_nope_head_dim", None)
@@ -159,7 +159,7 @@ def _attention(text: Any) -> dict[str, float]:
 
 
 def _tower(config: Any, vision: Any) -> tuple[float, dict[str, float]]:
-    """Patches of an image token, and the operations of attention of a patch and of a pair of patches."""
+    """Patches per image token, and attention's operations per patch and per pair of patches."""
     if (side := getattr(vision, "image_size", None)) is not None:  # every image gets this size
         patches = (side // vision.patch_size) ** 2 / config.mm_tokens_per_image
     else:

@@ -1,8 +1,8 @@
-"""Optimizer updates that are finite, or are skipped (decision 0019).
+"""Skips optimizer updates that are not finite (decision 0019).
 
-Invariant: an update changes weights and optimizer state of all ranks, or of none. It is skipped where a loss of any
-micro-batch on any rank, or the norm of the gradient over all ranks, is not finite. A loss that is not finite makes the
-gradient of its micro-batch NaN, so only the norm, which DeepSpeed reduces over the ranks anyway, has to be checked.
+Invariant: an update changes weights and optimizer state on all ranks, or on none. It is skipped if the loss of any
+micro-batch on any rank, or the gradient's norm over all ranks, is not finite. A loss that is not finite makes its
+micro-batch's gradient NaN, so it is enough to check the norm, which DeepSpeed reduces over the ranks anyway.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from asyncrl_cli.core.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The outcome of an update, the same on all ranks."""
+    """An update's outcome, the same on all ranks."""
 
-    norm: float  # of the gradient over all weights, before clipping; not finite when the update was skipped
+    norm: float  # the gradient's, over all weights and before clipping; not finite when the update was skipped
     skipped: bool
 
 
 class SkipLimit:
-    """Counts updates skipped in a row, and stops the run when they are too many."""
+    """Stops the run when too many updates in a row are skipped."""
 
     def __init__(self, most: int) -> None:
         """``most``: updates in a row that may be skipped."""
@@ -34,7 +34,7 @@ class SkipLimit:
         self._in_a_row = 0
 
     def note(self, result: UpdateResult) -> None:
-        """Count one update. Raises ``RunError`` when more in a row were skipped than may be."""
+        """Count one update. Raises ``RunError`` when too many in a row were skipped."""
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if self._in_a_row > self._most:
             raise RunError(
@@ -46,23 +46,23 @@ class SkipLimit:
 
 
 def backward(engine: Any, loss: Tensor) -> None:
-    """DeepSpeed's backward pass of a micro-batch; waits for no device. ``loss``: no dimensions."""
-    # Run also for a loss that is not finite: a rank that left its pass out would leave the others waiting in theirs.
+    """Run DeepSpeed's backward pass of a micro-batch, without waiting for the device. ``loss``: no dimensions."""
+    # Also for a loss that is not finite: a rank that left out its pass would leave the others waiting in theirs.
     engine.backward(loss * torch.where(loss.detach().isfinite(), 1.0, math.nan))
 
 
 def step(engine: Any) -> UpdateResult:
-    """DeepSpeed's step after the last backward pass of an update; collective.
+    """Make DeepSpeed's step after an update's last backward pass; collective.
 
-    The gradients of a skipped update are dropped.
+    A skipped update's gradients are dropped.
     """
-    # Without ZeRO and in float32, DeepSpeed applies any gradient, and does not measure it. Gradients are reduced by the
-    # last backward pass, so this norm is the same on all ranks and all of them decide alike.
+    # Without ZeRO and in float32, DeepSpeed applies any gradient and does not measure it. The last backward pass has
+    # reduced the gradients, so this norm is the same on all ranks, and all ranks decide alike.
     if engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled():
         gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item()
         if not math.isfinite(norm):
-            engine.zero_grad()  # else the next update would add to these gradients
+            engine.zero_grad()  # otherwise the next update would add to these gradients
             return UpdateResult(norm, skipped=True)
         engine.step()
         return UpdateResult(norm, skipped=False)

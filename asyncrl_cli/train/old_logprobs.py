@@ -1,8 +1,7 @@
-"""Computes what a step needs before its first update: old log-probs, values, and from them and the rewards advantages.
+"""Computes a step's inputs before its first update: old log-probs, values, and with the rewards the advantages.
 
-Nothing here has a gradient. Forward passes are made only where something needs them: the reference's for a KL penalty,
-the policy's for a penalty in the reward and, where a step has several updates, for their ratio; the critic's where
-there is one.
+Nothing here has a gradient. Forward passes are made only if needed: the reference's for a KL penalty, the policy's for
+a penalty in the reward and for the ratio if a step has several updates, and the critic's if there is one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Learner:
 
 @dataclass(slots=True, eq=False)
 class Precomputed:
-    """Facts of a micro-batch before the first update; [rows, tokens], float32, without gradient."""
+    """A micro-batch's values from before the first update; [rows, tokens], float32, without gradient."""
 
     old_logprobs: Tensor | None  # under the weights at the start of the step; None: not computed
     reference_logprobs: Tensor | None  # None without a reference
@@ -67,8 +66,8 @@ class Precomputed:
 
 @dataclass(slots=True, eq=False)
 class Minibatch:
-    """The rows of one optimizer update and their trees, over all ranks, and this rank's share of them. ``precompute``
-    fills in ``precomputed``, one for each micro-batch."""
+    """One optimizer update's rows and trees, over all ranks, and this rank's micro-batches. ``precompute`` fills in
+    ``precomputed``, one for each micro-batch."""
 
     rows: list[TrainingRow]
     trees: list[PrefixTree]
@@ -83,11 +82,11 @@ Parts = list[tuple[PaddedRows, Precomputed]]
 def precompute(
     learner: Learner, minibatches: Sequence[Minibatch], rewards: StepRewards, keep_old_logprobs: bool
 ) -> None:
-    """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
+    """Fill in ``precomputed`` for all minibatches of the step; collective over the ranks.
 
-    ``keep_old_logprobs``: updates after the first one need log-probs under the weights at the start of the step. The
-    first one computes its own, so its minibatch needs them only if it is trained again (``epochs``). Raises
-    ``ValueError`` when a user's function returned something else than advantages.
+    ``keep_old_logprobs``: updates after the first need log-probs under the weights at the start of the step. The first
+    update computes its own, so its minibatch needs them only if it is trained again (``epochs``). Raises ``ValueError``
+    when a user's function returned something other than advantages.
     """
     engine, reference, critic = learner.engine, learner.reference, learner.critic
     algorithm, trainer = learner.objective.algorithm, learner.spec.trainer
@@ -96,8 +95,8 @@ def precompute(
     parts: Parts = []
     with torch.no_grad():
         for minibatch in minibatches:
-            # A minibatch is empty on all ranks or on none, and has as many micro-batches on each. Under ZeRO-3 every
-            # pass below gathers weights from all ranks: the three come in this order on each of them.
+            # A minibatch is empty on all ranks or on none, and has the same number of micro-batches on each. Under
+            # ZeRO-3 every pass below gathers weights from all ranks, so all ranks make the passes in this order.
             for padded in minibatch.microbatches if minibatch.rows else ():
                 inputs = (padded.input_ids, padded.response_mask)
                 keeps = keep_old_logprobs and minibatch is not first
@@ -121,34 +120,34 @@ def precompute(
             _by_token(algorithm, parts, rewards)
         else:
             _by_rollout(learner.objective, parts=parts, rewards=rewards, group=group)
-        # ``parts`` is empty on all ranks or on none, so all of them reach the collective call in it.
+        # Collective: ``parts`` is empty on all ranks or on none.
         if algorithm.whiten_advantages and parts:
-            own = (Moments.of(one.advantages, padded.response_mask) for padded, one in parts)
+            own = (Moments.of(given.advantages, padded.response_mask) for padded, given in parts)
             of_step = reduce_over_ranks(reduce(operator.add, own), engine.device, group)
-            for padded, one in parts:
-                one.advantages = whiten(one.advantages, padded.response_mask, of_step)
+            for padded, given in parts:
+                given.advantages = whiten(given.advantages, padded.response_mask, of_step)
 
 
 def _by_rollout(objective: Objective, parts: Parts, rewards: StepRewards, group: Any) -> None:
-    """Every token has its rollout's advantage, or its turn's; a penalty in the reward is summed over them first."""
+    """Give every token its rollout's or turn's advantage. A penalty in the reward is first summed over the tokens."""
     penalties = torch.zeros_like(rewards.turns)
-    if any(one.penalties is not None for _, one in parts):
+    if any(given.penalties is not None for _, given in parts):
         of_turns = penalties.flatten(0, 1).to(parts[0][1].advantages.device)
-        for padded, one in parts:
-            assert one.penalties is not None
-            for turn in range(of_turns.shape[1]):  # sums of rows: single tokens would be added in no fixed order
-                of_rows = one.penalties.masked_fill(padded.turns != turn, 0.0).sum(dim=1)
+        for padded, given in parts:
+            assert given.penalties is not None
+            for turn in range(of_turns.shape[1]):  # row by row: single tokens would be added in no fixed order
+                of_rows = given.penalties.masked_fill(padded.turns != turn, 0.0).sum(dim=1)
                 of_turns[:, turn].index_add_(0, padded.rollouts, of_rows)
-        # A group's rollouts are on several ranks: its baseline needs the penalties of all of them.
+        # A group's rollouts are on several ranks, and its baseline needs all their penalties.
         penalties = sum_over_ranks(of_turns, group).cpu().view_as(penalties)
     advantages = _advantages(objective, rewards, penalties).flatten(0, 1).float()
-    for padded, one in parts:
+    for padded, given in parts:
         at_tokens = advantages.to(padded.turns.device)[padded.rollouts[:, None], padded.turns]
-        one.advantages = at_tokens * padded.response_mask
+        given.advantages = at_tokens * padded.response_mask
 
 
 def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -> Tensor:
-    """[groups, group_size, turns] like ``penalties``, which are subtracted from the rewards."""
+    """[groups, group_size, turns], like the ``penalties``, which are subtracted from the rewards."""
     algorithm = objective.algorithm
     assert objective.advantage is not None
     if algorithm.advantage in BASELINES_OF_TURNS:
@@ -163,16 +162,16 @@ def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -
 
 
 def _by_token(algorithm: AlgorithmSpec, parts: Parts, rewards: StepRewards) -> None:
-    """Every row is an episode: the rewards of its rollout's turns at their last tokens, penalties where they arise."""
+    """Treat every row as an episode: turns are rewarded at their last tokens, penalties apply at their own tokens."""
     turns = rewards.turns.flatten(0, 1)
-    for padded, one in parts:
+    for padded, given in parts:
         mask = padded.response_mask
         token_rewards = rewards_at_turn_ends(turns.to(mask.device)[padded.rollouts], padded.turns, mask).float()
-        if one.penalties is not None:
-            token_rewards = token_rewards - one.penalties.float()
-        if one.values is None:
-            one.advantages = rewards_to_go(token_rewards, mask, algorithm.gamma)
+        if given.penalties is not None:
+            token_rewards = token_rewards - given.penalties.float()
+        if given.values is None:
+            given.advantages = rewards_to_go(token_rewards, mask, algorithm.gamma)
         else:
-            one.advantages, one.returns = gae(
-                token_rewards, one.values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda
+            given.advantages, given.returns = gae(
+                token_rewards, given.values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda
             )

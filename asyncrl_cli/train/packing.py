@@ -1,15 +1,16 @@
-"""From a batch's rollouts of any length to micro-batches of a bounded size, the same number on every rank.
+"""Turns a batch's rollouts of any length into micro-batches of bounded size, the same number on every rank.
 
 Every token sequence of a rollout is a row. Only tokens that the policy sampled count; the others are context. Rows
 with a common prefix are computed together, as a tree (prefix_trees.py); any other row is alone in its tree.
 
-Invariant: a micro-batch's size is at most ``tokens_per_microbatch``, or it is one row that is longer by itself.
-Size counts the computed tokens: trees · largest tree where they are padded, the sum of trees where they are packed.
-Every rank gets the same number of micro-batches, because under ZeRO-3 each forward and backward pass is a
-collective call: a rank with one less would leave the others waiting without end. A rank without rows for a
-micro-batch has an empty list there, and ``pad_rows([])`` makes a row of it that counts for nothing.
+Invariant: a micro-batch's size is at most ``tokens_per_microbatch``, or it is a single longer row. The size counts
+computed tokens: the number of trees times the largest one if they are padded, the sum of trees if they are packed.
 
-The plan depends on the rows alone and is the same on every machine.
+Every rank gets the same number of micro-batches. Under ZeRO-3 each forward and backward pass is a collective call: a
+rank with one pass less would leave the others waiting forever. A rank without rows for a micro-batch has an empty list
+there, and ``pad_rows([])`` makes it a row in which nothing counts.
+
+The plan depends only on the rows, and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ class TrainingRow:
 
     tokens: TokenSequence  # prompt and response; all except CONTEXT count in the loss
     version: int  # the weight version that trains it
-    on_policy: bool  # whether the step starts with the very weights that the tokens of this version were sampled with
-    rollout: int  # index in the step, from which the row has its reward
-    turns: NDArray[np.int32]  # for each token the index of its turn in the rollout; 0 where turns are not recorded
+    on_policy: bool  # tokens of this version were sampled with the very weights that the step starts with
+    rollout: int  # index in the step of the rollout with the row's reward
+    turns: NDArray[np.int32]  # index of each token's turn in the rollout; 0 where turns are not recorded
     images: tuple[PlacedImage, ...] = ()  # in ``tokens``
 
     def __len__(self) -> int:
-        """Tokens of prompt and response together."""
+        """Number of tokens of prompt and response together."""
         return len(self.tokens.ids)
 
     def keys(self) -> Keys:
-        """A key for every token but the last: its id, or its image, and the experts of its pass."""
+        """Return a key for every token but the last: its id or its image, and the experts of its pass."""
         ids = self.tokens.ids[:-1].astype(np.int64)
         for one in self.images:  # an image's features replace its tokens' embeddings
             ids[one.offset : one.offset + one.length] = -1 - int(one.image.digest[:15], 16)
@@ -66,15 +67,15 @@ class TrainingRow:
 class PaddedRows:
     """A micro-batch, padded on the right. Entry [r, t] of every matrix [rows, T] is about token ``input_ids[r, t]``.
 
-    A model's logits at t − 1 predict token t, so log-probs for these matrices have nothing in column 0 (a
-    prompt's first token, where the mask is false). T is the longest row.
+    T is the longest row. A model's logits at t − 1 predict token t, so column 0 of log-probs is empty: it belongs to a
+    prompt's first token, where the mask is false.
     """
 
     input_ids: Tensor  # int64; 0 after a row's end
     response_mask: Tensor  # bool; true where a token counts in the loss
     behaviour_logprobs: Tensor  # float32; log-prob that a token was sampled with
-    versions_behind: Tensor  # int16; how many versions older than the one that trains it a token is; 0 outside the mask
-    on_policy: Tensor  # bool; whether the weights at the start of the step are those a token was sampled with
+    versions_behind: Tensor  # int16; a token's age in versions when it is trained; 0 outside the mask
+    on_policy: Tensor  # bool; true where the token was sampled with the weights at the start of the step
     rollouts: Tensor  # int64, [rows]; 0 in the row of an empty micro-batch
     turns: Tensor  # int64, [rows, T]; the index of a token's turn in its rollout
     experts: Tensor | None = None  # uint8 or int32, [rows, T, layers · k] (records/experts.py); None: not recorded
@@ -83,17 +84,17 @@ class PaddedRows:
 
     @property
     def seen(self) -> dict[str, Any]:
-        """``images`` and ``trees`` as arguments of policy and critic, where there are some."""
+        """Arguments of policy and critic: ``images`` and ``trees``, unless they are None."""
         given = {"images": self.images, "trees": self.trees}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def replayed(self) -> dict[str, Any]:
-        """``seen``, and ``experts`` where they are recorded, as arguments of the policy."""
+        """Arguments of the policy: ``seen``, and the recorded ``experts``."""
         return self.seen if self.experts is None else {**self.seen, "experts": self.experts}
 
     def to(self, device: torch.device | str) -> PaddedRows:
-        """The same on another device."""
+        """Copy to another device."""
         moved: dict[str, Any] = {
             field.name: tensor.to(device) for field in fields(self) if (tensor := getattr(self, field.name)) is not None
         }
@@ -101,7 +102,7 @@ class PaddedRows:
 
 
 def longest_response(rollout: Rollout) -> int:
-    """Tokens of the longest response that one call of the policy gave, in any of the rollout's sequences."""
+    """Return the tokens of the longest response to a single call of the policy, over the rollout's sequences."""
     longest = 0
     for sequence in rollout.sequences:
         edges = np.flatnonzero(np.diff(sequence.sampled, prepend=False, append=False))
@@ -110,16 +111,16 @@ def longest_response(rollout: Rollout) -> int:
 
 
 def training_rows(batch: TrainingBatch, uniform: Tensor, spec: ExperimentSpec) -> list[list[TrainingRow]]:
-    """The rows of each group that there is something to learn from, in the order of rollouts and their sequences.
+    """Return each group's rows to learn from, in the order of rollouts and their sequences.
 
-    A token is on-policy when it was sampled with the very weights that the trainer has at the start of the step.
-    These are the weights of a version only in the first step after a publish. With ``weight_update: keep`` all
-    sampled tokens of the sequence must have that version: in a sequence that began under an older one, later tokens
-    depend on keys and values of the older weights.
+    A token is on-policy if it was sampled with the very weights that the trainer has at the start of the step. These
+    are a published version's weights only in the first step after a publish. With ``weight_update: keep`` all sampled
+    tokens of the sequence must have that version: if the sequence began under an older version, its later tokens
+    depend on keys and values of older weights.
 
-    Returns a list for each group (all have ``group_size`` rollouts); empty for those that are ``uniform`` (bool,
-    [groups]) if the spec skips such groups. Masked rollouts have no rows. A row's ``rollout`` is its index among all
-    rollouts of the step.
+    Returns a list for each group (all have ``group_size`` rollouts). It is empty for ``uniform`` groups (bool,
+    [groups]) if the spec skips them. Masked rollouts have no rows. A row's ``rollout`` is its index among all rollouts
+    of the step.
     """
     skips = spec.algorithm.uniform_groups == "skip"
     return [[] if skips and uniform[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]
@@ -136,7 +137,7 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
                 continue
             one_version = bool((sequence.versions[sampled] == batch.version).all())
             exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
-            read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # nothing follows from later tokens
+            read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # no loss depends on later tokens
             tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(read)
             yield TrainingRow(
                 tokens,
@@ -149,8 +150,8 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
 
 
 def _turn_of_tokens(turns: Sequence[Turn], sequence: Rollout, tokens: int) -> NDArray[np.int32]:
-    """The index of the turn that ends with or after each of the first ``tokens`` tokens of a sequence and its prompt;
-    the last turn's after that."""
+    """Index of the turn that ends at or after each of the first ``tokens`` tokens of a sequence with its prompt; the
+    last turn's index after that."""
     branch = sequence_of(sequence.rollout_id)[-1]
     own = [(len(sequence.prompt_ids) + turn.end, index) for index, turn in enumerate(turns) if turn.branch == branch]
     ends, numbers = np.array([*own, (tokens, max(0, len(turns) - 1))], np.int32).T
@@ -168,18 +169,17 @@ def count_tokens(rows: Sequence[TrainingRow]) -> int:
 def plan_microbatches(
     lengths: Sequence[int], tokens_per_microbatch: int, ranks: int, packing: bool = False
 ) -> list[list[list[int]]]:
-    """Which trees, here called rows, each rank trains together; with sequence parallelism a rank stands for the ranks
-    that share its rows.
+    """Group trees, here called rows, into micro-batches for each rank.
 
-    Rows go to ranks from the longest to the shortest (``divided``). A rank takes its rows in the same order, each into
-    the first micro-batch with room (first-fit decreasing). Padded, no other grouping of these rows needs fewer, as the
-    first row of each is its longest; packed, the best one may need 2 in 11 fewer (G. Dósa, 2007). A rank with fewer
-    micro-batches than another halves its largest ones, which costs nothing, and gets empty ones only when no rows are
-    left to split.
+    With sequence parallelism a rank stands for all ranks that share its rows. Rows go to ranks from the longest to the
+    shortest (``divided``). A rank puts its rows, in this order, into the first micro-batch with room (first-fit
+    decreasing). If they are padded, no other grouping needs fewer micro-batches, because each begins with its longest
+    row; if they are packed, the best grouping may need 2 in 11 fewer (G. Dósa, 2007). A rank with fewer micro-batches
+    than another halves its largest ones, which costs nothing, and gets empty ones only when no rows are left to split.
 
     Returns:
-        ``plan[rank][microbatch]`` is a list of indices into ``lengths``, from the longest row to the
-        shortest. Every index occurs once; every rank has the same number of micro-batches, at least one.
+        ``plan[rank][microbatch]``: indices into ``lengths``, from the longest row to the shortest. Every index occurs
+        once. Every rank has the same number of micro-batches, at least one.
     """
     plan = [
         _fill(rows, lengths=lengths, tokens_per_microbatch=tokens_per_microbatch, packing=packing)
@@ -187,12 +187,11 @@ def plan_microbatches(
     ]
     most = max(1, *(len(microbatches) for microbatches in plan))
     for microbatches in plan:
-        _part(microbatches, lengths=lengths, wanted=most, packing=packing)
+        _split(microbatches, lengths=lengths, wanted=most, packing=packing)
     return plan
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: int, packing: bool) -> list[list[int]]:
-    """Micro-batches of rows that come sorted from the longest to the shortest."""
     microbatches: list[list[int]] = []
     sizes: list[int] = []
     for row in rows:
@@ -208,8 +207,8 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: in
     return microbatches
 
 
-def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, packing: bool) -> None:
-    """Halve the largest micro-batches in place, then add empty ones, until there are as many as wanted."""
+def _split(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, packing: bool) -> None:
+    """Halve the largest micro-batches in place, then add empty ones, until there are ``wanted``."""
     while len(microbatches) < wanted:
         # Tokens that the model computes; 0 where there is nothing to halve.
         sizes = [
@@ -227,7 +226,7 @@ def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, pa
 def microbatch(
     rows: Sequence[TrainingRow], trees: Sequence[PrefixTree], vision: Vision | None, packing: bool
 ) -> PaddedRows:
-    """The tensors, on the CPU, of a micro-batch with these of the minibatch's ``rows``."""
+    """Make the tensors, on the CPU, of a micro-batch with some ``trees`` of the minibatch's ``rows``."""
     own = [rows[row] for tree in trees for row in tree.rows]
     if all(len(tree.rows) == 1 for tree in trees):
         return pad_rows(own, vision)
@@ -241,12 +240,11 @@ def pad_rows(
     trees: TreeLayout | None = None,
     shared: Sequence[int] | None = None,
 ) -> PaddedRows:
-    """A micro-batch's tensors, on the CPU; ``vision``: of a model that sees images.
+    """Make a micro-batch's tensors, on the CPU. ``vision``: None for a model without images.
 
-    ``trees`` of the rows, each with so many ``shared`` positions. None: no position is shared.
-
-    Without rows: one row of two tokens that do not count, which makes an ordinary forward pass. Raises
-    ``ValueError`` when a row begins with a sampled token, which would have no context.
+    ``trees``: the rows' trees, and ``shared`` each row's number of shared positions; None: no position is shared.
+    Without rows: one row of two tokens that do not count, for an ordinary forward pass. Raises ``ValueError`` when a
+    row begins with a sampled token, which would have no context.
     """
     shape = (max(1, len(rows)), max(map(len, rows), default=DUMMY_TOKENS))
     input_ids = np.zeros(shape, np.int64)
@@ -272,11 +270,11 @@ def pad_rows(
         if experts is not None and tokens.experts is not None:
             experts[index, :end] = tokens.experts
     if experts is not None and experts.dtype != np.uint8:
-        experts = experts.astype(np.int32)  # torch computes little with uint16
+        experts = experts.astype(np.int32)  # torch supports few operations on uint16
     chosen = None if experts is None else torch.from_numpy(experts)
     images = None if vision is None else vision.inputs([row.images for row in rows], shape[1], shared)
     if trees is not None:
-        # A token's experts are in the pass of the token before it.
+        # A token's experts belong to the pass that reads the token before it.
         chosen = None if chosen is None else trees.of_tokens(chosen.roll(-1, dims=1))
         images = None if images is None else images.by_tree(trees)
     return PaddedRows(

@@ -1,9 +1,9 @@
-"""Shared prefixes: positions that rows have in common go through the model once (`trainer.share_prefixes`).
+"""Shared prefixes: positions that several rows have in common go through the model once (`trainer.share_prefixes`).
 
-The rollouts of a group begin with the same prompt, and the branches of an agent's rollout with the same conversation.
-Under causal attention the state of a position depends on the tokens up to it alone. Rows with a common prefix
-therefore become a tree: each position of the tree is computed once, at its depth, and sees its ancestors. Every row
-then reads the states of its own path, and all that follows (log-probs, losses) is about rows again.
+A group's rollouts begin with the same prompt, and the branches of an agent's rollout with the same conversation. Under
+causal attention a position's state depends only on the tokens up to it. Rows with a common prefix therefore form a
+tree: each position of the tree is computed once, at its depth, and sees its ancestors. Every row then reads the states
+on its own path, and everything after that (log-probs, losses) works on rows again.
 
 A tree's positions are in the order of its rows: each row continues the path of the row before it. The descendants of a
 position are then the positions up to an end: i sees j exactly if j <= i < ends[j].
@@ -24,14 +24,14 @@ from torch import Tensor
 from asyncrl_cli.spec.sections import TrainerSpec, why_rows_are_separate
 
 Keys = NDArray[Any]
-"""Equal keys at a position, after equal keys at all earlier ones, mean equal states; [positions], of any dtype."""
+"""[positions], of any dtype. Two rows with equal keys up to a position have equal states there."""
 
 MASK_POSITIONS = 2**14
-"""Most positions of a tree, unless it is one row: a mask of all pairs then has 2^28 numbers, 1 GiB in float32."""
+"""Most positions of a tree with several rows: its mask of all pairs has 2^28 numbers, 1 GiB in float32."""
 
 LEAST_SAVED = 0.2
-"""Share of all positions that trees must save. A single tree gives its whole micro-batch a mask, with which attention
-is slower: a small model gains nothing from trees that save a fifth (docs/performance.md)."""
+"""Share of all positions that trees must save. Even one tree gives its whole micro-batch a mask, which slows attention:
+a small model gains nothing from trees that save a fifth (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +41,27 @@ class PrefixTree:
     rows: tuple[int, ...]
     """Indices of the rows."""
     lengths: tuple[int, ...]
-    """Positions of each row: its tokens without the last, from which nothing is predicted."""
+    """Positions of each row: all its tokens except the last, which predicts nothing."""
     shared: tuple[int, ...]
-    """The first positions of each row that are those of the row before it; 0 for the first row."""
+    """Number of first positions that each row shares with the row before it; 0 for the first row."""
 
     @property
     def positions(self) -> int:
-        """Positions that the model computes."""
+        """Number of positions that the model computes."""
         return sum(self.lengths) - sum(self.shared)
 
     def __len__(self) -> int:
-        """The size in tokens: of a tree with one row all tokens of that row."""
+        """Size in tokens, comparable with a row's length: a tree of one row has the size of that row."""
         return self.positions + 1
 
 
 def single_rows(lengths: Sequence[int]) -> list[PrefixTree]:
-    """A tree for each row of so many tokens: nothing is shared."""
+    """Make a tree for each row, of ``lengths`` tokens: nothing is shared."""
     return [PrefixTree((row,), (length - 1,), (0,)) for row, length in enumerate(lengths)]
 
 
 def why_separate(trainer: TrainerSpec, config: Any, bidirectional: bool = False) -> str | None:
-    """Why rows of a model with this config cannot share prefixes; None if they can.
+    """Return why rows of a model with this config cannot share prefixes; None if they can.
 
     ``bidirectional``: placeholders of an image see each other.
     """
@@ -73,17 +73,17 @@ def why_separate(trainer: TrainerSpec, config: Any, bidirectional: bool = False)
 
 
 def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1) -> list[PrefixTree]:
-    """Trees of all rows with these keys, so that computing them costs little; every row is in exactly one.
+    """Group all rows with these keys into trees that are cheap to compute; every row is in exactly one tree.
 
-    Rows are sorted by their keys: the longest prefix that a row shares with any earlier row is the one that it shares
-    with the row before it. A row joins the tree of the row before it if that saves more than it costs. It saves the
-    shared positions. It costs attention: a tree's is computed for all pairs of positions, and a single row's for half
-    of them. If all trees together save little, every row stays alone. A tree has at most ``most`` positions, unless it
-    is one row. Several ranks get smaller trees where the busiest of them then has fewer positions.
+    Rows are sorted by their keys, so a row shares its longest prefix with the row before it. It joins that row's tree
+    if this saves more than it costs. It saves the shared positions, and costs attention, which is computed for all
+    pairs of a tree's positions but only for half of a single row's. If all trees together save little, every row stays
+    alone. A tree has at most ``most`` positions, unless it is one row. Several ranks get smaller trees if the busiest
+    rank then has fewer positions.
 
-    ``pair_cost``: the cost of a pair of positions in attention, in costs of a position in all other operations.
+    ``pair_cost``: see ``cost_of_pair``.
     """
-    if not keys:  # a step without rows, such as one with equal rewards in each group
+    if not keys:  # a step without rows: the rewards in each group are equal, for example
         return []
     order = sorted(range(len(keys)), key=lambda row: (keys[row].tobytes(), row))
     common = [0, *(_common(keys[earlier], keys[later]) for earlier, later in pairwise(order))]
@@ -117,25 +117,24 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
 
 
 def cost_of_pair(config: Any) -> float:
-    """The cost of a pair of positions in attention, in costs of a position in all other operations of a layer.
+    """Return the cost of a pair of positions in attention, relative to a position in all other operations of a layer.
 
-    A position takes about 12 · width² multiplications with weights, and a pair 2 · width; a multiplication of a pair
-    comes with the softmax of the pair, and takes about twice as long.
+    A position takes about 12 · width² multiplications with weights, and a pair 2 · width. A pair's multiplications come
+    with its softmax, and take about twice as long.
     """
     width: int = config.get_text_config().hidden_size
     return 1 / (3 * width)
 
 
 def _common(first: Keys, second: Keys) -> int:
-    """Leading keys that both have."""
     most = min(len(first), len(second))
     differ = np.flatnonzero(first[:most] != second[:most])
     return int(differ[0]) if differ.size else most
 
 
 def divided(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The indices that each rank gets: from the largest to the smallest, each to the rank with the least so far (R. L.
-    Graham's LPT rule, 1969), so two ranks differ by at most one largest size."""
+    """Divide indices among ranks: from the largest size to the smallest, each to the rank with the least so far (R. L.
+    Graham's LPT rule, 1969). Two ranks differ by at most the largest size."""
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -146,31 +145,30 @@ def divided(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _busiest(trees: Sequence[PrefixTree], ranks: int) -> int:
-    """Positions of the rank with the most."""
     sizes = [tree.positions for tree in trees]
     return max(sum(sizes[index] for index in part) for part in divided(sizes, ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLayout:
-    """The trees of a micro-batch as a model's input, [trees, S], where S is the largest tree; or [1, S] of all trees,
-    joined. Rows of the micro-batch have T tokens, and are numbered in the order of the trees."""
+    """A micro-batch's trees as a model's input: [trees, S] with the largest tree's size S, or [1, S] with all trees
+    joined. The micro-batch's rows have T tokens, and are numbered in the order of the trees."""
 
     source: Tensor
-    """int64, [trees, S]: where a position's token is, as row · T + column."""
+    """int64, [trees, S]: location of a position's token, as row · T + column."""
     positions: Tensor
     """int64, [trees, S]: the position in its row, which is the depth in the tree."""
     ends: Tensor
-    """int64, [trees, S]: the end of a position's descendants. After a tree's end a position sees itself alone."""
+    """int64, [trees, S]: the end of a position's descendants. After a tree's end a position sees only itself."""
     slots: Tensor
-    """int64, [rows, T - 1]: where the state of a row's position is, as tree · S + index; 0 after a row's end."""
+    """int64, [rows, T - 1]: location of a row position's state, as tree · S + index; 0 after a row's end."""
 
     @classmethod
     def of(cls, trees: Sequence[PrefixTree], tokens: int, joined: bool) -> TreeLayout:
-        """The layout for rows of ``tokens`` tokens, on the CPU. ``joined``: all trees are in one sequence."""
+        """Lay out rows of ``tokens`` tokens, on the CPU. ``joined``: all trees are in one sequence."""
         sizes = [tree.positions for tree in trees]
         shape = (1, sum(sizes)) if joined else (len(trees), max(sizes))
-        # After a tree's end the last token of a row, which is never an image's.
+        # After a tree's end: a row's last token, which never belongs to an image.
         source, positions = np.full(shape, tokens - 1), np.zeros(shape, np.int64)
         ends = np.tile(np.arange(1, shape[1] + 1), (shape[0], 1))
         slots = np.zeros((sum(len(tree.rows) for tree in trees), tokens - 1), np.int64)
@@ -183,7 +181,7 @@ class TreeLayout:
                 added = np.arange(end, end + length - shared)
                 end += length - shared
                 path = np.concatenate([path[:shared], added])
-                ends[at, path] = end  # of an ancestor: for now, until a later row shares it
+                ends[at, path] = end  # provisional: a later row that shares the path moves it
                 source[at, added] = row * tokens + np.arange(shared, length)
                 positions[at, added] = np.arange(shared, length)
                 slots[row, :length] = at * shape[1] + path
@@ -192,21 +190,21 @@ class TreeLayout:
         return cls(*(torch.from_numpy(array) for array in (source, positions, ends, slots)))
 
     def to(self, device: torch.device | str) -> TreeLayout:
-        """The same on another device."""
+        """Copy to another device."""
         return TreeLayout(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def of_tokens(self, matrix: Tensor) -> Tensor:
-        """[rows, T, ...] by token to [trees, S, ...] by position of the trees."""
+        """Gather [rows, T, ...] by token into [trees, S, ...] by position."""
         return matrix.flatten(0, 1)[self.source]
 
     def of_rows(self, states: Tensor, where: Tensor) -> Tensor:
-        """States of trees, [trees, S, width], to the rows' positions under ``where``, bool [rows, T - 1]: [positions,
+        """Gather states [trees, S, width] at the rows' positions in ``where``, bool [rows, T - 1]. Returns [positions,
         width]."""
-        # Not by indexing: on a CPU its backward pass adds up the gradients of a shared position in no fixed order.
+        # Not by indexing: on a CPU its backward pass adds up a shared position's gradients in no fixed order.
         return torch.nn.functional.embedding(self.slots[where], states.flatten(0, 1))
 
     def masks(self, config: Any, dtype: torch.dtype) -> Any:
-        """What a transformers model with this config takes as ``attention_mask``: one, or one for each kind of layer.
+        """Return the ``attention_mask`` for a transformers model with this config: one, or one for each kind of layer.
 
         With flex attention it is a block mask, otherwise [trees, 1, S, S] with 0 where a position is seen, else -inf.
         """
@@ -224,7 +222,7 @@ class TreeLayout:
         seen = (index <= index[:, None]) & (index[:, None] < self.ends[:, None, :])
         if window is not None:
             seen &= self.positions[:, :, None] - self.positions[:, None, :] < window
-        # In the dtype of the states: a bool mask is converted in every layer.
+        # In the states' dtype: a bool mask would be converted in every layer.
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
     def _block_mask(self, window: int | None) -> Any:
@@ -237,12 +235,12 @@ class TreeLayout:
             return found if window is None else found & (positions[tree, query] - positions[tree, key] < window)
 
         trees, size = ends.shape
-        # Compiled it does not make the mask of all pairs on its way to the mask of blocks.
+        # Compiled, it makes the block mask without a mask of all pairs first.
         return create_block_mask(seen, trees, None, size, size, device=str(ends.device), _compile=ends.is_cuda)
 
 
 def windows_of(text: Any) -> dict[str, int | None] | None:
-    """The kinds of a text model's attention layers, each with how many positions back it sees; None: with no limit.
+    """Map each kind of a text model's attention layers to its window in positions; None: no window.
 
     ``text`` is a transformers config. Returns None for a model with layers that are not attention, or see chunks.
     """

@@ -9,19 +9,19 @@ Kind = Literal["constant", "linear", "cosine"]
 
 
 def factor(update: int, total_updates: int, warmup: int, kind: Kind, final_fraction: float) -> float:
-    """Learning rate of one optimizer update, divided by the peak, in (0, 1].
+    """Return one optimizer update's learning rate divided by the peak, in (0, 1].
 
     Warm-up: (update + 1) / warmup while update < warmup. Then, with p = (update − warmup) / (total_updates −
     warmup) and f = final_fraction: 1 (``constant``), 1 − (1 − f)·p (``linear``), or
     f + (1 − f)·(1 + cos πp) / 2 (``cosine``: Loshchilov and Hutter, arXiv 1608.03983, eq. 5, one cycle).
 
     Invariant: no update has a learning rate of zero. Warm-up starts at 1 / warmup, not at 0. The curve reaches the
-    final fraction after its last update, and a run that continues keeps that update's rate (decision 0088).
+    final fraction after its last update, and a run that continues keeps that update's rate (decision 0009).
 
     Args:
         update: updates done before this one, from 0.
-        total_updates: updates that the schedule spans, at least 1.
-        warmup: updates of linear warm-up; 0 is none.
+        total_updates: updates in the whole schedule, at least 1.
+        warmup: updates of linear warm-up; 0: none.
         kind: shape after warm-up.
         final_fraction: where ``linear`` and ``cosine`` end, in [0, 1].
     """

@@ -1,8 +1,8 @@
-"""Each rank's own part of the weights, as engines have them.
+"""Each rank's own part of the weights, in the form that engines load.
 
-Rank r of T has elements [r * ceil(n / T), (r + 1) * ceil(n / T)) of every flat weight of n elements. That is ZeRO-3's
-own partition, so no weight is gathered for a publish: only the small matrices of a layer's adapters are (decision
-0038), and not even they where engines get the adapters alone (decision 0057).
+Rank r of T has elements [r * ceil(n / T), (r + 1) * ceil(n / T)) of every flat weight of n elements. This is ZeRO-3's
+partition, so a publish gathers no weights, only the small matrices of adapters (decision 0038). If engines get just the
+adapters, it gathers nothing (decision 0053).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 from asyncrl_cli.weights.mapped import Copies
 
 PEFT = "base_model.model."
-"""In front of a layer's name, in the names that peft gives to the tensors of saved adapters."""
+"""Prefix of layer names in adapters saved by peft."""
 
 
 def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
-    """The layout of the weights that engines get; the same on every rank. Raises ``UserError``."""
+    """Return the layout of the weights that engines get; it is the same on every rank. Raises ``UserError``."""
     weights = plain_weights(model)
     slots = plan_slots(
         # Buffers keep their dtype, in engines as in the trainer.
@@ -39,9 +39,9 @@ def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...
 
 
 def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
-    """This rank's elements of every weight: name, index of the first element, the elements [count] on their device.
+    """Yield this rank's elements of every weight: name, index of the first element, elements [count] on their device.
 
-    Merged weights are float32, the others have the trainer's dtype. Collective: all ranks take all of them.
+    Merged weights are float32, the others have the trainer's dtype. Collective: all ranks must iterate to the end.
     """
     for layer in by_layer(plain_weights(model)):
         adapters = [part for weight in layer for part in weight.adapter_parts]
@@ -54,16 +54,16 @@ def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator
                 begin, end = shard_of(prod(weight.shape), rank, ranks)
                 own = _own(weight.parameter, begin=begin, end=end, zero_stage=zero_stage)
                 if weight.adapter is not None:
-                    # The whole product on every rank: rows of it alone may differ in the last bits.
+                    # Every rank computes the whole product: a product of fewer rows may differ in the last bits.
                     own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
                 yield weight.name, begin, own
 
 
 def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
-    """The layout of the adapters alone. Engines load them under the names that a saved adapter has: peft's, with layers
-    named as in the model's checkpoints (decision 0053).
+    """Return the layout of the adapters. Engines load them under the names in a saved adapter: peft's names, with
+    layers named as in the model's checkpoints (decision 0053).
 
-    Raises ``LoraError`` for a layer that checkpoints do not have, and as ``engine_layout``.
+    Raises ``LoraError`` for a layer that checkpoints do not have, and ``UserError`` like ``engine_layout``.
     """
     of_weight = {slot.name: slot.parts or (slot,) for slot in engine_layout(model, dtype)}
     names, tensors = [], []
@@ -80,10 +80,7 @@ def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ..
 
 
 def adapter_shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
-    """This rank's elements of every adapter, as ``shards`` gives weights, in the trainer's dtype.
-
-    No rank waits for another.
-    """
+    """Yield this rank's elements of every adapter, like ``shards``, in the trainer's dtype. Not collective."""
     for weight, kind, matrix in adapter_matrices(model):
         begin, end = shard_of(prod(full_shape(matrix)), rank, ranks)
         yield _matrix_name(weight, kind), begin, _own(matrix, begin=begin, end=end, zero_stage=zero_stage)
@@ -94,7 +91,7 @@ def _matrix_name(weight: str, kind: str) -> str:
 
 
 def write_shard(target: Tensor, begin: int, own: Tensor, copies: Copies) -> None:
-    """Begin to copy elements into the full tensor, in its dtype, from its element ``begin`` on."""
+    """Begin to copy elements into the full tensor, in its dtype, starting at element ``begin``."""
     copies.copy(target.view(-1)[begin : begin + own.numel()], own)
 
 
@@ -106,12 +103,12 @@ def _own(parameter: Tensor, begin: int, end: int, zero_stage: int) -> Tensor:
 
 
 def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[TensorSlot, ...]:
-    """``slots`` with the tensors of the model's checkpoint as their parts, where these are not the slots themselves.
+    """Return ``slots`` with the tensors of the model's checkpoint as parts, unless these equal the slots.
 
-    A loaded transformers model may have other weights than its checkpoints, which engines load: the experts of a layer
+    Engines load weights in the checkpoint's form. A loaded transformers model may have another form: a layer's experts
     as one tensor, other names for a block (Mixtral), no prefix of the vision model around it (Qwen 3.5).
-    ``save_pretrained`` calls ``revert_weight_conversion``. Here it converts row numbers instead of weights, which shows
-    where in the trainer's weights each tensor of a checkpoint lies. So engines read it from the same bytes.
+    ``save_pretrained`` reverts this with ``revert_weight_conversion``. Here it converts row numbers instead of weights,
+    which shows where each tensor of a checkpoint lies in the trainer's weights. So engines read the same bytes.
 
     ``slots`` have the weights of ``model``, a transformers model, by its own names. Raises ``UserError`` when a
     checkpoint has a tensor that is not a part of a slot.
@@ -150,7 +147,7 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 
 def _row_numbers(begin: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The numbers from ``begin`` on of a weight's rows, in its shape except the last dimension, which no conversion
-    touches: two columns stand for it, as some conversions drop dimensions of one."""
+    """Number a weight's rows from ``begin`` on, in the weight's shape except for the last dimension. No conversion
+    changes that dimension, so it has just two columns: some conversions drop dimensions of one."""
     rows = torch.arange(begin, begin + _rows(shape), dtype=torch.int32)  # a model has fewer than 2^31
     return rows.view(shape) if len(shape) < 2 else rows.view(*shape[:-1], 1).expand(*shape[:-1], 2).contiguous()

@@ -1,7 +1,7 @@
 """One training step: a batch of groups becomes one or more optimizer updates.
 
-Every rank runs this with the same batch and plans the same micro-batches, so all of them make the same
-number of collective calls. Losses of micro-batches add up to the mean of their minibatch exactly.
+Every rank runs this with the same batch and plans the same micro-batches, so all ranks make the same number of
+collective calls. The losses of micro-batches add up to their minibatch's mean exactly.
 
 Read ``train_batch`` from top to bottom, then old_logprobs.py and update.py; algorithms/__init__.py lists the formulas.
 """
@@ -21,20 +21,14 @@ from asyncrl_cli.train.deepspeed_engine import set_learning_rate
 from asyncrl_cli.train.flops import Amounts, ModelFlops, data_sheet
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
-from asyncrl_cli.train.packing import (
-    TrainingRow,
-    count_tokens,
-    microbatch,
-    plan_microbatches,
-    training_rows,
-)
+from asyncrl_cli.train.packing import TrainingRow, count_tokens, microbatch, plan_microbatches, training_rows
 from asyncrl_cli.train.prefix_trees import MASK_POSITIONS, cost_of_pair, plan_trees, single_rows
 from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
 
 def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[StepReport, int]:
-    """Train on one batch; returns the report and the number of optimizer updates of the run so far.
+    """Train on one batch; returns the report and the run's number of optimizer updates so far.
 
     Collective over the ranks. Raises ``RunError`` when too many updates in a row were not finite.
     """
@@ -75,12 +69,13 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1
-        # Skipped by all ranks or by none: ``rows`` are of all ranks, and the rest is collective.
-        if not minibatch.rows:  # every group was uniform: there is nothing to learn
+        # Every group was uniform: there is nothing to learn. ``rows`` are the rows of all ranks, so all skip or none:
+        # a rank that skipped alone would miss collective calls.
+        if not minibatch.rows:
             continue
         amounts = _amounts(learner.engine.module.flops, minibatch)
         if learner.critic is not None:
-            # After ``precompute``: this step's advantages are from the critic before its update.
+            # After ``precompute``: this step's advantages must come from the critic before its update.
             metrics |= update_critic(learner.critic, spec=spec, minibatch=minibatch, factor=factor)
             flops += amounts.times(learner.critic.module.flops.update)
             if batch.step < spec.algorithm.critic.warmup_steps:
@@ -96,7 +91,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = result.norm
     updated = _time_of(learner.engine.device)
-    if sums is not None:  # the same on all ranks: an update is skipped by all of them or by none
+    if sums is not None:  # on all ranks or on none, like the skipped updates
         of_step = reduce_over_ranks(sums, learner.engine.device, data_group(trainer))
         metrics |= of_step.summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
@@ -115,7 +110,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
 
 def _amounts(model: ModelFlops, minibatch: Minibatch) -> Amounts:
-    """What a pass over these rows is made of. A row's last token is predicted and not read."""
+    """Amounts of a pass over these rows. A row's last token is predicted, but not read."""
     rows, trees = minibatch.rows, minibatch.trees
     shared = {row: first for tree in trees for row, first in zip(tree.rows, tree.shared, strict=True)}
     images = [one.length for index, row in enumerate(rows) for one in row.images if one.offset >= shared[index]]
@@ -123,22 +118,22 @@ def _amounts(model: ModelFlops, minibatch: Minibatch) -> Amounts:
 
 
 def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:
-    """Operations that this rank's GPU can do in a second; None on a CPU and for an unknown GPU."""
+    """Operations per second of this rank's GPU; None on a CPU and for an unknown GPU."""
     if device.type == "cpu" or (gpu := data_sheet(torch.cuda.get_device_name(device))) is None:
         return None
     return gpu.flops if spec.trainer.dtype == "bfloat16" else gpu.float32_flops
 
 
 def _time_of(device: torch.device) -> float:
-    """The time (s) when all that was asked of the device is done: a GPU is asked ahead."""
+    """Time (s) after the device has done all work: a GPU's work is queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic()
 
 
 def _is_exact(spec: ExperimentSpec) -> bool:
-    """Whether equal rollouts must give equal bits: every update then needs the trainer's own log-probs, as an engine's
-    last bits depend on how it happened to batch."""
+    """True if equal rollouts must give equal bits. Every update then needs the trainer's own log-probs, because an
+    engine's last bits depend on how it happened to batch."""
     pipeline = spec.pipeline
     float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
     return float32 and pipeline.max_staleness == 0 and pipeline.publish_every == 1

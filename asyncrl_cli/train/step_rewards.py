@@ -1,8 +1,8 @@
-"""The rewards that a step learns from, as tensors: of rollouts, of their turns, and of the reward's parts.
+"""A step's rewards as tensors: for rollouts, for their turns, and for the reward's parts.
 
 Every tensor is on the CPU, has a row for each group and an entry for each rollout (all groups have ``group_size``
-rollouts), and is float64 unless its field says otherwise. NaN stands for a reward that does not exist: all rewards of a
-masked rollout, a metric that the task did not report, the turns after a rollout's last one.
+rollouts), and is float64 unless its field says otherwise. NaN stands for a missing reward: all rewards of a masked
+rollout, a metric that the task did not report, turns after a rollout's last one.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class StepRewards:
     """The rewards of all rollouts of a step."""
 
     rollouts: Tensor
-    """[groups, group_size]: ``reward_coef`` times the recorded rewards or the weighted sums of their parts, less the
-    penalty of responses that come near their limit."""
+    """[groups, group_size]: ``reward_coef`` times the recorded rewards, or times the weighted sums of their parts,
+    minus the penalty for overlong responses."""
     turns: Tensor
-    """[groups, group_size, turns]: they sum to ``rollouts``. A rollout without recorded turns has one. The rest
-    of a rollout's reward (parts, a penalty) is added to its last turn."""
+    """[groups, group_size, turns]: they sum to ``rollouts``. A rollout without recorded turns has one turn. The rest of
+    a rollout's reward (parts, a penalty) is added to its last turn."""
     parts: Tensor
     """[parts, groups, group_size], in the order of ``algorithm.reward_parts``."""
     metrics: Mapping[str, Tensor]
     """The task's metrics by name, each [groups, group_size]."""
     lengths: Tensor
-    """int64 [groups, group_size]: sampled tokens of all sequences of a rollout."""
+    """int64 [groups, group_size]: sampled tokens in all sequences of a rollout."""
     uniform: Tensor
-    """bool [groups]: the rewards of a group, or each of their parts where they are normalized one by one, are equal."""
+    """bool [groups]: a group's rewards are equal, or each of their parts is if parts are normalized one by one."""
     baseline: Tensor
-    """[groups, group_size]: the running means of the prompts' earlier rewards (``running_means``). Without groups of
-    one, only the mean of the step."""
+    """[groups, group_size]: running means of the prompts' earlier rewards (``running_means``). Without groups of one,
+    just the step's mean."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, spec: ExperimentSpec) -> StepRewards:
-        """The rewards of a batch.
+        """Compute the rewards of a batch.
 
-        Raises ``ConfigError`` when no rollout of the run's first batch has one of ``algorithm.reward_parts``. A mix has
-        tasks that may have other metrics, so there only the metric ``train/missing_parts`` shows it.
+        Raises ``ConfigError`` when a part in ``algorithm.reward_parts`` is missing in all rollouts of the run's first
+        batch. The tasks of a mix may have different metrics, so there only ``train/missing_parts`` shows it.
         """
         algorithm, groups, own = spec.algorithm, batch.groups, _part(REWARD, batch)
         weights = {name: algorithm.reward_coef * w for name, w in (algorithm.reward_parts or {REWARD: 1.0}).items()}
@@ -82,7 +82,7 @@ class StepRewards:
 
     @property
     def missing(self) -> int:
-        """Parts that rollouts with a reward do not have."""
+        """Number of parts missing in rollouts that have a reward."""
         return int((self.parts.isnan() & ~self.rollouts.isnan()).sum())
 
 
@@ -96,7 +96,7 @@ def _part(name: str, batch: TrainingBatch) -> Tensor:
 
 
 def _turns(batch: TrainingBatch, rewards: Tensor, weight: float) -> Tensor:
-    """``StepRewards.turns``; ``weight`` is the own reward's."""
+    """Compute ``StepRewards.turns``; ``weight``: the part ``reward``'s weight."""
     most = max((len(turns) for group in batch.groups for turns in group.turns), default=1)
     found = np.full((*rewards.shape, max(1, most)), np.nan)
     for number, group in enumerate(batch.groups):

@@ -21,9 +21,9 @@ from asyncrl_cli.train.old_logprobs import Learner, Minibatch
 from asyncrl_cli.train.packing import PaddedRows, count_tokens
 
 UNCORRECTED = CorrectionSpec(preset="decoupled")
-"""Weights of 1: only the statistics are wanted."""
+"""Gives weights of 1; only the statistics are used."""
 ROUNDING_NATS = 1e-3
-"""Trainer and engine differ by less in float32 (at most 5e-5 in sound runs): a larger difference is not rounding."""
+"""A larger difference between trainer and engine in float32 is not rounding. Sound runs have at most 5e-5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class UpdateSums(ReducedSums):
     engine_gap: CorrectionSums
 
     def summary(self, losses: float) -> dict[str, float]:
-        """Metrics; ``losses`` is the number of losses that ``loss`` is the sum of.
+        """Return metrics. ``losses``: number of losses summed in ``loss``.
 
         The engine's gap is omitted when no token could be compared.
         """
@@ -54,18 +54,18 @@ def update_policy(
 ) -> tuple[nonfinite_guard.UpdateResult, UpdateSums]:
     """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is skipped.
 
-    ``is_first``: the weights have not changed since the start of the step, so a micro-batch's own log-probs are the old
-    ones.
+    ``is_first``: the weights have not changed since the start of the step, so the log-probs computed here are also the
+    old log-probs.
     """
     engine, objective, spec = learner.engine, learner.objective, learner.spec
     algorithm = objective.algorithm
-    # Of the whole minibatch: micro-batches add up to its mean. DeepSpeed averages gradients over the ranks.
-    # With sequence parallelism too: a rank has the loss of its group's rows, and a part of its gradient.
+    # The whole minibatch's: micro-batches add up to its mean. Divided by the ranks because DeepSpeed averages gradients
+    # over them, with sequence parallelism, too: there a rank has its group's loss, and a part of the gradient.
     denominator = _denominator(spec, minibatch) / spec.trainer.ranks
     in_loss = algorithm.kl_placement == "loss"
     total: UpdateSums | None = None
     for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
-        # At the boundary DeepSpeed reduces gradients over the ranks, which all have as many micro-batches (packing.py).
+        # At the boundary DeepSpeed reduces gradients over the ranks. All have as many micro-batches (packing.py).
         engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
         mask = padded.response_mask
         measured = "train" if algorithm.entropy_coef else "measure"
@@ -88,7 +88,7 @@ def update_policy(
             entropies=entropies,
             entropy_coef=algorithm.entropy_coef,
         )
-        # Even if this rank's rows all count for nothing: the others wait in the collective calls of this pass.
+        # Even if none of this rank's tokens counts: the other ranks wait in the collective calls of this pass.
         nonfinite_guard.backward(engine, loss)
         sums = UpdateSums(loss.detach().double(), losses=losses, corrections=corrections, engine_gap=engine_gap)
         total = sums if total is None else total + sums
@@ -97,7 +97,7 @@ def update_policy(
 
 
 def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
-    """One optimizer step of the critic at ``factor`` of its learning rate; returns metrics. Collective."""
+    """Make one optimizer step of the critic at ``factor`` times its learning rate; returns metrics. Collective."""
     settings = spec.algorithm.critic
     set_learning_rate(critic, settings.learning_rate * factor)
     total: ValueSums | None = None
@@ -121,7 +121,6 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
 
 
 def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
-    """The divisor of the sum of a minibatch's losses over all ranks."""
     algorithm = spec.algorithm
     if algorithm.aggregation == "token_mean":
         return count_tokens(minibatch.rows)
@@ -133,15 +132,15 @@ def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
 def _corrected(
     spec: ExperimentSpec, padded: PaddedRows, old: Tensor | None, current: Tensor
 ) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
-    """The proximal log-probs, the importance weights, their statistics, and the statistics of the engine's numerics.
+    """Return proximal log-probs, importance weights, their statistics, and statistics of the engine's numerics.
 
-    In fp32 the two sides agree on a token of the version being trained to about 1e-5, and which way the last
-    bits fall depends on how the engine happened to batch it. There the trainer's own log-prob replaces the
-    engine's: the weight is exactly 1, and a run is reproducible to the bit. Where they differ by more than
-    ``ROUNDING_NATS`` something is wrong, and the recorded log-prob counts.
+    In float32 trainer and engine agree to about 1e-5 on a token of the version being trained, and the engine's last
+    bits depend on how it happened to batch. There the trainer's own log-prob replaces the engine's: the weight is
+    exactly 1, and a run is reproducible to the bit. A difference above ``ROUNDING_NATS`` means that something is wrong,
+    and the recorded log-prob counts.
     """
     mask, behaviour, correction = padded.response_mask, padded.behaviour_logprobs, spec.algorithm.correction
-    # Without the log-probs of the step's start, a difference would be the updates' as much as the engine's.
+    # Without log-probs from the step's start, a difference could come from the updates as well as from the engine.
     comparable = padded.on_policy if old is not None else torch.zeros_like(mask)
     trainer = current if old is None else old
     _, engine_gap = correct(trainer, behaviour_logprobs=behaviour, mask=mask & comparable, correction=UNCORRECTED)

@@ -1,16 +1,16 @@
 """Supervised training on a task's demonstrations or on rows, before reinforcement learning starts.
 
-The first ``clean_fraction`` of the updates use correct demonstrations only, which teach the skill; the rest use the
-task's mixture, after which the model applies it rarely. The loss is the mean over the response's tokens, with its end
-token; prompts are not learned. Matrices of the blocks are trained by Muon, everything else (embeddings, norms,
-biases) by AdamW, both with one schedule: linear warm-up, then a cosine to 5 %.
+The first ``clean_fraction`` of the updates use only correct demonstrations, which teach the skill. The rest use the
+task's mixture, and the model then applies the skill rarely. The loss is the mean over the response's tokens with its
+end token; prompts are not learned. Muon trains the matrices of the blocks, and AdamW everything else (embeddings,
+norms, biases), both with one schedule: linear warm-up, then a cosine to 5 %.
 
-Each thread computes the gradients of other microbatches, on one core: for small models that is twice as fast as two
-threads for each operation, which wait for each other thousands of times a second (decision 0080).
+Each thread computes the gradients of its own microbatches on one core. For small models this is twice as fast as two
+threads for each operation, which would wait for each other thousands of times a second (decision 0044).
 
-Invariant: with the same model, task, settings and seed, the result is the same to the bit, with any number of threads.
-Demonstrations, or the order of the rows, are the only randomness, and they come from one generator; gradients are added
-in one order.
+Invariant: the same model, task, settings and seed give the same result to the bit, with any number of threads. The only
+randomness is in the demonstrations or the order of the rows, and comes from one generator. Gradients are added in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,14 @@ FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
 
 MICROBATCH = 6
-"""Demonstrations of one forward and backward pass."""
+"""Demonstrations in one forward and backward pass."""
 
 IGNORED = -100
 """Label of a token that is not learned."""
 
 Progress = Callable[[int, int, float, int], None]
-"""Called after every update with the updates done, all updates, the loss in nats a token, and the rows skipped because
-they are too long."""
+"""Called after every update with the updates so far, all updates, the loss in nats per token, and the number of rows
+skipped because they are too long."""
 
 
 def warm_start(
@@ -73,12 +73,12 @@ def warm_start(
 ) -> None:
     """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
 
-    ``source`` has the demonstrations, or is the rows of ``spec.data``. ``max_length`` bounds one of them in tokens;
-    ``chat_template`` is a file's path, as in the spec, and ``apply_chat_template`` and ``template_kwargs`` are as
-    there; ``seeing`` is the spec of a run with images. Sets the process's number of threads while it runs.
+    ``source``: a task with demonstrations, or the rows of ``spec.data``; ``max_length``: the longest one, in tokens.
+    ``chat_template``, ``apply_chat_template`` and ``template_kwargs`` are the spec's keys. ``seeing``: the whole spec
+    of a run with images. Sets the process's number of threads while it runs.
 
-    Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite, and as
-    ``encode_rows``.
+    Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite, and
+    ``DataError`` like ``encode_rows``.
     """
     if not isinstance(source, Rows | DemonstrationTask):
         raise UserError(
@@ -114,7 +114,7 @@ def warm_start(
     batches: Iterator[list[Example]]  # drawn one by one, each before its update
     if isinstance(source, Rows):
         encoded, skipped = encode_rows(source, encoder, max_length)
-        drawn = _shuffled(encoded, rng)
+        drawn = chain.from_iterable(rng.sample(encoded, len(encoded)) for _ in count())  # shuffled again and again
         batches = (list(islice(drawn, spec.batch_size)) for _ in range(spec.steps))
     else:
         chat = _Chat(tokenizer, texts_are_chats, template)
@@ -145,9 +145,9 @@ def warm_start(
 
 
 def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, int64, both (examples, longest - 1): the label of a position is the token that follows.
+    """Return inputs and labels, int64, both (examples, longest - 1). A position's label is the next token.
 
-    Padding is on the right, where a causal model's real tokens cannot see it: no attention mask is needed.
+    Padding is on the right, where a causal model's real tokens cannot see it, so there is no attention mask.
     """
     width = max(len(ids) for ids, *_ in examples) - 1
     inputs = torch.full((len(examples), width), pad_id)
@@ -166,10 +166,18 @@ def _examples(
     encoder: RowEncoder,
     max_length: int,
 ) -> list[Example]:
-    """Those with images, which are prompts, and then the others."""
-    prompts = [one for one in demonstrations if isinstance(one, Prompt)]
+    found: list[Example] = []
+    for one in demonstrations:  # first those with images, which are prompts; the others are tokenized in one call
+        if isinstance(one, Prompt):
+            try:
+                found.append(_short_enough(encoder.encode(one), one.uid, max_length))
+            except ChatError as error:
+                raise UserError(
+                    f"the demonstration {one.uid!r} cannot be encoded: {error}",
+                    location="model.warm_start",
+                    hint="correct the task's method `demonstration`",
+                ) from error
     others = [one for one in demonstrations if not isinstance(one, Prompt)]
-    found = [_short_enough(_encoded(one, encoder), one.uid, max_length) for one in prompts]
     return found + _tokenized(others, chat=chat, max_length=max_length, ends=encoder.ends)
 
 
@@ -183,7 +191,7 @@ def _tokenized(
         return []
     tokenizer = chat.tokenizer
     prompts, responses, templated = zip(*map(chat.texts, demonstrations), strict=True)
-    encoded = {  # a template writes the tokenizer's first token itself
+    encoded = {  # templates write the tokenizer's first token themselves
         kind: iter(tokenizer(texts, add_special_tokens=not kind)["input_ids"])
         for kind in set(templated)
         if (texts := [prompt for prompt, other in zip(prompts, templated, strict=True) if other is kind])
@@ -198,42 +206,25 @@ def _tokenized(
     return examples
 
 
-def _encoded(demonstration: Prompt, encoder: RowEncoder) -> Example:
-    try:
-        return encoder.encode(demonstration)
-    except ChatError as error:
-        raise UserError(
-            f"the demonstration {demonstration.uid!r} cannot be encoded: {error}",
-            location="model.warm_start",
-            hint="correct the task's method `demonstration`",
-        ) from error
-
-
 def _short_enough(example: Example, name: str, max_length: int) -> Example:
     if len(example.ids) > max_length:
         raise UserError(
             f"the demonstration for {name!r} has {len(example.ids)} tokens, more than model.max_length {max_length}",
-            hint="raise model.max_length, or make demonstrations shorter by task.options",
+            hint="raise model.max_length, or shorten demonstrations with task.options",
         )
     return example
 
 
-def _shuffled(examples: Sequence[Example], rng: random.Random) -> Iterator[Example]:
-    """All examples in random order, again and again."""
-    while True:
-        yield from rng.sample(examples, len(examples))
-
-
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """How demonstrations become text: as the prompts of the run do."""
+    """Renders demonstrations as text, like the prompts of the run."""
 
     tokenizer: Any
     texts_are_chats: bool
     template: ChatTemplate
 
     def texts(self, demonstration: tuple[str, str] | Sequence[Message]) -> tuple[str, str, bool]:
-        """Prompt and response, and whether the chat template wrote them."""
+        """Return prompt, response, and whether the chat template wrote them."""
         if isinstance(demonstration, tuple):
             if not self.texts_are_chats:
                 return *demonstration, False
@@ -251,8 +242,8 @@ class _Chat:
 
 
 def _threads(model: Any, spec: WarmStart) -> int:
-    """How many threads may compute with the model at a time without changing each other's results: rotary embeddings in
-    ``ROPE_BY_LENGTH`` keep the frequencies of the longest sequence so far."""
+    """Number of threads that may use the model at the same time. Only one if its rotary embeddings are in
+    ``ROPE_BY_LENGTH``: these keep the longest sequence's frequencies, so threads would change each other's results."""
     types = str([getattr(module, "rope_type", None) for module in model.modules()])
     return 1 if any(name in types for name in ROPE_BY_LENGTH) else spec.threads
 
@@ -267,14 +258,16 @@ def _train(
     vision: Vision | None,
 ) -> None:
     optimizers = _optimizers(model, spec, pool)
-    model.eval()  # without dropout: threads would share its random numbers
+    model.eval()  # no dropout: threads would share its random numbers
     for update, examples in enumerate(batches):
         factor = schedule.factor(
             update, spec.steps, warmup=spec.warmup_steps, kind="cosine", final_fraction=FINAL_FRACTION
         )
         loss = _accumulate_gradients(model, examples=examples, pad_id=pad_id, pool=pool, vision=vision)
         if not math.isfinite(loss):
-            raise UserError(f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates")
+            raise UserError(
+                f"the warm start's loss is {loss} at update {update + 1}", hint="lower the warm start's learning rates"
+            )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -287,7 +280,7 @@ def _train(
 def _accumulate_gradients(
     model: Any, examples: list[Example], pad_id: int, pool: Executor, vision: Vision | None = None
 ) -> float:
-    """Set the gradients of the mean loss over all response tokens of ``examples``, and return that loss."""
+    """Set the gradients of the mean loss over all response tokens of ``examples``, and return this loss."""
     tokens = sum(sum(example[1]) for example in examples)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -301,14 +294,14 @@ def _accumulate_gradients(
             logits = model(input_ids=inputs, use_cache=False).logits
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = summed / tokens
-        # Not ``backward``, which would add to the gradients in whatever order threads end.
+        # Not ``backward``, which would add to the gradients in the order in which threads end.
         return loss.item(), torch.autograd.grad(loss, trained, allow_unused=True)
 
-    # Rows of similar length go together: more than half of a plain batch would be padding. The longest rows begin, so
-    # that no thread is left alone with them.
+    # Rows of similar length go together: more than half of a plain batch would be padding. The longest rows come first,
+    # or one thread would still compute them when the others are done.
     by_length = sorted(examples, key=lambda example: -len(example[0]))
     total = 0.0
-    # In the order of the micro-batches, whichever thread ends first: another order gives other bits (decision 0080).
+    # Added in the order of the micro-batches, whichever thread ends first: another order gives other bits.
     for loss, gradients in pool.map(
         passes, (by_length[i : i + MICROBATCH] for i in range(0, len(by_length), MICROBATCH))
     ):
@@ -335,16 +328,15 @@ def _optimizers(model: Any, spec: WarmStart, pool: Executor) -> list[torch.optim
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration (Jordan, 2024: https://kellerjordan.github.io/posts/muon/)."""
+"""Coefficients of the quintic iteration (Jordan, 2024: https://kellerjordan.github.io/posts/muon/)."""
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices with the singular vectors of ``matrices`` and singular values of about 1, by Newton and Schulz's
-    iteration with ``COEFFICIENTS``.
+    """Set all singular values of ``matrices`` to about 1, by the Newton-Schulz iteration with ``COEFFICIENTS``.
 
-    ``matrices``, as the result: float32, [count, rows, columns].
+    Argument and result: float32, [count, rows, columns].
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
@@ -357,9 +349,9 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum made orthogonal, with decoupled weight decay.
+    """Orthogonalized Nesterov momentum with decoupled weight decay.
 
-    A matrix with more rows than columns takes a larger step, by the root of their ratio, as in Jordan's own code.
+    A matrix with more rows than columns takes a larger step, by the root of their ratio, as in Jordan's code.
     """
 
     def __init__(
@@ -380,7 +372,7 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 if matrix.grad is not None:
                     by_shape.setdefault(matrix.shape, []).append(matrix)
-            # One call for all matrices of a shape: a call costs more than the arithmetic of a small model's.
+            # One call for all matrices of a shape: for a small model a call costs more than its arithmetic.
             list(self._pool.map(partial(self._update, group), by_shape.values()))
         return None
 

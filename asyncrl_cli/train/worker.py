@@ -1,7 +1,7 @@
 """The Ray actor of one trainer rank: a thin shell around the DeepSpeed engine.
 
-Every rank gets the same calls with the same batch; each plans the same micro-batches and takes its share, so the ranks
-need no messages except their collective calls. Calls that move weights are collective: all ranks get them.
+Every rank gets the same calls with the same batch, plans the same micro-batches and takes its share. So ranks exchange
+no messages except in collective calls. Calls that move weights are collective: all ranks get them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.layout import TensorSlot
 
 LOOPBACK = "127.0.0.1"
-"""Where ranks meet that share a host."""
+"""Address at which ranks on one host meet."""
 
 
-def keep_to_share(spec: ExperimentSpec) -> None:
-    """Have torch refuse to take more of the GPU than the rank's share, while an engine uses the rest.
+def limit_gpu_memory(spec: ExperimentSpec) -> None:
+    """Limit torch to the rank's share of the GPU if an engine uses the rest.
 
-    Otherwise the first long batch takes memory that an engine needs to start again. Where engines sleep during a step
-    the rank may take what they give back, for the step (``give_back``).
+    Otherwise the first long batch could take memory that an engine needs for a restart. If engines sleep during a step,
+    the rank may use their memory until the step ends (``free_gpu_cache``).
     """
     import torch
 
@@ -41,8 +41,8 @@ def keep_to_share(spec: ExperimentSpec) -> None:
         torch.cuda.set_per_process_memory_fraction(memory_share(spec.trainer.gpus_per_rank))
 
 
-def give_back(spec: ExperimentSpec) -> None:
-    """After a step: return to the GPU what torch keeps for later; the engine that wakes up needs it."""
+def free_gpu_cache(spec: ExperimentSpec) -> None:
+    """After a step, free the memory that torch has cached: an engine that wakes up needs it."""
     import torch
 
     if engines_sleep(spec):
@@ -50,8 +50,8 @@ def give_back(spec: ExperimentSpec) -> None:
 
 
 @contextmanager
-def full_gpu_explained(spec: ExperimentSpec, rank: int) -> Iterator[None]:
-    """Raises ``RunError`` with the keys that lower what a rank needs, when the block finds no memory on the GPU."""
+def explaining_a_full_gpu(spec: ExperimentSpec, rank: int) -> Iterator[None]:
+    """When the block runs out of GPU memory, raise ``RunError`` with the keys that lower a rank's needs."""
     import torch
 
     try:
@@ -67,7 +67,7 @@ def full_gpu_explained(spec: ExperimentSpec, rank: int) -> Iterator[None]:
         raise RunError(
             f"the GPU's memory is full: {str(error).splitlines()[0]}",
             location=f"trainer-{rank}",
-            hint=f"{', or '.join(filter(None, advice))}; `asyncrl validate-spec SPEC --memory` estimates what it takes",
+            hint=f"{', or '.join(filter(None, advice))}; `asyncrl validate-spec SPEC --memory` estimates the need",
         ) from error
 
 
@@ -84,9 +84,9 @@ class TrainerWorker:
         self._base_logprobs: dict[tuple[int, ...], Any] = {}  # of the newest probe, without adapters
 
     def visit(self, search_path: str) -> RankLocation:
-        """Where Ray has put this process; answers before anything is imported.
+        """Return where Ray has put this process, before any heavy import.
 
-        Raises ``ConfigError`` when this host lacks the folder of the model or of the user's own functions.
+        Raises ``ConfigError`` when this host lacks the folder of the model or of the user's functions.
         """
         import ray
 
@@ -101,9 +101,9 @@ class TrainerWorker:
         return RankLocation(str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address(), gpus)
 
     def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
-        """Become this rank, and import what ``start`` needs. ``one_host``: all ranks are on this host.
+        """Become this rank, and import the libraries of ``start``. ``one_host``: all ranks are on this host.
 
-        Returns the address and the port at which other ranks reach this one. The port is held until ``start``.
+        Returns the address and port at which other ranks reach this one. The port is held until ``start``.
         """
         redirect_output(self._log_dir, f"trainer-{rank}")
         self._rank = rank
@@ -118,7 +118,7 @@ class TrainerWorker:
         return address, self._listener.getsockname()[1]
 
     def prepare_model(self, search_path: str) -> str:
-        """Make the initial model, if it has to be made; returns its folder. For rank 0."""
+        """Make the initial model if the spec asks for it, on rank 0; returns its folder."""
         from asyncrl_cli.tasks.load import load_task
         from asyncrl_cli.train.model.initial import prepare_model
 
@@ -129,14 +129,14 @@ class TrainerWorker:
         return str(prepare_model(self._spec, lambda: load_task(self._spec.task, path), note, path))
 
     def progress(self) -> tuple[int, int, float, int]:
-        """The warm start's updates done, all updates, loss, and rows skipped."""
+        """The warm start's finished updates, all updates, loss, and skipped rows."""
         return self._progress
 
     def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
-        """Join the other ranks and load the model, or a checkpoint's state over it.
+        """Join the other ranks and load the model, then a checkpoint's state over it.
 
-        Modules of the user's own functions are looked up in ``search_path`` first. Raises ``RunError`` when a trainer
-        of this spec cannot load the checkpoint, or engines would apply its adapters to other weights, and ``UserError``
+        Modules of the user's functions are searched in ``search_path`` first. Raises ``RunError`` when a trainer of
+        this spec cannot load the checkpoint, or engines would apply its adapters to other weights, and ``UserError``
         when a function cannot be imported.
         """
         import torch
@@ -156,7 +156,7 @@ class TrainerWorker:
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
             torch.set_num_threads(trainer.threads_per_rank)
-        keep_to_share(self._spec)
+        limit_gpu_memory(self._spec)
         torch.manual_seed(self._spec.seed)
         self._model_dir = model_dir
         sources: dict[str, checkpoints.Source] = {}
@@ -166,7 +166,8 @@ class TrainerWorker:
             sources = {part: checkpoints.find_source(saved, trainer, part) for part in parts}
         load_universal = any(source.is_universal for source in sources.values())
         if load_universal and self._rank == 0:
-            # Before rank 0 joins: the other ranks wait for it in the next line, and read what it made (decision 0011).
+            # Before rank 0 joins: the other ranks wait for it in ``join_process_group`` and then read these files
+            # (decision 0011).
             for source in sources.values():
                 checkpoints.to_universal(source)
         ds.join_process_group(
@@ -201,14 +202,15 @@ class TrainerWorker:
         self._snapshot = checkpoints.Snapshot()
         self._tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         base = base_bits(self._model) if self._spec.model.published_adapter is not None else []
-        # Last: it restores the random-number states, from which the models above may have drawn. Policy, then critic.
+        # Last, because loading the models above may draw random numbers, and this restores their states. Collective:
+        # policy before critic on all ranks.
         for part, source in sources.items():
             engine = critic if critic is not None and part == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
             self._updates = source.counters.updates
-        if base and base_bits(self._model) != base:  # engines would apply the adapters to other weights (decision 0057)
+        if base and base_bits(self._model) != base:  # engines would apply the adapters to other weights (decision 0053)
             raise RunError(
-                f"the model in {model_dir} is not the one that this checkpoint's adapters were trained on",
+                f"this checkpoint's adapters were trained on another model than the one in {model_dir}",
                 location=str(checkpoint),
                 hint="restore that model there: with model.lora.serve: adapter engines read its weights themselves",
             )
@@ -216,28 +218,28 @@ class TrainerWorker:
             reference.load(Path(checkpoint))
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
-        """All optimizer updates of one step."""
+        """Make all optimizer updates of one step."""
         bound_log()  # the user's objective may print
         from asyncrl_cli.train.model.reference import Copy
         from asyncrl_cli.train.step import train_batch
 
-        # Before the first update: the reference of this step is the policy at its start.
+        # Before the first update: the step's reference is the policy at its start.
         if isinstance(reference := self._learner.reference, Copy):
             reference.before_step(batch.step, self._model)
-        with full_gpu_explained(self._spec, self._rank):
+        with explaining_a_full_gpu(self._spec, self._rank):
             report, self._updates = train_batch(self._learner, batch, self._updates)
-        give_back(self._spec)
+        free_gpu_cache(self._spec)
         return report
 
     def layout(self) -> tuple[TensorSlot, ...]:
-        """The layout of the weights that engines get; the same on every rank."""
+        """Return the layout of the weights that engines get; it is the same on every rank."""
         return self._layout
 
     def write(self, version: int, paths: Sequence[str], prompt_ids: Sequence[int] = ()) -> Probe | None:
-        """Write this rank's shard of the weights into the memory at its path, one of ``paths`` for each rank.
+        """Write this rank's shard of the weights into the memory at ``paths[rank]``.
 
-        Rank 0 returns what proves them, by ``prompt_ids`` of the task's prompts. Collective: a rank that does not find
-        its memory takes part all the same, and then raises ``ReplicaGone``.
+        Rank 0 returns the probe that proves them, made from ``prompt_ids`` of the task's prompts. Collective: a rank
+        that does not find its memory still takes part, and then raises ``ReplicaGone``.
         """
         from asyncrl_cli.train.model.lora import without_adapters
         from asyncrl_cli.train.shards import adapter_shards, shards, write_shard
@@ -253,11 +255,11 @@ class TrainerWorker:
                 tensors = writing.enter_context(self._replica.open(paths[self._rank], version))
             except ReplicaGone as gone:
                 missing = gone
-            # All of them, with or without memory: the other ranks gather adapters with this one.
+            # All weights, with or without memory: the other ranks gather adapters together with this one.
             for name, begin, own in own_shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
                 if missing is None:
                     write_shard(tensors[name], begin=begin, own=own, copies=self._copies)
-            # On all ranks, as the forward pass is collective (decision 0003), while a GPU copies what was begun above.
+            # On all ranks, because the forward pass is collective (decision 0003). A GPU copies the weights during it.
             probe = self._probe(prompt_ids)
             base = self._base_logprobs.get(probe.ids)
             if adapter_only and base is None:
@@ -275,10 +277,10 @@ class TrainerWorker:
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.shards import engine_layout
 
-        # Collective, as in ``write``: ranks that write nothing take part.
+        # Collective: ranks that write nothing must iterate, too.
         weights = full_weights(self._model, self._spec.trainer.zero_stage)
         if self._rank == 0:
-            layout = engine_layout(self._model, self._model.dtype)  # engines may get the adapters alone
+            layout = engine_layout(self._model, self._model.dtype)  # ``self._layout`` may have only the adapters
             save_while_gathered(self._model, source=self._model_dir, folder=folder, slots=layout, weights=weights)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
         else:
@@ -286,7 +288,7 @@ class TrainerWorker:
                 pass
 
     def save_checkpoint(self, folder: str, sharers: int) -> None:
-        """Copy this rank's shard of weights, optimizer and counters, its random-number states, and the reference.
+        """Copy this rank's shard of weights and optimizer, its counters and random-number states, and the reference.
 
         Collective. Training may continue when all ranks have returned. ``sharers``: ranks on this host; 0: write files
         instead of copying.
@@ -296,7 +298,7 @@ class TrainerWorker:
 
         root, snapshot = Path(folder), self._snapshot
         with snapshot.taken(sharers):
-            # Policy, then critic, on every rank: DeepSpeed's saving has barriers.
+            # Policy before critic on every rank: DeepSpeed's saving has barriers.
             save_state(self._engine, snapshot, folder=root, rank=self._rank, updates=self._updates)
             if (critic := self._learner.critic) is not None:
                 save_state(critic, snapshot, folder=root / CRITIC, rank=self._rank, updates=self._updates)
@@ -304,9 +306,9 @@ class TrainerWorker:
                 snapshot.files |= self._learner.reference.state(root, self._rank)
 
     def write_checkpoint(self, folder: str) -> dict[str, Digest]:
-        """Write what ``save_checkpoint`` copied; other methods may run meanwhile.
+        """Write the copies of ``save_checkpoint``, while other methods may run.
 
-        Returns the checksums of this rank's files, which are on disk, by the path in ``folder``.
+        Returns the checksums of this rank's files by path in ``folder``. All files are on disk.
         """
         return {path.relative_to(folder).as_posix(): digest for path, digest in self._snapshot.write().items()}
 
@@ -326,7 +328,7 @@ class TrainerWorker:
         if image is not None:
             ids, mask, images["images"] = policy.vision.with_image(policy.model, ids, mask)
             first = image.end
-        # An engine's log-probs of a prompt, which the probe is, are not divided by the temperature.
+        # For engines the probe is a prompt, and they compute a prompt's log-probs at temperature 1.
         temperature, policy.temperature = policy.temperature, 1.0
         try:
             with torch.no_grad():

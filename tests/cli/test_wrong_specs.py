@@ -300,7 +300,7 @@ def test_heads_that_crash_a_cpu_engine_are_refused(tmp_path: Path) -> None:
     assert spec.model.init is not None
     init = spec.model.init.model_copy(update={"config": {**spec.model.init.config, "head_dim": 24}})
     write_model_stub(init, spec.model.max_length, tmp_path)
-    with pytest.raises(ConfigError, match="attention heads have 24 dimensions; vLLM's CPU engine takes 32, 64"):
+    with pytest.raises(ConfigError, match="attention heads have 24 dimensions; vLLM's CPU engine supports 32, 64"):
         engine_config(spec, str(tmp_path), "dummy")
 
 

@@ -1,4 +1,4 @@
-"""Whether one use of a library fits a release of it."""
+"""Checks whether one use of a library fits a release of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.contracts.uses import Use
 
 
 def problem(use: Use, package: Package, installed: bool) -> str | None:
-    """What is wrong with a use; None when it fits.
+    """Return the fault of a use; None if it fits.
 
-    ``installed``: what the source does not show, as for compiled modules, is imported and inspected.
+    ``installed``: the library is also imported, to inspect names that its source does not show (compiled modules).
     """
     if use.library == "torch":
         return _imported_problem(use)
@@ -40,7 +40,7 @@ def problem(use: Use, package: Package, installed: bool) -> str | None:
 
 
 def _value_of(package: Package, dotted: str) -> Definition | None:
-    """A member of a module's variable whose value is an object, such as ``state = GlobalState()``."""
+    """A member of an object in a module's variable, such as ``state = GlobalState()``."""
     owner, _, name = dotted.rpartition(".")
     variable = package.find(owner) if owner else None
     if variable is None:
@@ -66,7 +66,7 @@ def _refusal(use: Use, accepts: Signature | None) -> str | None:
 
 
 def _sets(owner: type, name: str) -> bool:
-    """Whether objects of a class have an attribute that the class itself does not define."""
+    """True if objects of a class have an attribute that the class itself does not define."""
     sources = [inspect.getsource(one) for one in owner.__mro__ if one.__module__.startswith("torch.")]
     return any(re.search(rf"(self\.|^    ){name}\b", source, re.MULTILINE) for source in sources)
 
@@ -88,7 +88,7 @@ def _imported_problem(use: Use) -> str | None:
                 return f"{'.'.join(names[:index])} has no {name}"
     try:
         accepts = inspect.signature(found)
-    except (TypeError, ValueError):  # of compiled code
+    except (TypeError, ValueError):  # compiled code
         return None
     if "()." in use.target and inspect.isroutine(found):
         accepts = accepts.replace(parameters=list(accepts.parameters.values())[1:])

@@ -1,4 +1,4 @@
-"""The classes of vLLM's, DeepSpeed's and Ray's objects where they are not visible in asyncrl's code.
+"""The classes of vLLM's, DeepSpeed's and Ray's objects that are not visible in asyncrl's code.
 
 A path is relative to asyncrl_cli, with ``:name`` for one class or function of the file.
 """
@@ -80,5 +80,5 @@ RESULTS: dict[str, str] = {
     "vllm.reasoning.ReasoningParserManager.get_reasoning_parser": "vllm.reasoning.ReasoningParser",
     "vllm.reasoning.ReasoningParser().extract_reasoning": "",
 }
-"""The class of what a function of these libraries returns, or of a member; empty if the class is not theirs, such as a
-list or our own model."""
+"""The class of a library function's result, or of a member; empty if the class is not the library's, such as a list or
+our own model."""

@@ -1,4 +1,6 @@
-"""Every use of vLLM against the releases that the extra `gpu` allows: python -m tests.contracts.releases [VERSION ...]
+"""Checks every use of vLLM against the releases that the extra `gpu` allows.
+
+Usage: python -m tests.contracts.releases [VERSION ...]
 
 The wheels are downloaded without dependencies (about 330 MB each) and read, not installed. Exit code 1: some use does
 not fit.
@@ -51,7 +53,7 @@ def fetch(version: str, folder: Path) -> Package:
 
 
 def misfits(package: Package) -> list[str]:
-    """What does not fit a release of vLLM, with the places in our code."""
+    """Return the uses that do not fit a release of vLLM, with their places in our code."""
     uses = [use for use in all_uses()[0] if use.library == "vllm"]
     wrong = [f"{use}\n    {what}" for use in uses if (what := problem(use, package, installed=False))]
     return wrong + list(vllm_contract.problems(package))

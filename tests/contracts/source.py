@@ -1,6 +1,6 @@
-"""Names, signatures and members of a package, read from its source: nothing is imported.
+"""Reads names, signatures and members of a package from its source, without importing it.
 
-So parts that can be imported only with a GPU are read, too, and also releases that are not installed.
+So it can also read modules that need a GPU, and releases that are not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 DEFAULT = "has one"
 """Stands for a default value: only its existence matters."""
 PART_OF = (ast.If, ast.Try, ast.With)
-"""Statements in a module or class whose bodies define further names of it."""
+"""Statements in a module or class with bodies that define further names of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Package:
         return self._trees[module]
 
     def find(self, dotted: str) -> Definition | None:
-        """What a dotted name refers to, through re-exports; None if the source does not define it."""
+        """Resolve a dotted name, through re-exports; None if the source does not define it."""
         if dotted not in self._found:
             self._found[dotted] = self._find(dotted, frozenset())
         return self._found[dotted]
@@ -96,7 +96,7 @@ class Package:
     # -- classes
 
     def resolve(self, where: Definition, expression: ast.expr) -> Definition | None:
-        """What a name in a module refers to, such as a base class, an annotation or a decorator."""
+        """Resolve a name in a module, such as a base class, an annotation or a decorator."""
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
             expression = ast.parse(expression.value, mode="eval").body
         if isinstance(expression, ast.Subscript):  # Generic[...], Optional[...]
@@ -105,7 +105,7 @@ class Package:
         return self.find(f"{where.module}.{name}") if name.replace(".", "").isidentifier() else None
 
     def bases(self, where: Definition) -> Iterator[Definition]:
-        """A class and its base classes whose source is available, nearest first."""
+        """A class and its base classes with available source, nearest first."""
         assert isinstance(where.node, ast.ClassDef)
         yield where
         for base in where.node.bases:
@@ -127,7 +127,7 @@ class Package:
         return None
 
     def inherits_unknown(self, where: Definition, name: str) -> bool:
-        """Whether a class inherits the member from a base class of another package, which is imported to find out."""
+        """True if a class inherits the member from a base class of another package, which is imported to find out."""
         for one in self.bases(where):
             assert isinstance(one.node, ast.ClassDef)
             for base in one.node.bases:
@@ -156,7 +156,7 @@ class Package:
 
 
 def signature(found: Definition, bound: bool = False) -> Signature | None:
-    """What may be passed to a function or class; None if the source does not show it.
+    """Parameters of a function or class; None if the source does not show them.
 
     ``bound``: without the first parameter, as a method of an object.
     """

@@ -1,4 +1,4 @@
-"""Where asyncrl uses vLLM, DeepSpeed, Ray and torch: imports, calls, and members of their objects, found in its code.
+"""Finds asyncrl's uses of vLLM, DeepSpeed, Ray and torch in its code: imports, calls, and members of their objects.
 
 A name refers to an object of these libraries if it is imported, annotated with one of their classes, assigned from one
 of their calls, or listed in ``objects.OBJECTS``.
@@ -18,7 +18,7 @@ LIBRARIES = ("vllm", "deepspeed", "ray", "torch")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Names = dict[str, str]
-"""What expressions in our code refer to: dotted names of the libraries, with ``()`` for an object of a class."""
+"""Meanings of expressions in our code: dotted names in the libraries, with ``()`` for an object of a class."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An object of these libraries whose class is unknown and whose members are used."""
+    """An object of these libraries with used members and an unknown class."""
 
     place: str
     name: str
@@ -164,7 +164,7 @@ class _Reader:
                 self._add(node, target, ast.unparse(node))
 
     def _named(self, node: ast.expr, names: Mapping[str, str]) -> str | None:
-        """What an expression refers to; None if it is not from these libraries."""
+        """Resolve an expression; None if it is not from these libraries."""
         text = ast.unparse(node)
         if text in names:
             return names[text] or None

@@ -1,4 +1,4 @@
-"""What asyncrl needs of vLLM without calling it: arguments, values, environment variables, base classes."""
+"""Requirements on vLLM other than calls: arguments, values, environment variables, base classes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def problems(package: Package) -> Iterator[str]:
 
 
 def written_arguments() -> set[str]:
-    """The names that ``engine_args`` passes to vLLM, with those of the functions that it calls."""
+    """The names that ``engine_args`` and the functions that it calls pass to vLLM."""
     functions = _functions("rollout/engine_settings.py")
     whole = functions["engine_args"]
     called = {ast.unparse(node.func) for node in ast.walk(whole) if isinstance(node, ast.Call)}

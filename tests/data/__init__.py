@@ -1,1 +1,1 @@
-"""Prompts and their sources. This is a package, so that its folders `trl` and `verl` do not shadow the libraries."""
+"""Prompts and their sources. A package, because its folders `trl` and `verl` would otherwise shadow the libraries."""

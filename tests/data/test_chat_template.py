@@ -1,5 +1,4 @@
-"""Chat templates of several families: the form of messages that each shows, its limits, and templates that do not
-end."""
+"""Chat templates of several families: the form of messages that each one shows, its limits, and endless templates."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ PARTS = template_of(
     TOOLS,
     "<{{ m.role }}>{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}",
 )
-"""Like Idefics's, whose content is a list of parts."""
+"""Like Idefics's: content is a list of parts."""
 NO_SYSTEM = template_of(
     "{{ call.function | tojson }}",
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TOOLS,
@@ -77,7 +76,7 @@ OWN_SYSTEM = "{% if messages[0].role != 'system' %}<system>Be good.{{ '\\n' }}{%
 """Like Qwen2.5's."""
 
 UNTRIED = {Feature.NO_SYSTEM, Feature.ARGUMENTS, Feature.PARALLEL, Feature.TEXT, Feature.REASONING}
-"""Needs a template that shows system messages, or one that shows calls."""
+"""Features that are not tried if a template shows neither system messages nor tool calls."""
 CALLS = [
     {"id": f"id{city}", "type": "function", "function": {"name": "find", "arguments": f'{{"city": "{city}"}}'}}
     for city in ("Oslo", "Rome")
@@ -190,7 +189,7 @@ def test_a_message_that_a_template_changes_or_that_has_calls_is_not_continued() 
         template(CHATML).text([USER, called(CALLS[0], content="There")], reply=True)
     assert template(CHATML).text([USER, called(CALLS[0])])
     short = template("{% for m in messages %}{{ m.content.replace('_', '') }}{% endfor %}")
-    with pytest.raises(ChatError, match="changes the assistant message that is to be continued"):
+    with pytest.raises(ChatError, match="changes the assistant message that it should continue"):
         short.text([USER, {"role": "assistant", "content": "Somewhere else"}], reply=True)
 
 

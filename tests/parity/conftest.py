@@ -1,6 +1,6 @@
 """Our mathematics compared with TRL's and verl's own functions: `make parity`.
 
-Both are installed in a separate environment, so that ordinary test runs collect nothing here. Every comparison uses
+Both are installed in a separate environment, and ordinary test runs collect nothing here. Every comparison uses
 ``same``, which fails above ``TOLERANCE``; a table of all comparisons is printed at the end.
 """
 
@@ -14,8 +14,8 @@ import pytest
 from torch import Tensor
 
 TOLERANCE = 1e-5
-"""Largest difference of two float32 results, relative to the largest number in theirs. A loss is a sum whose terms
-cancel: its difference is relative to the sum of their magnitudes, which the magnitudes of its gradient replace here."""
+"""Largest difference of two float32 results, relative to the largest number in theirs. A loss is a sum of terms that
+cancel, so its difference is relative to the sum of their magnitudes; the gradient's magnitudes stand for these here."""
 
 collect_ignore_glob = [] if find_spec("trl") and find_spec("verl") else ["test_*.py"]
 
@@ -38,7 +38,7 @@ TABLE = pytest.StashKey[dict[tuple[str, str], dict[str, float]]]()
 
 @pytest.fixture
 def same(pytestconfig: pytest.Config) -> Same:
-    """Two names for the table, and their results, or gradients."""
+    """Two names for the table, and their results or gradients."""
     table = pytestconfig.stash.setdefault(TABLE, {})
 
     def compare(

@@ -1,13 +1,13 @@
 """Compared with the methods of TRL's trainers, called on objects that have only the attributes that these read.
 
 Where the two differ on purpose:
-- TRL adds 1e-4 to the deviation of a group, we 1e-6: this is corrected before ``group_norm`` is compared, and GDPO's
-  parts of rewards are compared with TRL's number in both;
-- the limit at which CISPO clips is given as the ratio itself, and there is no lower limit;
-- TRL's GSPO has one gradient for all tokens of a sequence, ours (GSPO-token) weighs each by its own importance weight:
-  it is compared with the weights of sequences;
-- TRL's bonus is the mean entropy of a micro-batch whatever the aggregation, ours is aggregated like the loss: it is
-  compared where they are the same, with ``token_mean``;
+- TRL adds 1e-4 to a group's deviation, we add 1e-6: this is corrected before ``group_norm`` is compared, and GDPO's
+  reward parts are compared with TRL's number in both;
+- CISPO's clip limit is given as the ratio itself, and there is no lower limit;
+- TRL's GSPO has one gradient for all tokens of a sequence, ours (GSPO-token) weighs each token by its importance
+  weight: it is compared with the sequences' weights;
+- TRL's bonus is the mean entropy of a micro-batch with any aggregation, ours is aggregated like the loss: they are
+  compared with ``token_mean``, where they are the same;
 - TRL's clipped losses also limit the ratio of positive advantages by ``delta``, without effect above the clip limit.
 """
 
@@ -68,7 +68,7 @@ LOSS_CASES: list[tuple[str, str, Aggregation, AlgorithmSpec]] = [
 def test_policy_losses(
     same: Same, seed: int, spread: float, name: str, theirs: str, aggregation: Aggregation, numbers: AlgorithmSpec
 ) -> None:
-    """With weights and a k3 penalty, and with an entropy bonus where both compute the same."""
+    """With weights and a k3 penalty, and with an entropy bonus if both compute the same."""
     logprobs, proximal, advantages, behaviour, reference, entropies, mask = case(
         seed, spread, "logprobs", "proximal", "advantages", "behaviour", "reference", "entropies", "mask"
     )

@@ -26,7 +26,7 @@ from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, col
 
 
 class Owner:
-    """Records ended rollouts, in the batches in which they arrived."""
+    """Records ended rollouts, batch by batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -192,7 +192,7 @@ def test_new_tokens_of_known_rollouts_are_passed_on() -> None:
     run(check())
 
 
-def test_activity_adds_up() -> None:
+def test_activity_adds_up_over_reports() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)

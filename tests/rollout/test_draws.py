@@ -20,7 +20,7 @@ def row_seeds(rows: list[tuple[int, int]]) -> list[int]:
     return found
 
 
-def test_it_is_splitmix64() -> None:
+def test_seeds_are_outputs_of_splitmix64() -> None:
     """The first outputs of the published generator for the seed 0, which the mixing does not change."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
     assert [one % 2**64 for one in row_seeds([(0, position) for position in range(4)])] == outputs

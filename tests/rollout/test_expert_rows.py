@@ -59,7 +59,7 @@ def test_rows_stay_with_their_tokens(count: int, cuts: list[int], dtype: type, v
         assert belongs(full.slice(0, cut).extended(full.slice(cut, None)))
 
 
-def test_what_is_not_known_is_filled_with_rows_that_say_so() -> None:
+def test_unknown_experts_are_marked_as_unknown() -> None:
     known = sequence(3)
     both = known.extended(TokenSequence.context([7, 8]))
     assert both.experts is not None
@@ -164,7 +164,7 @@ def test_a_continued_rollout_has_the_experts_of_each_engine(prompt: int, prefix:
 
 
 def reply(first: int, end: int, engine: int) -> Rollout:
-    """An engine's answer to a call whose prompt consists of the tokens up to ``first``."""
+    """An engine's answer to a call with the tokens up to ``first`` as its prompt."""
     count = end - first
     return Rollout(
         *(np.arange(first, end, dtype=np.int32), np.zeros(count, np.float32), np.full(count, 5, np.int32)),

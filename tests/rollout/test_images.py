@@ -158,7 +158,7 @@ def compare(bench: VisionBench, loops: asyncio.Runner) -> None:
 
 
 @pytest.mark.parametrize(("policy", "version"), [("keep", 11), ("recompute", 21)])
-def test_image_features_are_of_the_weights_that_serve(
+def test_image_features_come_from_the_serving_weights(
     bench: VisionBench, loops: asyncio.Runner, policy: str, version: int
 ) -> None:
     """A new version changes the tower: features of the old one are in the encoder cache, and must not be used."""

@@ -1,4 +1,4 @@
-"""An engine that releases its GPU memory: what waits meanwhile, and what continues afterwards."""
+"""An engine that releases its GPU memory: calls that must wait, and calls that continue afterwards."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(vllm: Vllm, monkey
         monkeypatch.setattr(vllm, "sleep", refuses)
         with pytest.raises(RuntimeError, match="after sleeping"):
             await engine.sleep()
-        await engine.abort()  # which needs the lock that the sleep had acquired
+        await engine.abort()  # it needs the lock that the sleep had acquired
         assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
 
     asyncio.run(check())

@@ -1,4 +1,4 @@
-"""Reading running requests from stand-ins for vLLM's request states (test_segments.py uses vLLM's own)."""
+"""Reads running requests from stand-ins for vLLM's request states (test_segments.py uses vLLM's own)."""
 
 from __future__ import annotations
 

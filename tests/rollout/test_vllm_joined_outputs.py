@@ -131,7 +131,7 @@ def test_a_request_that_may_wait_comes_in_one_record_and_others_at_once() -> Non
     assert sent == [[("b0", 1)], [("b0", 1)], [("a0", 3), ("b0", 1)]]
 
 
-def test_what_waits_is_sent_in_time_although_nothing_follows() -> None:
+def test_waiting_tokens_are_sent_at_their_deadline() -> None:
     source: queue.Queue[Any] = queue.Queue()
     source.put((0, message(outputs=[record("a", [1]), record("b", [2])], weight_version="4")))
     _, outputs = JoinedOutputs(source.get, {"a": 60.0, "b": 0.01}.__getitem__).get()

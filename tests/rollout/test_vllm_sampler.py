@@ -210,7 +210,7 @@ def test_drafted_tokens_are_divided_by_their_requests_temperature(runner: Runner
     assert found.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
 
 
-def test_it_is_left_as_it_is_where_vllm_has_no_kernel_for_it() -> None:
+def test_sampler_is_unchanged_if_vllm_has_no_kernel() -> None:
     from vllm.v1.sample.sampler import Sampler
 
     from asyncrl_cli.rollout.vllm_sampler import PositionSampler, sample_by_position

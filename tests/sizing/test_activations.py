@@ -1,4 +1,4 @@
-"""Activations counted on fake tensors: exact, and the same from two models with few layers as from the whole model."""
+"""Activations counted on fake tensors: exact, and two models with few layers give the same as the whole model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_storages_count_as_long_as_they_live() -> None:
     [("qwen3", SMALL), ("qwen3_moe", SMALL | EXPERTS), ("glm4_moe", SMALL | DENSE_FIRST)],
 )
 @pytest.mark.parametrize("recompute", [False, True])
-def test_two_short_models_say_what_the_whole_one_takes(architecture: str, settings: Any, recompute: bool) -> None:
+def test_two_short_models_give_the_memory_of_the_whole_model(architecture: str, settings: Any, recompute: bool) -> None:
     config = AutoConfig.for_model(architecture, num_hidden_layers=7, **settings)
     micro_batch = Pass(4, 64, 200, recompute, "float32", "sdpa")
     assert activation_bytes(config, kinds_of(config), micro_batch) == _trace(config, 7, micro_batch)
@@ -79,7 +79,7 @@ def test_larger_chunks_of_the_head_take_more() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "memory", "chunk"), [(0, 24, None), (1, 24, 2**27), (1, None, 2**28)])
-def test_the_head_has_the_chunks_of_the_device(
+def test_head_uses_the_chunk_size_of_its_device(
     gpus: int, memory: float | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[Pass] = []
@@ -96,7 +96,7 @@ def test_the_head_has_the_chunks_of_the_device(
     assert [one.chunk for one in passes] == [chunk]
 
 
-def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
+def test_counted_activations_equal_a_real_pass() -> None:
     """Compared with the same operations on real tensors: the policy's own forward and backward pass."""
     from asyncrl_cli.train.model.policy import Policy
 

@@ -25,7 +25,7 @@ SPEC = ExperimentSpec.model_validate(
 
 
 def model(width: int = 1024, layers: int = 8, tied: bool = False, share: float = 1.0) -> SizedModel:
-    """A transformer whose activations are 100 numbers of its width for each token and layer; 2 when recomputed."""
+    """A transformer with activations of 100 widths for each token and layer; 2 widths when recomputed."""
     vocabulary, of_layer = 32_000, 12 * width * width
     head = 0 if tied else vocabulary * width
     parameters = vocabulary * width + layers * of_layer + head
@@ -249,8 +249,8 @@ def test_a_gpu_that_an_engine_and_a_rank_share_is_divided() -> None:
     assert sleeping.capacity == pytest.approx(0.92 * 100 * GB) and both.capacity == 100 * GB
 
 
-def test_an_engine_that_wakes_up_has_room_beside_the_states_of_its_rank() -> None:
-    """As of a model of 0.6 billion weights on 16 GB: 8.4 GB of states, 7.4 of the engine, and two contexts."""
+def test_an_engine_that_wakes_up_has_room_next_to_its_ranks_states() -> None:
+    """Like a model with 0.6 billion weights on 16 GB: 8.4 GB of states, 7.4 GB for the engine, and two contexts."""
     found = model(2048, 9)
     changed = sized(
         trainer__zero_stage=2,

@@ -39,7 +39,7 @@ def main() -> None:
     from asyncrl_cli.train.model.initial import build_initial_model
 
     torch.set_num_threads(1)
-    chunked_logprobs.CHUNK_NUMBERS = 500  # so that every pass has several chunks
+    chunked_logprobs.CHUNK_NUMBERS = 500  # every pass has several chunks
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)

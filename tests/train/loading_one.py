@@ -2,9 +2,9 @@
 
 python loading_one.py OUT.pt RANK PORT MODELS [KEY=VALUE ...]
 
-Saves, for each model, ZeRO stage and dtype, which weights or buffers differ from those of ``from_pretrained``; the
-message for a damaged model; log-probs of references; and the private memory for loading the largest model, weight by
-weight and by transformers alone.
+Saves, for each model, ZeRO stage and dtype, which weights or buffers differ from ``from_pretrained``; the message for a
+damaged model; log-probs of references; and the private memory for loading the largest model, weight by weight and by
+transformers alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
     sharded = spec.trainer.model_copy(update={"zero_stage": 3})
     results: dict[Any, Any] = {}
-    ds.load_model(sharded, str(Path(models) / "qwen3_moe"))  # so that lazily imported code is loaded
+    ds.load_model(sharded, str(Path(models) / "qwen3_moe"))  # loads lazily imported code
     kept = []
     for streamed in (ds.streamed, nullcontext):
         with patch.object(ds, "streamed", streamed):
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
-    """A reference's log-probs, those after it was replaced by another policy, and the number of its weights here."""
+    """A reference's log-probs before and after a refresh from another policy, and the number of its weights here."""
     import torch
 
     from asyncrl_cli.train.model.reference import Copy, load_reference
@@ -91,7 +91,7 @@ def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
 
 
 def differences(trainer: TrainerSpec, folder: str) -> list[str]:
-    """Names of tensors in which a loaded model differs from the one that transformers loads by itself."""
+    """Names of the tensors that differ between a loaded model and the model that transformers loads by itself."""
     import torch
     from transformers import AutoModelForCausalLM
 

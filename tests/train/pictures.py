@@ -28,7 +28,7 @@ def picture(seed: int, width: int = 56, height: int = 56) -> Image:
 
 
 def saved_model(architecture: str, folder: Path, max_length: int = 256) -> None:
-    """A model of ``IMAGE_MODELS`` in which every weight is random and an image matters."""
+    """A model of ``IMAGE_MODELS`` with random weights, whose results depend on the image."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -51,7 +51,7 @@ def saved_model(architecture: str, folder: Path, max_length: int = 256) -> None:
 
 
 def row(config: Any, *parts: int | Image, sampled: int = 4, version: int = 0, seed: int = 0) -> TrainingRow:
-    """A training row: so many random text tokens, or an image, in turn; the last ``sampled`` tokens count."""
+    """A training row of random texts of given lengths and images, in turn; the last ``sampled`` tokens count."""
     rng = np.random.default_rng(seed)
     ids: list[int] = []
     placed = []

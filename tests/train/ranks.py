@@ -1,6 +1,6 @@
-"""Running a program as several trainer ranks, without Ray.
+"""Runs a program as several trainer ranks, without Ray.
 
-Ranks are forked from one process that has imported what all of them need: imports take longer than most tests.
+Ranks are forked from one process that has made all imports, because imports take longer than most tests.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments
 
 @cache
 def forked() -> ForkServerContext:
-    """The context whose processes are forked after all imports, with a trainer's environment."""
+    """A context that forks processes after all imports, with a trainer's environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with patch.dict(os.environ, trainer_environment(load_spec(SPEC).spec)):

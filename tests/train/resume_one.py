@@ -23,7 +23,7 @@ from asyncrl_cli.train import worker as workers
 from asyncrl_cli.train.model.lora import gathered
 
 SUB_GROUP = 20_000
-"""Elements of one part of ZeRO-3's optimizer: few, so that the small model has several parts, like large models."""
+"""Elements of one part of ZeRO-3's optimizer: few, because the small model must have several parts, like large ones."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     worker = workers.TrainerWorker(spec, str(Path(out).parent))
     worker._rank = int(rank)
     worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source, ".")
-    # Not the initial state of every process, so that equal random numbers later are significant.
+    # Not the initial state of every process: otherwise equal random numbers later would prove nothing.
     if source == "-":
         for state in (random, np.random):
             state.seed(1000 + int(rank))

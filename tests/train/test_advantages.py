@@ -132,7 +132,7 @@ def test_running_mean_follows_its_recursion_and_advantages_are_normalized_over_t
     expected = []
     for known in earlier:
         total, weight = 0.0, 0.0
-        for reward in reversed(known):  # each visit multiplies the weights of those before it
+        for reward in reversed(known):  # each visit multiplies the weights of earlier visits
             total, weight = keep * total + reward, keep * weight + 1.0
         expected.append((mean + total) / (1.0 + weight))
     given_rewards = torch.tensor(rewards, dtype=torch.float64)[:, None]
@@ -156,7 +156,7 @@ def test_first_visits_have_the_mean_of_the_step_as_their_baseline() -> None:
     assert running_means(masked, [[], []], 1.0).flatten().tolist() == [1.0, 1.0]
 
 
-def test_what_a_users_estimator_returns_is_looked_at() -> None:
+def test_a_users_advantages_are_checked() -> None:
     rewards = torch.tensor([[1.0, 0.0], [0.5, 0.0]])
     assert check_advantages(rewards, rewards) is rewards
     for result, message in (
@@ -170,7 +170,7 @@ def test_what_a_users_estimator_returns_is_looked_at() -> None:
 
 
 @given(length=st.integers(0, 40), maximum=st.integers(1, 30), share=st.floats(0, 1))
-def test_the_overlong_lose_as_dapo_says(length: int, maximum: int, share: float) -> None:
+def test_overlong_penalty_follows_dapo(length: int, maximum: int, share: float) -> None:
     buffer = max(1, round(share * maximum))
     if length <= maximum - buffer:
         penalty = 0.0
@@ -183,7 +183,7 @@ def test_the_overlong_lose_as_dapo_says(length: int, maximum: int, share: float)
     assert found.item() == pytest.approx(-penalty, rel=1e-6)
 
 
-TURNS = st.lists(  # of a group: the rewards of each rollout's turns
+TURNS = st.lists(  # one group: the rewards of each rollout's turns
     st.lists(st.sampled_from([0.0, 1.0]) | st.floats(-3, 3), min_size=1, max_size=4), min_size=1, max_size=5
 )
 

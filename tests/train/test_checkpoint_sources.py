@@ -47,7 +47,7 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
         ((2, 0), (5, 0), False),
     ],
 )
-def test_what_a_trainer_has_to_load(
+def test_trainer_loads_its_shards_or_a_universal_checkpoint(
     tmp_path: Path, saved: tuple[int, int], wanted: tuple[int, int], universal: bool
 ) -> None:
     source = find_source(empty_checkpoint(tmp_path, *saved), TrainerSpec(ranks=wanted[0], zero_stage=wanted[1]))

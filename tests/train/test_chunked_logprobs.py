@@ -131,7 +131,7 @@ def test_a_gpu_has_chunks_by_its_memory(gpu_bytes: int, reserved: int) -> None:
 
 @pytest.mark.parametrize(("gigabytes", "numbers"), [(12, 2**26), (16, 2**26), (24, 2**27), (48, 2**28), (141, 2**28)])
 def test_gpus_of_usual_sizes_have_these_chunks(gigabytes: float, numbers: int) -> None:
-    for part in (0.96, 1.0, 1.07):  # what drivers report for such a GPU
+    for part in (0.96, 1.0, 1.07):  # drivers report differing sizes for such a GPU
         assert chunked_logprobs.gpu_chunk_numbers(int(part * gigabytes * 10**9)) == numbers
 
 
@@ -208,7 +208,7 @@ def test_no_tensor_is_larger_than_the_bound(entropy: chunked_logprobs.Entropy, d
     assert hidden.grad is not None and hidden.grad.isfinite().all()
 
 
-def test_a_gpu_takes_a_chunk_at_once() -> None:
+def test_a_gpu_handles_a_chunk_as_one_block() -> None:
     """Tensors here have a shape and a device, but no memory. On a CPU a block of 2^18 numbers has two rows."""
     with FakeTensorMode():
         blocks = {device: chunked_logprobs._blocks(torch.zeros(64, 2**17, device=device)) for device in ("cpu", "cuda")}

@@ -75,7 +75,7 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.nightly
-def test_a_trainer_that_divides_nothing_trains_to_the_same_weights(divided: Any) -> None:
+def test_a_trainer_without_divided_experts_trains_to_the_same_weights(divided: Any) -> None:
     folder, reference, _ = divided
     results, _ = train(folder / "undivided", TRAINER | {"expert_parallel": 1}, None, False, 0, 2)
     assert results[0]["published"].keys() == reference[0]["published"].keys()

@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.stack
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_divided_experts_train_to_the_weights_of_one_process(results: Any, setting: tuple[str, str]) -> None:
+def test_divided_experts_train_to_one_processs_weights(results: Any, setting: tuple[str, str]) -> None:
     one = results[0]["by hand", *setting]
     for number, rank in enumerate(results):
         group = number // SETTINGS[setting].get("sequence_parallel", 1)
@@ -61,7 +61,7 @@ def test_all_pieces_together_are_the_gathered_weights(results: Any, setting: tup
     ("kind", "changes", "message"),
     [
         ("qwen3", {}, "the experts of qwen3 cannot be divided among ranks"),
-        ("qwen3_moe", {"num_experts": 6}, "6 experts cannot be shared out evenly over 4 ranks"),
+        ("qwen3_moe", {"num_experts": 6}, "6 experts cannot be divided evenly among 4 ranks"),
         ("mixtral", {"hidden_act": "gelu"}, "activated by gelu"),
     ],
 )

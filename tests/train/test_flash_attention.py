@@ -1,4 +1,4 @@
-"""What flash attention's kernel gets for packed rows, and that its results are those of separate rows."""
+"""Flash attention's kernel gets the boundaries of packed rows, and its results equal separate rows' results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_packed_rows_are_separate_in_every_layer(architecture: str, recomputes: 
     if recomputes:
         recompute_activations(policy.model)
     packed = scored(policy, *rows())
-    longest = max(prompt + response for prompt, response in LENGTHS) - 1  # nothing follows from the last token
+    longest = max(prompt + response for prompt, response in LENGTHS) - 1  # the last token predicts nothing
     layers = policy.model.config.num_hidden_layers
     assert [longest] * layers * (1 + recomputes) == flash_kernel.LONGEST
     for one, other in zip(packed, separate, strict=True):

@@ -1,4 +1,4 @@
-"""Operations of passes against torch's own counter, and the data sheets of GPUs."""
+"""Operations of passes compared with torch's own counter, and the data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTED = sorted(ARCHITECTURES.keys() - {"gemma3", "qwen3_5_text"})
 
 
 def model_of(architecture: str, **changes: Any) -> Any:
-    """A model whose products torch can count: it does not see into fused attention and grouped products."""
+    """A model with products that torch can count: it does not see into fused attention and grouped products."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(architecture, **(SMALL | ARCHITECTURES[architecture] | changes))
@@ -70,7 +70,7 @@ def test_a_tower_has_the_operations_that_torch_counts(architecture: str, frozen:
 
     config = AutoConfig.for_model(architecture, **IMAGE_MODELS[architecture])
     if architecture == "gemma3":
-        pooled = ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward  # which nothing reads
+        pooled = ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward  # nothing reads it
         config.vision_config.vision_use_head = False
         assert pooled == ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")

@@ -9,7 +9,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.rollout.engine_settings import engine_environment
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import trainer_environment
-from asyncrl_cli.train.worker import full_gpu_explained
+from asyncrl_cli.train.worker import explaining_a_full_gpu
 
 
 def spec(rollout: dict[str, object], trainer: dict[str, object]) -> ExperimentSpec:
@@ -18,12 +18,12 @@ def spec(rollout: dict[str, object], trainer: dict[str, object]) -> ExperimentSp
 
 
 def message(of: ExperimentSpec) -> RunError:
-    with pytest.raises(RunError) as caught, full_gpu_explained(of, 3):
+    with pytest.raises(RunError) as caught, explaining_a_full_gpu(of, 3):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
     return caught.value
 
 
-def test_a_full_gpu_names_what_would_help() -> None:
+def test_full_gpu_error_names_the_keys_that_help() -> None:
     error = message(spec({"gpus_per_engine": 1}, {"gpus_per_rank": 1}))
     assert error.message == "the GPU's memory is full: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert error.location == "trainer-3"
@@ -33,7 +33,7 @@ def test_a_full_gpu_names_what_would_help() -> None:
     )
 
 
-def test_what_is_set_already_is_not_advised() -> None:
+def test_settings_in_use_are_not_advised() -> None:
     trainer = {"gpus_per_rank": 0.5, "gradient_checkpointing": True, "offload": "optimizer"}
     hint = message(spec({"gpus_per_engine": 0.5}, trainer)).hint
     assert hint is not None and "gradient_checkpointing" not in hint and "offload" not in hint
@@ -47,5 +47,5 @@ def test_ranks_on_gpus_alone_can_join_gaps_in_memory() -> None:
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ValueError, match="another kind of error"), full_gpu_explained(spec({}, {}), 0):
+    with pytest.raises(ValueError, match="another kind of error"), explaining_a_full_gpu(spec({}, {}), 0):
         raise ValueError("another kind of error")

@@ -77,7 +77,7 @@ def rows_of(config: Any) -> list[TrainingRow]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @torch.no_grad()
-def test_logprobs_of_rows_with_images_are_the_models_own(loaded: tuple[Any, Path], packing: bool) -> None:
+def test_logprobs_of_rows_with_images_equal_the_models(loaded: tuple[Any, Path], packing: bool) -> None:
     rows = rows_of(loaded[0].config)
     for one, logprobs in zip(rows, scored(policy_of(loaded, packing), rows), strict=True):
         torch.testing.assert_close(logprobs, own(loaded, one), atol=TOLERANCE, rtol=0)

@@ -76,7 +76,7 @@ def test_the_model_stub_is_the_models_config_and_weights_do_not_change_it(tmp_pa
     assert json.loads((tmp_path / "config.json").read_text()) == config
 
 
-def test_weights_follow_from_the_seed_and_leave_the_process_generator_alone(tmp_path: Path) -> None:
+def test_weights_depend_only_on_the_seed_and_leave_the_process_generator_alone(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -117,7 +117,7 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
         (ModelInit(architecture="qwen3", tokenizer="/no/such/folder"), "no tokenizer could be loaded"),
     ],
 )
-def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, init: ModelInit, message: str) -> None:
+def test_impossible_settings_are_refused_before_weights_are_made(tmp_path: Path, init: ModelInit, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         write_model_stub(init, 64, tmp_path / "model")
     assert caught.value.hint
@@ -133,7 +133,7 @@ def test_a_head_size_that_the_model_code_reads_is_taken(tmp_path: Path, architec
         assert json.loads((tmp_path / "model/config.json").read_text())["head_dim"] == 32
 
 
-def test_what_only_the_model_code_knows_is_refused_too(tmp_path: Path) -> None:
+def test_settings_that_only_the_model_code_rejects_are_refused(tmp_path: Path) -> None:
     write_model_stub(qwen3(hidden_act="nonsense"), 64, tmp_path)
     with pytest.raises(ConfigError, match="cannot build this qwen3"):
         write_weights(tmp_path, 0)

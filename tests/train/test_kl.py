@@ -1,4 +1,4 @@
-"""KL estimators: Schulman's formulas in float64, what they estimate, and what their gradients minimize."""
+"""KL estimators: Schulman's formulas in float64, their expectations, and the divergences that gradients minimize."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def gradient(of: Tensor, logits: Tensor) -> Tensor:
 
 
 def test_gradients_are_those_of_the_divergence_that_the_docstring_names() -> None:
-    """Expected gradients over the policy's samples, by enumeration, compared with those of the divergences."""
+    """Expected gradients over the policy's samples, by enumeration, compared with the divergences' gradients."""
     logits = POLICY.log().requires_grad_()
     logprobs = logits.log_softmax(0)
     weights = logprobs.exp().detach()

@@ -46,7 +46,7 @@ def make(
 
 
 def trained(lora: LoraSpec, tied: bool = True) -> Any:
-    """A model whose adapters differ from their initial values."""
+    """A model with adapters that differ from their initial values."""
     model = make(lora, tied)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -61,7 +61,7 @@ def logprobs(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_begins_as_the_model_and_only_adapters_train(tied: bool) -> None:
+def test_adapted_policy_begins_as_the_model_and_trains_only_adapters(tied: bool) -> None:
     model, plain = make(LORA, tied), make(None, tied)
     assert torch.equal(logprobs(model), logprobs(plain))
     Policy(model, 1.0)(IDS, MASK).sum().backward()
@@ -161,7 +161,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
-def test_experts_and_routers_have_no_adapter_and_linear_layers_beside_them_have(architecture: str) -> None:
+def test_only_linear_layers_get_adapters_not_experts_and_routers(architecture: str) -> None:
     model, plain = (make(lora, architecture=architecture, **EXPERTS[architecture]) for lora in (LORA, None))
     head = plain.get_output_embeddings()
     linear = {name for name, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head}

@@ -144,7 +144,7 @@ def test_sums_match_their_definitions(
     assert sums.entropy.item() == pytest.approx(double["entropies"][mask].sum(), rel=1e-6)
 
 
-def test_a_loss_of_the_users_own_is_used_and_looked_at() -> None:
+def test_a_users_loss_is_used_and_checked() -> None:
     case = matrices(0, 3, 5, 0.3)
 
     def reinforce(logprobs: Any, proximal: Any, advantages: Any, mask: Any, numbers: AlgorithmSpec) -> TokenLosses:
@@ -164,7 +164,7 @@ def test_a_loss_of_the_users_own_is_used_and_looked_at() -> None:
         evaluated(case, loss=of_rows, aggregation="token_mean", denominator=1.0)
 
 
-def test_advantages_may_be_those_of_rows() -> None:
+def test_advantages_may_be_given_per_row() -> None:
     inputs = arguments(matrices(0, 3, 5, 0.3))
     of_rows = inputs["advantages"][:, 0]
     by_row, _ = policy_loss(**inputs | {"advantages": of_rows}, **CLIP, aggregation="token_mean", denominator=1.0)

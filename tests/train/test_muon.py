@@ -1,4 +1,4 @@
-"""The warm start's Muon compared with PyTorch's, whose iteration is in bfloat16, and with the mathematics."""
+"""The warm start's Muon compared with PyTorch's, which iterates in bfloat16, and with the mathematics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_matrix_of_zeros_stays_one() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 24)])
-def test_steps_are_those_of_pytorch_but_for_rounding(shape: tuple[int, int]) -> None:
+def test_steps_equal_pytorchs_within_rounding(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     start = [torch.randn(shape) for _ in range(3)]
     ours, theirs = ([torch.nn.Parameter(one.clone()) for one in start] for _ in range(2))

@@ -77,13 +77,13 @@ def minibatch(number: int, empty: bool = False) -> Minibatch:
 @pytest.mark.parametrize(
     ("epochs", "in_reward", "empty", "scored"),
     [
-        (1, False, (), [1, 2, 3]),  # the first update uses the log-probs of its own forward pass
-        (1, False, (0,), [2, 3]),  # that of the first minibatch that is not empty
+        (1, False, (), [1, 2, 3]),  # the first update uses the log-probs from its forward pass
+        (1, False, (0,), [2, 3]),  # the first update is on the first minibatch that is not empty
         (2, False, (), [0, 1, 2, 3]),  # the second pass needs the initial log-probs of the first minibatch, too
         (1, True, (), [0, 1, 2, 3]),  # a penalty in the reward needs them, too
     ],
 )
-def test_the_first_minibatch_is_scored_only_if_that_is_used(
+def test_the_first_minibatch_is_scored_only_if_its_logprobs_are_used(
     epochs: int, in_reward: bool, empty: tuple[int, ...], scored: list[int]
 ) -> None:
     policy = Policy()

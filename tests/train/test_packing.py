@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 150), ranks=st.integers(1, 5), packing=st.booleans())
-def test_every_plan_keeps_its_promises(lengths: list[int], budget: int, ranks: int, packing: bool) -> None:
+def test_every_plan_keeps_its_invariants(lengths: list[int], budget: int, ranks: int, packing: bool) -> None:
     plan = plan_microbatches(lengths, budget, ranks, packing)
     assert len(plan) == ranks
     assert len({len(microbatches) for microbatches in plan}) == 1
@@ -79,7 +79,7 @@ def test_packed_rows_fill_what_padding_would_waste() -> None:
     assert plan_microbatches([6, 5, 3, 2], 8, ranks=1) == [[[0], [1], [2, 3]]]
 
 
-def test_a_rank_with_short_rows_parts_them_instead_of_running_empty() -> None:
+def test_a_rank_with_short_rows_splits_them_instead_of_running_empty() -> None:
     assert plan_microbatches([8, 4, 4], 8, ranks=2) == [[[0]], [[1, 2]]]
     # Rows 1 and 3 would fit together, but the first rank needs two micro-batches.
     assert plan_microbatches([6, 6, 4, 4, 4], 12, ranks=2) == [[[0, 2], [4]], [[1], [3]]]

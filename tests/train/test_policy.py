@@ -146,8 +146,8 @@ def _float32_head(hidden: Tensor, weight: Tensor, bias: None, temperature: float
 @pytest.mark.parametrize(
     ("architecture", "packing", "hint"),
     [
-        ("gemma2", False, "neither capped nor scaled"),
-        ("granite", False, "neither capped nor scaled"),
+        ("gemma2", False, "neither caps nor scales the logits"),
+        ("granite", False, "neither caps nor scales the logits"),
         ("opt", True, "set trainer.packing to false"),
     ],
 )

@@ -113,7 +113,7 @@ def at_ratios(name: str, ratios: list[float], advantage: float, numbers: Algorit
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo"])
-def test_the_clipped_have_no_gradient(name: str) -> None:
+def test_clipped_tokens_have_no_gradient(name: str) -> None:
     ratios = [0.79, 0.81, 1.27, 1.29]
     passes, low, high = at_ratios(name, ratios, 1.0, SETTINGS["plain"])
     assert (passes, low, high) == ([True, True, True, False], 4 * [False], [False, False, False, True])

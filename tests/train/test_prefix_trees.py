@@ -1,4 +1,4 @@
-"""Rows with common prefixes: plans, layouts, and a policy whose log-probs and gradients are those of separate rows."""
+"""Rows with common prefixes: plans, layouts, and a policy with the same log-probs and gradients as separate rows."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_layout_has_every_row_and_shows_each_position_its_ancestors(
 
 
 def group(lengths: list[int], prompt: int = 7, vocabulary: int = 50, experts: int = 0) -> list[TrainingRow]:
-    """A prompt with so many responses; the last two begin with the first half of the first one, as branches do."""
+    """A prompt with several responses. The last two begin with half of the first one, like branches."""
     random = np.random.default_rng(0)
     start, rows = random.integers(1, vocabulary, prompt), []
     for index, length in enumerate(lengths):
@@ -237,7 +237,7 @@ def test_tokens_with_other_experts_are_not_shared() -> None:
     rows = group([3, 3])
     ids = np.arange(2 * len(rows[0])).reshape(-1, 2).astype(np.uint8)
     changed = ids.copy()
-    changed[5] = 77  # of the pass of the fifth token
+    changed[5] = 77  # chosen in the fifth token's pass
     for experts, shared in ((ids, 8), (changed, 4)):
         two = [
             replace(row, tokens=replace(row.tokens, experts=own)) for row, own in zip(rows, (ids, experts), strict=True)

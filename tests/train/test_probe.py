@@ -1,4 +1,4 @@
-"""The probe consists of the parts in which the task's prompts differ, and of ordinary text if these are too short."""
+"""The probe is the part where the task's prompts differ, extended by ordinary text if that is too short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = st.lists(st.integers(3, 98), min_size=1, max_size=60)
 
 
 @given(system=st.lists(st.integers(3, 98), max_size=40), prompts=st.lists(IDS, min_size=2, max_size=20))
-def test_what_all_prompts_begin_with_is_skipped(system: list[int], prompts: list[list[int]]) -> None:
+def test_common_beginning_of_all_prompts_is_skipped(system: list[int], prompts: list[list[int]]) -> None:
     prompts = [[first, *rest] for first, rest in zip(range(1000, 1020), prompts, strict=False)]
     found = prompt_tokens([*system, *rest] for rest in prompts)
     expected = [token for rest in prompts[:PROMPTS] for token in rest[:TOKENS_OF_EACH]]
@@ -36,7 +36,7 @@ def test_equal_prompts_are_kept(ids: list[int], count: int) -> None:
 
 
 @given(prompt_ids=st.lists(st.integers(3, 200), max_size=120), length=st.integers(1, PROBE_TOKENS))
-def test_a_probe_has_enough_tokens_that_the_model_knows(prompt_ids: list[int], length: int) -> None:
+def test_probe_has_enough_tokens_that_the_model_knows(prompt_ids: list[int], length: int) -> None:
     ids = probe_ids(prompt_ids, TOKENIZER, 99, length)
     own = tuple(token for token in prompt_ids if token < 99)
     assert ids[: len(own)] == own[:length]
@@ -44,7 +44,7 @@ def test_a_probe_has_enough_tokens_that_the_model_knows(prompt_ids: list[int], l
     assert max(ids) < 99
 
 
-def test_without_prompts_it_is_ordinary_text() -> None:
+def test_probe_without_prompts_is_ordinary_text() -> None:
     ids = probe_ids((), TOKENIZER, 99, PROBE_TOKENS)
     assert len(ids) == LEAST_TOKENS
     assert TOKENIZER.decode(ids).startswith("Tom has 3")

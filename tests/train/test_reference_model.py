@@ -1,4 +1,4 @@
-"""The reference model at each step, also after a resume. test_adapters_and_references.py tests it with DeepSpeed."""
+"""The reference model at each step, and after a resume. test_adapters_and_references.py tests it with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answers(reference: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_it_becomes_the_policy_when_it_is_time(adapted: bool, tmp_path: Path) -> None:
+def test_reference_becomes_the_policy_at_each_refresh(adapted: bool, tmp_path: Path) -> None:
     policy = trained(LORA) if adapted else make(None)
     initial = logprobs(make(None))
     if not adapted:

@@ -39,7 +39,7 @@ def discounted(numbers: np.ndarray, decay: float) -> np.ndarray:
 
 @settings(deadline=None)
 @given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"], gamma=DECAYS, lam=DECAYS)
-def test_match_the_sums_of_the_papers(seed: int, rows: int, tokens: int, gamma: float, lam: float) -> None:
+def test_advantages_and_returns_match_the_papers(seed: int, rows: int, tokens: int, gamma: float, lam: float) -> None:
     """GAE as Σ (γλ)^l δ_{t+l}, and returns as discounted sums, without recursion."""
     case = rewards_and_values(seed, rows, tokens)
     mask = case["mask"]

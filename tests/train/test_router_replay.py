@@ -1,4 +1,4 @@
-"""Routing by recorded experts, compared with a plain computation in which every expert computes every token."""
+"""Routing by recorded experts, compared with a plain computation of every token by every expert."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_models_own_choice_changes_nothing(architecture: str) -> None:
 def test_log_probs_and_gradients_are_those_of_the_recorded_experts(
     architecture: str, packing: bool, checkpointing: bool
 ) -> None:
-    """The recorded experts are those of an engine with other routers; for every third token they are not known."""
+    """An engine with other routers recorded the experts; for every third token they are unknown."""
     recorded = choice(make(architecture, spread=0.3))
     plain = make(architecture, router_replay=False)
     assert (recorded != choice(plain)).any(-1).float().mean() > 0.2

@@ -1,5 +1,5 @@
-"""A saved model keeps the generation config of its initial model, byte for byte; if weights are gathered while the
-model is saved, the result is the same, in as many files as needed, of which at most two are in memory."""
+"""A saved model keeps its initial model's generation config, byte for byte. A model saved while weights are gathered is
+the same, in as many files as needed, with at most two files in memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_generation_config_is_copied_also_one_that_transformers_refuses_to_sav
         assert end_tokens(folder, character_tokenizer(64)) == {1, 7}
 
 
-def test_a_model_without_one_is_saved_with_that_of_its_config(source: Path, tmp_path: Path) -> None:
+def test_a_model_without_generation_config_is_saved_with_its_configs_settings(source: Path, tmp_path: Path) -> None:
     (source / GENERATION_CONFIG).unlink()
     save_model(AutoModelForCausalLM.from_pretrained(source), source, tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / GENERATION_CONFIG).read_text())["eos_token_id"] == 1

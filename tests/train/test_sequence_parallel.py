@@ -48,7 +48,7 @@ def test_models_whose_sequences_cannot_be_shared_are_refused(results: Any, name:
 
 
 def test_the_ranks_of_a_group_have_the_same_bits(results: Any) -> None:
-    """Otherwise the loss of a rank would not be that of its group."""
+    """Otherwise ranks of a group would have different losses."""
     for key in results[0]:
         if not isinstance(results[0][key], Exception):
             assert torch.equal(results[0][key]["shared"][0], results[1][key]["shared"][0]), key

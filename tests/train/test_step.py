@@ -363,12 +363,12 @@ def test_a_users_advantage_function_gets_what_its_parameters_name(models: Any) -
         ({"advantage": "test_step:VARIANTS"}, "is not a function .got list"),
         (
             {"advantage": "test_step:of_tokens"},
-            "of_tokens has the parameter 'tokens', which is not known",
+            "of_tokens has the unknown parameter 'tokens'",
         ),
         ({"advantage": "test_step:of_lengths"}, "of_lengths has no parameter 'rewards'"),
     ],
 )
-def test_functions_that_cannot_be_had_are_named(algorithm: dict[str, str], words: str) -> None:
+def test_missing_functions_are_named_in_the_error(algorithm: dict[str, str], words: str) -> None:
     with pytest.raises(UserError) as caught:
         Objective.of(experiment(algorithm=algorithm).algorithm, Path(__file__).parent)
     assert re.search(words, str(caught.value))

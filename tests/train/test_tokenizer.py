@@ -29,7 +29,7 @@ def test_tokens_of_parts_are_the_tokens_of_the_text(parts: list[str]) -> None:
     assert [token for part in parts for token in TOKENIZER.encode(part)] == TOKENIZER.encode("".join(parts))
 
 
-def test_the_vocabulary() -> None:
+def test_vocabulary_begins_with_special_tokens() -> None:
     assert len(TOKENIZER) == 99
     assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id) == (0, 1, 2)
     assert TOKENIZER.encode("aé\n") == [TOKENIZER.convert_tokens_to_ids("a"), 2, 3]
@@ -88,7 +88,7 @@ def test_tool_calls_and_results_are_written_as_hermes_and_in_brackets(loaded: An
         (None, {"eos_token_id": [1, 9]}, {1, 9}),
     ],
 )
-def test_end_tokens_are_those_that_engines_stop_at(
+def test_end_tokens_equal_the_tokens_at_which_engines_stop(
     tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))

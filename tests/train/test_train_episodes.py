@@ -102,7 +102,7 @@ def test_rows_are_sequences_up_to_the_last_sampled_token() -> None:
 def test_only_sampled_tokens_are_on_policy(update: str, expected: list[list[int]]) -> None:
     spec = experiment(pipeline={"weight_update": update})
     assert [pad_rows([row]).on_policy[0].int().tolist() for row in rows_of(BATCH, spec)] == expected
-    # Context tokens between those of the version do not make a sequence stale.
+    # Context tokens between tokens of the version do not make a sequence stale.
     current = TrainingGroup(0, "a", 4, (episode("0-0", (G, 4, G, 4)), ROLLOUTS[1]), (1.0, 0.0))
     (row, *_) = rows_of(replace(BATCH, groups=(current,)), spec)
     assert pad_rows([row]).on_policy.tolist() == [[False, True, False, True]]
@@ -182,7 +182,7 @@ ADVANTAGES: dict[str, list[list[float]]] = {
     "turn_mean": [[0.625, 0.625, 0.0, 0.0], [0.0, 0.0], [-0.375, -0.375], [-0.375]],
     "none": [[1.0, 1.0, 0.5, 0.5], [1.5, 1.5], [0.0, 0.0], [0.0]],
 }
-"""By estimator, of the sampled tokens of each sequence that has some. Only the first rollout has a second turn."""
+"""Advantages by estimator, for each sequence's sampled tokens. Only the first rollout has a second turn."""
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

@@ -38,7 +38,7 @@ def train(
 ) -> tuple[list[dict[str, Any]], Checkpoint | None]:
     """The results of every rank of one trainer, and the checkpoint that it saved before its last step.
 
-    Every trainer has its own checkpoints, in a folder whose name is not a valid regular expression.
+    Every trainer has its own checkpoints, in a folder with a name that is no valid regular expression.
     """
     target = folder / "c++ (1)" / "step-000002"
     if saves:

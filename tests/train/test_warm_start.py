@@ -1,4 +1,4 @@
-"""The warm start: what is learned, from which tokens, and that the result is reproducible bit for bit."""
+"""The warm start learns from the right tokens, and its result is reproducible bit for bit."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -197,7 +197,7 @@ def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkey
 
 
 @pytest.mark.parametrize(("rope", "threads"), [({}, 2), ({"rope_type": "dynamic", "factor": 2.0}, 1)])
-def test_a_model_that_keeps_something_of_a_pass_has_one_thread(rope: dict[str, Any], threads: int) -> None:
+def test_a_model_with_state_between_passes_has_one_thread(rope: dict[str, Any], threads: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {name: value for name, value in CONFIG.items() if name != "initializer_range"}

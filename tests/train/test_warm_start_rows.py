@@ -108,7 +108,7 @@ def test_two_columns_are_a_chat_or_a_text() -> None:
         ),
         (CHATML, {}, ("user", "assistant", "user"), "does not end with an assistant's message"),
         (CHAT_TEMPLATE.replace("{{ message['content'] or '' }}", ""), {}, ("user", "assistant"), "no text before"),
-        (CHATML, {}, ("user", "assistant", "assistant"), "two messages of an assistant"),
+        (CHATML, {}, ("user", "assistant", "assistant"), "two assistant messages"),
         (CHATML, {}, ("assistant",), "does not end with an assistant's message after another"),
         (CHATML, {"response_column": "answer"}, ("user",), "the row has no text in the column `answer`"),
     ],
@@ -149,7 +149,7 @@ def test_long_rows_are_skipped_and_counted(tmp_path: Path) -> None:
             check()
 
 
-def test_the_digest_follows_the_rows_and_their_order() -> None:
+def test_digest_depends_on_rows_and_their_order() -> None:
     one, other = Prompt("1", "a", {"answer": "b"}), Prompt("2", "a", {"answer": "c"})
     digests = {Rows(rows, str).digest() for rows in ([one], [one, other], [other, one], [replace(one, content="d")])}
     assert len(digests) == 4

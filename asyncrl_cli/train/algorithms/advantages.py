@@ -1,17 +1,17 @@
-"""Advantages: computes from the rewards of a step how much better than expected each sampled token was.
+"""Advantages: how much better than expected each sampled token was, computed from a step's rewards.
 
-With a group as the baseline (GRPO, Dr. GRPO, RLOO) an ``AdvantageFunction`` compares a rollout with the others of its
-prompt, and every token of the rollout has the result; ``turn_advantages`` compares turn by turn. Without one
-(REINFORCE++) and with a critic (PPO) the rewards are carried back along the tokens of a row: ``rewards_to_go`` and
-``gae``. ``whiten`` then scales over the whole step.
+With a group as the baseline (GRPO, Dr. GRPO, RLOO) an ``AdvantageFunction`` compares a rollout with the other rollouts
+of its prompt, and all its tokens get the result; ``turn_advantages`` compares turn by turn. Without a group
+(REINFORCE++) and with a critic (PPO) the rewards are carried back along a row's tokens: ``rewards_to_go`` and ``gae``.
+``whiten`` then scales over the whole step.
 
-Matrices of rewards are [groups, group_size]; matrices of tokens are right-padded, [rows, tokens]. Only tokens
-that count (mask true: the policy sampled them) are steps of an episode. Others, such as a tool's answer, are skipped:
-the step after a token is the next token that counts, and no discount is lost between them.
+Matrices of rewards are [groups, group_size]; matrices of tokens are right-padded, [rows, tokens]. Only tokens that
+count (mask true: the policy sampled them) are steps of an episode. Other tokens, such as a tool's answer, are skipped:
+the step after a token is the next token that counts, without a discount for the tokens between them.
 
-Invariants: with a group as the baseline, a group of equal rewards has advantages of exactly zero, and so has a
-group of one. Where the mask is false results are 0, whatever the arguments hold there, NaN
-included. Everything is computed in float64 and returned in the dtype of the first argument.
+Invariants: with a group as the baseline, the advantages of a group with equal rewards, or of a single rollout, are
+exactly zero. Where the mask is false, results are 0, whatever the arguments hold there, including NaN. Everything is
+computed in float64 and returned in the first argument's dtype.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from asyncrl_cli.records.training import REWARD_TOLERANCE
 from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
 
 DEVIATION_FLOOR = 1e-6
-"""Added to the standard deviation: rewards that differ only by rounding have no effect."""
+"""Added to the standard deviation, so rewards that differ only by rounding have no effect."""
 
 VARIANCE_FLOOR = 1e-8
-"""Added to the variance that whitening divides by."""
+"""Added to the variance when whitening divides by it."""
 
 AdvantageFunction = Callable[..., Tensor]
 """Takes ``rewards`` [groups, rollouts], floating point, by name; returns advantages of the same shape and dtype. A
-user's own function may also ask for ``lengths`` and ``metrics``; ``of_scored`` checks its result."""
+user's function may also ask for ``lengths`` and ``metrics``; ``of_scored`` checks its result."""
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
-    """bool, [groups]: whether all rewards of a group are equal up to ``REWARD_TOLERANCE``: nothing to learn from. NaN
+    """bool, [groups]: true if a group's rewards are equal up to ``REWARD_TOLERANCE``, so there is nothing to learn. NaN
     (a masked rollout) is ignored."""
     masked = rewards.isnan()
     first = rewards.gather(1, masked.int().argmin(dim=1, keepdim=True))
@@ -58,7 +58,7 @@ def group_norm(rewards: Tensor) -> Tensor:
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """r − mean. Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by the deviation would raise the weight of questions
+    """r − mean. Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by the deviation would give more weight to questions
     that are nearly always, or nearly never, answered."""
     return _centred(rewards).to(rewards.dtype)
 
@@ -66,16 +66,16 @@ def group_mean(rewards: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor) -> Tensor:
     """r − mean of the group's other rewards, which is (r − mean)·n / (n − 1) with n rollouts.
 
-    RLOO, arXiv 2402.14740, section 3.2. A group of one has no others, and advantage 0.
+    RLOO, arXiv 2402.14740, section 3.2. A group of one has advantage 0.
     """
     size = rewards.shape[1]
     return (_centred(rewards) * (size / max(1, size - 1))).to(rewards.dtype)
 
 
 def running_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
-    """r − b, normalized over all groups of the step as ``group_norm`` does within one.
+    """r − b, normalized over all groups of the step as by ``group_norm`` within one.
 
-    SPO, arXiv 2509.13232. ``baseline`` (``running_means``) has the shape of ``rewards``, [groups, 1].
+    SPO, arXiv 2509.13232. ``rewards`` and ``baseline`` (``running_means``): [groups, 1].
     """
     return group_norm((rewards - baseline).reshape(1, -1)).view_as(rewards)
 
@@ -83,12 +83,12 @@ def running_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
 def running_means(rewards: Tensor, earlier: Sequence[Sequence[float]], half_life: float) -> Tensor:
     """b = (m + Σ w_k·r_k) / (1 + Σ w_k) with w_k = 2^(−k / ``half_life``) and m the mean of ``rewards``.
 
-    r_k is the reward of a prompt's k-th newest visit, from 0 on. SPO's tracker with a constant forgetting rate, which
-    begins with one visit of reward m instead of rewards sampled in advance. So a prompt's first visit has b = m, and a
-    single earlier reward, which is mostly noise, counts half.
+    r_k is the reward of a prompt's k-th newest visit, from 0 on. This is SPO's tracker with a constant forgetting rate,
+    but it begins with one visit of reward m instead of rewards sampled in advance. So a prompt's first visit has b = m,
+    and a single earlier reward, which is mostly noise, counts half.
 
-    ``rewards``: [groups, rollouts], NaN where masked; ``earlier``: the r_k of each group. Returns a tensor like
-    ``rewards``, with NaN when none of them is known.
+    ``rewards``: [groups, rollouts], NaN where masked; ``earlier``: each group's r_k. Returns a tensor like ``rewards``,
+    all NaN if no reward is known.
     """
     mean = rewards.nanmean().item()
     means = []
@@ -103,18 +103,17 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
 }
-"""The functions by their names in a spec; ``none`` and ``gae`` are the functions ``rewards_to_go`` and ``gae``, which
-work on tokens."""
+"""The functions by their names in a spec. ``none`` and ``gae`` work on tokens: ``rewards_to_go`` and ``gae``."""
 BASELINES_OF_TURNS: dict[str, AdvantageFunction] = {"turn_norm": group_norm, "turn_mean": group_mean}
 """The baseline of ``turn_advantages`` by the estimator's name in a spec."""
 
 
 def of_scored(function: AdvantageFunction, rewards: Tensor, more: Mapping[str, Any] | None = None) -> Tensor:
-    """The advantages of rewards [groups, group_size], of the same shape and dtype. NaN marks a masked rollout.
+    """Return the advantages of rewards [groups, group_size], in the same shape and dtype. NaN marks a masked rollout.
 
-    A masked rollout has 0, and the others are treated as a group without it: the function is called once for each
-    number of scored rollouts, with the groups that have this many. ``more`` are further arguments by name: tensors like
-    the rewards, or mappings of names to such tensors. Raises ``ValueError`` as ``check_advantages`` does.
+    A masked rollout gets 0, and the rest is treated as a group without it: the function is called once for each number
+    of scored rollouts, with all groups that have this number. ``more``: further arguments by name, tensors like the
+    rewards or mappings of names to such tensors. Raises ``ValueError`` like ``check_advantages``.
     """
     scored = ~rewards.isnan()
     counts = scored.sum(dim=1)
@@ -134,7 +133,7 @@ def _chosen(values: Mapping[str, Any], chosen: Tensor, count: int) -> dict[str, 
 
 
 def check_advantages(result: object, rewards: Tensor) -> Tensor:
-    """``result``, which a user's own ``AdvantageFunction`` returned for ``rewards``.
+    """Return the ``result`` of an ``AdvantageFunction`` for ``rewards``, if it is valid.
 
     Raises:
         ValueError: it is not a tensor of the rewards' shape and dtype, or not finite; names the group.
@@ -155,22 +154,22 @@ def check_advantages(result: object, rewards: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """The length penalty of a response: 0 up to ``max_tokens`` − ``buffer_tokens``, from there linearly up to 1.
+    """Return a response's length penalty: 0 up to ``max_tokens`` − ``buffer_tokens``, then rising linearly to 1.
 
     Soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13, where it is negative and added to the reward.
 
-    ``buffer_tokens`` is from 1 to ``max_tokens``. Returns float32 of the shape of ``lengths``, from 0 to 1.
+    ``buffer_tokens`` is from 1 to ``max_tokens``. Returns float32 in [0, 1], with the shape of ``lengths``.
     """
     over = lengths.double() - (max_tokens - buffer_tokens)
     return (over / buffer_tokens).clamp(0.0, 1.0).float()
 
 
 def rewards_at_turn_ends(rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
-    """The reward of each turn at its last token that counts, and 0 elsewhere.
+    """Place each turn's reward at its last token that counts, and 0 elsewhere.
 
     A rollout may have several rows. The rewards of turns in other rows are added to the last turn before them, so the
-    rewards from a token on are the rewards of its turn and of all later turns. A row without a token that counts has
-    none.
+    rewards from a token on are the rewards of its turn and of all later turns. A row without a token that counts gets
+    no reward.
 
     ``rewards``: [rows, turns] of each row's rollout, floating point, NaN after its last turn; ``turns``: int64
     [rows, tokens], the turn of each token, which never decreases along a row; ``mask``: bool [rows, tokens]. Returns
@@ -188,15 +187,15 @@ def rewards_at_turn_ends(rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor
 
 
 def turn_advantages(rewards: Tensor, gamma: float, baseline: AdvantageFunction) -> Tensor:
-    """The rewards from each turn on, compared with the same turn of the group's other rollouts that have it.
+    """Compare the rewards from each turn on with the same turn of the group's other rollouts.
 
-    G_k = r_k + γ·G_{k+1}, and ``baseline`` (``group_norm`` or ``group_mean``) over the G_k of a group. Subtracting a
-    baseline of each single r_k before they are summed would be biased: it has as many terms as the rollout has turns,
-    and the policy decides how many (verl, issue 7244). Here turn k has one baseline, which does not depend on what
-    follows.
+    G_k = r_k + γ·G_{k+1}, with ``baseline`` (``group_norm`` or ``group_mean``) over a group's G_k. Subtracting a
+    baseline from each r_k before they are summed would be biased: the sum would have a term for each turn, and the
+    policy decides how many turns there are (verl, issue 7244). Here turn k has one baseline, independent of later
+    turns.
 
-    ``rewards``: [groups, group_size, turns], floating point, NaN after a rollout's last turn. Returns advantages like
-    it, 0 where there is no turn. A turn that no other rollout of the group has gets 0.
+    ``rewards``: [groups, group_size, turns], floating point, NaN after a rollout's last turn. Returns advantages of the
+    same shape, 0 where there is no turn, or where no other rollout of the group has the turn.
     """
     groups, size, count = rewards.shape
     to_go = rewards.nan_to_num().double()
@@ -207,13 +206,13 @@ def turn_advantages(rewards: Tensor, gamma: float, baseline: AdvantageFunction) 
 
 
 def advantages_of_parts(parts: Tensor, weights: Sequence[float]) -> Tensor:
-    """Σ w·``group_norm`` of each part, divided by (its deviation over all rollouts + 1e-6).
+    """Σ w·``group_norm`` of each part, divided by (the sum's deviation over all rollouts + 1e-6).
 
     GDPO, arXiv 2601.05242: each reward is normalized within the group, the weighted sum over the batch. The sum's mean
-    over the batch is 0 and is not subtracted, because the mean of every group is 0.
+    over the batch is not subtracted: it is 0, because every group's mean is 0.
 
-    ``parts``: [parts, groups, group_size], floating point, NaN where a rollout does not have one: it adds nothing to
-    this rollout, and the part's baseline is computed from the others. Returns [groups, group_size].
+    ``parts``: [parts, groups, group_size], floating point, NaN where a rollout lacks the part: it adds nothing to this
+    rollout, and the part's baseline is computed from the other rollouts. Returns [groups, group_size].
     """
     total = sum(weight * of_scored(group_norm, part) for weight, part in zip(weights, parts, strict=True))
     assert isinstance(total, Tensor)
@@ -227,7 +226,7 @@ def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     For REINFORCE++ (arXiv 2501.03262), where the step is the baseline (``whiten``).
     """
-    # With values of 0 and lam of 1, advantages are these sums.
+    # With values of 0 and lam of 1, the advantages are these sums.
     return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)[0]
 
 
@@ -237,16 +236,16 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     With V' the value of the next token that counts (0 after the last): δ_t = r_t + γ·V' − V_t, A_t = δ_t + γ·λ·A', and
     the return is A_t + V_t.
 
-    ``values``, [rows, tokens] like all, are the critic's expectations from the token on, itself included. ``gamma`` and
-    ``lam`` apply per token that counts; ``lam`` is from 0 (one step ahead) to 1 (the full row).
+    All tensors are [rows, tokens]. ``values``: the critic's expectation of the rewards from a token on, including the
+    token's own. ``gamma`` and ``lam`` apply per token that counts; ``lam`` is from 0 (one step ahead) to 1 (full row).
     """
     check_shapes(mask, token_rewards, values)
     rewards, exact = _exact(token_rewards, mask), _exact(values, mask)
     order = (~mask).int().argsort(dim=1, stable=True)  # tokens that count come first in each row
     packed = exact.gather(1, order)
-    sums = rewards.gather(1, order) - packed  # of the others all numbers are 0
+    sums = rewards.gather(1, order) - packed  # all values of other tokens are 0
     sums[:, :-1] += gamma * packed[:, 1:]
-    # Σ (γλ)^k δ_{t+k} over one token, then over 2, 4, 8, ...: few operations, and the same sums in whatever batch.
+    # Σ (γλ)^k δ_{t+k} over one token, then over 2, 4, 8, ...: few operations, and the same sums in every batch.
     ahead, decay = 1, gamma * lam
     while ahead < sums.shape[1]:
         sums[:, :-ahead] += decay * sums[:, ahead:]
@@ -258,15 +257,15 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 @dataclass(frozen=True, slots=True)
 class Moments(ReducedSums):
-    """Sums from which the mean and variance over tokens are computed."""
+    """Sums for the mean and variance over tokens."""
 
     count: Tensor  # tokens that count
-    total: Tensor  # of the values
+    total: Tensor  # sum of values
     squares: Tensor
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Moments:
-        """The sums over ``values`` [rows, tokens] where ``mask`` (bool) is true."""
+        """Sum over ``values`` [rows, tokens] where ``mask`` (bool) is true."""
         check_shapes(mask, values)
         exact = _exact(values, mask)
         return cls(mask.sum().double(), exact.sum(), exact.square().sum())
@@ -278,7 +277,7 @@ class Moments(ReducedSums):
 
     @property
     def variance(self) -> Tensor:
-        """The sample's (divisor count − 1), float64; 0 for fewer than two tokens."""
+        """Sample variance (divisor count − 1), float64; 0 for fewer than two tokens."""
         return (self.squares - self.total * self.mean).clamp(min=0) / (self.count - 1).clamp(min=1)
 
 
@@ -294,7 +293,7 @@ def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
 
 
 def _centred(rewards: Tensor) -> Tensor:
-    """r − mean in float64; exactly 0 for uniform groups, as the mean of equal numbers can differ by rounding."""
+    """r − mean in float64; exactly 0 for uniform groups, where rounding could make the mean differ from the rewards."""
     exact = rewards.double()
     return (exact - exact.mean(dim=1, keepdim=True)).masked_fill(uniform_groups(rewards)[:, None], 0.0)
 

@@ -1,24 +1,24 @@
-"""Corrections for tokens that another policy sampled than the one the trainer starts the step with.
+"""Importance weights for tokens that were not sampled by the policy with which the trainer starts the step.
 
 Three policies meet in one loss. *Behaviour* sampled the token: an older weight version, or the same weights under the
-engine's other kernels. The clipped ratio is relative to *proximal*: mostly the trainer's policy at the start of
-the step. *Current* is the one being updated. The clipped ratio current / proximal keeps updates small (policy_loss.py);
-the weight here, proximal / behaviour, corrects for where the token came from. Separating the two is decoupled PPO
-(Hilton et al., arXiv 2110.00641; for asynchronous training of language models AReaL, arXiv 2505.24298, eq. 5).
+engine's other kernels. *Proximal* is usually the trainer's policy at the start of the step. *Current* is being updated.
+The clipped ratio current / proximal keeps updates small (policy_loss.py). The weight proximal / behaviour, computed
+here, corrects for the token's origin. Separating the two is decoupled PPO (Hilton et al., arXiv 2110.00641; for
+asynchronous training of language models AReaL, arXiv 2505.24298, eq. 5).
 
-Four things can be done, alone or together, in this order; ``CorrectionSpec`` has the settings:
+There are four corrections, used alone or together, in this order; ``CorrectionSpec`` has the settings:
 
     weigh     by the ratio of the token, of its sequence (the product), or by the sequence's geometric mean
     mask      weights outside a range become 0 (IcePop, masked importance sampling)
     truncate  weights are at most the cap: a bounded bias for a bounded variance (truncated importance sampling, Yao et
               al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")
-    reject    tokens, or full sequences, that an estimate of the KL divergence finds too far away weigh 0
+    reject    tokens or full sequences with a too large estimate of the KL divergence weigh 0
 
-Ranges and rejections are as in verl's rollout correction. There the rejected leave the mean that the loss is; here
-they stay in its denominator: a minibatch's denominator is known before its first forward pass.
+Ranges and rejections follow verl's rollout correction, with one difference: rejected tokens stay in the denominator of
+the loss, because a minibatch's denominator must be known before its first forward pass.
 
-Invariant: weights carry no gradient and are 0 where the mask is false, whatever the arguments hold there, NaN included.
-NaN among tokens that count is not rejected: it remains visible.
+Invariant: weights carry no gradient and are 0 where the mask is false, whatever the arguments hold there, including
+NaN. NaN among tokens that count is not rejected: it remains visible.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
 class CorrectionSums(ReducedSums):
     """Sums over tokens that count.
 
-    The *raw* weight is that before masks, cap and rejection, of the correction's level; without one, of the token.
+    The *raw* weight is the weight at the correction's level (without one, at the token) before mask, cap and rejection.
     """
 
-    tokens: Tensor  # that count
-    rows: Tensor  # with a token that counts
+    tokens: Tensor  # tokens that count
+    rows: Tensor  # rows with a token that counts
     weight: Tensor
     weight_squared: Tensor
     weight_max: Tensor
@@ -52,15 +52,15 @@ class CorrectionSums(ReducedSums):
     rejected_rows: Tensor  # rows with all tokens rejected
     above_2: Tensor  # tokens with a raw weight above 2
     below_half: Tensor  # tokens with a raw weight below 1/2
-    gap: Tensor  # of |proximal - behaviour| log-prob
+    gap: Tensor  # |proximal - behaviour| in log-probs
     gap_max: Tensor
     kl: Tensor  # the k3 estimate of KL(behaviour ‖ proximal)
 
     def summary(self) -> dict[str, float]:
         """Metrics, as Python floats; all 0 when no token counts.
 
-        ``effective_sample_fraction`` is Kish's effective sample size (Σw)² / Σw² divided by the tokens: 1
-        when all weights are equal, 1 / tokens when one token has all the weight.
+        ``effective_sample_fraction`` is Kish's effective sample size (Σw)² / Σw² divided by the tokens: 1 if all
+        weights are equal, 1 / tokens if one token has all the weight.
         """
         tokens, rows = max(1.0, self.tokens.item()), max(1.0, self.rows.item())
         weight, weight_squared = self.weight.item(), self.weight_squared.item()
@@ -83,14 +83,14 @@ class CorrectionSums(ReducedSums):
 def correct(
     proximal_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, correction: CorrectionSpec
 ) -> tuple[Tensor, CorrectionSums]:
-    """The weight of each token, and statistics.
+    """Return each token's weight, and statistics.
 
-    Log-ratios are clamped to ±20, sums of them over a row too. A row's tokens are those that count. The rules of the
-    spec refuse a ``correction`` with settings without effect (decision 0036).
+    Log-ratios and their sums over a row are clamped to ±20. The spec's rules refuse a ``correction`` that has settings
+    without effect (decision 0027).
 
     Args:
-        proximal_logprobs: [rows, tokens]. With ``proximal`` behaviour, where both sides would be the same, the
-            current policy's: rejection and statistics are then about it.
+        proximal_logprobs: [rows, tokens]. With ``proximal: behaviour`` both sides would be equal, so the current
+            policy's log-probs are given: rejection and statistics then refer to it.
         behaviour_logprobs: [rows, tokens], recorded when the tokens were sampled.
         mask: bool, [rows, tokens]; true where a token counts.
 
@@ -133,28 +133,28 @@ def correct(
 
 
 def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, versions_behind: Tensor) -> Tensor:
-    """The proximal log-probs interpolated between behaviour and current policy, without another forward pass.
+    """Interpolate the proximal log-probs between behaviour and current policy, without another forward pass.
 
         log π_proximal ≈ log π_behaviour + α·(log π_current − log π_behaviour)
         α = (v_proximal − v_behaviour) / (v_current − v_behaviour)
 
-    AReaL's log-linear approximation (its docs/algorithms/prox_approx.md): weights are taken to have moved evenly from
-    version to version. The current policy is on the way to the version after the step's start, so with n
-    versions behind, α = n / (n + 1): a token of the newest version keeps its recorded log-prob. (AReaL's code takes the
-    version of the step's start for the current one, and the one before for the proximal.)
+    AReaL's log-linear approximation (its docs/algorithms/prox_approx.md) assumes that weights move evenly from version
+    to version. The current policy is on its way to the version after the step's start, so a token that is n versions
+    behind has α = n / (n + 1), and a token of the newest version keeps its recorded log-prob. (AReaL's code uses the
+    version at the step's start as current, and the version before it as proximal.)
 
-    At the first update of a step current and proximal are the same, and the interpolation is off by 1 / (n + 1) of the
+    At a step's first update current and proximal are equal, and the interpolation would be off by 1 / (n + 1) of the
     distance; there the trainer's own log-probs cost nothing.
 
-    All are [rows, tokens], the result detached, in the dtype of ``logprobs``, the current policy's.
-    ``versions_behind``: how many versions the token's is before the one at the start of the step; below 0 counts as 0.
+    All tensors are [rows, tokens]. ``logprobs``: the current policy's; the result has their dtype, and is detached.
+    ``versions_behind``: the token's age in versions at the start of the step; below 0 counts as 0.
     """
     behind = versions_behind.clamp(min=0).to(logprobs.dtype)
     return torch.lerp(behaviour_logprobs.to(logprobs.dtype), logprobs.detach(), behind / (behind + 1.0))
 
 
 def _log_weights(gap: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Of log-ratios that are 0 where the mask is false; [rows, tokens]."""
+    """Clamped log-weights, [rows, tokens]. ``gap`` must be 0 where the mask is false."""
     if level == "token":
         return clamp_log_ratio(gap)
     of_row = gap.sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -164,7 +164,7 @@ def _log_weights(gap: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def _rejected(proximal: Tensor, behaviour: Tensor, mask: Tensor, correction: CorrectionSpec) -> Tensor:
-    """bool, [rows, tokens]. Log-probs are 0 where the mask is false, and so are the estimates."""
+    """bool, [rows, tokens]. Log-probs must be 0 where the mask is false, which makes the estimates 0 there."""
     if correction.reject_by is None or correction.reject_high is None:
         return torch.zeros_like(mask)
     distance = KL[correction.reject_by](behaviour, proximal)
@@ -184,5 +184,4 @@ def _rejected(proximal: Tensor, behaviour: Tensor, mask: Tensor, correction: Cor
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The maximum as float64; 0 without values."""
     return torch.cat([values.flatten(), values.new_zeros(1)]).max().double()

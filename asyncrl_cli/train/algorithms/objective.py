@@ -1,4 +1,4 @@
-"""Resolves the names in a spec's ``algorithm`` to functions, and imports the user's own functions."""
+"""Resolves the names in a spec's ``algorithm`` to functions, and imports the user's functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.algorithm import GAE, RUNNING_BASELINE, AlgorithmSpec
-from asyncrl_cli.train.algorithms.advantages import (
-    ADVANTAGES,
-    BASELINES_OF_TURNS,
-    AdvantageFunction,
-    running_baseline,
-)
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, BASELINES_OF_TURNS, AdvantageFunction, running_baseline
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 
@@ -24,7 +19,7 @@ from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 class Objective:
     """The functions that an ``AlgorithmSpec`` names.
 
-    ``advantage`` is None where a group is not the baseline. ``asks`` are its arguments besides the rewards.
+    ``advantage``: None unless a group is the baseline. ``asks``: its arguments in addition to the rewards.
     """
 
     algorithm: AlgorithmSpec
@@ -35,9 +30,9 @@ class Objective:
 
     @classmethod
     def of(cls, algorithm: AlgorithmSpec, search_path: Path) -> Objective:
-        """Modules of the user's own functions are looked up in ``search_path`` first.
+        """Resolve the names. Modules of the user's functions are searched in ``search_path`` first.
 
-        Raises ``ConfigError`` when one cannot be imported, or does not take the arguments that it is called with.
+        Raises ``ConfigError`` when a function cannot be imported, or does not take its arguments.
         """
         advantage: AdvantageFunction | None = None
         asks: tuple[str, ...] = ()
@@ -48,11 +43,11 @@ class Objective:
 
 
 REWARDS, FURTHER = "rewards", ("lengths", "metrics")
-"""The parameters that a user's ``AdvantageFunction`` must have, and may have."""
+"""Parameters of a user's ``AdvantageFunction``: the required one, and the optional ones."""
 
 
 def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[str, ...]]:
-    """The function, and which of ``FURTHER`` it takes."""
+    """Return the function, and its arguments in addition to the rewards."""
     location = "algorithm.advantage"
     hint = f"name a function f({REWARDS}); it may also have the parameters {' and '.join(FURTHER)}"
     if name == RUNNING_BASELINE:
@@ -62,13 +57,13 @@ def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[s
     function = _imported(name, location=location, search_path=search_path, hint=hint)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin without a signature: the first call will show
+    except ValueError:  # a builtin without a signature: the first call will tell
         return function, ()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     needed = [one.name for one in named.values() if one.default is one.empty]
     if unknown := next((one for one in needed if one not in (REWARDS, *FURTHER)), None):
-        message = f"{name} has the parameter {unknown!r}, which is not known"
+        message = f"{name} has the unknown parameter {unknown!r}"
         raise ConfigError(message, location=location, hint=hint)
     if REWARDS not in named and not takes_all:
         raise ConfigError(f"{name} has no parameter {REWARDS!r}", location=location, hint=hint)
@@ -83,7 +78,7 @@ def _own_loss(name: str, search_path: Path) -> PolicyLoss:
     except TypeError as error:
         message, hint = f"{name} cannot be called as {call}: {error}", "give it these parameters, in this order"
         raise ConfigError(message, location=location, hint=hint) from None
-    except ValueError:  # a builtin without a signature: the first call will show
+    except ValueError:  # a builtin without a signature: the first call will tell
         pass
     return function
 
@@ -91,9 +86,5 @@ def _own_loss(name: str, search_path: Path) -> PolicyLoss:
 def _imported(name: str, location: str, search_path: Path, hint: str) -> Any:
     function = import_named(name, folder=search_path, location=location, hint=hint)
     if not callable(function):
-        raise ConfigError(
-            f"{name} is not a function (got {type(function).__name__})",
-            location=location,
-            hint=hint,
-        )
+        raise ConfigError(f"{name} is not a function (got {type(function).__name__})", location=location, hint=hint)
     return function

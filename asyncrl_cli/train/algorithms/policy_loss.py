@@ -1,22 +1,25 @@
-"""The policy's loss of a micro-batch, from the loss of a token to the mean over the minibatch.
+"""The policy's loss on a micro-batch, from a token's loss to the mean over the minibatch.
 
-With r = exp(log-prob − proximal log-prob) and advantage A a ``PolicyLoss`` is −(some bounded function of r) · A of each
-token. They differ in what happens to a token with a ratio outside the range 1 − clip_low to 1 + clip_high:
+With r = exp(log-prob − proximal log-prob) and advantage A, a ``PolicyLoss`` is −(a bounded function of r) · A for each
+token. The losses treat tokens with a ratio outside the range 1 − clip_low to 1 + clip_high differently:
 
-    clip    it has no gradient, if the gradient would lead further out
+    clip    no gradient, if the gradient would lead further out
     gspo    the same, for the ratio of the whole sequence
-    cispo   it keeps a gradient, with a weight at the edge of the range
+    cispo   the gradient stays, with a weight at the edge of the range
     sapo    no edge: the gradient fades with the distance from r = 1
 
-``policy_loss`` weighs it (corrections.py), adds the KL penalty (kl.py) and the entropy bonus, and ``aggregate`` takes
-the mean.
+``policy_loss`` weighs the losses (corrections.py), adds the KL penalty (kl.py) and the entropy bonus, and ``aggregate``
+takes the mean.
 
-Invariants. At r = 1 the gradient by the log-prob is −A for all of them: one update on its own policy's tokens
-is REINFORCE whichever loss is named. Log-ratios are clamped to ±20. Losses add: the caller passes the denominator of
-the whole minibatch (over all micro-batches and ranks), so the sum of the micro-batches' losses is the minibatch's mean
-exactly, however it was split. A framework that averages gradients over R ranks needs the denominator divided by R.
-Tokens that do not count (mask false) may hold anything, NaN included: they add nothing to the loss, with a gradient of
-exactly 0. A micro-batch without a token that counts has loss 0 and can still run backward.
+Invariants:
+
+* At r = 1 every loss has the gradient −A by the log-prob: one update on the policy's own tokens is REINFORCE.
+* Losses add. The caller passes the whole minibatch's denominator (over all micro-batches and ranks), so the losses of
+  micro-batches sum to the minibatch's mean exactly, however it was split. A framework that averages gradients over R
+  ranks needs the denominator divided by R.
+* Tokens that do not count (mask false) may hold anything, including NaN: they add nothing to the loss, and their
+  gradient is exactly 0. A micro-batch without a token that counts has loss 0 and can still run backward.
+* Log-ratios are clamped to ±20.
 """
 
 from __future__ import annotations
@@ -40,14 +43,14 @@ class TokenLosses:
     """The result of a ``PolicyLoss``; all tensors are [rows, tokens]."""
 
     loss: Tensor  # floating point, with gradient
-    clipped_low: Tensor  # bool; tokens with the ratio held at the lower edge
-    clipped_high: Tensor  # bool; tokens with the ratio held at the upper edge
+    clipped_low: Tensor  # bool; the ratio is held at the lower edge
+    clipped_high: Tensor  # bool; the ratio is held at the upper edge
 
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, AlgorithmSpec], TokenLosses]
-"""Of (logprobs, proximal_logprobs, advantages, mask, settings): [rows, tokens] each, the mask bool, and the spec's
-``algorithm`` for its numbers. Gradients flow through the first alone; all are 0 where the mask is false. A user's
-own loss has this form, too."""
+"""Takes (logprobs, proximal_logprobs, advantages, mask, settings): [rows, tokens] each with a bool mask, and the spec's
+``algorithm``. Gradients flow only through the first; all are 0 where the mask is false. A user's loss has the same
+form."""
 
 
 def clip_loss(
@@ -56,8 +59,8 @@ def clip_loss(
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
     PPO, arXiv 1707.06347, eq. 7; with a separate upper edge (clip-higher) DAPO, arXiv 2503.14476, eq. 10. With
-    ``dual_clip`` c the loss of a negative advantage is at most −c·A (arXiv 1912.09729): a token that became
-    very likely although it was bad pulls no harder than c times.
+    ``dual_clip`` c the loss for a negative advantage is at most −c·A (arXiv 1912.09729): a bad token that has become
+    very likely pulls at most c times as hard.
     """
     return _clipped(clamp_log_ratio(logprobs - proximal_logprobs).exp(), advantages, settings)
 
@@ -65,11 +68,11 @@ def clip_loss(
 def gspo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: AlgorithmSpec
 ) -> TokenLosses:
-    """``clip_loss`` with the ratio of the sequence, s = exp(mean over the row's tokens that count of log r).
+    """``clip_loss`` with the sequence's ratio, s = exp(mean of log r over the row's tokens that count).
 
     GSPO, arXiv 2507.18071, eq. 5 to 7. The gradient goes to each token by its own log-prob and advantage (GSPO-token,
-    eq. 13 and 14), which with one advantage in a row is GSPO's gradient. Such ratios are far closer to 1: ranges are
-    of the order of 3e-4.
+    eq. 13 and 14). If a row has one advantage, this is GSPO's gradient. Such ratios are far closer to 1: ranges are of
+    the order of 3e-4.
     """
     log_ratio = (logprobs - proximal_logprobs).detach().double() * mask
     of_row = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -83,7 +86,7 @@ def cispo_loss(
     """−w·A·log-prob, where w = clip(r, 1 − clip_low, 1 + clip_high) carries no gradient.
 
     CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. REINFORCE with clipped weights: no token loses its gradient. The
-    paper sets no lower edge, which is ``clip_low`` = 1.
+    paper sets no lower edge: ``clip_low`` = 1.
     """
     ratio = clamp_log_ratio(logprobs.detach() - proximal_logprobs).exp()
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
@@ -93,7 +96,7 @@ def cispo_loss(
 def sapo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, mask: Tensor, settings: AlgorithmSpec
 ) -> TokenLosses:
-    """−(4 / τ)·sigmoid(τ·(r − 1))·A, where τ is the temperature of positive, or of other, advantages.
+    """−(4 / τ)·sigmoid(τ·(r − 1))·A, with one temperature τ for positive advantages and one for all others.
 
     SAPO, arXiv 2511.20347, section 3. With p the sigmoid, the gradient by the log-prob is −4·p·(1 − p)·r·A. Nothing is
     clipped.
@@ -125,7 +128,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip_loss, "gspo": gspo_loss, "c
 class LossSums(ReducedSums):
     """Sums over tokens that count."""
 
-    tokens: Tensor  # that count
+    tokens: Tensor  # tokens that count
     ratio: Tensor  # current / proximal
     clipped_low: Tensor  # tokens, as in ``TokenLosses``
     clipped_high: Tensor
@@ -163,25 +166,25 @@ def policy_loss(
     entropies: Tensor | None = None,
     entropy_coef: float = 0.0,
 ) -> tuple[Tensor, LossSums]:
-    """The loss of one micro-batch, to be minimized. A token's is
+    """Compute one micro-batch's loss, to be minimized. For each token it is
 
         w · (policy loss) + kl_coef · (KL estimate) − entropy_coef · (entropy)
 
-    The weight w corrects for where the token was sampled (corrections.py). It does not weigh the penalty and the
-    bonus, which keep the policy near the reference, and wide, at tokens that are excluded from the policy loss, too.
+    The weight w corrects for the policy that sampled the token (corrections.py). It does not apply to penalty and
+    bonus: these keep the policy near the reference, and wide, even at tokens excluded from the policy loss.
 
-    Tensors are [rows, tokens]; gradients flow through ``logprobs`` and ``entropies`` alone.
+    Tensors are [rows, tokens]; gradients flow only through ``logprobs`` and ``entropies``.
 
     Args:
-        logprobs: of the weights being trained.
-        proximal_logprobs: of the proximal policy, mostly the policy at the start of the step.
-        advantages: also [rows].
+        logprobs: under the weights being trained.
+        proximal_logprobs: under the proximal policy, usually the policy at the start of the step.
+        advantages: may also be [rows].
         mask: bool; true where a token counts.
-        loss: one of ``POLICY_LOSSES`` or the user's own; ``settings`` has its numbers.
+        loss: one of ``POLICY_LOSSES`` or the user's own; ``settings`` has its parameters.
         aggregation, denominator: see ``aggregate``.
         importance_weights: None: all 1.
-        reference_logprobs: of the reference model; needed if ``kl_coef`` > 0, and otherwise only measured.
-        kl: estimator of the penalty, of ``kl.KL``.
+        reference_logprobs: under the reference model; needed if ``kl_coef`` > 0, otherwise only measured.
+        kl: estimator of the penalty, one of ``kl.KL``.
         entropies: nats, of the distributions that the tokens were sampled from, under the weights being trained; None:
             not measured.
 
@@ -189,7 +192,7 @@ def policy_loss(
         The loss (no dimensions) and the sums for metrics.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, the penalty has no reference, the bonus no entropies, or as
+        ValueError: shapes differ, the mask is not bool, a penalty has no reference, a bonus no entropies, or as in
             ``aggregate``.
     """
     if advantages.ndim == 1:
@@ -233,16 +236,16 @@ def policy_loss(
 
 
 def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denominator: float) -> Tensor:
-    """This micro-batch's share of the minibatch's mean; no dimensions, dtype of ``per_token`` [rows, tokens].
+    """Return this micro-batch's share of the minibatch's mean; no dimensions, dtype of ``per_token`` [rows, tokens].
 
-    ``token_mean``: the sum over tokens that count / denominator (the minibatch's tokens that count; DAPO,
-    arXiv 2503.14476, section 3.3). ``sequence_mean``: the sum over rows of the row's mean over its tokens
-    that count / denominator (the minibatch's sequences; GRPO, arXiv 2402.03300, eq. 3). ``sequence_sum``: the sum over
-    tokens that count / denominator (the minibatch's sequences times a fixed number of tokens, whatever their
-    lengths; Dr. GRPO, arXiv 2503.20783, section 3.2). A row without such tokens adds 0.
+    ``token_mean``: the sum over tokens that count; the denominator is their number in the minibatch (DAPO, arXiv
+    2503.14476, section 3.3). ``sequence_mean``: the sum over rows of a row's mean over its tokens that count; the
+    denominator is the minibatch's number of sequences (GRPO, arXiv 2402.03300, eq. 3). ``sequence_sum``: the sum over
+    tokens that count; the denominator is the number of sequences times a fixed number of tokens, whatever their
+    lengths (Dr. GRPO, arXiv 2503.20783, section 3.2). A row without tokens that count adds 0.
 
-    ``denominator``: of the whole minibatch, over all micro-batches and ranks. Raises ``ValueError`` when it is
-    not positive, or the aggregation unknown.
+    ``denominator``: the whole minibatch's, over all micro-batches and ranks. Raises ``ValueError`` when it is not
+    positive, or the aggregation unknown.
     """
     if not denominator > 0:
         raise ValueError(f"the denominator must be positive, not {denominator}")

@@ -1,4 +1,4 @@
-"""Sums over micro-batches, which add up over ranks to numbers of the whole step."""
+"""Sums over micro-batches and ranks, for metrics of a whole step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 class ReducedSums:
     """Base of sums that add with ``+`` over micro-batches, and with ``reduce_over_ranks`` over ranks.
 
-    Fields are float64 tensors without dimensions, detached (adding them waits for no device), or are
-    ``ReducedSums`` themselves. Fields with names that end in ``_max`` are maxima; all others add.
+    Fields are detached float64 tensors without dimensions, or ``ReducedSums`` themselves. Adding waits for no device.
+    Fields with names that end in ``_max`` are maxima; all others are sums.
     """
 
     def __add__(self, other: Self) -> Self:
@@ -34,7 +34,7 @@ SomeSums = TypeVar("SomeSums", bound=ReducedSums)
 
 
 def check_shapes(mask: Tensor, *others: Tensor | None) -> None:
-    """Raise ``ValueError`` unless the mask is a bool matrix and all others that are given have its shape."""
+    """Raise ``ValueError`` unless the mask is a bool matrix and all other given tensors have its shape."""
     if mask.dtype != torch.bool:
         raise ValueError(f"the mask must be bool, not {mask.dtype}")
     shapes = [list(other.shape) for other in others if other is not None]
@@ -43,18 +43,18 @@ def check_shapes(mask: Tensor, *others: Tensor | None) -> None:
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """The sum of a tensor over the ranks of a process group, in place; collective. None: over all ranks."""
+    """Sum a tensor in place over the ranks of a process group (None: all ranks); collective."""
     if not _single_rank(group):
         torch.distributed.all_reduce(values, group=group)
     return values
 
 
 def reduce_over_ranks(sums: SomeSums, device: torch.device, group: Any = None) -> SomeSums:
-    """The sums and maxima over the ranks of a process group; collective, on ``device``. None: over all ranks."""
+    """Return sums and maxima over the ranks of a process group (None: all ranks); collective, on ``device``."""
     if _single_rank(group):
         return sums
     leaves = dict(_leaves(sums))
-    # Maxima first on every rank: ranks that called the two collectives in another order would add up maxima.
+    # Maxima first on every rank: the same order everywhere, or the two collective calls would be mixed up.
     for operation, wanted in ((torch.distributed.ReduceOp.MAX, True), (torch.distributed.ReduceOp.SUM, False)):
         names = [name for name in leaves if name.endswith("_max") == wanted]
         if names:

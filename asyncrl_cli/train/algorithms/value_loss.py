@@ -1,7 +1,7 @@
 """The critic's loss: squared error of the values, held near the values at the start of the step.
 
-Invariant: as for the policy's loss (policy_loss.py), losses of micro-batches add up to the minibatch's mean, and what
-does not count may hold anything.
+Invariant: as in policy_loss.py, losses of micro-batches add up to the minibatch's mean, and tokens that do not count
+may hold anything.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
 class ValueSums(ReducedSums):
     """Sums over tokens that count."""
 
-    tokens: Tensor  # that count
-    clipped: Tensor  # tokens with the larger error at the clipped value: no gradient
+    tokens: Tensor  # tokens that count
+    clipped: Tensor  # tokens without gradient: the error at the clipped value is larger
     error: Tensor  # return - value
     error_squared: Tensor
     target: Tensor  # the returns
@@ -29,8 +29,8 @@ class ValueSums(ReducedSums):
     def summary(self) -> dict[str, float]:
         """Metrics, as Python floats; all 0 when no token counts.
 
-        ``explained_variance`` is 1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 for a constant
-        one, and 0 where all returns are equal.
+        ``explained_variance`` is 1 − Var(return − value) / Var(return): 1 for a perfect critic, 0 for a constant critic
+        or equal returns.
         """
         tokens = max(1.0, self.tokens.item())
         unexplained = self.error_squared.item() / tokens - (self.error.item() / tokens) ** 2
@@ -39,7 +39,7 @@ class ValueSums(ReducedSums):
             "clip_fraction": self.clipped.item() / tokens,
             "error_mean": self.error.item() / tokens,
             "return_mean": self.target.item() / tokens,
-            # Below this, the variance is rounding alone: all returns are equal.
+            # A smaller variance is only rounding: all returns are equal.
             "explained_variance": 1.0 - unexplained / variance if variance > 1e-12 else 0.0,
         }
 
@@ -47,20 +47,20 @@ class ValueSums(ReducedSums):
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None, denominator: float
 ) -> tuple[Tensor, ValueSums]:
-    """Half the squared error, over the tokens that count; of a token, with V the value and R the return,
+    """Compute half the squared error over tokens that count. For a token with value V and return R it is
 
         ½ · max((V − R)², (clip(V, V_old − clip, V_old + clip) − R)²)
 
-    It is the clipping of OpenAI's PPO2: a value that left the range of the old one has no gradient, unless the gradient
-    leads back to it.
+    The clipping is OpenAI PPO2's: a value that has left the range around the old value has no gradient, unless the
+    gradient leads back into it.
 
     Args:
-        values: [rows, tokens], of the critic being trained; gradients flow through these alone.
+        values: [rows, tokens], of the critic being trained; gradients flow only through these.
         old_values: [rows, tokens], of the critic at the start of the step.
         returns: [rows, tokens].
         mask: bool, [rows, tokens].
         clip: how far a value may move. None: the plain squared error.
-        denominator: tokens of the whole minibatch that count, as for ``aggregate``.
+        denominator: number of tokens that count in the whole minibatch (see ``aggregate``).
 
     Returns:
         The loss (no dimensions) and the sums for metrics.

@@ -1,9 +1,9 @@
-"""The output head: log-probabilities and entropies of tokens without the logits of all of them.
+"""The output head: log-probabilities and entropies of tokens, without all logits in memory.
 
-Positions go through the output layer in chunks. Invariant: except the layer's weights and their gradient no tensor
-here has more than ``CHUNK_NUMBERS`` numbers, on a GPU ``gpu_chunk_numbers``, or one position's where a vocabulary is
-larger than that. A chunk's logits live once, in float32: they become log-probabilities in place, and those become the
-logits' gradient in place. With more than one chunk each is computed again in the backward pass: one of them lives at a
+Positions go through the output layer in chunks. Invariant: except for the layer's weights and their gradient, no tensor
+here has more than ``CHUNK_NUMBERS`` numbers (on a GPU ``gpu_chunk_numbers``), or one position's if the vocabulary is
+larger. A chunk's logits exist once, in float32: they become log-probabilities in place, and these become the logits'
+gradient in place. If there are several chunks, each is computed again in the backward pass, so only one exists at a
 time.
 """
 
@@ -21,22 +21,22 @@ GPU_CHUNK_NUMBERS = 2**28
 weights, so smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 33 ms with 2^28 for 4,096
 tokens, a vocabulary of 151,936 and a width of 2,560."""
 GPU_PART = 32
-"""A chunk takes at most this part of a GPU's memory: a GPU of 24 GB has chunks of 2^27."""
+"""A chunk takes at most a GPU's memory divided by this number: a GPU with 24 GB has chunks of 2^27."""
 
 BLOCK_NUMBERS = 2**18
-"""Numbers of a block, the unit of a CPU's sums of entropies: a block stays in the cache, and a chunk's probabilities
-never exist next to its logits. On a GPU the block is the chunk: of a large vocabulary this many numbers are a row or
+"""Numbers in a block, the unit in which a CPU sums entropies. A block stays in the cache, and a chunk's probabilities
+never exist next to its logits. On a GPU the block is the chunk: with a large vocabulary a block would have a row or
 two, and each block costs several kernel launches."""
 
 Entropy = Literal["none", "measure", "train"]
-"""Whether entropies are wanted: not at all, as numbers, or with a gradient."""
+"""Entropies are not computed, computed, or computed with a gradient."""
 
 
 def gpu_chunk_numbers(gpu_bytes: int | None) -> int:
-    """Logits that exist at a time on a GPU with so much memory in all; None: not known, so the most.
+    """Return how many logits exist at a time on a GPU with this much memory in total; None: unknown, so the most.
 
-    Free memory would allow more, but it differs from pass to pass. Chunks of another size add up gradients in another
-    order, and a replayed step would not have the same bits. A power of two, because drivers reserve differing amounts.
+    Not by free memory, which differs from pass to pass: other chunk sizes add up gradients in another order, and a
+    replayed step would not have the same bits. A power of two, because drivers reserve differing amounts.
     """
     if gpu_bytes is None:
         return GPU_CHUNK_NUMBERS
@@ -51,26 +51,21 @@ def chunked_logprobs(
     entropy: Entropy = "none",
     most: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Score the tokens that follow positions.
+    """Score one token at each position.
 
     Args:
         head: the output layer.
         hidden: [positions, width]; gradients flow through it.
-        targets: int64, [positions]; the token that is scored at each.
-        most: logits that exist at a time; None: by the device of ``hidden``.
+        targets: int64, [positions]; the tokens to score.
+        most: logits that exist at a time; None: chosen by the device of ``hidden``.
 
     Returns:
-        log softmax(logits / temperature) at ``targets``, and the entropy of that distribution, H = −Σ p log p: nats,
-        [positions], float32 (float64 for float64 logits). Entropies are zeros where they are not wanted.
+        log softmax(logits / temperature) at ``targets``, and the entropy of the distribution, H = −Σ p log p: nats,
+        [positions], float32 (float64 for float64 logits). Entropies are zeros with ``entropy`` "none".
     """
     apply: Any = _Scores.apply
-
-    def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        scored: tuple[Tensor, Tensor] = apply(hidden, head.weight, head.bias, targets, temperature, entropy, most)
-        return scored
-
-    # Called as a module, and once: ZeRO-3's hooks gather its weights for exactly one pass (decision 0019).
-    head.forward = score  # type: ignore[method-assign, assignment]
+    # Called as a module and just once: ZeRO-3's hooks gather its weights for exactly one pass (decision 0019).
+    head.forward = lambda hidden: apply(hidden, head.weight, head.bias, targets, temperature, entropy, most)  # type: ignore[method-assign]
     try:
         logprobs, entropies = head(hidden)
     finally:
@@ -98,7 +93,7 @@ class _Scores(torch.autograd.Function):
         chunks = _chunks(hidden.shape[0], weight.shape[0], most or CHUNK_NUMBERS)
         logs = None
         for chunk in chunks:
-            logs = None  # frees the last one first
+            logs = None  # frees the last chunk before the next one is computed
             logs = _logs(hidden[chunk], weight=weight, bias=bias, temperature=temperature)
             logprobs[chunk] = logs.gather(-1, targets[chunk, None])[:, 0]
             if entropy != "none":
@@ -117,7 +112,7 @@ class _Scores(torch.autograd.Function):
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs[0] else None
-        # Sums over chunks, in float32 at least: in bfloat16 they lose half a percent over 32 chunks.
+        # Sums over chunks are at least float32: in bfloat16 they lose half a percent over 32 chunks.
         of_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs[1] else None
         of_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs[2] else None
         by_logprob, by_entropy = by_logprob / ctx.temperature, by_entropy / ctx.temperature
@@ -146,13 +141,11 @@ class _Scores(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, gradient: Tensor, exact: Tensor, hidden: Tensor) -> None:
-    """Add gradientᵀ · hidden to ``total``, [vocabulary, width], in its dtype.
-
-    ``exact`` is ``gradient`` before it was rounded to the dtype of ``hidden``, in the dtype of ``total``.
-    """
+    """Add gradientᵀ · hidden to ``total``, [vocabulary, width], in its dtype. ``exact``: ``gradient`` in this dtype,
+    before it was rounded to the dtype of ``hidden``."""
     if hidden.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
-    elif hidden.is_cuda:  # by its bfloat16 units, which add in float32
+    elif hidden.is_cuda:  # its bfloat16 units add in float32
         torch.addmm(total, gradient.T, hidden, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(exact.T, hidden.float())
@@ -165,7 +158,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Log-probabilities of all tokens, [positions, vocabulary], in the memory of the logits."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        # As the engine's head does (``gpu_args``): logits that are rounded to bfloat16 are off by up to 0.08 nats.
+        # Like the engine's head (``gpu_args``): logits rounded to bfloat16 are off by up to 0.08 nats.
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:
         logits = hidden @ weight.T
@@ -180,11 +173,10 @@ def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
 
 
 def _blocks(logs: Tensor) -> list[slice]:
-    """The rows that are dealt with at a time where their entropies are wanted."""
     return [slice(0, len(logs))] if logs.is_cuda else _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS)
 
 
 def _chunks(rows: int, width: int, numbers: int) -> list[slice]:
-    """Slices of rows with at most so many numbers each, or of one row; at least one slice."""
+    """Slices of rows with at most ``numbers`` numbers, or of one row; at least one slice."""
     size = max(1, numbers // width)
     return [slice(start, start + size) for start in range(0, max(1, rows), size)]

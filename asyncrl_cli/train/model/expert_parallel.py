@@ -1,8 +1,8 @@
-"""Mixtures of experts with their experts divided over ranks by DeepSpeed's AutoEP (decision 0063).
+"""Mixtures of experts, with the experts divided over ranks by DeepSpeed's AutoEP (decision 0055).
 
-AutoEP replaces a layer's mixture while the engine is made. The gate's and the up projection of a rank's experts
-are two weights (``w1`` and ``w3``), and names differ. Everything outside the engine has the names and shapes of the
-transformers model: ``own_names`` translates them, and no other module knows of AutoEP's layers.
+AutoEP replaces a layer's mixture while the engine is made. The gate and up projections of a rank's experts become two
+weights (``w1`` and ``w3``), and names change. Everything outside the engine uses the transformers model's names and
+shapes: ``own_names`` translates, and no other module knows AutoEP's layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = {
     "experts.w2": "experts.down_proj",
     "router.gate.": "gate.",
 }
-"""AutoEP's names in a mixture, and transformers' names. ``w1`` has an expert's first rows, ``w3`` the others."""
+"""AutoEP's names in a mixture, and transformers' names. ``w1`` has an expert's first rows, ``w3`` the rest."""
 
 
 class ExpertError(ConfigError):
@@ -43,10 +43,10 @@ class ExpertError(ConfigError):
 
 
 def expert_settings(trainer: TrainerSpec) -> dict[str, Any]:
-    """DeepSpeed's configuration of AutoEP; nothing where experts are not divided."""
+    """Return DeepSpeed's configuration of AutoEP; empty if experts are not divided."""
     if trainer.expert_parallel == 1:
         return {}
-    # torch's grouped matrix product is for bfloat16 on GPUs; elsewhere experts are computed one after another.
+    # torch's grouped matrix product needs bfloat16 on GPUs; otherwise experts are computed one after another.
     grouped = bool(trainer.gpus_per_rank) and trainer.dtype == "bfloat16"
     settings = {"autoep_size": trainer.expert_parallel, "moe_layer_pattern": MIXTURES, "use_grouped_mm": grouped}
     return {"expert_parallel": {"enabled": True, **settings}}
@@ -62,34 +62,34 @@ def check_experts(config: Any, trainer: TrainerSpec) -> None:
         raise ExpertError(f"the experts of {kind} cannot be divided among ranks", hint)
     if config.hidden_act != "silu":
         raise ExpertError(f"the experts of this {kind} are activated by {config.hidden_act}, and not by silu")
-    # Whole experts on every rank: its part is then one piece of the model's own weight.
+    # Every rank must have whole experts: its part is then one piece of the model's weight.
     if (number := getattr(config, DIVIDED[kind])) % trainer.ranks:
-        reason = f"{number} experts cannot be shared out evenly over {trainer.ranks} ranks"
+        reason = f"{number} experts cannot be divided evenly among {trainer.ranks} ranks"
         raise ExpertError(reason, "lower trainer.ranks to a divisor, or set it to 1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """One weight of all experts of a layer: one tensor in the transformers model; this rank has a piece of it."""
+    """One weight of all experts in a layer: one tensor in the transformers model, of which this rank has a piece."""
 
     layer: Any  # AutoEP's
     halves: tuple[nn.Parameter, ...]
-    """AutoEP's own weights: gate and up, or down alone. Each is [this rank's experts, rows, columns],
-    and sharded over the ranks that have the same experts."""
+    """AutoEP's weights: gate and up, or only down. Each is [this rank's experts, rows, columns], and sharded over the
+    ranks that have the same experts."""
 
     @property
     def groups(self) -> int:
-        """Into how many parts the experts are divided before they are sharded (``share_of``)."""
+        """Number of parts into which the experts are divided before they are sharded (``share_of``)."""
         return int(self.layer.ep_size)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """All experts, their rows and columns."""
+        """Number of all experts, rows and columns of each."""
         shapes = [tuple(half.ds_shape) for half in self.halves]  # type: ignore[attr-defined]
         return int(self.layer.num_experts), sum(rows for _, rows, _ in shapes), shapes[0][2]
 
     def own(self) -> Tensor:
-        """This rank's piece [elements], by ``share_of``: whole experts."""
+        """Return this rank's piece by ``share_of``, [elements]: whole experts."""
         halves = [
             half.ds_tensor.detach().view(-1, *half.ds_shape[1:])  # type: ignore[attr-defined]
             for half in self.halves
@@ -97,7 +97,7 @@ class RoutedExperts:
         return (halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)).reshape(-1)
 
     def gathered(self) -> Tensor:
-        """The full weight, a new tensor; collective over all ranks."""
+        """Gather the full weight in a new tensor; collective over all ranks."""
         own, ranks = self.own(), torch.distributed.get_world_size()
         full = own.new_empty(self.shape)
         pieces = full.view(ranks, -1)
@@ -106,24 +106,23 @@ class RoutedExperts:
 
 
 def divided_layers(model: nn.Module) -> dict[str, Any]:
-    """AutoEP's layers of a model, by name."""
+    """Return a model's AutoEP layers by name."""
     return {name: module for name, module in model.named_modules() if getattr(module, "_is_autoep_layer", False)}
 
 
 def model_name(name: str) -> str:
-    """The name of the transformers model's weight that contains the weight ``name`` of an AutoEP layer. Other names are
-    returned unchanged."""
+    """Return the name of the transformers model's weight that contains an AutoEP layer's weight ``name``. Other names
+    are returned unchanged."""
     for own, name_in_model in NAMES.items():
         name = name.replace(f".mlp.{own}", f".mlp.{name_in_model}")
     return name
 
 
 def own_names(layers: dict[str, Any], name: str) -> Iterator[tuple[str, RoutedExperts | None]]:
-    """The name in the transformers model of the weight ``name`` of a model with AutoEP's ``layers``; for weights of
-    divided experts also the full weight.
+    """Translate the weight ``name`` of a model with AutoEP ``layers``. Yield its name in the transformers model, and,
+    for divided experts, the full weight.
 
-    Where the full weight has two parts (``w1`` and ``w3``), it is given for the first of them, and nothing for the
-    second.
+    If the full weight has two parts (``w1`` and ``w3``), it is yielded for the first part, and nothing for the second.
     """
     owner, _, part = name.rpartition(".experts.")
     if owner not in layers:
@@ -136,28 +135,28 @@ def own_names(layers: dict[str, Any], name: str) -> Iterator[tuple[str, RoutedEx
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A weight that is in the shards of all ranks. It is read into memory by ``contiguous``."""
+    """A weight in the shards of all ranks. ``contiguous`` reads it into memory."""
 
-    shape: tuple[int, ...]  # of a half
+    shape: tuple[int, ...]  # a half's shape
     halves: list[list[Tensor]]
-    """The experts' gate and up projection, which are one weight in the model; one half for any other weight. Each is in
-    flat pieces, in the order of its elements; the last piece may be padded."""
+    """The experts' gate and up projections, which are one weight in the model; one half for any other weight. Each is
+    in flat pieces, in the order of its elements; the last piece may be padded."""
 
     def contiguous(self) -> Tensor:
-        """The full weight, float32: of each expert the rows of the first half, then of the second."""
+        """Return the full weight, float32: for each expert the first half's rows, then the second half's."""
         numel = prod(self.shape)
         halves = [torch.cat(pieces)[:numel].view(self.shape) for pieces in self.halves]
         return halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
 
 
 def undivided(folder: Path, saved: TrainerLayout) -> dict[str, Any]:
-    """The optimizer's own weights, float32, by the names that the undivided model has in a policy.
+    """Return the optimizer's float32 weights, by the names of the undivided model in a policy.
 
-    ``folder`` has DeepSpeed's shards, of ZeRO-3. Raises what torch does when they cannot be read.
+    ``folder`` has DeepSpeed's ZeRO-3 shards. Raises torch's error when they cannot be read.
     """
     pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
-    first = _read(folder, 0, "model")  # alone has which weights are tied
+    first = _read(folder, 0, "model")  # only this file names tied weights
     for rank in range(saved.ranks):
         model = first if rank == 0 else _read(folder, rank, "model")
         optimizer = _read(folder, rank, "optim")["optimizer_state_dict"]

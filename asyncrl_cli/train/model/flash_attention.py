@@ -9,12 +9,11 @@ from asyncrl_cli.core.errors import ConfigError
 
 
 class Flash(NamedTuple):
-    """The requirements of one version."""
+    """One version's requirements."""
 
     package: str
     install: str
-    majors: range
-    """Major compute capabilities of the GPUs that it has kernels for."""
+    majors: range  # major compute capabilities of supported GPUs
     gpus: str
 
 
@@ -37,7 +36,7 @@ VERSIONS = {
 def check_attention(attention: str, major: int | None) -> None:
     """Raise ``ConfigError`` unless this machine can compute ``attention`` (`trainer.attention`).
 
-    ``major``: the GPU's major compute capability; None: not known.
+    ``major``: the GPU's major compute capability; None: unknown.
     """
     needs = VERSIONS.get(attention)
     if needs is None:

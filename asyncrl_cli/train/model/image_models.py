@@ -1,4 +1,4 @@
-"""Vision-language models: their class, the tokens that stand for images, and the processor that makes patches."""
+"""Vision-language models: their class, their image tokens, and the processor that makes patches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncrl_cli.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class VisionTokens:
-    """How an architecture's tokens stand for an image."""
+    """An architecture's tokens for images."""
 
     names: Mapping[str, str]
-    """The special tokens, by the names that its processor and, with `_id` at the end, its config have for them."""
+    """Special tokens by their names in the processor; with `_id` appended, these are the names in the config."""
     mark: str
-    """An image in a chat template's text. The processor puts as many placeholders there as the image needs."""
+    """Stands for an image in a chat template's text. The processor replaces it with the image's placeholders."""
 
 
 _QWEN = VisionTokens(
@@ -42,7 +42,7 @@ VISION_TOKENS = {
 
 
 def model_class(images: bool) -> Any:
-    """The transformers class that loads or builds a model: a language model, or one that also sees images."""
+    """Return the transformers class that loads or builds a language model, or one that also sees images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if images else AutoModelForCausalLM
@@ -61,7 +61,7 @@ def set_image_tokens(config: Any, tokenizer: Any) -> None:
 
 
 def save_processor(config: Any, tokenizer: Any, directory: Path) -> None:
-    """Write the files of a vision-language model's processor, with the patches that its config describes.
+    """Write the files of a vision-language model's processor, with the patch sizes in its config.
 
     Raises ``ConfigError`` without torchvision.
     """
@@ -77,8 +77,8 @@ def save_processor(config: Any, tokenizer: Any, directory: Path) -> None:
 
 
 def name_tower(weights: Path) -> None:
-    """Give the tower's tensors in a saved Gemma 3 the names that it has on the hub, which vLLM requires. transformers
-    saves a model under the names that it was loaded with, and a new one under others."""
+    """Rename the vision tower's tensors in a saved new Gemma 3 as on the hub, because vLLM requires these names.
+    transformers saves a loaded model under its old names, but a new model under other names."""
     from safetensors.torch import load_file, save_file
 
     saved = load_file(weights)
@@ -108,11 +108,11 @@ def _processor(config: Any, tokenizer: Any) -> Any:
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
     }
-    side = vision.patch_size * vision.spatial_merge_size  # of a token
+    side = vision.patch_size * vision.spatial_merge_size  # pixels on a token's side
     name = "Qwen3VLProcessor" if config.model_type == "qwen3_vl" else "Qwen2_5_VLProcessor"
     return processor_class_from_name(name)(
         image_processor=Qwen2VLImageProcessorPil(min_pixels=side**2, **patches),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**patches),  # which the class asks for
+        video_processor=Qwen2VLVideoProcessor(**patches),  # the class requires one
         chat_template=tokenizer.chat_template,
     )

@@ -1,10 +1,10 @@
-"""Images in the trainer: their pixels, their places, and the pass of a model that sees them (decision 0104).
+"""Images in the trainer: their pixels, their places, and the pass of a model that sees them (decision 0102).
 
-A model scatters an image's features over its placeholder tokens. A token that the policy sampled may have the same id,
-and is text, for the engine, too. So the places of images count here, never ids.
+A model scatters an image's features over its placeholder tokens. The policy may sample a token with the same id, which
+is text, also for the engine. So this module goes by the places of images, never by ids.
 
-Invariant: every pass runs the vision tower, with a stand-in where a micro-batch has none. Under ZeRO-3 the tower's
-weights are gathered by all ranks together, and gradients are added up over all of them.
+Invariant: every pass runs the vision tower, with a stand-in image if a micro-batch has no image. Under ZeRO-3 all ranks
+gather the tower's weights together, and add up their gradients.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from asyncrl_cli.train.model.sequence_parallel import row_lengths
 from asyncrl_cli.train.prefix_trees import TreeLayout
 
 CACHED_BYTES = 2**28
-"""Pixels of images that are kept: the rows of a group have the same ones, and so do the epochs of a step."""
+"""Limit of the cache of pixels: a group's rows have the same images, and so do a step's epochs."""
 STAND_IN = (56, 56)
-"""Width and height of the image that stands for none, in pixels; processors enlarge it where they need more."""
+"""Width and height of the stand-in image, in pixels; processors enlarge it if they need more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of a micro-batch, as a model takes them."""
+    """A micro-batch's images, as a model takes them."""
 
     placeholders: Tensor
-    """bool, [rows, tokens]: where features of images are. All false: ``pixels`` are of one image without a place."""
+    """bool, [rows, tokens]: true for an image's placeholders. All false: ``pixels`` belong to the stand-in image."""
     pixels: dict[str, Tensor]
-    """Arguments of the model's ``get_image_features``: of all images, row by row."""
+    """Arguments of the model's ``get_image_features`` for all images, row by row."""
     positions: Tensor | None
     """int64, [3, rows, tokens]: time, height and width (M-RoPE, arXiv 2409.12191, section 2.1). None: the model has
     only positions of tokens."""
     bidirectional: bool
-    """Placeholders of an image see each other, also later ones (Gemma 3)."""
+    """An image's placeholders see each other, including later ones (Gemma 3)."""
 
     def to(self, device: torch.device | str) -> ImageInputs:
-        """The same on another device."""
+        """Copy to another device."""
         return ImageInputs(
             self.placeholders.to(device),
             pixels={name: tensor.to(device) for name, tensor in self.pixels.items()},
@@ -56,15 +56,15 @@ class ImageInputs:
         )
 
     def whole(self) -> dict[str, Any]:
-        """The arguments of a transformers model with its head, which scatters the features by ids."""
+        """Return the arguments for a transformers model with its head, which scatters the features by ids."""
         types = {} if self.positions is None else {"mm_token_type_ids": self.placeholders.int()}
         if self.bidirectional:
             types["token_type_ids"] = self.placeholders.long()
         return {**self.pixels, **types}
 
     def before_last(self, packed: Tensor | None) -> ImageInputs:
-        """The inputs without each row's last token; with ``packed``, bool [rows, tokens - 1], only of these tokens,
-        joined in one row."""
+        """Remove each row's last token. With ``packed``, bool [rows, tokens - 1], keep only these tokens, joined in one
+        row."""
         placeholders, positions = self.placeholders[:, :-1], self.positions
         if positions is not None:
             positions = positions[..., :-1]
@@ -74,19 +74,19 @@ class ImageInputs:
         return ImageInputs(placeholders, self.pixels, positions, self.bidirectional)
 
     def by_tree(self, trees: TreeLayout) -> ImageInputs:
-        """The inputs of rows, by the positions of their trees; ``pixels`` are without images of shared positions."""
+        """Arrange the inputs by the trees' positions; ``pixels`` must already lack the images at shared positions."""
         positions = None if self.positions is None else torch.stack([trees.of_tokens(axis) for axis in self.positions])
         return ImageInputs(trees.of_tokens(self.placeholders), self.pixels, positions, self.bidirectional)
 
 
 class Vision:
-    """Makes a model's inputs of images."""
+    """Makes a model's inputs from images."""
 
     def __init__(self, model: Any, folder: str, bidirectional: bool) -> None:
         """``model``: a transformers model with a vision tower; ``folder`` has its processor.
 
-        ``bidirectional``: engines let the placeholders of an image see each other, in a model that was made for it.
-        vLLM does so on GPUs alone. Raises ``UserError`` for a model that does not work as described above.
+        ``bidirectional``: engines let an image's placeholders see each other, if the model was made for it. vLLM does
+        so only on GPUs. Raises ``UserError`` for a model that does not scatter features over placeholders.
         """
         backbone = model.base_model
         forward = inspect.signature(backbone.forward).parameters
@@ -105,15 +105,17 @@ class Vision:
                 hint="use sdpa",
             )
         self._processor = image_processor(folder)
-        self._pixels = ImageCache(self._processed, nbytes=_nbytes, limit=CACHED_BYTES).of
+        self._pixels = ImageCache(
+            self._processed, nbytes=lambda pixels: sum(each.nbytes for each in pixels.values()), limit=CACHED_BYTES
+        ).of
         self._placed: PlacedImage | None = None
 
     def inputs(
         self, rows: Sequence[Sequence[PlacedImage]], tokens: int, shared: Sequence[int] | None = None
     ) -> ImageInputs:
-        """The inputs, on the CPU, for ``rows`` of as many ``tokens``; no row stands for one without an image.
+        """Make the inputs, on the CPU, for ``rows`` of ``tokens`` tokens; no rows: one row without an image.
 
-        Images in the first ``shared`` tokens of a row are not among the pixels: an earlier row has them.
+        ``pixels`` omits images in the first ``shared`` tokens of a row: an earlier row has them.
         """
         placeholders = torch.zeros(max(1, len(rows)), tokens, dtype=torch.bool)
         for index, placed in enumerate(rows):
@@ -139,7 +141,7 @@ class Vision:
         return ImageInputs(placeholders, pixels, positions, self.bidirectional)
 
     def stand_in(self, model: Any) -> PlacedImage:
-        """The image of ``with_image``. The first call runs the vision tower."""
+        """Return the image of ``with_image``. The first call runs the vision tower."""
         if self._placed is None:
             image = _stand_in()
             with torch.no_grad():
@@ -151,8 +153,8 @@ class Vision:
     def with_image(
         self, model: Any, ids: Tensor, mask: Tensor, shared: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor, ImageInputs]:
-        """``ids`` and ``mask``, [rows, tokens], with an image of the model before each row's second token. ``shared``:
-        as in ``inputs``."""
+        """Insert the stand-in image before the second token of each row of ``ids`` and ``mask``, [rows, tokens].
+        ``shared``: as in ``inputs``."""
         placed = self.stand_in(model)
         placeholders = torch.full((len(ids), placed.length), model.config.image_token_id, device=ids.device)
         inputs = self.inputs([(placed,)] * len(ids), ids.shape[1] + placed.length, shared)
@@ -176,7 +178,7 @@ def _stand_in() -> Image:
 
 
 def image_processor(folder: str) -> Any:
-    """The image processor of a model's folder, or hub id. Raises ``UserError``."""
+    """Load the image processor of a model's folder or hub id. Raises ``UserError``."""
     from transformers import AutoProcessor
 
     try:
@@ -189,16 +191,16 @@ def image_processor(folder: str) -> Any:
 
 
 def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageInputs, **given: Any) -> Tensor:
-    """The last hidden states, [rows, positions, width], of a transformers model without its head.
+    """Compute the last hidden states, [rows, positions, width], of a transformers model without its head.
 
-    ``ids``: int64, [rows, positions], with the true id of every token; ``positions``: of tokens in packed rows, as
-    ``ids``; None: 0, 1, 2, ... Features of images replace the embeddings of placeholders. ``given``: further arguments
-    of the model.
+    ``ids``: int64, [rows, positions], every token's true id. ``positions``: token positions in packed rows, like
+    ``ids``; None: 0, 1, 2, ... Image features replace the embeddings of placeholders. ``given``: further arguments of
+    the model.
     """
     found = backbone.get_image_features(**images.pixels, return_dict=True)
     placeholders, shown = images.placeholders, bool(images.placeholders.any())
     token = backbone.config.image_token_id
-    text = ids.where(ids != token, 0)  # a sampled placeholder is text, and embedded by its true id below
+    text = ids.where(ids != token, 0)  # a sampled placeholder is text, and is embedded by its true id below
     arguments = given | ({"mm_encoder_outputs": {"image": found}} if shown else {})
     if images.positions is not None:
         rope = images.positions
@@ -210,7 +212,7 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
     if images.bidirectional and shown:
         arguments["token_type_ids"] = placeholders.long()
     shown_ids = torch.where(placeholders, token, text)
-    # Threads that share a model (warm_start.py) must not meet each other's hooks, so there is none without need.
+    # Threads that share a model (warm_start.py) must not meet each other's hooks, so hooks are only used if necessary.
     special = not shown or not torch.equal(shown_ids, ids)
     with _embedding(backbone.get_input_embeddings(), ids, None if shown else found) if special else nullcontext():
         hidden: Tensor = backbone(input_ids=shown_ids, use_cache=False, **arguments).last_hidden_state
@@ -219,7 +221,8 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
 
 @contextmanager
 def _embedding(embeddings: nn.Module, ids: Tensor, unplaced: Any | None) -> Iterator[None]:
-    """Have ``embeddings`` embed ``ids``, whatever they are given. Features without a place take part, times 0."""
+    """Make ``embeddings`` embed ``ids``, whatever input they get. Features without a place are added times 0: the
+    tower's backward pass is collective."""
 
     def add(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
         assert unplaced is not None
@@ -240,11 +243,11 @@ def _embedding(embeddings: nn.Module, ids: Tensor, unplaced: Any | None) -> Iter
 TOWERS = ("visual", "vision_tower", "vision_model")
 """Names of vision towers in transformers' models."""
 PROJECTORS = ("merger", "projector", "connector")
-"""Parts of projectors' names; Qwen's is inside its tower."""
+"""Parts of projectors' names. Qwen's projector is inside its tower."""
 
 
 def tower_parameters(model: Any) -> list[nn.Parameter]:
-    """The weights of a model's vision tower without its projector. Raises ``UserError`` if it has no tower."""
+    """Return the weights of a model's vision tower without its projector. Raises ``UserError`` if it has no tower."""
     backbone = model.base_model
     towers = [tower for name in TOWERS if (tower := getattr(backbone, name, None)) is not None]
     found = [
@@ -261,11 +264,7 @@ def tower_parameters(model: Any) -> list[nn.Parameter]:
 
 
 def freeze(model: Any, spec: ModelSpec) -> None:
-    """Have the parts in `model.freeze` not trained. Raises ``UserError`` if the model has no such part."""
+    """Exclude the parts in `model.freeze` from training. Raises ``UserError`` if the model has no such part."""
     if spec.max_images and "vision" in spec.freeze:
         for parameter in tower_parameters(model):
             parameter.requires_grad_(False)
-
-
-def _nbytes(pixels: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in pixels.values())

@@ -1,13 +1,13 @@
-"""The model a run starts from: a saved one, or one made from the spec and kept for the next run.
+"""The model that a run starts from: a saved one, or one made from the spec and kept for later runs.
 
-A made model has a Hugging Face directory in ``<runs folder>/models/<key>``, where the key is a digest of everything
-that decides the weights. It appears there complete or not at all.
+A made model has a Hugging Face directory in ``<runs folder>/models/<key>``; the key is a digest of everything that
+determines the weights. The directory appears complete or not at all.
 
-Making has two parts, which can run at the same time in different processes: the model stub (config and
-tokenizer) is all that an engine needs to start with dummy weights; the weights follow.
+A model is made in two parts, which can run at the same time in different processes. Engines need only the model stub
+(config and tokenizer) to start with dummy weights; the weights follow.
 
-Invariant: everything the tokenizer decides (the vocabulary's size, the special tokens) is taken from it and from
-nowhere else, and the weights are a function of the stub and the seed alone. Weights are float32.
+Invariant: everything that depends on the tokenizer (the vocabulary's size, the special tokens) comes only from the
+tokenizer, and the weights depend only on the stub and the seed. Weights are float32.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ from asyncrl_cli.train.model.image_models import (
     set_image_tokens,
 )
 from asyncrl_cli.train.model.saving import copy_generation_config, copy_processor, save_model
-from asyncrl_cli.train.model.tokenizer import (
-    CHAT_TEMPLATE,
-    character_tokenizer,
-    load_tokenizer,
-    with_chat_template,
-)
+from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer, load_tokenizer, with_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,11 +50,11 @@ FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 """Config keys that follow from the tokenizer."""
 
 OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-"""Keys that every transformers config takes and turns into its ``rope_parameters``."""
+"""Keys that every transformers config accepts and converts into its ``rope_parameters``."""
 
 
 def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
-    """A digest of everything that decides the initial weights. ``rows``: of ``model.warm_start.data``."""
+    """Return a digest of everything that determines the initial weights. ``rows``: from ``model.warm_start.data``."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
@@ -73,8 +68,8 @@ def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
             model["files"] = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         own = spec.model.init is not None and spec.model.init.tokenizer == CHARACTERS
         if spec.data.apply_chat_template and not (own and spec.model.chat_template is None):
-            model["apply_chat_template"] = True  # to demonstrations; ``CHAT_TEMPLATE`` leaves texts as they are
-    model["chat_template"] = CHAT_TEMPLATE  # without effect on a saved tokenizer
+            model["apply_chat_template"] = True  # to demonstrations; ``CHAT_TEMPLATE`` does not change texts
+    model["chat_template"] = CHAT_TEMPLATE  # has no effect on a saved tokenizer
     if spec.model.chat_template is not None:
         model["chat_template"] = Path(spec.model.chat_template).read_text()
     facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
@@ -82,14 +77,14 @@ def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
 
 
 def model_stub_path(model: ModelSpec, folder: Path) -> str:
-    """Where ``model_stub`` left config and tokenizer: ``folder``, or the saved model that is used unchanged."""
+    """Return where ``model_stub`` left config and tokenizer: ``folder``, or a saved model that is used unchanged."""
     return str(model.path) if model.init is None and model.chat_template is None else str(folder)
 
 
 def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
-    """A folder with the model's config and tokenizer, which is all that an engine starts from.
+    """Return a folder with the model's config and tokenizer, from which an engine can start.
 
-    Raises ``ConfigError`` for a config that makes no model, or an invalid chat template.
+    Raises ``ConfigError`` for an invalid config or chat template.
     """
     model = spec.model
     if model.init is not None:
@@ -105,9 +100,9 @@ def prepare_model(
     progress: Callable[[int, int, float, int], None],
     search_path: Path = Path(),
 ) -> Path:
-    """The folder of the initial model, made now unless it was made before.
+    """Return the initial model's folder, and make the model unless it was made before.
 
-    ``load_task`` is called only for a warm start on demonstrations, as importing a task takes its time. Modules of
+    ``load_task`` is called only for a warm start on demonstrations, because importing a task takes time. Modules of
     functions that yield rows are in ``search_path``. Raises ``ConfigError`` or ``UserError``.
     """
     model = spec.model
@@ -147,7 +142,7 @@ def prepare_model(
                     seeing=spec if model.max_images else None,
                 )
     except OSError as error:
-        if final.is_dir():  # another run has just made the same model
+        if final.is_dir():  # another run made the same model at the same time
             return final
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and not os.access(
             final.parent, os.W_OK, effective_ids=True
@@ -155,7 +150,7 @@ def prepare_model(
             raise ConfigError(
                 f"the initial model cannot be made: {error.strerror}",
                 location=str(final.parent),
-                hint="set runs_dir to a folder you may write to, or copy the model there",
+                hint="set runs_dir to a folder that you can write to, or copy the model there",
             ) from None
         raise
     return final
@@ -172,9 +167,9 @@ def build_initial_model(
 def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_template: str | None = None) -> None:
     """Write config, generation config and tokenizer to ``directory``; needs no model code.
 
-    ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one; ``chat_template`` is a
-    file's path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that
-    do not fit, and an invalid chat template.
+    ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config has it. ``chat_template``: a file's
+    path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that do not
+    fit, and an invalid chat template.
     """
     images = VISION_TOKENS.get(init.architecture)
     if init.tokenizer == CHARACTERS:
@@ -198,7 +193,7 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
 def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
     """Write config and tokenizer of a saved model (a folder, or a hub id) to ``directory``, with another template.
 
-    Raises ``ConfigError``, and what transformers raises where there is no such model.
+    Raises ``ConfigError``, and the error of transformers if there is no such model.
     """
     from transformers import AutoConfig
 
@@ -209,10 +204,9 @@ def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
 
 
 def write_weights(directory: Path, seed: int) -> None:
-    """Add random float32 weights to the model stub in ``directory``, drawn from ``seed`` alone.
+    """Add random float32 weights to the model stub in ``directory``; they depend only on ``seed``.
 
-    The process's own random state is left as it was. Raises ``ConfigError`` where transformers cannot
-    build the architecture.
+    Does not change the process's random state. Raises ``ConfigError`` if transformers cannot build the architecture.
     """
     import torch
     from transformers import AutoConfig
@@ -298,9 +292,9 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
 def _check_keys(
     settings: Mapping[str, Any], config_class: type[PreTrainedConfig], location: str = "model.init.config"
 ) -> None:
-    """Refuse keys that the config class does not know: it would keep them and ignore them."""
+    """Refuse keys that the config class does not know: it would accept and ignore them."""
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    # Some config classes do not declare this key, although the model's code asks for it (Qwen3-MoE, GLM-4-MoE).
+    # Some config classes do not declare this key, although the model's code reads it (Qwen3-MoE, GLM-4-MoE).
     source = Path(inspect.getfile(config_class))
     source = source.with_name(source.name.replace("configuration_", "modeling_"))
     if source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8"):
@@ -323,8 +317,8 @@ def _check_keys(
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
-    """Refuse what would fail later, and less clearly, in a trainer or an engine: the rules of the spec, with the
-    architecture's own defaults where the spec says nothing."""
+    """Apply the spec's rules to the config with the architecture's defaults: a trainer or an engine would fail later,
+    and less clearly."""
     text = config.get_text_config()
     where = "model.init.config" if text is config else f"model.init.config.{TEXT_CONFIG}"
     sizes = {name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(text, name, None), int)}

@@ -1,9 +1,10 @@
-"""The weights of a model, with and without low-rank adapters, whole and sharded.
+"""A model's weights, with and without low-rank adapters, whole and sharded.
 
 Adapters (LoRA, arXiv 2106.09685): W + (alpha / rank) · B A, where A and B are trained. B starts at 0, so the policy
-starts as the model. Saved models and exports get merged weights under the names of the model without adapters, made by
-``plain_weights``, which only reads the trainer's own; so do engines, unless they apply the adapters themselves
-(``adapter_matrices``, decision 0057). Under ZeRO-3 weights are sharded over the ranks; ``gathered`` makes them whole.
+starts as the model. Saved models and exports get merged weights under the names of the model without adapters
+(``plain_weights``, which does not change the trainer's weights). So do engines, unless they apply the adapters
+themselves (``adapter_matrices``, decision 0053). Under ZeRO-3 weights are sharded over the ranks; ``gathered`` makes
+them whole.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.expert_parallel import RoutedExperts, divided_layers, own_names
 
 ADAPTER = "default"
-"""The one adapter's name."""
+"""The adapter's name in peft."""
 
 BASE = "base_layer"
 """Peft's name for the layer inside an adapted one."""
 
 MATRICES = ("lora_A", "lora_B")
-"""Peft's names for the two matrices of an adapter."""
+"""Peft's names for an adapter's two matrices."""
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
-"""By bytes."""
+"""Integer types by their size in bytes."""
 
 
 class LoraError(ConfigError):
@@ -44,16 +45,16 @@ class LoraError(ConfigError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainWeight:
-    """One weight as the model without adapters has it: a parameter, or a buffer that checkpoints have, too."""
+    """One weight of the model without adapters: a parameter, or a buffer that is in checkpoints."""
 
-    name: str  # in that model
-    parameter: Tensor  # the trainer's own, without what an adapter adds to it
+    name: str  # in the model without adapters
+    parameter: Tensor  # the trainer's, without an adapter's addition
     adapter: Any | None  # the adapted layer; None without an adapter
-    experts: RoutedExperts | None = None  # the weight, where ranks divide its experts; ``parameter`` is a part of it
+    experts: RoutedExperts | None = None  # the full weight if ranks divide its experts; ``parameter`` is a part of it
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The full weight's shape, also while this rank has only a part of it."""
+        """The full weight's shape, even if this rank has only a part of it."""
         return full_shape(self.parameter) if self.experts is None else self.experts.shape
 
     @property
@@ -70,28 +71,28 @@ class PlainWeight:
         return [] if self.experts is not None else [self.parameter, *self.adapter_parts]
 
     def delta(self) -> Tensor:
-        """The adapter's addition to the weight, in float32, of the weight's shape."""
+        """Return the adapter's addition to the weight: float32, in the weight's shape."""
         assert self.adapter is not None
         delta: Tensor = self.adapter.get_delta_weight(ADAPTER).detach().float()
         return delta
 
     def merged(self) -> Tensor:
-        """The merged weight, detached; with an adapter a new tensor, in float32."""
+        """Return the merged weight, detached; with an adapter a new tensor, in float32."""
         if self.adapter is None:
             return self.parameter.detach()
         return self.parameter.detach().float() + self.delta()
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The full parameter's shape, also while ZeRO-3 has only a shard of it here."""
+    """Return the full parameter's shape, even if ZeRO-3 keeps only a shard of it here."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
     """Freeze a transformers model, and add adapters to its layers in place.
 
-    The process's own random state is left as it was. Raises ``ConfigError`` without peft, and ``LoraError`` for a name
-    of ``target_modules`` that no layer has, the embeddings and the output head.
+    Does not change the process's random state. Raises ``ConfigError`` without peft, and ``LoraError`` if
+    ``target_modules`` names a missing layer, the embeddings or the output head.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -99,7 +100,7 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
         hint = "pip install 'asyncrl[lora]'"
         raise ConfigError(f"needs peft: {error}", location="model.lora", hint=hint) from error
     embeddings = model.get_input_embeddings(), model.get_output_embeddings()
-    # Without the model's config: by it peft would adapt a model's experts and its router instead of linear layers.
+    # Hides the model's config: guided by it, peft would adapt a model's experts and router instead of linear layers.
     holder = nn.Module()
     holder.model = model
     targets = [f"model.{name}" for name in _targets(model, lora)]
@@ -112,13 +113,13 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
             raise LoraError(" ".join(str(error).split())) from error
     if embeddings != (model.get_input_embeddings(), model.get_output_embeddings()):
         raise LoraError("the embeddings and the output head can have no adapter", "leave them out, or use all-linear")
-    # The input of the first layer requires a gradient, too: ZeRO-3 sees by its backward pass that a layer is done.
+    # The first layer's input must require a gradient, too: its backward pass tells ZeRO-3 that the layer is done.
     model.enable_input_require_grads()
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters were trained, inside the block."""
+    """Inside the block, the model computes as without adapters."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.set_scale(ADAPTER, 0.0)
@@ -130,10 +131,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_weights(model: nn.Module) -> list[PlainWeight]:
-    """All weights of a model, which may have adapters, by the names that they have without adapters.
+    """Return all weights of a model, which may have adapters, by their names without adapters.
 
-    Persistent buffers are among them, such as DeepSeek-V3's correction of its router: without it an engine would choose
-    other experts than the trainer.
+    They include persistent buffers, such as DeepSeek-V3's router correction: without it an engine would choose other
+    experts than the trainer.
     """
     layers, divided = adapted_layers(model), divided_layers(model)
     weights = []
@@ -153,8 +154,8 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
 
 
 def adapter_matrices(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """The trained matrices: the name of the weight that each adapts, ``lora_A`` ([rank, inputs]) or ``lora_B``
-    ([outputs, rank]), and the parameter."""
+    """Yield the trained matrices: the adapted weight's name, ``lora_A`` ([rank, inputs]) or ``lora_B`` ([outputs,
+    rank]), and the parameter."""
     for weight in plain_weights(model):
         if weight.adapter is not None:
             for kind in MATRICES:
@@ -162,15 +163,15 @@ def adapter_matrices(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def base_bits(model: nn.Module) -> list[int]:
-    """The sum of the bits of each weight that is not trained, of the part that this rank has."""
+    """Return a sum over the bits of each frozen weight, in this rank's part of it."""
     parts = [getattr(weight, "ds_tensor", weight).detach() for weight in model.parameters() if not weight.requires_grad]
     return [int(part.contiguous().view(INTEGERS[part.element_size()]).sum(dtype=torch.int64)) for part in parts]
 
 
 def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merged weights by their plain names, from the state of a model with adapters.
+    """Return merged weights by their plain names, from the state of a model with adapters.
 
-    ``model`` is a transformers model without adapters, on the meta device; it gets them. Raises as ``add_adapters``.
+    ``model``: a transformers model on the meta device, to which the adapters are added. Raises like ``add_adapters``.
     """
     untouched = {name: state[name] for name in model.state_dict() if name in state}
     add_adapters(model, lora, seed=0)
@@ -180,11 +181,10 @@ def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _targets(model: Any, lora: LoraSpec) -> list[str]:
-    """The layers that get an adapter. Raises ``LoraError`` for names without one."""
     from transformers.pytorch_utils import Conv1D
 
     layers = dict(model.named_modules())
-    if (language := getattr(model.base_model, "language_model", None)) is not None:  # not of its vision tower
+    if (language := getattr(model.base_model, "language_model", None)) is not None:  # without the vision tower
         own = {id(layer) for layer in language.modules()}
         layers = {name: layer for name, layer in layers.items() if id(layer) in own}
     wanted = lora.target_modules
@@ -198,18 +198,18 @@ def _targets(model: Any, lora: LoraSpec) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that have an adapter, by name."""
+    """Return the layers with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, BASE)}
 
 
 LAYER = re.compile(r".*?\.\d+\.")
-"""The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
+"""Beginning of a weight's name up to its layer's number, such as `model.layers.3.`"""
 
 
 @contextmanager
 def gathered(parameters: list[Tensor], zero_stage: int, writer: int | None = None) -> Iterator[None]:
-    """Full parameters inside the block; collective under ZeRO-3. After the block all ranks have the values of the rank
-    ``writer``, if there is one."""
+    """Inside the block, parameters are full; collective under ZeRO-3. If rank ``writer`` changes them, all ranks have
+    its values after the block."""
     if zero_stage < 3 or not parameters:
         yield
         return
@@ -220,7 +220,7 @@ def gathered(parameters: list[Tensor], zero_stage: int, writer: int | None = Non
 
 
 def full_weights(model: nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
-    """The weights of a model, each complete until the next is taken. Collective: all ranks take all of them."""
+    """Yield a model's weights, each complete until the next one is taken. Collective: all ranks iterate to the end."""
     for layer in by_layer(plain_weights(model)):
         with gathered([part for weight in layer for part in weight.parts], zero_stage), torch.no_grad():
             for weight in layer:
@@ -228,6 +228,6 @@ def full_weights(model: nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
 
 
 def by_layer(weights: Iterable[PlainWeight]) -> Iterator[list[PlainWeight]]:
-    """The weights in their order: one transformer layer's together, for one gathering, others alone."""
+    """Group weights, in their order: a transformer layer's weights together, to gather them at once, others alone."""
     for _, layer in groupby(weights, lambda weight: (LAYER.match(weight.name) or [weight.name])[0]):
         yield list(layer)

@@ -1,16 +1,16 @@
-"""The models that are trained: the policy, token ids in and log-probabilities of the response tokens out; the critic.
+"""The trained models: the policy, which turns token ids into log-probabilities of response tokens, and the critic.
 
-Only positions that predict a response token reach the output head, and ``chunked_logprobs`` keeps their logits from
-existing together. With packing the rows go through the model one after another in one sequence, without padding; with
-sequence parallelism every rank of a group has a slice of their positions (sequence_parallel.py); rows with a common
-prefix go through it as a tree (prefix_trees.py). Input and output are the same, so nothing else knows of it.
+Only positions that predict a response token reach the output head, and ``chunked_logprobs`` never holds all their
+logits. With packing, rows go through the model in one sequence, without padding. With sequence parallelism, every rank
+of a group has a slice of the positions (sequence_parallel.py). Rows with a common prefix form a tree (prefix_trees.py).
+Input and output are the same in all cases, so no other module needs to know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_confi
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
-"""``check_policy`` lets log-probs differ by these nats, for each nat of the largest logit: logits are rounded in
-proportion to their size, and so are the states that they are computed from."""
+"""Differences of log-probs (nats) that ``check_policy`` allows, per nat of the largest logit: rounding errors of logits
+and of the states before them are proportional to their size."""
 
 
 class Policy(nn.Module):
@@ -41,13 +41,13 @@ class Policy(nn.Module):
         vision: Vision | None = None,
         shares_prefixes: bool = False,
     ) -> None:
-        """``packing``: rows are joined in one sequence; each begins at position 0 and sees itself alone.
-        ``router_replay``: ``forward`` takes the experts of each token. ``vision``: of a model that sees images.
+        """``packing``: rows are joined in one sequence; each begins at position 0 and sees only itself.
+        ``router_replay``: ``forward`` takes each token's experts. ``vision``: for a model that sees images.
         ``shares_prefixes``: ``forward`` may get ``trees``.
 
-        ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
-        Raises ``UserError`` when the model's output layer is not linear, those ranks cannot divide its sequences, or
-        its routers cannot use recorded experts.
+        ``sequence``: the ranks that have the same rows; passes are collective over them. None: only this rank has them.
+        Raises ``UserError`` when the model's output layer is not linear, the ranks cannot divide its sequences, or its
+        routers cannot use recorded experts.
         """
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -65,26 +65,6 @@ class Policy(nn.Module):
         self.shares_prefixes = shares_prefixes
         self.replay = RouterReplay(model) if router_replay else None
 
-    @overload
-    def forward(
-        self,
-        input_ids: Tensor,
-        response_mask: Tensor,
-        *,
-        experts: Tensor | None = None,
-        images: ImageInputs | None = None,
-        trees: TreeLayout | None = None,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        input_ids: Tensor,
-        response_mask: Tensor,
-        entropy: Literal["measure", "train"],
-        experts: Tensor | None = None,
-        images: ImageInputs | None = None,
-        trees: TreeLayout | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
         input_ids: Tensor,
@@ -94,17 +74,16 @@ class Policy(nn.Module):
         images: ImageInputs | None = None,
         trees: TreeLayout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
+        """Return log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
 
-        ``input_ids``: int64 [rows, tokens], padded on the right; ``response_mask``: bool, same shape, never
-        true at position 0. Right padding needs no attention mask: under causal attention no response token
-        sees what comes after it. ``experts``: [rows, tokens, layers · k], of the pass that predicts each
-        token (records/experts.py); None: the model's routers choose. ``images``: of these rows, in every pass of a
-        model that sees images; otherwise None. ``trees``: of these rows; then experts, [trees, S, layers · k], and
-        images are by position of a tree.
+        ``input_ids``: int64 [rows, tokens], padded on the right. ``response_mask``: bool, same shape, never true at
+        position 0. Right padding needs no attention mask: under causal attention no token sees later ones.
+        ``experts``: [rows, tokens, layers · k], chosen in the pass that predicts each token (records/experts.py); None:
+        the model's routers choose. ``images``: the rows' images, in every pass of a model that sees images; otherwise
+        None. ``trees``: the rows' trees; then experts, [trees, S, layers · k], and images are by position of a tree.
 
-        With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
-        tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
+        Unless ``entropy`` is "none", also return the entropies of the distributions that the tokens were drawn from,
+        in the same shape, dtype and unit. Gradients flow through them only with "train".
         """
         if self.replay is not None:
             if experts is not None and trees is None:
@@ -137,8 +116,7 @@ class Policy(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """The critic: a value network with the policy's architecture and initial weights, and a linear head to one number,
-    which begins at 0."""
+    """The critic: the policy's architecture and initial weights with a linear head to one number, initialized to 0."""
 
     def __init__(self, backbone: Any, packing: bool = False, sequence: SequenceGroup | None = None) -> None:
         """``packing`` and ``sequence``: as in ``Policy``."""
@@ -158,7 +136,7 @@ class ValueModel(nn.Module):
         images: ImageInputs | None = None,
         trees: TreeLayout | None = None,
     ) -> Tensor:
-        """Values, float32 [rows, tokens]: expectations before a token under ``response_mask`` is known; else 0.
+        """Return values, float32 [rows, tokens]: the expectation before each token under ``response_mask``, else 0.
 
         Arguments are as in ``Policy``.
         """
@@ -186,10 +164,10 @@ def predicting_states(
     images: ImageInputs | None = None,
     trees: TreeLayout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Hidden states of the positions before response tokens, row by row: [response tokens, width] of all of them, and
-    None; or with ``sequence`` only of positions in this rank's slice, and which they are, bool [response tokens].
+    """Return hidden states of the positions before response tokens, row by row: [response tokens, width], and None.
 
-    ``backbone`` is a transformers model without its head; the other arguments are as in ``Policy``.
+    With ``sequence`` the states are only those in this rank's slice, and the second result, bool [response tokens],
+    marks them. ``backbone``: a transformers model without its head; the other arguments are as in ``Policy``.
     """
     ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
     positions: Tensor | None = None
@@ -210,28 +188,27 @@ def predicting_states(
     if images is not None:
         seen = images.before_last(kept if packing else None)
         return states(backbone, ids=ids, positions=positions, images=seen)[predicts], None
-    # Positions of packed rows alone: a model makes a mask from given positions.
+    # Positions only for packed rows: from given positions a model makes a mask.
     given = {} if positions is None else {"position_ids": positions, **row_lengths(backbone, positions)}
     hidden: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
     return hidden[predicts], None
 
 
 def _kept(response_mask: Tensor) -> Tensor:
-    """Which positions of the rows, without their last, are packed, bool [rows, tokens - 1]: nothing depends on those
-    after the last that predicts a token of the mask."""
+    """Mark the positions to pack, bool [rows, tokens - 1]: in each row up to the last one that predicts a token of the
+    mask. Nothing depends on later positions."""
     predicts = response_mask[:, 1:]
     positions = torch.arange(predicts.shape[1], device=predicts.device).expand_as(predicts)
     return positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
 
 
 def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, float]:
-    """Raise ``UserError`` if a policy's log-probs differ from its model's own logits. Returns the gap in nats and its
-    limit.
+    """Raise ``UserError`` if a policy's log-probs differ from its model's logits. Returns gap and limit in nats.
 
-    This happens if a model does more to its logits than its output layer does, or cannot be packed. Such a fault is in
-    every token of a row, so the median of a row counts: in bfloat16 single tokens of a sound model differ by any
-    amount, because a router may choose other experts. ``score`` calls the policy; collective if the policy is.
-    A model that sees images gets one. With shared prefixes the rows are a tree.
+    They differ if a model changes its logits after the output layer, or cannot be packed. Such a fault affects every
+    token of a row, so we compare a row's median: in bfloat16 single tokens of a sound model may differ by any amount,
+    because a router may choose other experts. ``score`` calls the policy; collective if the policy is. A model that
+    sees images gets one. With shared prefixes the rows form a tree.
     """
     config = policy.model.config.get_text_config()
     ids = torch.arange(3, 19, device=policy.model.device).remainder(config.vocab_size).view(2, 8)
@@ -263,7 +240,7 @@ def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, f
             gaps = (score(ids, mask, **given)[:, 1:] - expected).abs()
             gap = torch.stack([row[own].median() for row, own in zip(gaps, mask[:, 1:], strict=True)]).max().item()
             if not gap <= allowed:
-                how, hint = "", "use a model whose logits are those of its output layer, neither capped nor scaled"
+                how, hint = "", "use a model that neither caps nor scales the logits of its output layer"
                 if "trees" in given:
                     how, hint = " with shared prefixes", "set trainer.share_prefixes to false"
                 elif policy.packing:

@@ -1,8 +1,8 @@
-"""The tokens that prove, by their log-probs, which weights an engine serves (decision 0003).
+"""The probe: tokens that prove by their log-probs which weights an engine serves (decision 0003).
 
-They come from the task's own prompts: the model must be right there, and a mixture-of-experts model uses the experts
-for them. Where a task has no prompts, as with episodes, it is ordinary text. Special tokens such
-as placeholders of images would need inputs that are missing here.
+They come from the task's prompts, where the weights must be right, and which use the experts that the task needs. If a
+task has no prompts, as with episodes, the probe is ordinary text. Special tokens such as placeholders of images would
+need inputs that are missing here.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any
 PROBE_TOKENS = 96
 """The longest probe."""
 LEAST_TOKENS = 24
-"""A shorter one is continued by ordinary text: a median of few tokens says little."""
+"""A shorter probe is extended by ordinary text, because a median over few tokens says little."""
 PROMPTS, TOKENS_OF_EACH = 8, 24
-"""From so many prompts, so many tokens at most."""
+"""Number of prompts, and most tokens from each."""
 TEXT = "Tom has 3 apples and buys 14 more. How many apples does he have now? 3 + 14 = 17, so he has 17 apples.\n"
 
 
 def prompt_tokens(prompts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """At most ``PROBE_TOKENS`` token ids of the first prompts, one after another; empty without prompts.
+    """Return at most ``PROBE_TOKENS`` token ids of the first prompts, one after another; empty without prompts.
 
-    What all of them begin with, such as a template's system message, is skipped: a model that was trained on it gives
-    it a probability near 1 whatever its weights are.
+    A common beginning of all prompts, such as a template's system message, is skipped: models trained on it give it a
+    probability near 1 under any weights.
     """
     chosen = [tuple(ids) for ids in islice(prompts, PROMPTS)]
     columns = zip(*chosen, strict=False)
     shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-    if any(len(ids) == shared for ids in chosen):  # such as one prompt, or equal ones
+    if any(len(ids) == shared for ids in chosen):  # for example a single prompt, or equal prompts
         shared = 0
     joined = [token for ids in chosen for token in ids[shared : shared + TOKENS_OF_EACH]]
     return tuple(joined[:PROBE_TOKENS])
 
 
 def probe_ids(prompt_ids: Sequence[int], tokenizer: Any, vocabulary: int, length: int) -> tuple[int, ...]:
-    """At most ``length`` ids below ``vocabulary``: ``prompt_ids``, and ordinary text after too few of them.
+    """Return at most ``length`` ids below ``vocabulary``: ``prompt_ids``, followed by ordinary text if these are few.
 
-    The same at every call. Raises ``ValueError`` when the tokenizer finds no token in an English text.
+    Deterministic. Raises ``ValueError`` when the tokenizer finds no token in an English text.
     """
     own = [token for token in prompt_ids if token < vocabulary]
     if len(own) < LEAST_TOKENS:

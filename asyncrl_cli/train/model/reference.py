@@ -1,11 +1,13 @@
-"""The reference model of the KL penalty: the initial model, a teacher, or the policy as it was some steps ago.
+"""The KL penalty's reference model: the initial model, a teacher, or an earlier state of the policy.
 
-A reference is called as a ``Policy`` is, without gradient. With adapters the initial model is the policy without them,
-which takes no memory. Otherwise it is a separate model, sharded over the ranks where ZeRO-3 shards the policy and else
-complete on every rank; with ``algorithm.reference_update_every`` it becomes the policy before every step whose number
-that divides, so a run that resumes from a checkpoint needs the reference of that step: it is a file of the checkpoint.
+A reference is called like a ``Policy``, without gradient. With adapters the initial model is the policy without them,
+which takes no memory. Otherwise the reference is a separate model, sharded if ZeRO-3 shards the policy, and complete on
+every rank if not.
 
-    state/reference.pt      the weights, where they are not the initial model's
+With ``algorithm.reference_update_every`` the policy is copied into it every so many steps. A resumed run needs the same
+reference, so it is saved in the checkpoint:
+
+    state/reference.pt      the weights, unless they are the initial model's
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ FILE = "reference.pt"
 
 
 class Unadapted:
-    """The policy without what its adapters add."""
+    """The policy without its adapters."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def __call__(self, input_ids: Tensor, response_mask: Tensor, **seen: Any) -> Tensor:
-        """As ``Policy.forward``; collective."""
+        """See ``Policy.forward``; collective."""
         with torch.no_grad(), without_adapters(self._engine.module.model):
             logprobs: Tensor = self._engine(input_ids, response_mask, **seen)
         return logprobs
@@ -42,21 +44,21 @@ class Copy:
     """A separate model."""
 
     def __init__(self, score: Any, model: nn.Module, zero_stage: int, every: int = 0) -> None:
-        """``score`` calls the ``Policy`` around ``model``, a transformers model. ``every``: steps from one refresh to
-        the next; 0: never."""
+        """``score`` calls the ``Policy`` around ``model``, a transformers model. ``every``: steps between refreshes; 0:
+        never."""
         self._score = score
         self._model = model
         self._zero_stage = zero_stage
         self._every = every
 
     def __call__(self, input_ids: Tensor, response_mask: Tensor, **seen: Any) -> Tensor:
-        """As ``Policy.forward``; collective under ZeRO-3."""
+        """See ``Policy.forward``; collective under ZeRO-3."""
         with torch.no_grad():
             logprobs: Tensor = self._score(input_ids, response_mask, **seen)
         return logprobs
 
     def before_step(self, step: int, model: nn.Module) -> None:
-        """Become the policy if it is due before ``step``; collective. ``model`` is the policy's."""
+        """Copy the policy's ``model`` if a refresh is due before ``step``; collective."""
         if not self._every or step % self._every or not step:
             return
         own = self._own()
@@ -65,7 +67,8 @@ class Copy:
                 own[weight.name].copy_(weight.merged())
 
     def state(self, folder: Path, rank: int) -> dict[Path, dict[str, Tensor]]:
-        """Copies of what a checkpoint in ``folder`` needs, by the path of their file; collective. Rank 0 has them."""
+        """Return a copy of the weights for a checkpoint in ``folder``, by their file's path; collective. Only rank 0
+        returns one."""
         if not self._every:
             return {}
         state = {}
@@ -75,7 +78,7 @@ class Copy:
         return {folder / STATE / FILE: state} if rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Become what ``state`` had; without a file it remains the initial model. Collective."""
+        """Load the weights that ``state`` returned; without a file, keep the initial model. Collective."""
         if not (folder / STATE / FILE).is_file():
             return
         with reading_tensors(folder):
@@ -89,9 +92,9 @@ class Copy:
 
 
 def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapted | Copy | None:
-    """The reference of a spec: ``algorithm.reference_path``, or else the initial model; None when there is no penalty.
+    """Load a spec's reference: ``algorithm.reference_path``, or else the initial model; None without a penalty.
 
-    ``model_dir`` has the initial model; ``engine`` is the policy's. Collective. Raises ``UserError`` as
+    ``model_dir``: the initial model's folder; ``engine``: the policy's. Collective. Raises ``UserError`` like
     ``check_policy``.
     """
     algorithm = spec.algorithm

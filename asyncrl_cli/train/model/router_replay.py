@@ -1,9 +1,9 @@
 """Routing by recorded experts: the trainer uses the engine's choice with its own weights (decision 0054).
 
-In bfloat16, or under kernels that add in another order, two experts with nearly equal scores change places between
-engine and trainer, and the log-probs of a token then differ by far more than rounding does. With the choice fixed the
-function is the engine's again, and the router is trained through the weights of the experts chosen (R3, Ma et al.,
-arXiv 2510.11370).
+In bfloat16, or with kernels that add in another order, two experts with nearly equal scores may change places between
+engine and trainer, and a token's log-probs then differ by far more than rounding. With the choice fixed, the trainer
+computes the engine's function again, and the router is trained through the weights of the chosen experts (R3, Ma et
+al., arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from asyncrl_cli.core.errors import UserError
 
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
-"""A router, its logits [tokens, experts] and the experts [tokens, k] to the experts' weights [tokens, k]."""
+"""Takes a router, its logits [tokens, experts] and experts [tokens, k]; returns the experts' weights [tokens, k]."""
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -45,25 +45,25 @@ ROUTERS: dict[str, Weigh] = {
     "Glm4MoeTopkRouter": _sigmoid,
     "DeepseekV3TopkRouter": _sigmoid,
 }
-"""How transformers' routers weigh the experts that they chose, by class. All answer with logits, weights, experts."""
+"""How transformers' routers weigh their chosen experts, by class. All return logits, weights and experts."""
 
 
 DIVIDED = "TokenChoiceTopKRouter"
-"""The router of DeepSpeed's AutoEP. It answers with weights, experts, and the number of tokens of each expert."""
+"""The router of DeepSpeed's AutoEP. It returns weights, experts, and each expert's number of tokens."""
 
 
 class RouterReplay:
-    """The routers of one model, and the experts that they have to use."""
+    """The routers of one model, and the experts that they must use."""
 
     def __init__(self, model: Any) -> None:
-        """Hooks on the routers. Raises ``UserError`` as ``replayed_routers`` does."""
+        """Hook the routers. Raises ``UserError`` like ``replayed_routers``."""
         config = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
         self._chosen: Tensor | None = None
         self.hook(model)
 
     def hook(self, model: Any) -> None:
-        """Hook the routers that the model has now. AutoEP replaces them while it divides the experts."""
+        """Hook the model's present routers. AutoEP replaces the routers when it divides the experts."""
         for layer, router in replayed_routers(model).items():
             self._k: int = router.top_k
             name = type(router).__name__
@@ -71,10 +71,10 @@ class RouterReplay:
             router.register_forward_hook(partial(hook, layer))
 
     def use(self, experts: Tensor | None) -> None:
-        """Have the next pass use ``experts`` [tokens, layers · k] (uint8 or int32); None: the routers' own choice.
+        """Make the next pass use ``experts`` [tokens, layers · k] (uint8 or int32); None: the routers' own choice.
 
-        They stay until the next call: gradient checkpointing asks again in the backward pass, which must route as the
-        forward pass did.
+        They stay until the next call: with gradient checkpointing the backward pass routes again, and must do so like
+        the forward pass.
         """
         if experts is None:
             self._chosen = None
@@ -104,7 +104,7 @@ class RouterReplay:
         from deepspeed.moe.ep_count import count_tokens_per_expert
 
         experts = _known(self._chosen[:, layer], output[1])
-        # The output has the weights of the router's own choice alone, so its logits are computed once more.
+        # The output has only the weights of the router's own choice, so the logits are computed again.
         weights = router.gate(inputs[0]).softmax(-1, dtype=torch.float32).gather(-1, experts)
         if router.route_norm:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -112,17 +112,14 @@ class RouterReplay:
 
 
 def _known(recorded: Tensor, own: Tensor) -> Tensor:
-    """The recorded experts [tokens, k] where they are known, elsewhere the router's own."""
+    """Recorded experts [tokens, k] where they are known, otherwise the router's own."""
     recorded = recorded.to(own.dtype)
-    known = (recorded[:, :1] != recorded[:, 1:2]).expand_as(own)  # equal ids: not known (records/experts.py)
+    known = (recorded[:, :1] != recorded[:, 1:2]).expand_as(own)  # equal ids: unknown (records/experts.py)
     return torch.where(known, recorded, own)
 
 
 def replayed_routers(model: Any) -> dict[int, Any]:
-    """A model's routers by the index of their layer.
-
-    Raises ``UserError`` when it has none, or none with weights that are known here.
-    """
+    """Return a model's routers by the index of their layer. Raises ``UserError`` if none can be replayed."""
     kind = model.config.get_text_config().model_type
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
@@ -131,7 +128,7 @@ def replayed_routers(model: Any) -> dict[int, Any]:
             found[int(layer[1])] = module
     if not found:
         raise UserError(
-            f"router_replay: {kind} has no router whose experts can be replayed",
+            f"router_replay: {kind} has no router that can replay experts",
             location="algorithm.router_replay",
             hint="set it to false; it is for " + ", ".join(name.partition("Top")[0] for name in ROUTERS),
         )

@@ -1,7 +1,7 @@
-"""Writes models as Hugging Face directories: a trainer's, or one in a checkpoint, without Ray and without a trainer.
+"""Writes models as Hugging Face directories: a trainer's, or a checkpoint's without Ray and trainer.
 
-Invariant: ``generation_config.json`` is copied byte for byte. It names the tokens that end a reply; and transformers
-loads, but does not save, one with settings that contradict each other, which some models on the hub have.
+Invariant: ``generation_config.json`` is copied byte for byte. It names the tokens that end a reply. Some models on the
+hub have contradictory settings in it, which transformers loads but refuses to save.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 GENERATION_CONFIG = "generation_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""Of models with images, in the forms of all versions of transformers."""
+"""Processor files of models with images, in all versions of transformers."""
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9
-"""Of weights in one file, at most. One tensor may be larger."""
+"""Largest size of a file of weights. A single tensor may be larger."""
 
 
 def save_model(model: Any, source: str | Path, folder: str | Path, **options: Any) -> None:
     """Write weights, config, generation config and processor of a transformers model to ``folder``.
 
-    ``source``: the folder, or the hub id, of the model that it was made from; it may be ``folder``. ``options`` go
-    to ``save_pretrained``.
+    ``source``: folder or hub id of the model that it was made from; may be ``folder``. ``options`` are passed to
+    ``save_pretrained``.
     """
     from transformers import GenerationConfig
 
     from asyncrl_cli.train.model.tokenizer import without_progress_bars
 
-    kept = generation_config_file(source)
+    kept = _saved_file(source, GENERATION_CONFIG)
     text = None if kept is None else kept.read_bytes()
     if text is not None:
         model.generation_config = GenerationConfig()
@@ -61,10 +61,10 @@ def save_model(model: Any, source: str | Path, folder: str | Path, **options: An
 def save_while_gathered(
     model: Any, source: str | Path, folder: str | Path, slots: Iterable[TensorSlot], weights: Iterable[PlainWeight]
 ) -> None:
-    """Write what ``save_model`` writes, with two files of weights and one layer in memory at most.
+    """Write the same as ``save_model``, with at most two files of weights and one layer in memory.
 
-    ``weights`` are those of ``model``, each complete until the next is taken (``full_weights``); ``slots`` are those of
-    ``engine_layout``, which has their names in a checkpoint.
+    ``weights``: the weights of ``model``, each complete until the next one is taken (``full_weights``). ``slots``: from
+    ``engine_layout``, with the weights' names in a checkpoint.
     """
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -74,7 +74,7 @@ def save_while_gathered(
 
     folder = Path(folder)
     save_model(model, source, folder, state_dict={})
-    for old in folder.glob("model*.safetensors*"):  # one old file of all weights would be read first
+    for old in folder.glob("model*.safetensors*"):  # a loader would prefer an old file with all weights
         old.unlink()
     left_out = model._keys_to_ignore_on_save or ()
     saved = {slot.name: slot for slot in slots if slot.name not in left_out}
@@ -102,21 +102,16 @@ def save_while_gathered(
 
 
 def copy_generation_config(source: str | Path, folder: Path) -> None:
-    """Copy a model's generation config, if it has one; ``source`` as in ``save_model``."""
-    if (kept := generation_config_file(source)) is not None:
+    """Copy a model's generation config, if it has one; ``source``: as in ``save_model``."""
+    if (kept := _saved_file(source, GENERATION_CONFIG)) is not None:
         shutil.copyfile(kept, folder / GENERATION_CONFIG)
 
 
 def copy_processor(source: str | Path, folder: Path) -> None:
-    """Copy the files of a model's image processor, if it has some; ``source`` as in ``save_model``."""
+    """Copy the files of a model's image processor, if it has one; ``source``: as in ``save_model``."""
     for name in PROCESSOR_FILES:
         if (kept := _saved_file(source, name)) is not None and kept.parent != folder:
             shutil.copyfile(kept, folder / name)
-
-
-def generation_config_file(source: str | Path) -> Path | None:
-    """The generation config of a model's folder or hub id; None if it has none."""
-    return _saved_file(source, GENERATION_CONFIG)
 
 
 def _saved_file(source: str | Path, name: str) -> Path | None:
@@ -132,15 +127,15 @@ def _saved_file(source: str | Path, name: str) -> Path | None:
 
 
 PREFIX = "model."
-"""The model's name in a ``Policy``."""
+"""Prefix of the model's weights in a ``Policy``."""
 
 
 def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Full weights by their names in the model, from any ZeRO stage and any number of ranks.
+    """Return full weights by their names in the model, from any ZeRO stage and any number of ranks.
 
-    They are the optimizer's own, in float32; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had.
-    With a ``dtype`` they are rounded one by one: of ZeRO 3 the model is never whole in float32. Raises ``RunError``
-    when the shards cannot be read.
+    They are the optimizer's float32 weights, except for ZeRO 0 in bfloat16, which saves only the rounded weights. With
+    a ``dtype`` they are rounded one by one, so a ZeRO-3 model is never whole in float32. Raises ``RunError`` when the
+    shards cannot be read.
     """
     import torch
 
@@ -148,7 +143,7 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
     try:
         with reading_tensors(checkpoint.folder):
             state = _saved(checkpoint)
-        # Tied weights are one object with two names, which is read once.
+        # By identity: tied weights are one object with two names.
         whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RunError(
@@ -162,16 +157,16 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
 def export_model(
     checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None, images: bool = False
 ) -> None:
-    """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
+    """Write a directory for transformers and vLLM: weights in the dtype of training, and the tokenizer.
 
-    ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters that it was
-    trained with; they are merged. ``images``: the model sees them. ``folder`` appears complete or not at all. Raises
-    ``RunError`` when it exists and is not empty.
+    ``model_stub``: a folder or hub id with the model's config and tokenizer. ``lora``: the adapters of the training,
+    which are merged. ``images``: the model sees images. ``folder`` appears complete or not at all. Raises ``RunError``
+    when it exists and is not empty.
     """
     from transformers import AutoTokenizer
 
     check_target(folder)
-    folder = folder.resolve()  # the target of a link is written, and the link is kept
+    folder = folder.resolve()  # writes to a link's target, and keeps the link
     try:
         with atomic_folder(folder) as unfinished:
             model = _whole_model(checkpoint, model_stub, lora, model_class(images))
@@ -204,7 +199,7 @@ def _whole_model(checkpoint: Checkpoint, model_stub: str, lora: LoraSpec | None,
 
 
 def check_target(folder: Path) -> None:
-    """Raise ``RunError`` when a model cannot be written there: a file, or a folder that is not empty."""
+    """Raise ``RunError`` when a model cannot be written there: it is a file, or a folder that is not empty."""
     if folder.exists() and not folder.is_dir():
         raise RunError("a file with this name exists", location=str(folder), hint="name a folder with --to")
     if folder.exists() and any(folder.iterdir()):
@@ -220,7 +215,7 @@ def _saved(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if saved.expert_parallel > 1:
         return undivided(checkpoint.folder / STATE, saved)
     unsharded: dict[str, Tensor] = {}
-    if saved.zero_stage < 2:  # stage 1's shards lack weights that were not trained
+    if saved.zero_stage < 2:  # stage 1's shards lack frozen weights
         (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
         unsharded = torch.load(path, map_location="cpu")["module"]
     if saved.zero_stage == 0:
@@ -228,7 +223,7 @@ def _saved(checkpoint: Checkpoint) -> dict[str, Tensor]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        # Lazy: of ZeRO 3, objects that join the shards of a tensor when they are asked to be contiguous.
+        # Lazy: for ZeRO 3 it returns objects that join a tensor's shards when ``contiguous`` is called.
         state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
             str(checkpoint.folder), tag=STATE, lazy_mode=True
         )

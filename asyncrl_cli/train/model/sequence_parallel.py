@@ -1,14 +1,14 @@
-"""Sequence parallelism: the ranks of a sequence group train the same rows, each a slice of their positions.
+"""Sequence parallelism: the ranks of a sequence group train the same rows, and each has a slice of the positions.
 
-DeepSpeed's Ulysses (arXiv 2309.14509; ALST, arXiv 2506.13996): everything in a layer but attention is computed per
-position, so a rank computes it for its slice. Around attention ``UlyssesSPAttentionHF`` exchanges slices of positions
-for shares of the heads, and back: each rank attends over the full sequence with its share of the heads. DeepSpeed's own
-``register_with_transformers`` is not used: it drops masks: rows packed without flash attention would see each
-other and sliding windows would have no end (decision 0055).
+DeepSpeed's Ulysses (arXiv 2309.14509; ALST, arXiv 2506.13996): everything in a layer except attention is computed per
+position, so a rank computes it for its slice. Around attention, ``UlyssesSPAttentionHF`` exchanges slices of positions
+for shares of the heads, and back: each rank attends over the full sequence with its share of the heads. We do not use
+DeepSpeed's ``register_with_transformers``, because it drops masks: rows packed without flash attention would see each
+other, and sliding windows would have no end (decision 0055).
 
-Invariants. Every rank of a group runs the same passes in the same order. Results of slices are
-joined (``SequenceGroup.joined``) before anything else sees it, so every rank has the loss of the full rows. Its
-gradient flows through the own slice alone: the gradients of a group's ranks add up to the gradient of one rank with
+Invariants. Every rank of a group runs the same passes in the same order. The slices' results are joined
+(``SequenceGroup.joined``) before anything else sees them, so every rank has the loss of the full rows. The gradient
+flows only through the rank's own slice: the gradients of a group's ranks add up to the gradient of a single rank with
 the full rows.
 """
 
@@ -38,8 +38,8 @@ class SequenceError(ConfigError):
 
 
 ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""Types of rotary embeddings with frequencies that depend on the given positions. For a slice they would
-differ, and threads that share a model would change them for each other (warm_start.py)."""
+"""Types of rotary embeddings with frequencies that depend on the given positions. For a slice they would be wrong, and
+threads that share a model would change them for each other (warm_start.py)."""
 
 
 def check_config(config: Any, size: int) -> None:
@@ -56,9 +56,9 @@ def check_config(config: Any, size: int) -> None:
 
 
 def row_lengths(backbone: Any, positions: Tensor) -> dict[str, Any]:
-    """Flash attention's arguments for packed rows: where each begins, and the longest; empty for other attention.
+    """Return flash attention's arguments for packed rows: starts of rows, and the longest; empty for other attention.
 
-    Without them transformers looks for the rows in every layer, and each time the host waits for the GPU.
+    Without them transformers searches for the rows in every layer, and each time the host waits for the GPU.
     ``positions``: int64, [1, tokens], 0 where a row begins.
     """
     if not is_flash(backbone.config.get_text_config()._attn_implementation):
@@ -70,12 +70,12 @@ def row_lengths(backbone: Any, positions: Tensor) -> dict[str, Any]:
 
 
 class SequenceGroup:
-    """The ranks that have the same rows, as one of them sees them.
+    """The ranks that have the same rows, as seen by one of them.
 
     Attributes:
-        size: ranks of the group.
-        rank: of this one in the group.
-        data: the ranks with the same slice of other rows, over which sums of a step are taken.
+        size: number of ranks in the group.
+        rank: this rank's number in the group.
+        data: the ranks with the same slice of other rows; a step's sums are taken over these.
     """
 
     def __init__(self, ranks: Any, data: Any) -> None:
@@ -88,9 +88,9 @@ class SequenceGroup:
         self._layers = 0
 
     def joined(self, values: Tensor, own: Tensor) -> Tensor:
-        """The values of all slices, [positions]; collective. Gradients flow through this rank's alone.
+        """Return the values of all slices, [positions]; collective. Gradients flow only through this rank's values.
 
-        ``values`` are this rank's; ``own``, bool [positions], is true where they belong.
+        ``values``: this rank's values; ``own``, bool [positions], is true at their places.
         """
         placed = torch.zeros(own.shape, dtype=values.dtype, device=values.device).masked_scatter(own, values)
         others = placed.detach().clone()
@@ -100,11 +100,11 @@ class SequenceGroup:
     def predicting_states(
         self, backbone: Any, ids: Tensor, predicts: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states of this rank's positions before response tokens, [tokens, width], and which of all such
-        positions they are, bool [all tokens]; row by row. Collective.
+        """Return hidden states of this rank's positions before response tokens, [tokens, width], row by row. The second
+        result, bool [all tokens], marks them among the positions of all ranks. Collective.
 
-        ``backbone`` is a transformers model without its head. All others are [rows, positions]: ``predicts`` is bool,
-        true before a response token, ``positions`` are for packed rows; None: 0, 1, 2, ...
+        ``backbone``: a transformers model without its head. The rest is [rows, positions]: ``predicts``, bool, is true
+        before a response token; ``positions`` is for packed rows, None: 0, 1, 2, ...
         """
         from transformers.masking_utils import create_masks_for_generate
 
@@ -115,7 +115,7 @@ class SequenceGroup:
             positions = columns
         else:
             positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :missing]], dim=1)
-        # Masks of the full sequences, as attention is over these. By itself the model would mask its slice.
+        # Masks of the full sequences, because attention is over these. By itself the model would mask its slice.
         masks = create_masks_for_generate(
             config=backbone.config,
             inputs_embeds=torch.empty(*ids.shape, 0, dtype=backbone.dtype, device=ids.device),
@@ -141,16 +141,16 @@ class SequenceGroup:
         return states[self.own(predicts)], here[predicts]
 
     def own(self, matrix: Tensor) -> Tensor:
-        """This rank's slice of a matrix [rows, positions, ...], which zeros extend to slices of equal length."""
+        """Return this rank's slice of a matrix [rows, positions, ...]; zeros extend it to slices of equal length."""
         missing = -matrix.shape[1] % self.size
         full = nn.functional.pad(matrix, (0, 0) * (matrix.ndim - 2) + (0, missing)) if missing else matrix
         return full.chunk(self.size, dim=1)[self.rank].contiguous()
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """In this block each rank passes the full rows through the model by itself.
+        """Inside the block, each rank passes the full rows through the model by itself.
 
-        Only for passes without a gradient: gradient checkpointing would compute activations after the block has ended.
+        Only for passes without a gradient: gradient checkpointing would compute activations after the block.
         """
         self._full = True
         try:
@@ -159,7 +159,7 @@ class SequenceGroup:
             self._full = False
 
     def share_attention(self, implementation: str) -> None:
-        """Have transformers' attention of this name, in this process, attend over the full sequences of a group."""
+        """Make transformers' attention of this name, in this process, attend over a group's full sequences."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS[implementation] = partial(self._attend, ALL_ATTENTION_FUNCTIONS[implementation])
@@ -167,30 +167,30 @@ class SequenceGroup:
     def _attend(
         self, core: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """``query``, ``key``, ``value``: [rows, heads, positions, head size]; of the result [rows, positions, ...]."""
+        """``query``, ``key``, ``value``: [rows, heads, positions, head size]; result: [rows, positions, ...]."""
         if self._full:
             return core(module, query, key, value, mask, **kwargs)
         self._layers += 1
         rows, heads, positions, size = query.shape
         if mask is not None and mask.shape[-1] != positions * self.size:
-            raise SequenceError("this model makes attention masks of its own, which are those of a slice")
+            raise SequenceError("this model makes its own attention masks, which cover only a slice")
         if kwargs.get("position_ids") is None:
             raise SequenceError("this model does not pass positions to attention")
         if any(kwargs.get(name) is not None for name in ("s_aux", "position_bias")):
             raise SequenceError("attention of this model has weights for each head, which are not divided")
-        # Ulysses takes values of the keys' size only; the values of latent attention (DeepSeek) are smaller.
+        # Ulysses needs values of the keys' size, but latent attention (DeepSeek) has smaller values.
         missing = size - value.shape[-1]
         ulysses = _ulysses(core, ranks=self._ranks, rows=rows, heads=heads, size=size, kv_heads=key.shape[1])
         groups = getattr(module, "num_key_value_groups", None)
         attended, weights = ulysses(module, query, key, nn.functional.pad(value, (0, missing)), mask, **kwargs)
-        if groups is not None:  # DeepSpeed sets it for its share of the heads, which passes of all heads must not use
+        if groups is not None:  # DeepSpeed sets it for a share of the heads, but passes with all heads use it, too
             module.num_key_value_groups = groups
         return attended.view(rows, positions, heads, size)[..., : size - missing], weights
 
 
 @cache
 def _ulysses(core: Attention, ranks: Any, rows: int, heads: int, size: int, kv_heads: int) -> Any:
-    """DeepSpeed's module for one shape of micro-batch. It has no weights."""
+    """DeepSpeed's module, without weights, for one shape of micro-batch."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF(
@@ -199,22 +199,22 @@ def _ulysses(core: Attention, ranks: Any, rows: int, heads: int, size: int, kv_h
         attn_head_count=heads,
         attn_head_size=size,
         kv_head_count=kv_heads,
-        num_hidden_layers=1,  # read by its debug mode alone
+        num_hidden_layers=1,  # read only by its debug mode
         process_group=ranks,
         seq_length_is_variable=True,
     )
 
 
 def sequence_group(trainer: TrainerSpec) -> SequenceGroup | None:
-    """The group of ``trainer.sequence_parallel`` consecutive ranks that this one is in; None where it is alone.
+    """Return this rank's group of ``trainer.sequence_parallel`` consecutive ranks; None if it is alone.
 
-    The first call in a process is collective over all ranks, and changes the attention of every model in it.
+    The first call in a process is collective over all ranks, and changes attention for every model in the process.
     """
     return _started(trainer.sequence_parallel, trainer.attention) if trainer.sequence_parallel > 1 else None
 
 
 def data_group(trainer: TrainerSpec) -> Any:
-    """The process group for sums over a step: every row counts once. None: all ranks."""
+    """Return the process group for sums over a step, in which every row counts once. None: all ranks."""
     sequence = sequence_group(trainer)
     return None if sequence is None else sequence.data
 

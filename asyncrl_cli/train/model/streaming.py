@@ -1,8 +1,8 @@
-"""Loading a saved model into ZeRO-3's shards, one weight at a time.
+"""Loads a saved model into ZeRO-3's shards, one weight at a time (decision 0053).
 
-By itself ``from_pretrained`` has every rank merge all files of the checkpoint and convert what the model has in another
-form, such as the experts of a layer as one tensor. Here rank 0 alone reads, and a host has at most one converted weight
-in addition to the shards. Which tensors make which weights, and how, is transformers' own (decision 0058).
+By default ``from_pretrained`` makes every rank read all files of the checkpoint and convert weights that the model has
+in another form, such as a layer's experts as one tensor. Here only rank 0 reads, and a host has at most one converted
+weight in addition to the shards. transformers still decides which tensors make which weights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from asyncrl_cli.train.model.lora import gathered
 
 @contextmanager
 def streamed() -> Iterator[None]:
-    """Inside the block ``from_pretrained`` under ZeRO-3 loads safetensors weight by weight; collective.
+    """Inside the block, ``from_pretrained`` under ZeRO-3 loads safetensors weight by weight; collective.
 
-    It then raises ``UserError`` on all ranks where rank 0 cannot read a weight, or finds it of another shape.
+    It raises ``UserError`` on all ranks if rank 0 cannot read a weight, or if the weight has another shape.
     """
     from transformers import PreTrainedModel
 
@@ -37,7 +37,7 @@ def streamed() -> Iterator[None]:
 
 
 def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, config: Any, *rest: Any) -> Any:
-    """In place of ``PreTrainedModel._load_pretrained_model``, which is ``whole``."""
+    """Replaces ``PreTrainedModel._load_pretrained_model``, which is ``whole``."""
     from transformers.modeling_utils import LoadStateDictInfo
 
     if state_dict is not None or not files or not all(str(file).endswith(".safetensors") for file in files):
@@ -45,12 +45,12 @@ def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, conf
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     missing = set(model.state_dict())
     with ExitStack() as opened:
-        # On all ranks: planning marks which conversions the checkpoint needs, and saving reverts those.
+        # On all ranks: planning marks the conversions that the checkpoint needs, and saving reverts these.
         plan = _plan(model, files=files, mapping=config.weight_mapping or [], opened=opened)
         weights = _converted(model, plan, own) if torch.distributed.get_rank() == 0 else None
         for name, value in _announced(weights):
             _fill(own[name], value)
-            del value  # before the next one is read
+            del value  # freed before the next one is read
             missing.discard(name)
     model._weight_conversions = [entry for entry in config.weight_mapping or [] if entry.was_used()]
     nothing: dict[str, Any] = {"unexpected_keys": set(), "mismatched_keys": set(), "skipped_pp_keys": set()}
@@ -59,16 +59,15 @@ def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, conf
 
 
 def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -> dict[str, Any]:
-    """The conversion that makes each weight, or several, by the first one's name. No tensor is read yet.
-
-    As in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
+    """Map weights to the conversions that make them; a conversion of several weights is under the first one's name. No
+    tensor is read yet. Follows ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
     """
     from safetensors import safe_open
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     sources: dict[str, Any] = {}
     for file in files:
-        # Read and not mapped: mapped files stay in a process's memory as long as there is room.
+        # Read, not mapped: mapped files stay in a process's memory as long as there is room.
         tensors = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
         sources |= {name: partial(tensors.get_tensor, name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
     names, prefix = model.state_dict(), model.base_model_prefix
@@ -91,7 +90,7 @@ def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -
 
 
 def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights by their names in the model, read and converted one conversion at a time.
+    """Read and convert weights, one conversion at a time; yields names in the model, and values.
 
     Raises ``ValueError`` for a weight of another shape than the model's.
     """
@@ -105,22 +104,22 @@ def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iter
             if name not in own:
                 continue
             if tuple(value.shape) != full_shape(own[name]):
-                raise ValueError(f"{name} is {list(value.shape)}, and the model has {list(full_shape(own[name]))}")
+                raise ValueError(f"{name} is {list(value.shape)}, but {list(full_shape(own[name]))} in the model")
             yield name, value
             del value
 
 
 def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[str, Tensor | None]]:
-    """Rank 0's ``weights`` on all ranks, with the values on rank 0 alone; the others have no ``weights``.
+    """Yield the names of rank 0's ``weights`` on all ranks, and their values only on rank 0.
 
-    Raises ``UserError`` on all ranks when rank 0 fails: none waits for the others in a collective call.
+    Raises ``UserError`` on all ranks when rank 0 fails: otherwise the others would wait in a collective call.
     """
     while True:
         name, value, failed = None, None, None
         if weights is not None:
             try:
                 name, value = next(weights, (None, None))
-            except Exception as error:  # of a file, or of a conversion of transformers
+            except Exception as error:  # from a file, or from a conversion
                 failed = f"{type(error).__name__}: {' '.join(str(error).split())}"
         stated: list[Any] = [name, failed]
         torch.distributed.broadcast_object_list(stated, src=0)
@@ -135,7 +134,7 @@ def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[s
 
 
 def _fill(own: Tensor, value: Tensor | None) -> None:
-    """Rank 0's ``value`` into a sharded parameter, or into a buffer, which every rank has whole; collective."""
+    """Write rank 0's ``value`` into a sharded parameter, or into a buffer, which is whole on every rank; collective."""
     with torch.no_grad():
         if isinstance(own, nn.Parameter):
             with gathered([own], zero_stage=3, writer=0):
@@ -146,4 +145,4 @@ def _fill(own: Tensor, value: Tensor | None) -> None:
             torch.distributed.broadcast_object_list(stated, src=0)
             assert stated[0] is not None
             own.copy_(stated[0])
-    own._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws what is not
+    own._is_hf_initialized = True  # type: ignore[attr-defined]  # otherwise transformers draws random values

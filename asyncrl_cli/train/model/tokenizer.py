@@ -1,10 +1,8 @@
-"""A tokenizer with one token for each character, made in code: no hub is needed.
+"""A run's tokenizer (``load_tokenizer``, which applies ``model.chat_template``), and a tokenizer made in code.
 
-Invariant: ``decode(encode(text)) == text`` for every text of printable ASCII and newlines. Nothing is
-merged, added, normalised or cleaned up; a character outside that set becomes ``<unk>``. The special tokens
-come first: the ids of characters do not move when a special token is renamed.
-
-``load_tokenizer`` is the only way to a run's tokenizer: it applies ``model.chat_template``.
+The made tokenizer has one token per character, and needs no hub. Invariant: ``decode(encode(text)) == text`` for every
+text of printable ASCII and newlines. Nothing is merged, added, normalised or cleaned up; any other character becomes
+``<unk>``. Special tokens come first, so characters keep their ids when a special token is renamed.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-"""The characters that have a token."""
+"""The characters with a token."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -34,10 +32,10 @@ CHAT_TEMPLATE = (
     "}</tool_call>{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
 )
-"""Messages follow each other unchanged; an assistant's ends with the end token, as when it was generated.
+"""Messages follow each other unchanged. An assistant message ends with the end token, as it was generated.
 
-A tool's result is in brackets, and tool calls have the hermes form, as vLLM and gateway/parsers.py read them. The
-rendering of a conversation begins with its beginning's rendering.
+A tool's result is in brackets, and tool calls have the hermes form, which vLLM and gateway/parsers.py read. A longer
+conversation's rendering begins with the shorter one's.
 """
 
 CONTENT_PARTS = (
@@ -47,14 +45,14 @@ CONTENT_PARTS = (
 
 
 def image_template(mark: str) -> str:
-    """``CHAT_TEMPLATE`` for messages that may have images, each written as ``mark``."""
+    """Return ``CHAT_TEMPLATE`` for messages that may have images, each written as ``mark``."""
     parts = CONTENT_PARTS.replace("IMAGE", mark)
     return CHAT_TEMPLATE.replace("{{ message['content'] }}", parts).replace("{{ message['content'] or '' }}", parts)
 
 
 def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII; tokens of ``images``
-    follow."""
+    """Make a tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII, followed by the
+    tokens of ``images``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -76,9 +74,9 @@ def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> 
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
-    """The tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
+    """Load the tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
 
-    Raises ``ConfigError``, and what transformers raises where there is no tokenizer.
+    Raises ``ConfigError``, and the error of transformers if there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -86,7 +84,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
 
 
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
-    """The tokenizer, its template replaced by the file ``chat_template``. Raises ``ConfigError``."""
+    """Replace the tokenizer's template by the file ``chat_template``. Raises ``ConfigError``."""
     from jinja2 import TemplateSyntaxError
 
     from asyncrl_cli.data.chat_template import syntax_tree
@@ -98,7 +96,7 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
         syntax_tree(tokenizer.chat_template)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        # The hint is not in the class: an actor's error is pickled, and made again from its message alone.
+        # No error class with a fixed hint: an actor's error is pickled, and made again from its message alone.
         raise ConfigError(
             f"{chat_template} is not a chat template: {line}{error}",
             location="model.chat_template",
@@ -108,14 +106,14 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
 
 
 def templates_texts(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template that writes more than a user's text; ``CHAT_TEMPLATE`` does not."""
+    """True if the tokenizer's chat template adds anything to a user's text; ``CHAT_TEMPLATE`` adds nothing."""
     plain = {CHAT_TEMPLATE, *(image_template(tokens.mark) for tokens in VISION_TOKENS.values())}
     return tokenizer.chat_template is not None and tokenizer.chat_template not in plain
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
+    """Hide transformers' progress bars inside the block: they would disturb a live view."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
