@@ -64,8 +64,12 @@ def chunked_logprobs(
         [positions], float32 (float64 for float64 logits). Entropies are zeros with ``entropy`` "none".
     """
     apply: Any = _Scores.apply
+
+    def score(hidden: Tensor) -> Any:
+        return apply(hidden, head.weight, head.bias, targets, temperature, entropy, most)
+
     # Called as a module and just once: ZeRO-3's hooks gather its weights for exactly one pass (decision 0019).
-    head.forward = lambda hidden: apply(hidden, head.weight, head.bias, targets, temperature, entropy, most)  # type: ignore[method-assign]
+    head.forward = score  # type: ignore[method-assign, assignment]
     try:
         logprobs, entropies = head(hidden)
     finally:
