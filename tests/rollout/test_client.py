@@ -346,7 +346,7 @@ def test_an_open_requests_id_is_refused() -> None:
     async def check(client: GenerationClient) -> None:
         (engine,) = actors(client)
         (first,) = await begun(client, request("a"))
-        with pytest.raises(ValueError, match="request a is under way"):
+        with pytest.raises(ValueError, match="request a is already open"):
             await client.generate(request("a"))
         await engine.deliver(rollout("a"))
         await first
