@@ -119,7 +119,7 @@ def test_the_rows_of_an_answer_are_those_before_it_and_its_own(prompt: int, pref
 
 def test_too_few_rows_are_an_error() -> None:
     assert newest_experts([], 3) is None
-    with pytest.raises(RuntimeError, match="the experts of 3 of 5 tokens"):
+    with pytest.raises(RuntimeError, match="experts for 3 of 5 tokens"):
         newest_experts(vllm_rows(4, [1]), 5)
 
 
