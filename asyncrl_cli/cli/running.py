@@ -67,7 +67,7 @@ def train(
     measuring, speeds = Background("processor speed"), list[float]()
     if shares_host(loaded.spec) and loaded.spec.stop.total >= CALIBRATING_STEPS:
         # The checks leave the other cores idle, and no process of the run competes for them yet.
-        measuring.submit(lambda: speeds.append(processor_speed(beside_work=True)))
+        measuring.submit(lambda: speeds.append(processor_speed(second_core_busy=True)))
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
     checked = experiment.spec  # with `stop.epochs` converted to steps

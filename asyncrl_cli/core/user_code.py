@@ -154,12 +154,12 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
         return importlib.import_module(name)
     except Exception as error:
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        beside = f" in {folder}" if folder else ""
+        within = f" in {folder}" if folder else ""
         message = f"importing module {name} failed: {type(error).__name__}: {error}"
-        hint = f"fix the import; full traceback: python -c 'import {name}'{beside}"
+        hint = f"fix the import; full traceback: python -c 'import {name}'{within}"
         if missing and f"{name}.".startswith(f"{missing}."):
-            message = f"no module {name!r}{beside and f'{beside} or'} on Python's path"
-            hint = f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it"
+            message = f"no module {name!r}{within and f'{within} or'} on Python's path"
+            hint = f"put {name.replace('.', '/')}.py next to the spec file, or install the package that has it"
         elif missing:
             message = f"module {name} needs {missing!r}, which is not installed"
             hint = "install it in this environment"

@@ -145,7 +145,7 @@ def _settings(folder: Path) -> dict[str, str]:
         # By default, Ray before 2.59 requires no token.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        # Despite its name, the only setting that makes Ray's servers listen on loopback alone.
+        # Despite its name, the only setting that makes Ray's servers listen only on loopback.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A killed engine leaves vLLM's sockets and files among the temporary files; the reaper removes this folder.
         "TMPDIR": str(temporary),

@@ -199,7 +199,7 @@ class Evaluator:
         self._series = series_of(spec, held_out, sets)
 
     def due(self, step: int) -> list[Series]:
-        """The evaluations after this step that are not done yet, also those that an earlier driver did not finish."""
+        """The evaluations after this step that are not done yet, also if an earlier driver has begun them."""
         return [
             series
             for series in self._series

@@ -166,7 +166,7 @@ class StepRecorder:
 
     def _count_updates(self, step: int, metrics: Mapping[str, float]) -> None:
         """Have ``flush`` report a run that learns nothing, once for each series of steps without an update."""
-        if step < self._critic_warmup:  # the critic alone is trained
+        if step < self._critic_warmup:  # only the critic is trained
             return
         self._without_update = 0 if metrics.get("train/updates", 1.0) else self._without_update + 1
         if self._without_update == STEPS_WITHOUT_UPDATE:

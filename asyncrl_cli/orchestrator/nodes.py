@@ -238,7 +238,7 @@ def times_on(node: Node, wants: Resources) -> int:
 
 
 def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:
-    """A text about the resources that ``count`` bundles need, and those that are free on the usable ``nodes``."""
+    """A text about the resources that ``count`` bundles need, and the free resources of the usable ``nodes``."""
     kinds = [kind for kind, amount in wants.items() if amount]
     needs = f"{f'{count} × ' if count > 1 else ''}{amounts(wants)}"
     if not nodes:

@@ -18,7 +18,7 @@ OnStale = Literal["wait", "requeue", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of groups by state. Running, finished and taken groups together are those admitted and not rejected."""
+    """Numbers of groups by state. Admitted groups that are not rejected are running, finished or taken."""
 
     running: int
     finished: int

@@ -66,11 +66,11 @@ def host_time() -> HostTime:
     return HostTime(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle)
 
 
-def processor_speed(seconds: float | None = None, beside_work: bool = False) -> float:
+def processor_speed(seconds: float | None = None, second_core_busy: bool = False) -> float:
     """Return how often one core does a fixed computation per second of processor time, measured for ``seconds``.
 
-    Waiting for a core does not count, so other processes hardly disturb the measurement. A second core must be busy, as
-    in a run: unless the caller says that another thread works (``beside_work``), a second thread does the same.
+    Waiting for a core does not count, so other processes hardly disturb the measurement. A second core must be busy,
+    as in a run: unless another thread already works (``second_core_busy``), a second thread does the same.
     """
     import numpy as np
 
@@ -84,6 +84,6 @@ def processor_speed(seconds: float | None = None, beside_work: bool = False) -> 
             count += 1
         return count / (time.thread_time() - began)
 
-    if not beside_work:
+    if not second_core_busy:
         Thread(target=sorted_each_second, name="processor speed", daemon=True).start()
     return sorted_each_second()

@@ -239,7 +239,7 @@ class Replica:
         """Allocate memory for these ranks' shards in both buffers, so the next version has its pages, too.
 
         If the memory is missing, this raises an error; a later write would be killed by a signal. For large weights it
-        takes minutes, so the lock is not held meanwhile: other hosts must be served.
+        takes minutes, so the lock is not held: other hosts must be served.
         """
         size = self._nbytes + ALIGNMENT
         for buffer in list(self._buffers):
