@@ -56,7 +56,7 @@ TEXT_ONLY = {"watch", "verify", "export", "report", "timeline", "scale", "resume
 
 @pytest.fixture
 def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one run in which every text has control characters."""
+    """A folder with a run that has control characters in every text."""
     directory = make_run(tmp_path / "runs", phase="failed", step=1, version=1, reason=f"reason {HOSTILE}\ud83d")
     run = RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda _: 3.0)
     run.metrics = {f"metric {HOSTILE}": 0.5}

@@ -67,7 +67,7 @@ def characters() -> Any:
 
 
 def byte_pairs(*texts: str) -> Any:
-    """A byte-level BPE tokenizer, like those of most language models."""
+    """A byte-level BPE tokenizer, as most language models have."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
