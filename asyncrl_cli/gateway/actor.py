@@ -115,7 +115,7 @@ class Transfer:
         try:
             generated = await result
         finally:
-            # Without an answer the call was cancelled. The driver hears of it only if it has the request already.
+            # Without an answer the call was cancelled. The driver must know only if it has the request already.
             if self._open.pop(number, None) is not None and self._incoming.requests.pop(number, None) is None:
                 self._incoming.cancelled.append(number)
                 self._has_incoming.set()

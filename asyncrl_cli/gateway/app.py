@@ -4,7 +4,7 @@ Every request ends in bounded time. Its body has a deadline (bodies.py). Its gen
 the driver, which restarts hanging engines, and is cancelled when the client disconnects.
 """
 
-# Annotations are not postponed here: FastAPI must evaluate those of nested functions.
+# No postponed annotations here: FastAPI must evaluate the annotations of nested functions.
 
 from typing import Annotated
 from weakref import WeakKeyDictionary

@@ -1,6 +1,6 @@
 """The paths of all APIs. Each converts its requests to chat messages, and renders the replies in its own format."""
 
-# Annotations are not postponed here: FastAPI must evaluate those of nested functions.
+# No postponed annotations here: FastAPI must evaluate the annotations of nested functions.
 
 import time
 from collections.abc import Awaitable, Callable

@@ -70,7 +70,7 @@ class View:
     folder: str
     """The only writable folder."""
     removes: bool
-    """Whether files in it may be removed: only where the process outside can still measure removed files."""
+    """Files in it may be removed: allowed only where the process outside can still measure removed files."""
 
 
 @dataclass(frozen=True, slots=True)

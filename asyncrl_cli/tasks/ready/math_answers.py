@@ -62,7 +62,7 @@ _THOUGHT = re.compile(r"<(/?)(?:\w{1,20}[:|])?think[\w:-]{0,20}>|\[(/?)THINK\]",
 _TAG_END = re.compile("</answer>", re.IGNORECASE)
 _TAGS = re.compile("</?answer>", re.IGNORECASE)
 _BOX_END = re.compile(r"\$|\n|\\[)\]]|\Z")
-"""Where a box without braces ends."""
+"""The end of a box without braces."""
 _BETWEEN = re.compile(
     r"(?:[\s$,;&.]|\\[()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)*(?:\\?[a-zA-Z]\w{0,20}\s{0,9}=\s*\$?)?"
 )
