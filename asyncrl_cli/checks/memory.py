@@ -1,7 +1,8 @@
 """Checks that a run fits into the memory of GPUs and hosts, and finds changes of its spec that make it fit.
 
 `asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start leaves out activations,
-because estimating them takes seconds: its result is a lower bound, and a run is refused if even this is too large.
+because counting them takes seconds: its result is a lower bound, and a run is refused if even this is too large
+(decision 0047).
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Script:
         self._is_open = False  # the last word continues
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
-        array = ""  # the assignment to an array whose values are being read
+        array = ""  # the assignment to an array, while its values are being read
         for token in _TOKEN.finditer(self._text):
             kind, value = token.lastgroup or "", token[0]
             if array and kind in ("bracket", "end", "comment"):

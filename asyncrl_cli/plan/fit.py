@@ -194,7 +194,7 @@ class _Engine:
         self._has_contexts = contexts
 
     def columns(self) -> Floats:
-        """For each fitted request: its iterations, the tokens that all requests sampled meanwhile, the sum of their
+        """For each fitted request: its iterations, the tokens that all requests sampled during them, the sum of their
         contexts over these iterations, and the seconds during which the trainer trained."""
         own = np.maximum(self._over_lives(self._iterations), 1e-12)
         sampled = self._over_lives(self._iterations * self._running) / own

@@ -31,7 +31,7 @@ def shares_host(spec: ExperimentSpec) -> bool:
 def planned_scenario(
     spec: ExperimentSpec, settings: BufferSettings, measured: Calibration, of_run: ExperimentSpec
 ) -> Planned:
-    """Build the scenario of a spec from the measurements of another run, whose spec is ``of_run``.
+    """Build the scenario of a spec from the measurements of another run with the spec ``of_run``.
 
     Raises ``ConfigError`` if the specs differ in a setting on which the measured constants depend.
     """

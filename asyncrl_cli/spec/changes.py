@@ -1,6 +1,7 @@
 """Decides which keys of a spec may change when a run is resumed: all keys on which the journal's rows do not depend.
 
-Rows depend, for example, on the position of a prompt in the data, the size of a batch and the sampling distribution.
+Rows depend, for example, on the position of a prompt in the data, the size of a batch and the sampling distribution
+(decision 0009).
 """
 
 from __future__ import annotations

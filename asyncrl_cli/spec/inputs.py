@@ -103,8 +103,8 @@ class WarmStart(Section):
     response_column: Text | None = None
     """The column of `data` with the reply as text, if `prompt_column` has only the prompt."""
     train_on: Literal["last", "all"] = "last"
-    """Whether the loss covers only the last assistant message of a row of `data`, or all of them. `all` needs a chat
-    template that never changes earlier messages when later messages follow."""
+    """Assistant messages of a row of `data` that the loss covers. `all` needs a chat template that never changes earlier
+    messages when later messages follow."""
     batch_size: Count = 24
     """Demonstrations, or rows, per update."""
     clean_fraction: Fraction = 0.75
@@ -331,7 +331,7 @@ class TaskMember(Section):
 
 
 class TaskSpec(Section):
-    """What the model is asked to do, and how its responses are scored: one task (`use`), or several (`mix`).
+    """The model's task and the scoring of its responses: one task (`use`), or several (`mix`).
 
     See docs/tasks.md.
     """

@@ -20,7 +20,8 @@ from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, Node, read_yaml
 
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 32
-"""Largest number of files in a spec, and of entries in one `extends`."""
+"""Largest number of files in a spec, and of entries in one `extends`. Limits are on size, not on time, so a spec is
+accepted on every machine or on none (decision 0027)."""
 MAX_BYTES = 128 * 1024
 """Largest size of a file in bytes: PyYAML reads this in about a second."""
 

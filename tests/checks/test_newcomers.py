@@ -21,7 +21,7 @@ SLOW = Finding("connections", Status.WARNING, "slow: 3 MB/s", "use the faster ne
 
 
 class Scene:
-    """A run on the nodes ``head`` and ``ranks``, while others join. ``found`` is what each examination finds."""
+    """A run on the nodes ``head`` and ``ranks``, while others join. ``found`` has the findings of every examination."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes = [self.node("head"), self.node("ranks")]

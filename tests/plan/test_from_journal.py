@@ -45,7 +45,7 @@ stop: {steps: 60}
 def recorded(
     path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], bound: int = 1
 ) -> RecordedRun:
-    """40 steps, six groups at once."""
+    """40 steps, with six groups at a time."""
     of = settings(max_staleness=bound)
     run = RecordedRun(path, monkeypatch, of, seconds, concurrency=6)
     for _ in range(40):

@@ -97,7 +97,7 @@ CANDIDATES = [
     *words(ExperimentSpec.model_json_schema()),
 ]
 UNCHANGED = ("runs_dir",)
-"""A key whose change does not change the run."""
+"""A key that can change without changing the run."""
 WHOLE = validated(BEFORE).model_dump(mode="json")
 
 

@@ -1,7 +1,7 @@
 """Checks that a cluster's hosts can work together, for `asyncrl doctor --cluster` and every start on several hosts.
 
 All hosts answer in parallel, and every wait has a limit, so the time does not grow with the number of hosts.
-verdicts.py judges their answers.
+verdicts.py judges their answers (decision 0028).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answers:
 
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)  # the reason and a hint
     facts: dict[str, Facts] = field(default_factory=dict)
-    ahead: dict[str, float] = field(default_factory=dict)  # seconds by which its clock is ahead of the driver's clock
+    ahead: dict[str, float] = field(default_factory=dict)  # seconds that its clock is ahead of the driver's clock
     failures: dict[verdicts.Pair, Failure] = field(default_factory=dict)
     speeds: dict[verdicts.Pair, float] = field(default_factory=dict)
     unshared: dict[str, str] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Newcomers:
         self._warn = warn
         self._now = now
         self._good = {node.node_id for node in live_nodes()}
-        self._bad: dict[str, float] = {}  # node id -> end of the time in which it is avoided
+        self._bad: dict[str, float] = {}  # node id -> time until which it is avoided
         self._lock = asyncio.Lock()
 
     @property

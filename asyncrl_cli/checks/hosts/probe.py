@@ -49,8 +49,8 @@ class Host:
     node_id: str  # Ray's
     name: str  # unique and readable
     address: str
-    # Fraction of a weight version that the host may hold: 1 if it may have an engine, otherwise the shards of the ranks
-    # for which it has room, or 0.
+    # Fraction of a weight version that the host may hold: 1 if it may have an engine, otherwise the shards of as many
+    # ranks as it has room for.
     share: float = 1.0
     port: int = 0  # of its probe
 

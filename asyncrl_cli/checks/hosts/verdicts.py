@@ -107,7 +107,7 @@ def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
 def judge_clocks(ahead: Mapping[str, float]) -> Finding:
     """Check that the times of different hosts can be compared.
 
-    ``ahead``: seconds by which a host's clock is ahead of the driver's clock, accurate to the time of its answer.
+    ``ahead``: seconds that a host's clock is ahead of the driver's clock, accurate to the time of its answer.
     """
     if skewed := [f"{host}: {seconds:+.1f} s" for host, seconds in ahead.items() if abs(seconds) > SKEW_S]:
         hint = "synchronize the clocks (chrony, systemd-timesyncd): times of events on several hosts cannot be compared"

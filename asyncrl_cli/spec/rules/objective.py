@@ -126,7 +126,7 @@ def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A KL penalty in the loss has a gradient. Only a run with a reference updates it."""
+    """A KL penalty in the loss has a gradient. `reference_update_every` needs a reference, so it needs `kl_coef`."""
     algorithm = spec.algorithm
     if algorithm.kl_coef and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
         message = "k1 in the loss has an expected gradient of zero"
