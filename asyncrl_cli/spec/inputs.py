@@ -103,8 +103,8 @@ class WarmStart(Section):
     response_column: Text | None = None
     """The column of `data` with the reply as text, if `prompt_column` has only the prompt."""
     train_on: Literal["last", "all"] = "last"
-    """Assistant messages of a row of `data` that the loss covers. `all` needs a chat template that never changes earlier
-    messages when later messages follow."""
+    """Assistant messages of a row of `data` that the loss covers. `all` needs a chat template that never changes
+    earlier messages when later messages follow."""
     batch_size: Count = 24
     """Demonstrations, or rows, per update."""
     clean_fraction: Fraction = 0.75
