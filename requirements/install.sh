@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with the pinned packages and this project: requirements/install.sh [FOLDER [cpu|gpu]]
+# Nothing is resolved: the lock is complete (decision 0007).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv} device=${2:-cpu}

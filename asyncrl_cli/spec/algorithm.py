@@ -1,6 +1,7 @@
 """The objective: an algorithm by name (`preset`), and a key for each of its choices.
 
-A preset is a table of defaults; the spec's own keys take precedence over it. docs/algorithms.md has the formulas.
+A preset is a table of defaults; the spec's own keys take precedence over it (decision 0018).
+docs/algorithms.md has the formulas.
 """
 
 from __future__ import annotations

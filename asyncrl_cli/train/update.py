@@ -136,8 +136,8 @@ def _corrected(
 
     In float32 trainer and engine agree to about 1e-5 on a token of the version being trained, and the engine's last
     bits depend on how it happened to batch. There the trainer's own log-prob replaces the engine's: the weight is
-    exactly 1, and a run is reproducible to the bit. A difference above ``ROUNDING_NATS`` means that something is wrong,
-    and the recorded log-prob counts.
+    exactly 1, and a run is reproducible to the bit (decision 0004). A difference above ``ROUNDING_NATS`` means that
+    something is wrong, and the recorded log-prob counts.
     """
     mask, behaviour, correction = padded.response_mask, padded.behaviour_logprobs, spec.algorithm.correction
     # Without log-probs from the step's start, a difference could come from the updates as well as from the engine.
