@@ -71,11 +71,10 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
 
 def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     """Return the parts on a rank's device between two steps. Only ZeRO-3 keeps the gradients' memory."""
-    passing = {"activations", "vision tower's activations", "gathered layers", "reduce buckets"}
-    passing.add("gradients for the step")
+    freed = {"activations", "vision tower's activations", "gathered layers", "reduce buckets", "gradients for the step"}
     if spec.trainer.zero_stage < 3:
-        passing.add("gradients")
-    return tuple(part for part in rank_parts(spec, model).device if part.name not in passing)
+        freed.add("gradients")
+    return tuple(part for part in rank_parts(spec, model).device if part.name not in freed)
 
 
 def checkpoint_bytes(spec: ExperimentSpec, model: SizedModel, ranks: int) -> int:
