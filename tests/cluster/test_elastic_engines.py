@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.hosts import until
 from tests.cluster.ray_cluster import RayCluster
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.rotating]
 
 WATCHES = """
 import sys, time, ray

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.hosts import ROOT, Host, Network, until, why_not
 from tests.cluster.ray_cluster import RayCluster
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 @pytest.fixture(scope="module")

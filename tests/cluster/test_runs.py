@@ -14,7 +14,7 @@ from tests.e2e.conftest import Runs, rows
 from tests.e2e.faults.verdict import differences
 from tests.e2e.quickstart import assert_learned, train_quickstart
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 TWO_AND_TWO: dict[str, Any] = {
     "trainer": {"ranks": 2, "zero_stage": 3},

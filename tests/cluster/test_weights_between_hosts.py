@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.hosts import Command, Host, Network, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 
 MIB = 40
 LIMIT_S = 90
