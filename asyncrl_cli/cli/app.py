@@ -55,7 +55,7 @@ add(
     app,
     ("init", init.init, "Copy a template: a spec with its code and data.", "init agent my-task"),
     ("train", running.train, "Check a spec, then train.", "train specs/quickstart.yaml --set seed=1"),
-    ("resume", running.resume, "Continue a stopped or killed run.", "resume latest --steps 280"),
+    ("resume", running.resume, "Continue a stopped or killed run.", "resume latest --steps 120"),
     ("replay", replay.replay, "Train recorded batches again, compare weights.", "replay latest --to 20"),
     ("evaluate", evaluate.evaluate, "Measure a model's accuracy, without training.", "evaluate latest --samples 4"),
     ("serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "serve latest --port 8000"),

@@ -64,7 +64,7 @@ class RunData:
         """
         with snapshot(self.path / FILE) as connection:
             try:
-                record = group_record(connection, group)
+                record = group_record(connection, int(group))  # SQLite stores NumPy's integers as bytes
                 rollout = record.rollouts[index]
             except LookupError:
                 raise RunError(

@@ -55,8 +55,9 @@ def test_tables_have_the_rows_of_the_journal(made: Path, monkeypatch: pytest.Mon
 
 def test_texts_and_missing_rollouts(made: Path) -> None:
     run = load_run(made)
-    with pytest.raises(RunError, match=r"tokenizer\.json"):
-        run.text(0)
+    for found in ((0,), tuple(pandas.Series([0, 0]))):  # a table's values are NumPy's
+        with pytest.raises(RunError, match=r"tokenizer\.json"):
+            run.text(*found)
     for group, index in ((0, 9), (10**9, 0)):
         with pytest.raises(RunError, match=f"no rollout {index} of group {group}"):
             run.text(group, index)
