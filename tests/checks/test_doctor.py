@@ -249,6 +249,7 @@ def test_an_engine_and_a_trainer_start(program: str, word: str) -> None:
 
 
 @pytest.mark.stack
+@pytest.mark.rotating
 def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("asyncrl")), "doctor", "--json", "--runs-dir", str(tmp_path)]
     document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

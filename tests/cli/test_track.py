@@ -73,6 +73,7 @@ def test_track_sends_the_missing_data_once(run: RunDirectory, tmp_path: Path) ->
 
 
 @pytest.mark.stack
+@pytest.mark.rotating
 def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Path) -> None:
     """`asyncrl evaluate SPEC` sends to the store of the runs, although its folder is in `RUNS_DIR/evaluate`."""
     made = RunDirectory.create(tmp_path / "runs/evaluate", "mine")
@@ -88,6 +89,7 @@ def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Pat
 
 
 @pytest.mark.stack
+@pytest.mark.rotating
 def test_a_finished_run_becomes_a_version_of_a_model_when_asked(run: RunDirectory, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 

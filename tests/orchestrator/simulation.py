@@ -429,9 +429,9 @@ class SimulatedBuffer(Buffer):
 
     fate: Fate
 
-    async def _commit(self, patience_s: float = 0.0) -> None:
+    async def _commit(self, urgent: bool = True) -> None:
         self.fate.pass_by()
-        await super()._commit(patience_s)
+        await super()._commit(urgent)
         self.fate.pass_by()
 
 

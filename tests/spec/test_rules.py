@@ -91,7 +91,7 @@ def test_experts_are_divided_where_that_is_supported(overrides: list[str], messa
     ],
 )
 def test_rows_of_a_warm_start(overrides: list[str], path: str, words: str) -> None:
-    found = findings(ROOT / "specs/quickstart.yaml", *overrides)
+    found = findings(ROOT / "specs/quickstart.yaml", "model.warm_start={steps: 10}", *overrides)
     if not path:
         assert found == []
         return

@@ -80,7 +80,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder, request.param, *train(folder / "first", request.param, 2, None, 0)
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.rotating), 1])
 def test_a_checkpoint_resumes(trained: Any, ranks: int) -> None:
     folder, kind, before, checkpoint = trained
     now, _ = train(folder / f"with-{ranks}", kind, ranks, checkpoint, 3)
