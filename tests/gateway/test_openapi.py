@@ -14,6 +14,7 @@ NOT_IN_A_SCHEMA = "positive_data_acceptance"
 a prompt may have, or which model exists."""
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.nightly)])
 def test_schemathesis_finds_no_fault(tmp_path: Path, examples: int) -> None:

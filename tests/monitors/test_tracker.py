@@ -200,6 +200,7 @@ ALL_KINDS = {
 }
 
 
+@pytest.mark.rotating
 def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirectory, server: Server) -> None:
     target = Target(server.uri, "tests", model="speller")
     tracker, thread = sending(whole, target)

@@ -354,7 +354,9 @@ def test_every_fault_of_a_reward_is_a_failure_with_its_reason(real: tuple[Scorin
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.rotating)], ids=["killed", "frozen"]
+)
 def test_the_actor_itself_may_be_killed_at_any_time(
     real: tuple[Scoring, Notes], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_tools_of_a_url_are_called_with_the_headers(folder: Path, url: str) -> N
     assert texts == ["Bearer abc", "3"]
 
 
-@pytest.mark.parametrize("kind", ["stdio", "http"])
+@pytest.mark.parametrize("kind", ["stdio", pytest.param("http", marks=pytest.mark.rotating)])
 def test_errors_and_missing_answers_go_to_the_policy(folder: Path, url: str, kind: str) -> None:
     server = STDIO if kind == "stdio" else {"url": url}
     task = loaded(folder, "my_sums:Sums", one=server | {"timeout_s": 15})  # a program starts in seconds

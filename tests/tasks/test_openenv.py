@@ -47,6 +47,7 @@ def act(arguments: str) -> dict[str, Any]:
     return reply_with(None, ("act", arguments))
 
 
+@pytest.mark.rotating
 @needs_server
 def test_replies_are_text_actions_of_openenvs_echo_environment(url: str) -> None:
     task = loaded(f"{url}/echo", observation="echoed_message", instructions="Be long.")

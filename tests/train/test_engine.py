@@ -67,7 +67,9 @@ def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, p
     "overrides",
     [
         ["algorithm.preset=ppo", "algorithm.kl_coef=0.1"],
-        ["algorithm.preset=rloo", "algorithm.kl_coef=0.1", "trainer.epochs=2"],
+        pytest.param(
+            ["algorithm.preset=rloo", "algorithm.kl_coef=0.1", "trainer.epochs=2"], marks=pytest.mark.rotating
+        ),
     ],
     ids=lambda overrides: overrides[0].removeprefix("algorithm.preset="),
 )
@@ -109,6 +111,7 @@ def test_a_teacher_of_another_size_is_sharded_like_the_policy(tmp_path: Path) ->
     assert abs(one["metrics"]["train/kl_reference"]) > 1e-3, "the first step would be at 0 from the initial model"
 
 
+@pytest.mark.rotating
 def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Path) -> None:
     """Recomputed layers use the same experts; packed rows and the reference use the recorded ones. So do four ranks
     that divide the experts and share sequences."""

@@ -32,6 +32,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, results, checkpoint
 
 
+@pytest.mark.rotating
 def test_the_same_ranks_resume_to_the_bit(divided: Any) -> None:
     folder, reference, checkpoint = divided
     results, _ = train(folder / "same", TRAINER, checkpoint, False, 2, 2)

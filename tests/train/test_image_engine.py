@@ -50,6 +50,7 @@ def test_the_same_weights_come_out(tmp_path: Path, plain: dict[str, Any], overri
     assert_same(trained(tmp_path, *overrides), plain)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("architecture", ["gemma3", "qwen3_vl"])
 def test_other_models_are_the_same_on_two_ranks(tmp_path: Path, architecture: str) -> None:
     plain = trained(tmp_path / "one", architecture=architecture)
@@ -69,6 +70,7 @@ def test_a_frozen_tower_keeps_its_weights_on_ranks_that_share_it(tmp_path: Path,
             assert not torch.equal(weight, before[name]), name
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "overrides",
     [
