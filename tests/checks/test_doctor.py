@@ -26,6 +26,8 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.doctor import show_findings
 from asyncrl_cli.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = dict.fromkeys((*REQUIRED, "mlflow"), "1.0")
 NO_LIMIT = resource.RLIM_INFINITY
 

@@ -15,6 +15,8 @@ from asyncrl_cli.checks.hosts import probe, shared_folder
 from asyncrl_cli.checks.hosts.probe import Failure, Host, HostProbe, failure_of
 from asyncrl_cli.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 HERE = "127.0.0.1"
 
 

@@ -16,6 +16,8 @@ from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.tasks.load import load_task
 
+pytestmark = pytest.mark.slow
+
 SOURCE = """
 from asyncrl_cli.tasks.base import Step
 from asyncrl_cli.tasks.tools import ToolTask

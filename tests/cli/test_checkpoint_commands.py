@@ -16,6 +16,8 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_c
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 
+pytestmark = pytest.mark.slow
+
 SPEC = """
 model:
   init: {architecture: llama, config: {hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,

@@ -27,6 +27,8 @@ from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, 
 from asyncrl_cli.runs.directory import MODEL, STATE, RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "transformers", "fastapi", "openai")
 MODULES = [f"asyncrl_cli.cli.{module.name}" for module in pkgutil.iter_modules(asyncrl_cli.cli.__path__)]
 COMMANDS = [

@@ -24,6 +24,8 @@ from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.runs.catalogue import find_run
 from tests.journal.recorded_run import RecordedRun, make_run, settings
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00\u202e\u2066[/nope][bold]:bomb:<b>"
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("runs",),

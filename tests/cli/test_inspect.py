@@ -26,6 +26,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
 from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 
+pytestmark = pytest.mark.slow
+
 PAGES = (
     ("inspect", "buffer"),
     ("inspect", "buffer", "--stale-over", "-1"),

@@ -29,6 +29,8 @@ from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
 
+pytestmark = pytest.mark.slow
+
 SPEC = "model: {init: {architecture: llama, config: {}}}\ntask: {use: chain_sum}\nstop: {steps: 3}\n"
 
 

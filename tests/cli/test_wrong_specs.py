@@ -26,6 +26,8 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.train.model.initial import write_model_stub
 
+pytestmark = pytest.mark.slow
+
 SPEC = """
 model:
   init:

@@ -21,6 +21,8 @@ from tests.contracts.objects import OBJECTS
 from tests.contracts.source import Package
 from tests.contracts.uses import LIBRARIES, Unknown, Use, all_uses, uses_in
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found() -> tuple[list[Use], list[Unknown]]:

@@ -16,6 +16,8 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import LoadedSpec, load_spec, resolved
 
+pytestmark = pytest.mark.slow
+
 FILES = sorted((Path(__file__).parents[1] / "data/verl").glob("*.yaml"))
 
 

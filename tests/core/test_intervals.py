@@ -12,6 +12,8 @@ from scipy import stats
 
 from asyncrl_cli.core.intervals import Clusters, clustered_error, mean_interval, share_interval, wilson
 
+pytestmark = pytest.mark.slow
+
 SHARES = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=5), min_size=1, max_size=30)
 VALUES = st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), min_size=5, max_size=30)
 

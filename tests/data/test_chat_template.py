@@ -17,6 +17,8 @@ from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.gateway.conversation_stand_ins import CALC, CHATML
 
+pytestmark = pytest.mark.slow
+
 NEW_LINE = "{{ '\\n' }}"
 TURN = "<{{ m.role }}>{{ m.content }}"
 REPLY = "{% if add_generation_prompt %}<assistant>{% endif %}"

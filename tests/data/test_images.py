@@ -31,6 +31,8 @@ from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.data.pictures import animation, picture
 from tests.small_models import IMAGE_MODELS
 
+pytestmark = pytest.mark.slow
+
 RED, BLUE = picture("red"), picture("blue", 112, 112)
 RED_URL = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
 

@@ -15,6 +15,8 @@ from gateway_stand_ins import KEY, Engine, Served, in_time, key_of, served, unti
 from asyncrl_cli.gateway.actor import _FullOnce
 from asyncrl_cli.gateway.connections import MOST_CONNECTIONS, ConnectionLimits
 
+pytestmark = pytest.mark.slow
+
 LONG_DEADLINES = ConnectionLimits(head_s=60, body_s=60, idle_s=60, unread_s=60)
 """Deadlines that no test reaches; each test shortens its own."""
 AT_ONCE = 0.05

@@ -24,7 +24,7 @@ from tests.data.pictures import picture
 from tests.gateway.gateway_stand_ins import MODEL, Engine, in_time, key_of, served
 from tests.small_models import IMAGE_MODELS
 
-pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing")
+pytestmark = [pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing"), pytest.mark.slow]
 
 RED, BLUE = picture("red", 112), picture("blue", 84, 112)
 TEMPLATE = (

@@ -20,6 +20,8 @@ from asyncrl_cli.gateway.server import GatewayError, listen
 from asyncrl_cli.gateway.wire import NO_EFFECT, SAMPLING
 from asyncrl_cli.rollout.client import GenerationFailed
 
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 
 from asyncrl_cli.gateway.responses_reply import KeptResponses
 
+pytestmark = pytest.mark.slow
+
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 FIND: Any = {
     "type": "function",

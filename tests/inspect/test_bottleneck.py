@@ -32,6 +32,8 @@ from tests.inspect.made_runs import SITUATIONS, made_run
 from tests.inspect.quickstart_run import SPEC, quickstart_run
 from tests.journal.recorded_run import STARTED, RecordedRun, settings
 
+pytestmark = pytest.mark.slow
+
 TIMES = st.floats(0, 1000, allow_nan=False).map(lambda value: round(value, 3))
 EVALUATED = {"evaluation": {"every": 10, "fix_version": True}}
 

@@ -45,6 +45,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 
+pytestmark = pytest.mark.slow
+
 HTML_TEXT = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
 

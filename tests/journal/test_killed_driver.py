@@ -33,6 +33,8 @@ from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
 from tests.e2e.faults.audit import audit
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 TOKENS, HALF = 6, 3
 Moment = Literal["before", "within", "after"]

@@ -25,6 +25,8 @@ from tests.journal.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run
 from tests.plan.scenarios import lengths, scenario
 from tests.plan.scenarios import settings as small
 
+pytestmark = pytest.mark.slow
+
 DURATIONS: tuple[Callable[[int], float], ...] = (
     lambda g: 3.0 + 4 * (g % 3),
     lambda g: 25.0 if g % 7 == 2 else 1.5 + g % 5,

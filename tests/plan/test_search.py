@@ -22,6 +22,8 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.flops import GPUS
 
+pytestmark = pytest.mark.slow
+
 SPECS = Path(__file__).parents[2] / "specs"
 DENSE = Shape(4.02e9, 4.02e9, 36, 32 * 128, 2 * 36 * 2 * 8 * 128)
 EXPERTS = Shape(30.5e9, 3.3e9, 48, 32 * 128, 2 * 48 * 2 * 4 * 128, experts=29e9, chosen=8 / 128)

@@ -24,6 +24,8 @@ from asyncrl_cli.plan.prediction import with_bound
 from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate
 from tests.plan.scenarios import COSTS, lengths, scenario, settings
 
+pytestmark = pytest.mark.slow
+
 NOISE = 1.05
 """A change may put other groups into a batch, which changes the time of a step by this fraction."""
 

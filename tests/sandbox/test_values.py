@@ -6,10 +6,13 @@ import copy
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.sandbox.exchange import Codec, update
+
+pytestmark = pytest.mark.slow
 
 CODEC = Codec()
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.decimals(allow_nan=False)

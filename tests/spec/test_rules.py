@@ -15,6 +15,8 @@ from asyncrl_cli.spec.rules.model import SIZES
 from asyncrl_cli.spec.rules.quantization import FP8_ENGINES
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ROWS = (f"model.warm_start.data.path={ROOT}/tests/fixtures/sft.jsonl", "model.warm_start.data.prompt_column=messages")
 Write = Callable[..., Path]

@@ -17,6 +17,8 @@ import pytest
 
 from asyncrl_cli.system.reaper import MARK, kill_marked, marked_processes, running_reaper
 
+pytestmark = pytest.mark.slow
+
 STUBBORN = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

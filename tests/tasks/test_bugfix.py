@@ -23,6 +23,8 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import RewardResult
 from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
 shapes = st.builds(
     Shape,

@@ -11,6 +11,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import DemonstrationTask, PromptTask, Task
 from asyncrl_cli.tasks.ready.chain_sum import ChainSum
 
+pytestmark = pytest.mark.slow
+
 TASK = ChainSum()
 
 

@@ -18,6 +18,8 @@ from asyncrl_cli.tasks.ready.judge import Judge
 from asyncrl_cli.tasks.ready.matching import MissingField
 from asyncrl_cli.workers.scoring import score_async
 
+pytestmark = pytest.mark.slow
+
 PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
 
 

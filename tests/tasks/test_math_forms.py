@@ -13,6 +13,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.ready.math_answers import Extract, MathAnswers
 from asyncrl_cli.tasks.ready.math_forms import Unreadable, read, same
 
+pytestmark = pytest.mark.slow
+
 FORMS = [
     ("1,2,3", ["1, 2, 3", "3,2,1", r"1,2,\text{ and }3", "1, 2 and 3"], ["123", "1,2", "1,2,3,4", "1,2,4"]),
     ("-2,1", ["1,-2"], ["-21", "-2", "2,1"]),

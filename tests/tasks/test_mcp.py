@@ -30,6 +30,8 @@ from asyncrl_cli.workers.messages import Play
 from tests.tasks.mcp_server import DOT
 from tests.tasks.test_play import playing, policy, reply_with, run
 
+pytestmark = pytest.mark.slow
+
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO: dict[str, Any] = {"command": sys.executable, "args": [SERVER]}
 TASK = """

@@ -17,6 +17,8 @@ from asyncrl_cli.tasks.load import load_one
 from tests.e2e.gateway.installed import AGENTS
 from tests.tasks.test_play import REFUSED, playing, reply_with
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "templates/openenv"
 PROGRAMS = AGENTS / "openenv/bin"

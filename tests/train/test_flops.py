@@ -16,6 +16,8 @@ from asyncrl_cli.train.model.images import tower_parameters
 from asyncrl_cli.train.model.lora import add_adapters
 from tests.small_models import ARCHITECTURES, IMAGE_MODELS, SMALL
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH = 2, 9
 COUNTED = sorted(ARCHITECTURES.keys() - {"gemma3", "qwen3_5_text"})
 """Not the linear attention of Qwen3.5: its recurrence is in no count of ours."""

@@ -20,6 +20,8 @@ from asyncrl_cli.train.prefix_trees import plan_trees, single_rows
 from tests.small_models import IMAGE_MODELS
 from tests.train.pictures import picture, row, saved_model
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 2e-5
 
 

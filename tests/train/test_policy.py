@@ -13,6 +13,8 @@ from asyncrl_cli.train.deepspeed_engine import _restore_rotary_frequencies, reco
 from asyncrl_cli.train.model import chunked_logprobs
 from asyncrl_cli.train.model.policy import Policy, check_policy
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,

@@ -14,6 +14,8 @@ from matrices import SIZES, Matrices, exact, matrices, tensors
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, TokenLosses
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "plain": AlgorithmSpec(clip_low=0.2, clip_high=0.28),
     "dual": AlgorithmSpec(clip_low=0.2, clip_high=0.28, dual_clip=3.0),

@@ -21,6 +21,8 @@ from asyncrl_cli.train.packing import PaddedRows, TrainingRow, microbatch
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout, plan_trees, single_rows, windows_of
 from tests.train.test_policy import ARCHITECTURES, make
 
+pytestmark = pytest.mark.slow
+
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 """Keys of rows; three values, so many prefixes are common."""
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.train import checkpoints
 from asyncrl_cli.train.checkpoints import Snapshot, save_file
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 

@@ -32,6 +32,8 @@ from asyncrl_cli.train.warm_start import (
 )
 from tests.spell_backward import SpellBackward
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -31,6 +31,8 @@ from asyncrl_cli.weights.layout import (
     slot_from,
 )
 
+pytestmark = pytest.mark.slow
+
 Tensors = list[tuple[str, torch.dtype, tuple[int, ...]]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64, torch.bool, torch.float8_e4m3fn]
 
