@@ -114,6 +114,7 @@ def test_ctrl_c_ends_an_evaluation(own_runs: Runs) -> None:
     assert not processes_of(mark)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
 def test_the_end_of_rays_own_process_is_named_with_the_command_that_continues(own_runs: Runs, name: str) -> None:
     process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
@@ -160,6 +161,7 @@ def test_a_bad_reward_ends_the_run_and_is_named(own_runs: Runs, reward: str, say
     assert json.loads((own_runs.newest() / "state.json").read_text())["phase"] == "failed"
 
 
+@pytest.mark.rotating
 def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_again(own_runs: Runs) -> None:
     spec = own_runs.write_spec(model={"warm_start": None}, rollout={"engine_args": {"block_size": 7}})
     ended = own_runs.run("train", spec)

@@ -89,7 +89,10 @@ def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
             id="recompute_every_2",
         ),
         pytest.param(
-            {"mode": "sync", "partial_rollouts": True, "max_staleness": 1}, {"zero_stage": 0}, id="partial_rollouts"
+            {"mode": "sync", "partial_rollouts": True, "max_staleness": 1},
+            {"zero_stage": 0},
+            id="partial_rollouts",
+            marks=pytest.mark.rotating,
         ),
         pytest.param(
             {"mode": "one_step_off", "max_staleness": 1},

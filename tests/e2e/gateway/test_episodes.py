@@ -218,6 +218,7 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
 
 
+@pytest.mark.rotating
 @NEEDS_BUBBLEWRAP
 def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs: Runs) -> None:
     inside = 'import os; assert os.getcwd() == "/sandbox/cwd" and not os.path.exists("/etc/shadow")'

@@ -119,6 +119,7 @@ def _responses_are_those_of_chat(client: openai.OpenAI, model: str, text: str | 
     assert second.output_text == same.output_text
 
 
+@pytest.mark.rotating
 def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     spec = runs.write_spec(model={"init": TINY, "warm_start": None})
