@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ from asyncrl_cli.rollout.vllm_joined_outputs import HOLD_S, LONGEST_HOLD_S
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
+from asyncrl_cli.weights.manifest import ReplicaGone
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -239,9 +241,16 @@ class Engine:
                         hint="set it to merged, or remove these layers from model.lora.target_modules",
                     )
             self._layout = slots
-        await self._vllm.collective_rpc("prepare_weights", args=(version, path))
-        while not all(await self._vllm.collective_rpc("weights_prepared")):
-            await asyncio.sleep(PREPARE_POLL_S)
+        try:
+            await self._vllm.collective_rpc("prepare_weights", args=(version, path))
+            while not all(await self._vllm.collective_rpc("weights_prepared")):
+                await asyncio.sleep(PREPARE_POLL_S)
+        except Exception as error:
+            # The host's agent may die at any moment. vLLM passes on only the text of its core's errors, so look at the
+            # path. The engine has changed nothing yet and can continue; after the pause it could not.
+            if os.path.exists(path):
+                raise
+            raise ReplicaGone(f"the memory of weight version {version} is gone", location=path) from error
 
     async def _load(self, version: int, path: str, policy: str, on_pause: Callable[[], None]) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

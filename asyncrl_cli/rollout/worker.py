@@ -34,7 +34,6 @@ from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.main_thread import handle_in_main_thread
 from asyncrl_cli.system.processors import ProcessorTime
 from asyncrl_cli.weights.layout import TensorSlot
-from asyncrl_cli.weights.manifest import ReplicaGone
 
 COALESCE_S = 0.05
 """Seconds that ``collect`` waits after a finished rollout for others to join its delivery. ``awaited`` rollouts are
@@ -190,9 +189,6 @@ class RolloutWorker:
 
         Raises ``ReplicaGone`` when the replica's memory is gone, and ``ActorDied`` when vLLM dies during the update.
         """
-        # Checked before anything changes: an engine cannot be used after an update that failed halfway.
-        if not os.path.exists(path):
-            raise ReplicaGone(f"the memory of weight version {version} is gone")
         stall_s = 0.0
         try:
             try:

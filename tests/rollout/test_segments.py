@@ -24,6 +24,7 @@ from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
+from asyncrl_cli.weights.manifest import ReplicaGone
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
 from tests.orchestrator.stand_ins import Actor, RemoteMethod, StandInProcess
@@ -318,6 +319,21 @@ def test_nothing_is_generated_with_weights_that_did_not_load(
         await bench.engine._vllm.finish_weight_update("45")
         await bench.publish(46, "keep", endless=True)
         assert len((await bench.engine.generate(greedy("46-0", tokens=TOKENS))).ids) == TOKENS
+
+    loops.run(check())
+
+
+def test_an_engine_continues_when_the_memory_of_a_version_is_gone_before_the_pause(
+    bench: Bench, loops: asyncio.Runner
+) -> None:
+    async def check() -> None:
+        await bench.publish(47, "keep", endless=True)
+        gone = f"/proc/{2**30}/fd/3"  # as of an agent that has died
+        with pytest.raises(ReplicaGone, match="the memory of weight version 48 is gone"):
+            await bench.engine.update_weights(48, gone, bench.engine._layout, "keep")
+        rollout = await bench.engine.generate(greedy("47-0", tokens=TOKENS))
+        assert set(rollout.versions.tolist()) == {47}
+        await bench.publish(49, "keep", endless=True)
 
     loops.run(check())
 
