@@ -19,6 +19,8 @@ from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sharing import engines_sleep, shares_gpus
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

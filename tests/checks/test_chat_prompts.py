@@ -33,6 +33,8 @@ from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.train.warm_start import _Chat, _tokenized
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parents[2] / "templates/saved-model/model"
 """A byte-level BPE tokenizer, and a chat template with tools and reasoning like Qwen3's."""
 TEXT = Prompt("text", "2 + 2?")

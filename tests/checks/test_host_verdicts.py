@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import permutations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from asyncrl_cli.checks.hosts import verdicts
 from asyncrl_cli.checks.hosts.probe import Facts, Failure
 from asyncrl_cli.checks.hosts.verdicts import SHOWN, WHY
 from asyncrl_cli.checks.machine import GIB
+
+pytestmark = pytest.mark.slow
 
 VERSIONS = {"asyncrl": "0.2", "python": "3.11.9", "torch": "2.11.0+cpu", "ray": "2.60.0", "mlflow": "3.10"}
 FACTS = Facts(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True, clock=0.0)

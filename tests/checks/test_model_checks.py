@@ -22,6 +22,8 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.load import load_spec
 from tests.small_models import ARCHITECTURES, SMALL
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
 LONG, BROKEN, FINE = "x" * 50, "broken", "fine"
 AT_ONCE_S, LIMIT_S = 0.0, 60.0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROCESS = """
     import atexit, os, sys, threading, time, types
 

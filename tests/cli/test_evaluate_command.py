@@ -23,6 +23,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+pytestmark = pytest.mark.slow
+
 SPEC = """
 model: {path: org/model}
 task: {use: math}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def asyncrl(arguments: str, redirection: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = f"{sys.executable} -m asyncrl_cli.cli.app {arguments} {redirection}"

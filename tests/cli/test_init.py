@@ -16,6 +16,8 @@ from asyncrl_cli.sandbox.trial import missing
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.schema import FILE, json_schema
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
 NAMES = [

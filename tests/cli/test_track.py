@@ -16,6 +16,8 @@ from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.journal.recorded_run import RecordedRun, settings
 from tests.monitors.mlflow_server import Server
 
+pytestmark = pytest.mark.slow
+
 RESULT = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 

@@ -14,6 +14,8 @@ import pytest
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.spec.load import load_spec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "specs/quickstart.yaml")
 BROKEN = str(ROOT / "tests/fixtures/broken.yaml")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.convert.conftest import Command
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parents[1] / "data"
 
 

@@ -17,6 +17,8 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from tests.convert.conftest import Command
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parents[1] / "data/prime_rl"
 FILES = sorted(DATA.glob("*.toml"))
 WIKI = str(DATA / "wiki_search.toml")

@@ -16,6 +16,8 @@ from asyncrl_cli.convert.verl import DEFAULTS, TRAINER
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def test_references_are_resolved() -> None:
     given = {

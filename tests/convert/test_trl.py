@@ -21,6 +21,8 @@ from asyncrl_cli.spec.load import load_spec
 from tests.convert.conftest import Command
 from tests.convert.test_verl import flat
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parents[1] / "data/trl"
 FILES = sorted(DATA.glob("*.yaml"))
 ZERO3 = str(DATA / "accelerate/deepspeed_zero3.yaml")

@@ -27,6 +27,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import kind_of
 from asyncrl_cli.spec.inputs import SplitSpec
 
+pytestmark = pytest.mark.slow
+
 Rows = list[dict[str, Any]]
 
 

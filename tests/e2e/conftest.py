@@ -171,6 +171,7 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """A temporary folder for this process only: tests that run in parallel do not see each other's files."""
     tmp_path_factory.getbasetemp()  # before the patch: pytest keeps its own folders, to be examined after a failure
     folder = tempfile.mkdtemp(prefix="e2e-")  # a short name: the paths of Ray's sockets have a maximum length
+    os.chmod(folder, 0o711)  # other tests of this process become another user and enter folders in it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

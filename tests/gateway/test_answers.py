@@ -9,6 +9,8 @@ from gateway_stand_ins import MODEL, in_time, served
 
 from tests.gateway.conversation_stand_ins import ask_text
 
+pytestmark = pytest.mark.slow
+
 HELLO: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
 
 

@@ -21,6 +21,8 @@ from asyncrl_cli.rollout.response_text import cut
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 from tests.gateway.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
+pytestmark = pytest.mark.slow
+
 Messages = list[dict[str, Any]]
 TEXT = st.text(CHARACTERS.replace("<", ""), max_size=8)
 

@@ -26,6 +26,8 @@ from tests.gateway.conversation_stand_ins import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.slow
+
 Messages = list[dict[str, Any]]
 LIMITS = Limits(max_length=4000, max_call_tokens=400)
 SAMPLING = Sampling(temperature=1.0, max_tokens=400, seed=5)

@@ -14,6 +14,8 @@ from gateway_stand_ins import MODEL, Engine, Served, in_time, key_of, served, un
 
 from asyncrl_cli.gateway.sessions import session_url
 
+pytestmark = pytest.mark.slow
+
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
 

@@ -19,6 +19,8 @@ from asyncrl_cli.rollout.client import GenerationFailed
 from tests.gateway.gateway_stand_ins import Engine, Served, chat_format, in_time, key_of, served
 from tests.gateway.test_programs import short_prompts
 
+pytestmark = pytest.mark.slow
+
 FILES = sorted((Path(__file__).parent / "golden").glob("*.json"))
 RANDOM = re.compile(r"(?<=[_-])(?:[0-9a-f]{32}|[0-9a-f]{24})(?![0-9a-f])")
 """Random parts of ids. The files have `#0`, `#1`, ... instead, in order of appearance."""

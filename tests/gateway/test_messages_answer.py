@@ -23,6 +23,8 @@ from asyncrl_cli.gateway.reply_stream import FIELDS, Part
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.records.prompt import Message
 
+pytestmark = pytest.mark.slow
+
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 

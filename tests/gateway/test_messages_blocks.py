@@ -17,6 +17,8 @@ from asyncrl_cli.gateway.messages_reply import reply_blocks
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
 from asyncrl_cli.records.prompt import Message, normalized
 
+pytestmark = pytest.mark.slow
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 from gateway_stand_ins import chat_format
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from asyncrl_cli.gateway.responses_reply import ResponsesAnswer, begun_response
 from asyncrl_cli.gateway.responses_request import ResponsesRequest
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.records.prompt import Message
+
+pytestmark = pytest.mark.slow
 
 
 def reply_of(message: Message, cut: bool = False) -> Reply:

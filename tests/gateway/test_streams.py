@@ -18,6 +18,8 @@ from asyncrl_cli.gateway.parsers import HERMES, LAYOUTS
 from asyncrl_cli.gateway.reply_stream import FIELDS, Kind, Part
 from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ARGUMENTS = '{"e": "1+1"}'
 JSON_CALL = '{"name": "calc", "arguments": {"e": "1+1"}}'
 QWEN3 = "<tool_call>\n<function=calc>\n<parameter=e>\n1+1\n</parameter>\n</function>\n</tool_call>"

@@ -14,6 +14,8 @@ from asyncrl_cli.inspect.report.findings import change, leading_series, trend
 from asyncrl_cli.inspect.report.findings import learned as answer
 from asyncrl_cli.journal.events import Evaluation
 
+pytestmark = pytest.mark.slow
+
 
 def learned(*arguments: Any, **options: Any) -> tuple[str, str]:
     found = answer(*arguments, **options)

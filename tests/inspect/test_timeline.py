@@ -21,6 +21,8 @@ from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal.recorded_run import STARTED, TRAIN_S, RecordedRun, make_run, settings
 
+pytestmark = pytest.mark.slow
+
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 100), st.integers(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=60
 )

@@ -32,6 +32,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal import recorded_run
 from tests.journal.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
 
+pytestmark = pytest.mark.slow
+
 SHOWN_METRICS = METRICS | {
     "reward/mean": 0.5,
     "response/tokens_mean": 4.0,

@@ -30,6 +30,8 @@ from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
 from asyncrl_cli.records.rewards import RewardFailure
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 120.0
 """A test counts as hung after this many seconds."""
 NEVER_S = 1e6

@@ -44,6 +44,8 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
 from tests.conftest import not_writable
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -24,6 +24,8 @@ from asyncrl_cli.records.groups import Candidate, LedgerState, Outcome
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 
+pytestmark = pytest.mark.slow
+
 HALF_A_PAIR = "caf\ud83d"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 import asyncrl_cli
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(asyncrl_cli.__file__).parent
 OWN_DATABASE = "checks/doctor.py"
 """Measures a disk with its own temporary database."""

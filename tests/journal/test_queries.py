@@ -19,6 +19,8 @@ from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from tests.journal.recorded_run import METRICS, EpisodeRun, RecordedRun, settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

@@ -27,6 +27,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal import recorded_run
 from tests.journal.recorded_run import RecordedRun, make_run, settings
 
+pytestmark = pytest.mark.slow
+
 METRICS = {
     "reward/mean": 0.5125,
     "response/tokens_mean": 88.14,

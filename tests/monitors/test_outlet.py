@@ -22,6 +22,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.monitors.test_reporter import METRICS
 
+pytestmark = pytest.mark.slow
+
 LINE = "a line of a log\n"
 
 

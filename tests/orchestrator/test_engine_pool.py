@@ -21,6 +21,8 @@ from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.scaling import request_engines
 
+pytestmark = pytest.mark.slow
+
 PHASES = tuple(Phase)
 phases_by_number = st.dictionaries(st.integers(0, 9), st.sampled_from(PHASES), max_size=8)
 

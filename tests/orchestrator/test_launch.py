@@ -23,6 +23,8 @@ from asyncrl_cli.orchestrator.launch import _save_before_leaving
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import NotifySpec
 
+pytestmark = pytest.mark.slow
+
 
 def test_work_that_ends_first_has_its_result_or_its_error() -> None:
     async def check() -> None:

@@ -29,6 +29,8 @@ from asyncrl_cli.system.remote import Unreachable, wait_for
 from asyncrl_cli.weights.layout import size_of
 from asyncrl_cli.weights.manifest import ReplicaGone, Superseded
 
+pytestmark = pytest.mark.slow
+
 PROBE = (1, 2, 3, 4)
 RANKS = 2
 

@@ -42,6 +42,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.workers.scoring import Response
 
+pytestmark = pytest.mark.slow
+
 TURNS = 100
 """Iterations of the event loop after which nothing more happens."""
 STEPS = 4

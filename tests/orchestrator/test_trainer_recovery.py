@@ -18,6 +18,8 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 Step = tuple[int, ...]
 
 

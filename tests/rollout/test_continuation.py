@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.records.generation import CONTEXT, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version, stopped_at
 
+pytestmark = pytest.mark.slow
+
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
 

@@ -35,6 +35,8 @@ from asyncrl_cli.runs.checkpoints import (
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
+pytestmark = pytest.mark.slow
+
 SHARD = "state/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 

@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.directory import SUBFOLDERS, Phase, RunDirectory, RunState
 
+pytestmark = pytest.mark.slow
+
 DRIVER = """
 import signal, sys
 from pathlib import Path

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.sandbox import wire, work_files
 from asyncrl_cli.sandbox.supervisor import Output
 
+pytestmark = pytest.mark.slow
+
 NAMES = st.sampled_from(["a", "b", "..", ".", "", "link", "out", "file", "\0", "ä b"])
 PATHS = st.lists(NAMES, max_size=6).map("/".join) | st.text(max_size=12)
 

@@ -15,6 +15,8 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
 
+pytestmark = pytest.mark.slow
+
 SPEC = ExperimentSpec.model_validate({"model": {"path": "model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 2}})
 SMALL = {
     "hidden_size": 64,

@@ -19,6 +19,8 @@ from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, ran
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+pytestmark = pytest.mark.slow
+
 SPEC = ExperimentSpec.model_validate(
     {"model": {"path": "model"}, "task": {"use": "chain_sum"}, "trainer": {"zero_stage": 3}, "stop": {"steps": 2}}
 )

@@ -14,6 +14,8 @@ from asyncrl_cli.spec.load import dump_spec, load_recorded
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+pytestmark = pytest.mark.slow
+
 BEFORE: dict[str, Any] = {
     "model": {
         "init": {"architecture": "qwen3", "config": {"hidden_size": 64}},

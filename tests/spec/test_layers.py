@@ -15,6 +15,8 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Location, Problem, SpecError
 from asyncrl_cli.spec.yaml_nodes import Node
 
+pytestmark = pytest.mark.slow
+
 HERE = Location("here", 1, 1)
 QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
 

@@ -21,6 +21,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.suggestions import suggest
 from tests.spec.conftest import SMALLEST
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 Write = Callable[..., Path]

@@ -27,6 +27,8 @@ from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import ModelAccess
 
+pytestmark = pytest.mark.slow
+
 SECRET = "s3cret-value-1"
 SPEC = """
 name: from-${env:TEAM}

@@ -18,6 +18,8 @@ from asyncrl_cli.system.process_tree import adopt_orphans
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, AgentTask, ModelAccess, RewardResult
 from asyncrl_cli.tasks.ready.command import Command, CommandFailed
 
+pytestmark = pytest.mark.slow
+
 PROMPT = Prompt("row/1", "What is it?", {"answer": 42})
 ACCESS = ModelAccess("http://127.0.0.1:9/sessions/3-1/v1", "key", "policy", "3-1")
 

@@ -16,6 +16,8 @@ from asyncrl_cli.tasks.ready.matching import ExactMatch, MissingField, RegexMatc
 from asyncrl_cli.tasks.ready.math_answers import MathAnswers
 from asyncrl_cli.tasks.ready.unit_tests import UnitTests
 
+pytestmark = pytest.mark.slow
+
 
 def row(**fields: Any) -> Prompt:
     return Prompt("row", "?", fields)

@@ -13,6 +13,8 @@ from asyncrl_cli.tasks.ready import unit_tests
 from asyncrl_cli.tasks.ready.matching import MissingField
 from asyncrl_cli.tasks.ready.unit_tests import UnitTests, UnusableTests, code_in
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("response", "code"),

@@ -23,6 +23,8 @@ from asyncrl_cli.train.algorithms.advantages import (
     uniform_groups,
 )
 
+pytestmark = pytest.mark.slow
+
 REWARDS = arrays.arrays(
     np.float32,
     st.tuples(st.integers(1, 5), st.integers(1, 9)),

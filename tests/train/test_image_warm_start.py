@@ -20,6 +20,8 @@ from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.warm_start import warm_start
 from tests.train.pictures import saved_model
 
+pytestmark = pytest.mark.slow
+
 COLOURS = ("red", "blue")
 
 

@@ -24,6 +24,8 @@ from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.conftest import not_writable
 from tests.small_models import IMAGE_MODELS, LANGUAGE
 
+pytestmark = pytest.mark.slow
+
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICKSTART = Path(__file__).parents[2] / "specs" / "quickstart.yaml"
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from asyncrl_cli.train.algorithms.kl import KL, k1, k2, k3
 
+pytestmark = pytest.mark.slow
+
 FORMULAS = {"k1": lambda d: -d, "k2": lambda d: d**2 / 2, "k3": lambda d: np.expm1(d) - d}
 POLICY = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)

@@ -15,6 +15,8 @@ from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
 from asyncrl_cli.weights.mapped import Copies
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 24,

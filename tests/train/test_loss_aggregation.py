@@ -24,6 +24,8 @@ from asyncrl_cli.train.algorithms.policy_loss import (
     policy_loss,
 )
 
+pytestmark = pytest.mark.slow
+
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 NUMBERS = AlgorithmSpec(clip_low=0.2, clip_high=0.28)
 CLIP: dict[str, Any] = {"loss": POLICY_LOSSES["clip"], "settings": NUMBERS}

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl_cli.train.algorithms.advantages import Moments, gae, rewards_at_turn_ends, rewards_to_go, whiten
 
+pytestmark = pytest.mark.slow
+
 DECAYS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 
 

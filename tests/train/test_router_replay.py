@@ -16,6 +16,8 @@ from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.model.router_replay import replayed_routers
 from tests.train.test_policy import SIZES, rows, scored
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, K, LAYERS = 6, 2, 3
 SMALL = SIZES | {"num_experts_per_tok": K, "moe_intermediate_size": 24}
 GROUPED = SMALL | {"n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}

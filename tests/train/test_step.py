@@ -29,6 +29,8 @@ from asyncrl_cli.train.packing import longest_response, training_rows
 from asyncrl_cli.train.step import train_batch
 from asyncrl_cli.train.step_rewards import StepRewards
 
+pytestmark = pytest.mark.slow
+
 
 def model(folder: Path, seed: int) -> Any:
     from transformers import AutoModelForCausalLM

@@ -28,6 +28,8 @@ from asyncrl_cli.train.packing import TrainingRow, count_tokens, pad_rows, train
 from asyncrl_cli.train.step import train_batch
 from asyncrl_cli.train.step_rewards import StepRewards
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 64,

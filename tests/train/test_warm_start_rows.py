@@ -21,6 +21,8 @@ from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.train.conversations import RowEncoder, Rows, encode_rows
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 
+pytestmark = pytest.mark.slow
+
 CHATML = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -22,6 +22,8 @@ from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.transfer import Connection, HolderFault, WeightServer
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "a-token-of-the-run"
 SLOTS = plan_slots([("w", torch.int8, (1000,))])
 
