@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -66,6 +67,8 @@ LONG = (
 """Files that take between half a minute and three minutes, the longest first."""
 
 
+FAST = "not slow and not stack and not nightly"
+WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.(slow|stack|nightly)", re.MULTILINE)
 ROTATING = 2
 """Files with tests marked `rotating` that each part of `make test` runs."""
 DRAWN = pytest.StashKey[set[str]]()
@@ -85,6 +88,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rotate", action="store_true", help="of the tests marked `rotating`, run only the commit's")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which `make test-fast` runs no test: the imports would take most of its time."""
+    if config.option.markexpr != FAST or collection_path.suffix != ".py":
+        return None
+    return True if WHOLE_FILE.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)
