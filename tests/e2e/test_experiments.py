@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from asyncrl_cli import load_run
 from tests.e2e.conftest import Runs
+
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def test_a_run_of_one_epoch_uploads_its_checkpoints_and_its_model_can_be_trained_on(shared_runs: Runs) -> None:
