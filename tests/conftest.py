@@ -67,8 +67,6 @@ LONG = (
 """Files that take between half a minute and three minutes, the longest first."""
 
 
-FAST = "not slow and not stack and not nightly"
-WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.(slow|stack|nightly)", re.MULTILINE)
 ROTATING = 2
 """Files with tests marked `rotating` that each part of `make test` runs."""
 DRAWN = pytest.StashKey[set[str]]()
@@ -91,10 +89,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files of which `make test-fast` runs no test: the imports would take most of its time."""
-    if config.option.markexpr != FAST or collection_path.suffix != ".py":
+    """Do not import a file if `-m "not a and not b"` excludes all of it: imports take most of `make test-fast`."""
+    excluded = re.fullmatch(r"not \w+(?: and not \w+)*", config.option.markexpr)
+    if excluded is None or collection_path.suffix != ".py":
         return None
-    return True if WHOLE_FILE.search(collection_path.read_text()) else None
+    marks = "|".join(re.findall(r"not (\w+)", excluded[0]))
+    whole_file = re.search(rf"^pytestmark = .*pytest\.mark\.(?:{marks})\b", collection_path.read_text(), re.MULTILINE)
+    return True if whole_file else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,8 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rotating = [item for item in items if item.get_closest_marker("rotating")]
         drawn = drawn_files({file_of(item) for item in rotating}, commit())
         config.stash[DRAWN] = drawn
-        left = [item for item in rotating if file_of(item) not in drawn]
-        config.hook.pytest_deselected(items=left)
+        left = {item for item in rotating if file_of(item) not in drawn}
+        config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
 
 

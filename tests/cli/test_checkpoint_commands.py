@@ -207,7 +207,6 @@ def test_prune_does_not_guess_which_are_best(asyncrl: Any, run: RunDirectory) ->
     assert steps_of(run) == [30, 50]
 
 
-@pytest.mark.slow
 def test_export_writes_what_transformers_loads(
     asyncrl: Any, run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -272,7 +272,6 @@ def test_a_plan_reports_a_missing_run_before_missing_measurements(tmp_path: Path
     assert "nosuch" in shown and "nothing is measured" not in shown
 
 
-@pytest.mark.slow
 def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("chain_sum", "leaves:reward"))
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
@@ -346,7 +345,6 @@ def test_resume_of_a_missing_run_is_refused(tmp_path: Path) -> None:
     assert shown == "error: there is no run yet\n --> runs\nhint: start one: asyncrl train SPEC"
 
 
-@pytest.mark.slow
 def test_resume_of_a_run_whose_journal_is_gone_or_damaged(tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3)
     before = (run.path / FILE).read_bytes()
@@ -363,7 +361,6 @@ def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:
     assert shown.startswith(f"error: the run is being driven by pid {os.getpid()} on ")
 
 
-@pytest.mark.slow
 def test_resume_of_a_finished_run(tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=10, phase="finished")
     (run.path / MODEL).mkdir()
@@ -466,7 +463,6 @@ def test_a_run_without_checkpoint_or_journal_starts_from_the_beginning(tmp_path:
     assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"
 
 
-@pytest.mark.slow
 def test_a_run_without_a_checkpoint_continues_from_its_journal(tmp_path: Path) -> None:
     record(resumable(tmp_path), 3)
     assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"

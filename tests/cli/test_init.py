@@ -59,7 +59,6 @@ def test_the_list_has_every_template_with_its_title(asyncrl) -> None:  # type: i
     assert all(row["what"] for row in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("init", template.name, "new/my task")
@@ -91,7 +90,6 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
     assert Experiment.load(spec, folder).spec == spec, "the task is there, and its data"
 
 
-@pytest.mark.slow
 def test_a_saved_models_first_prompt_is_shown(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("init", "saved-model", "mine")[0] == 0
     code, out, err = asyncrl("validate-spec", "mine/spec.yaml", "--prompt")

@@ -193,7 +193,6 @@ def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, 
     assert (code, err) == (1, "error: no run is called 'run-2'\n --> runs\nhint: list the runs: asyncrl runs\n")
 
 
-@pytest.mark.slow
 def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
     heavy = {"torch", "ray", "vllm", "deepspeed", "mlflow", "transformers"}
     script = (
@@ -506,7 +505,6 @@ def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "\n60 " in asyncrl("staleness", "--steps", "all")[1]
 
 
-@pytest.mark.slow
 def test_what_if_estimates_the_step_time(run: RecordedRun, asyncrl: Any) -> None:
     out = asyncrl("staleness", "--what-if", "0")[1]
     assert "This is an estimate" in out

@@ -175,7 +175,6 @@ FILES = {
 }
 
 
-@pytest.mark.slow
 def test_the_spec_itself_can_run(check: Callable[[str], None]) -> None:
     check("")
 
@@ -281,7 +280,6 @@ def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is a different process
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("argument", [{"block_size": 0}, {"gpu_memory_utilization": 7}, {"quantization": "nosuch"}])
 def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     argument: dict[str, object], tmp_path: Path
@@ -296,7 +294,6 @@ def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     assert next(iter(argument)) in refused.value.hint
 
 
-@pytest.mark.slow
 def test_heads_that_crash_a_cpu_engine_are_refused(tmp_path: Path) -> None:
     spec = small_spec(gpu=False)
     assert spec.model.init is not None
@@ -306,7 +303,6 @@ def test_heads_that_crash_a_cpu_engine_are_refused(tmp_path: Path) -> None:
         engine_config(spec, str(tmp_path), "dummy")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_a_package_that_vllms_class_of_the_model_needs_is_named(tmp_path: Path) -> None:
     spec = small_spec(gpu=False)

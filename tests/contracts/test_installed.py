@@ -36,7 +36,6 @@ def installed() -> Package:
     return Package(Path(package.origin).parents[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_use_fits_the_installed_release(
     library: str, found: tuple[list[Use], list[Unknown]], installed: Package

@@ -153,7 +153,6 @@ def play(
     return harness, model, reported, rollout
 
 
-@pytest.mark.slow
 @given(ROUNDS, st.sampled_from(["bytes", "characters"]))
 @settings(deadline=None, max_examples=80)
 def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list[list[Op]], which: str) -> None:

@@ -34,7 +34,6 @@ async def many_connections(there: Served) -> AsyncIterator[Callable[[Any], Await
         yield post
 
 
-@pytest.mark.slow
 def test_a_thousand_requests_at_once_are_all_answered() -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())

@@ -382,7 +382,6 @@ FLOODS: list[tuple[dict[str, Any], str | None, str]] = [
 """Requests that would take seconds and gigabytes to render; code and param of the error."""
 
 
-@pytest.mark.slow
 def test_nothing_is_rendered_without_a_bound() -> None:
     async def test() -> None:
         rendered: list[int] = []
@@ -410,7 +409,6 @@ def test_nothing_is_rendered_without_a_bound() -> None:
     in_time(test, 120)
 
 
-@pytest.mark.slow
 def test_invalid_requests_get_the_right_error() -> None:
     async def test() -> None:
         async with served(max_body_mb=16) as there:

@@ -456,7 +456,6 @@ NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**1023), 2**1023) | st.sam
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(uid=TEXTS, content=TEXTS, reason=TEXTS, reward=NUMBERS, later=st.booleans(), metrics=NUMBERS)
 @example(uid="a\0b", content="\0", reason="\0", reward=-0.0, later=False, metrics=-0.0)

@@ -34,7 +34,6 @@ def test_no_other_package_runs_sql() -> None:
     assert {name for name in found if not name.startswith("journal/")} == {OWN_DATABASE}
 
 
-@pytest.mark.slow
 def test_readers_do_not_write() -> None:
     found = {
         name

@@ -641,7 +641,6 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
     play(tmp_path, after, rollout=rollout)
 
 
-@pytest.mark.slow
 @given(data=st.data(), slots=st.integers(2, 8))
 @settings(deadline=None, max_examples=40)
 def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(

@@ -324,13 +324,15 @@ def test_nothing_is_generated_with_weights_that_did_not_load(
 
 
 def test_an_engine_continues_when_the_memory_of_a_version_is_gone_before_the_pause(
-    bench: Bench, loops: asyncio.Runner
+    bench: Bench, loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     async def check() -> None:
         await bench.publish(47, "keep", endless=True)
+        one = worker(bench)
         gone = f"/proc/{2**30}/fd/3"  # as of an agent that has died
         with pytest.raises(ReplicaGone, match="the memory of weight version 48 is gone"):
-            await bench.engine.update_weights(48, gone, bench.engine._layout, "keep")
+            await one.update_weights(48, gone, bench.engine._layout, "keep", (1, 2, 3))
+        assert (await one.collect(0.0)).activity.paused_s == 0.0
         rollout = await bench.engine.generate(greedy("47-0", tokens=TOKENS))
         assert set(rollout.versions.tolist()) == {47}
         await bench.publish(49, "keep", endless=True)

@@ -178,7 +178,6 @@ def test_other_files_in_its_folder_do_not_damage_a_checkpoint(run: RunDirectory)
     assert verify(checkpoint) == []
 
 
-@pytest.mark.slow
 @given(at=st.integers(0, len("shard of 40") - 1), bit=st.integers(0, 7))
 def test_a_single_bit_is_found(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
     checkpoint = make(RunDirectory.create(tmp_path_factory.mktemp("runs"), "test"), 40)

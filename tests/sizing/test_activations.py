@@ -48,7 +48,6 @@ def test_storages_count_as_long_as_they_live() -> None:
     assert (live.now, live.peak) == (0, 2000) and view.shape == (100, 10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [("qwen3", SMALL), ("qwen3_moe", SMALL | EXPERTS), ("glm4_moe", SMALL | DENSE_FIRST)],
@@ -60,7 +59,6 @@ def test_two_short_models_give_the_memory_of_the_whole_model(architecture: str, 
     assert activation_bytes(config, kinds_of(config), micro_batch) == _trace(config, 7, micro_batch)
 
 
-@pytest.mark.slow
 def test_recomputation_and_shorter_rows_take_less_and_adapters_little_more() -> None:
     config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **SMALL)
 

@@ -371,7 +371,6 @@ def shape(section: str = "") -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=fields)
 
 
-@pytest.mark.slow
 @relaxed
 @given(st.dictionaries(names, documents, max_size=5) | shape() | documents)
 def test_any_document_is_a_spec_or_a_spec_error(tmp_path: Path, document: Any) -> None:
@@ -393,7 +392,6 @@ def test_any_text_is_a_spec_or_a_spec_error(tmp_path: Path, text: str, assignmen
         load_spec(path, [assignment])
 
 
-@pytest.mark.slow
 @relaxed
 @given(
     st.dictionaries(st.text(max_size=6), documents, max_size=4),

@@ -243,7 +243,6 @@ CHEATS = {
 }
 
 
-@pytest.mark.slow
 def test_right_code_is_rewarded_and_the_bug_is_not() -> None:
     task = Bugfix(**TINY)
     assert task.judge_files(ADD, {"calc.py": RIGHT}).reward == 1.0
@@ -253,13 +252,11 @@ def test_right_code_is_rewarded_and_the_bug_is_not() -> None:
     assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheats_are_not_rewarded(cheat: str) -> None:
     assert Bugfix(**TINY, time_s=2).judge_files(ADD, {"calc.py": CHEATS[cheat]}).reward == 0.0
 
 
-@pytest.mark.slow
 def test_partial_credit_is_for_bugs_that_are_gone() -> None:
     task = Bugfix(partial=True)
     two = {**ADD.fields, "tests": ADD.fields["tests"] | {"calc.sub": "assert calc.sub(2, 3) == 6\n"}}
@@ -268,7 +265,6 @@ def test_partial_credit_is_for_bugs_that_are_gone() -> None:
     assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
 
 
-@pytest.mark.slow
 def test_modules_that_import_each_other_are_judged_together() -> None:
     files = {"calc.py": "import stock\n\n\ndef add(a, b):\n    return stock.plus(a, b)\n", "stock.py": "plus = max\n"}
     fields = {"files": files, "tests": {"calc.add": "assert calc.add(2, 3) == 5\n"}, "broken": ["calc.add"]}
@@ -303,7 +299,6 @@ def episode(commands: list[str], prompt: Prompt = ADD, kind: Kind = "bubblewrap"
     return asyncio.run(played())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_episode_that_fixes_the_code_is_rewarded(kind: Kind) -> None:
     shown, result = episode(["cat calc.py", "sed -i '2s/-/+/' calc.py", "ls; ls nothing"], kind=kind)
@@ -316,7 +311,6 @@ def test_an_episode_that_fixes_the_code_is_rewarded(kind: Kind) -> None:
 
 
 @NEEDS_BUBBLEWRAP
-@pytest.mark.slow
 def test_the_shell_finds_no_test_and_no_answer() -> None:
     """Not in files, not in the environment, and not in the memory of a visible process."""
     shown, result = episode(
@@ -331,7 +325,6 @@ def test_the_shell_finds_no_test_and_no_answer() -> None:
 
 
 @NEEDS_BUBBLEWRAP
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -74,7 +74,6 @@ def answers(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["demonstrations", "rows"])
 def test_the_model_learns_to_answer_by_the_image(tmp_path: Path, source: str) -> None:
     saved_model("qwen2_5_vl", tmp_path / "in")

@@ -135,7 +135,6 @@ def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: An
     return TokenLosses(-advantages * logprobs, nothing, nothing)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", VARIANTS, ids=str)
 def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str, Any]) -> None:
     small, large = (
@@ -159,7 +158,6 @@ def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str,
     torch.testing.assert_close(gradient, turned, rtol=0, atol=1e-5 * float(size))
 
 
-@pytest.mark.slow
 def test_the_parts_of_a_step_are_parts_of_it(models: Any) -> None:
     spec = experiment_of(algorithm={"kl_coef": 0.1, "kl_placement": "reward"})
     policy, reference, _ = models
@@ -209,7 +207,6 @@ def recorded_by(policy: Policy, noise: float) -> TrainingBatch:
     return TrainingBatch(4, 4, tuple(groups))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(CORRECTION_PRESETS))
 def test_without_staleness_an_engines_last_bits_reach_no_weight(models: Any, preset: str) -> None:
     spec = experiment_of(

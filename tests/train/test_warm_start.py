@@ -62,7 +62,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.slow
 def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_path: Path) -> None:
     spec = WarmStart(steps=40, batch_size=16, warmup_steps=5, threads=1)
     parallel = spec.model_copy(update={"threads": 3})

@@ -170,13 +170,13 @@ def test_a_holder_that_is_killed_in_the_middle(replica: Replica, holders: Holder
 def test_an_idle_holder_takes_over_slow_chunks(
     replica: Replica, holders: Holders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_module, "SLOW_S", 0.2)
+    monkeypatch.setattr(pull_module, "SLOW_S", 1.0)  # on a busy machine the good one takes tenths of a second
     stalling, good = holders("stalling", "good")
     pulled = pull(
         replica, [stalling, good], timeout_s=transfer.SILENCE_S
     )  # otherwise the time limit for silence would end the transfer
     assert has_version(replica, pulled.path, 1)
-    assert pulled.faults["stalling"] == "it was slower than another"  # on a busy machine the good one may be slow, too
+    assert pulled.faults == {"stalling": "it was slower than another"}
 
 
 def test_a_newer_pull_supersedes_an_older_one(replica: Replica, holders: Holders) -> None:

@@ -132,7 +132,6 @@ def test_many_episodes_run_in_one_process_and_each_has_its_own_result(tmp_path: 
     run_in_actor(test, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [WAITS, "await asyncio.to_thread(time.sleep, 600)"])
 def test_an_episode_that_does_not_end_fails_and_others_continue(tmp_path: Path, hangs: str) -> None:
     async def test(actor: Harness) -> None:
@@ -169,7 +168,6 @@ def test_an_episode_that_blocks_the_loop_fails_and_others_are_resumed(tmp_path: 
     run_in_actor(test, tmp_path, blocked_s=2.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "how"),
     [

@@ -100,7 +100,6 @@ def test_an_async_reward_that_takes_too_long_does_not_affect_others(score: Any) 
     assert scored[0].reason == "user_rewards:together took more than 0.5 s on prompt 'row/0'"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
