@@ -45,7 +45,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
+        self._idle: dict[Connection, None] = {}  # in the order they became idle
 
     def protocol(self, **arguments: Any) -> Connection:
         return Connection(self, **arguments)

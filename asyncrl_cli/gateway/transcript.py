@@ -180,7 +180,7 @@ class Transcript:
             self._recorded[branch.number], self._reported[branch.number] = branch.known, branch.reported
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
-        """All branches with a reply, in the order in which they began; None if there are none."""
+        """All branches with a reply, in the order they began; None if there are none."""
         rollouts = [
             Rollout(
                 *branch.known.slice(0, branch.end).arrays,

@@ -105,7 +105,7 @@ class Wire(BaseModel):
 
 
 class Settings(Wire):
-    """A part of a request in which unknown keys are refused, too."""
+    """A part of a request that also refuses unknown keys."""
 
 
 class Request(Wire):

@@ -183,7 +183,7 @@ def rollout_times(connection: sqlite3.Connection, first: int = 0) -> Iterator[Ro
 
 
 def engine_requests(connection: sqlite3.Connection, since: float = 0.0) -> Iterator[EngineRequest]:
-    """Yield the requests that ended after the unix time ``since``, in the order in which they began."""
+    """Yield the requests that ended after the unix time ``since``, in the order they began."""
     rows = connection.execute(
         f"SELECT {REQUEST_COLUMNS} FROM engine_requests WHERE ended_at > ? ORDER BY begun_at", (since,)
     )
