@@ -1,4 +1,4 @@
-"""Images on the real stack: a run that is killed and resumed without its image files equals the undisturbed run."""
+"""Images on the real stack: a run that is killed and resumed without its image files equals an undisturbed run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from asyncrl_cli.cli.app import app
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.tasks.ready.shapes import Shapes
@@ -25,7 +27,7 @@ from .journal import probe_gaps
 
 pytestmark = pytest.mark.stack
 
-STEPS, GROUPS = 3, 4
+STEPS, GROUPS = 2, 4
 ADMITTED = "SELECT count(*) FROM groups"
 REWARD = """
 def reward(prompt, response):
@@ -75,16 +77,10 @@ def spec_for(runs: Runs, name: str, pipeline: dict[str, Any], steps: int = STEPS
     return folder / "spec.yaml"
 
 
-def test_image_run_is_equal_after_a_kill_without_its_files_and_replays(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    ended = runs.run("train", spec_for(runs, "undisturbed", {"mode": "sync", "max_staleness": 0}))
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
-    undisturbed = runs.newest()
-    trained = rows(undisturbed, "metrics.jsonl")
-    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in trained), trained
-    assert max(probe_gaps(undisturbed).values()) < 1e-4
-    assert any(row.get("publish/probe_change", 0.0) > 1e-3 for row in trained), "the weights moved"
-
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> DisturbedRun:
+    """A run whose driver is killed, and that is resumed without its picture files."""
+    runs = Runs(tmp_path_factory.mktemp("killed"))
     spec = spec_for(runs, "disturbed", {"mode": "async", "max_staleness": 0})
     run = DisturbedRun(runs, spec, STEPS, random.Random(0))
     try:
@@ -100,17 +96,40 @@ def test_image_run_is_equal_after_a_kill_without_its_files_and_replays(tmp_path:
     finally:
         run.end()
     assert run.resumes == 1 and not run.stops, run.printed()
-    assert not differences(undisturbed, run.folder)
-    assert not replay_violations(runs, run)
-    with closing(open_for_reading(run.folder / FILE)) as journal:
+    return run
+
+
+def assert_engines_saw_what_was_trained(run: Path) -> None:
+    trained = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
+    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in trained), trained
+    assert max(probe_gaps(run).values()) < 1e-4
+    assert any(row.get("publish/probe_change", 0.0) > 1e-3 for row in trained), "the weights moved"
+
+
+def test_killed_image_run_continues_without_its_files_and_replays(killed: DisturbedRun) -> None:
+    assert_engines_saw_what_was_trained(killed.folder)
+    assert not replay_violations(killed.runs, killed)
+    with closing(open_for_reading(killed.folder / FILE)) as journal:
         (images,) = journal.execute("SELECT count(*) FROM images").fetchone()
         prompts = journal.execute("SELECT DISTINCT digest FROM image_places").fetchall()
     assert images == len(prompts) == STEPS * GROUPS
 
-    report = runs.folder / "vision.html"
-    ended = runs.run("report", run.folder, "-o", report)
+    report = killed.runs.folder / "vision.html"
+    ended = killed.runs.run("report", killed.folder, "-o", report)
     assert ended.code == 0, ended.err
     assert "data:image/png;base64," in report.read_text()
+
+
+# On a real engine, an aborted image rollout continues with the same tokens: tests/rollout/test_images.py.
+@pytest.mark.rotating
+def test_killed_image_run_equals_an_undisturbed_one(killed: DisturbedRun, tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    ended = runs.run("train", spec_for(runs, "undisturbed", {"mode": "sync", "max_staleness": 0}))
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    undisturbed = runs.newest()
+    assert_engines_saw_what_was_trained(undisturbed)
+    assert not differences(undisturbed, killed.folder)
 
 
 @pytest.mark.rotating
@@ -138,7 +157,7 @@ def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(t
 
 
 @pytest.mark.slow
-def test_vision_example_is_a_valid_spec_with_images(tmp_path: Path) -> None:
-    ended = Runs(tmp_path).run("validate-spec", ROOT / "specs/shapes-vl.yaml", "--prompt")
-    assert ended.code == 0, ended.out + ended.err
-    assert "<|image_pad|>" in ended.out
+def test_vision_example_is_a_valid_spec_with_images() -> None:
+    ended = CliRunner().invoke(app, ["validate-spec", str(ROOT / "specs/shapes-vl.yaml"), "--prompt"])
+    assert ended.exit_code == 0, ended.output
+    assert "<|image_pad|>" in ended.output
