@@ -28,11 +28,8 @@ pytestmark = pytest.mark.stack
 
 PLAYERS = """
     import asyncio, json, os, subprocess, sys, time
-    from pathlib import Path
 
     import aiohttp
-
-    HERE = Path(__file__).parent
 
     async def ask(model, messages):
         key = {"Authorization": "Bearer " + model.api_key}
@@ -86,8 +83,7 @@ PLAYERS = """
             os._exit(5)
         return await agent(row, model)
 
-    async def slow(row, model):
-        (HERE / "begun").touch()
+    async def patient(row, model):
         return await agent(row, model, turns=4)
 """
 COMMAND = """
@@ -186,23 +182,80 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
-def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
-    uses: dict[str, dict[str, Any]] = {
-        "agent": {"use": "players:agent"},
-        "echo": {"use": "players:Echo"},
-        "program": {"use": "command", "options": {"command": [sys.executable, "-c", COMMAND]}},
-    }
-    files = {name: {"path": write(runs, name, 40)} for name in uses}
-    mix = [{"name": name, "train": files[name], "eval": files[name]} | use for name, use in uses.items()]
-    run = runs.train(**SMALL, task={"use": None, "mix": mix}, data={"train": {"size": 60}, "eval": {"size": 6}})
-    trained = {key: one for key, one in played(run).items() if one.state == "taken"}
-    assert len(trained) == 4 * 4 * 4
-    expected = {"agent": [2], "echo": [2], "program": [1]}
+USES: dict[str, dict[str, Any]] = {
+    "agent": {"use": "players:patient"},
+    "echo": {"use": "players:Echo"},
+    "program": {"use": "command", "options": {"command": [sys.executable, "-c", COMMAND]}},
+}
+CALLS = {"agent": 4, "echo": 2, "program": 1}
+METRICS: dict[str, set[str]] = {"agent": set(), "echo": {"turns"}, "program": {"letters"}}
+
+
+class Killed(NamedTuple):
+    """A finished run whose gateway and then driver were killed; ``before``: its rollouts at the driver's death."""
+
+    run: Path
+    steps: int
+    before: dict[tuple[int, int], Played]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """A model with experts, whose choice is recorded, is trained on a mix of agents, environments and commands."""
+    runs = Runs(tmp_path_factory.mktemp("killed"))
+    files = {name: {"path": write(runs, name, 40)} for name in USES}
+    mix = [{"name": name, "train": files[name], "eval": files[name]} | use for name, use in USES.items()]
+    spec = runs.write_spec(
+        **SMALL | {"model": SMALL["model"] | {"init": MIXTRAL}, "algorithm": {"router_replay": True}},
+        task={"use": None, "mix": mix},
+        data={"train": {"size": 60}, "eval": {"size": 6}},
+        stop={"steps": 100},
+    )
+    process = runs.start("train", spec)
+    until(lambda: list(runs.folder.glob("*/metrics.jsonl")) or process.poll() is not None, "the first step")
+    run = runs.newest()
+
+    def some_are_halfway() -> bool:
+        found = played(run).values()
+        return any(one.state == "taken" for one in found) and any(
+            one.state == "running" and sum(calls(one)) >= 2 for one in found
+        )
+
+    try:
+        until(lambda: some_are_halfway() or process.poll() is not None, "unfinished episodes")
+        mark = mark_of(process.pid)
+        (gateway,) = processes_of_part(mark, "gateway")
+        os.kill(gateway, signal.SIGKILL)
+        taken = sum(one.state == "taken" for one in played(run).values())
+        until(
+            lambda: (
+                (sum(one.state == "taken" for one in played(run).values()) > taken + 32 and some_are_halfway())
+                or process.poll() is not None
+            ),
+            "training to continue with another gateway",
+        )
+        assert processes_of_part(mark, "gateway") not in ([], [gateway])
+    finally:
+        process.kill()
+        process.communicate()
+    until(lambda: not processes_of(mark), "the run's processes to end", 60)
+    before = played(run)
+    steps = 3 + sum(one.state == "taken" for one in before.values()) // 16
+    ended = runs.run("resume", run.name, "--runs-dir", runs.folder, "--steps", str(steps))
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    return Killed(run, steps, before)
+
+
+def test_agents_environments_and_commands_are_trained(killed: Killed) -> None:
+    found = played(killed.run)
+    trained = [one for one in found.values() if one.state == "taken"]
+    assert len(trained) == killed.steps * 4 * 4
+    assert {rollout.uid.partition("/")[0] for rollout in trained} == set(USES)
     versions = set()
-    for rollout in trained.values():
+    for rollout in trained:
         name = rollout.uid.partition("/")[0]
-        assert calls(rollout) == expected[name], "one sequence each, without branches"
-        assert set(rollout.metrics) == {"agent": set(), "echo": {"turns"}, "program": {"letters"}}[name]
+        assert calls(rollout) == [CALLS[name]], "one sequence each, without branches"
+        assert set(rollout.metrics) == METRICS[name]
         (pieces,) = rollout.pieces.values()
         assert pieces[0].version == CONTEXT
         assert [piece.start for piece in pieces[1:]] == [piece.start + len(piece.tokens) for piece in pieces[:-1]]
@@ -212,10 +265,33 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
         assert sampled == sorted(sampled)
         versions |= set(sampled)
     assert versions > {0}, "weights were updated while episodes ran"
-    assert {one.failure for one in played(run).values()} == {""}, "no agent received an error"
-    assert len(rows(run, "metrics.jsonl")) == 4
-    samples = rows(run, "evaluations/step-000004-greedy.jsonl")[1:]
+    assert {one.failure for one in found.values()} == {""}, "no agent received an error"
+    assert len(rows(killed.run, "metrics.jsonl")) == killed.steps
+    samples = rows(killed.run, f"evaluations/step-{killed.steps:06}-greedy.jsonl")[1:]
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
+
+
+def test_recorded_turns_are_not_sampled_again_after_kills(killed: Killed) -> None:
+    """The experts that the engine chose for them are kept, too."""
+    after = played(killed.run)
+    kept = 0
+    for key, rollout in killed.before.items():
+        now = after[key]
+        assert now.failure == ""
+        for branch, pieces in rollout.pieces.items():
+            old = [token for piece in pieces for token in piece.by_token]
+            new = [token for piece in now.pieces[branch] for token in piece.by_token]
+            assert new[: len(old)] == old
+            kept += rollout.state == "running"
+    assert kept, "some rollouts were unfinished"
+    sampled = [
+        piece
+        for rollout in after.values()
+        for pieces in rollout.pieces.values()
+        for piece in pieces
+        if piece.version != CONTEXT
+    ]
+    assert all(len(piece.experts) == len(piece.tokens) and all(map(any, piece.experts)) for piece in sampled)
 
 
 @pytest.mark.rotating
@@ -293,64 +369,3 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
     assert 16_000_000 < logs < 100_000_000, "at most 32 MiB for each of a few workers"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
     assert left == []
-
-
-def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
-    """The experts that the engine chose for them are kept, too."""
-    spec = runs.write_spec(
-        **SMALL | {"model": SMALL["model"] | {"init": MIXTRAL}, "algorithm": {"router_replay": True}},
-        task={"use": "players:slow"},
-        data={"train": {"path": write(runs, "slow", 60)}, "eval": {"path": write(runs, "slow", 60), "size": 2}},
-        stop={"steps": 100},
-    )
-    process = runs.start("train", spec)
-    until(lambda: list(runs.folder.glob("*/metrics.jsonl")) or process.poll() is not None, "the first step")
-    run = runs.newest()
-
-    def some_are_halfway() -> bool:
-        found = played(run).values()
-        return any(one.state == "taken" for one in found) and any(
-            one.state == "running" and sum(calls(one)) >= 2 for one in found
-        )
-
-    try:
-        until(lambda: some_are_halfway() or process.poll() is not None, "unfinished episodes")
-        mark = mark_of(process.pid)
-        (gateway,) = processes_of_part(mark, "gateway")
-        os.kill(gateway, signal.SIGKILL)
-        taken = sum(one.state == "taken" for one in played(run).values())
-        until(
-            lambda: (
-                (sum(one.state == "taken" for one in played(run).values()) > taken + 32 and some_are_halfway())
-                or process.poll() is not None
-            ),
-            "training to continue with another gateway",
-        )
-        assert processes_of_part(mark, "gateway") not in ([], [gateway])
-    finally:
-        process.kill()
-        process.communicate()
-    until(lambda: not processes_of(mark), "the run's processes to end", 60)
-    before = played(run)
-    steps = sum(one.state == "taken" for one in before.values()) // 16
-    ended = runs.run("resume", run.name, "--runs-dir", runs.folder, "--steps", str(steps + 3))
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
-    after = played(run)
-    kept = 0
-    for key, rollout in before.items():
-        now = after[key]
-        assert now.failure == ""
-        for branch, pieces in rollout.pieces.items():
-            old = [token for piece in pieces for token in piece.by_token]
-            new = [token for piece in now.pieces[branch] for token in piece.by_token]
-            assert new[: len(old)] == old
-            kept += rollout.state == "running"
-    assert kept, "some rollouts were unfinished"
-    sampled = [
-        piece
-        for rollout in after.values()
-        for pieces in rollout.pieces.values()
-        for piece in pieces
-        if piece.version != CONTEXT
-    ]
-    assert all(len(piece.experts) == len(piece.tokens) and all(map(any, piece.experts)) for piece in sampled)
