@@ -101,6 +101,7 @@ def test_shards_begun_answers_and_variables_reach_the_model_and_survive_a_resume
     (folder / "part-3.jsonl").write_text('{"prompt": "not in this run"}')
     ended = shared_runs.run("resume", run, "--steps", "3")
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2, 3]
 
     recorded = load_spec(run / "spec.yaml").spec.data.train
     assert recorded.path == [str(folder / "part-1.json"), str(folder / "part-2.jsonl.gz")]

@@ -1,6 +1,6 @@
 """A saved model from `asyncrl init` to its export: byte-level BPE, a chat template with tools and reasoning, several
-end tokens, and no supervised training. One run, which is resumed; every test checks its files, or serves or evaluates
-its models."""
+end tokens, and no supervised training. One run: every test checks its files, or serves or evaluates its models. A run
+of the same template is resumed in test_rows.py."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from asyncrl_cli.cli.app import app
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.journal.queries import GroupRecord, group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 
-from ..conftest import Ended, Runs, rows
+from ..conftest import Runs, rows
 from ..served import logprobs_of, serving
 
 pytestmark = pytest.mark.stack
 
-STEPS, RESUMED = 3, 4
+STEPS = 3
 SAME = 1e-3
 """Tolerance in nats between an engine's and transformers' log-probs in float32: they add in another order."""
 
@@ -37,28 +39,28 @@ class Saved:
     initial: Path
     run: Path
     exported: Path
-    dry: Ended
+    dry: str
     groups: tuple[GroupRecord, ...]
+
+
+def call(*arguments: str | Path) -> str:
+    """The output of a command that starts no run, called in this process, which has imported most of what it needs."""
+    ended = CliRunner().invoke(app, list(map(str, arguments)))
+    assert ended.exit_code == 0, ended.output
+    return ended.output
 
 
 @pytest.fixture(scope="module")
 def saved(shared_runs: Runs) -> Saved:
-    """`init`, `train --dry-run`, `train`, `resume`, `checkpoint export`: called one after the other, as by a user."""
-
-    def call(*arguments: str | Path) -> Ended:
-        ended = shared_runs.run(*arguments)
-        assert ended.code == 0, ended.out + ended.err + (shared_runs.logs() if arguments[0] != "init" else "")
-        return ended
-
+    """`init`, `train --dry-run`, `train`, `checkpoint export`: called one after the other, as by a user."""
     folder = shared_runs.folder / "mine"
     call("init", "saved-model", folder)
     settings = (f"stop.steps={STEPS}", f"runs_dir={shared_runs.folder}", "tracking.mlflow=false", "checkpoints.every=2")
     changes = [word for setting in settings for word in ("--set", setting)]
-    dry = shared_runs.run("train", folder / "spec.yaml", *changes, "--dry-run")
-    assert dry.code == 0, dry.out + dry.err
-    call("train", folder / "spec.yaml", *changes)
+    dry = call("train", folder / "spec.yaml", *changes, "--dry-run")
+    ended = shared_runs.run("train", folder / "spec.yaml", *changes)
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
     run = shared_runs.newest()
-    call("resume", run, "--steps", str(RESUMED))
     call("checkpoint", "export", run, "--to", folder / "exported")
     with snapshot(run / FILE) as journal:
         ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
@@ -67,7 +69,7 @@ def saved(shared_runs: Runs) -> Saved:
 
 
 def test_the_dry_run_shows_the_prompt_that_was_trained_on(saved: Saved) -> None:
-    shown = " ".join(saved.dry.out.split())
+    shown = " ".join(saved.dry.split())
     assert "by the chat template" in shown and "replies end at '<|endoftext|>', '<|im_end|>'" in shown
     tokenizer = AutoTokenizer.from_pretrained(saved.initial)
     for group in saved.groups:
@@ -75,12 +77,12 @@ def test_the_dry_run_shows_the_prompt_that_was_trained_on(saved: Saved) -> None:
         assert text == f"<|im_start|>user\n{group.prompt.content}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_it_was_trained_and_resumed(saved: Saved) -> None:
+def test_it_was_trained(saved: Saved) -> None:
     metrics = rows(saved.run, "metrics.jsonl")
-    assert [row["step"] for row in metrics] == list(range(1, RESUMED + 1))
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert any(row["train/gradient_norm"] > 0 for row in metrics), "random weights get some numbers right: 0.1 for each"
-    assert len(saved.groups) == RESUMED * 8
-    assert {group.row.version for group in saved.groups} <= set(range(RESUMED))
+    assert len(saved.groups) == STEPS * 8
+    assert {group.row.version for group in saved.groups} <= set(range(STEPS))
 
 
 def test_every_end_token_of_the_generation_config_ends_a_response(saved: Saved) -> None:
@@ -137,7 +139,7 @@ def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--step", str(STEPS)), id="checkpoint"),
+        pytest.param(("--step", "2"), id="checkpoint", marks=pytest.mark.rotating),
         # A folder that is served as it is, as that of a spec's model is (tests/e2e/gateway/test_serve.py).
         pytest.param((), id="final", marks=pytest.mark.nightly),
     ],
@@ -148,7 +150,7 @@ def test_its_models_are_served_and_a_kill_leaves_nothing(
     folder = saved.run / "model"
     if options:
         folder = tmp_path / "exported"
-        assert shared_runs.run("checkpoint", "export", saved.run, *options, "--to", folder).code == 0
+        call("checkpoint", "export", saved.run, *options, "--to", folder)
     with serving(shared_runs, saved.run, *options) as server:
         assert server.model == saved.run.name
         ids: Any = {"return_token_ids": True}
@@ -169,17 +171,18 @@ def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(
 ) -> None:
     """The checkpoint of the last step: the weights, prompts, seeds and reward of the run's own evaluation."""
     own = {path: path.read_bytes() for path in saved.run.rglob("*") if path.is_file() and "logs" not in path.parts}
-    chosen = ("--step", str(RESUMED), "--sampled", "--json", "-o", tmp_path / "out.jsonl")
+    chosen = ("--step", str(STEPS), "--sampled", "--json", "-o", tmp_path / "out.jsonl")
     ended = shared_runs.run("evaluate", saved.run, *chosen)
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
     (result,) = document["evaluations"]
-    assert (document["step"], result["kind"], result["oldest"], result["newest"]) == (RESUMED, "offline:sampled", 4, 4)
+    assert (document["step"], result["kind"]) == (STEPS, "offline:sampled")
+    assert result["oldest"] == result["newest"] == STEPS
     low, high = result["intervals"]["accuracy"]
     assert low <= result["accuracy"] <= high
 
-    expected = rows(saved.run, f"evaluations/step-{RESUMED:06d}-sampled.jsonl")
-    found = rows(saved.run, f"evaluations/step-{RESUMED:06d}-offline-sampled.jsonl")
+    expected = rows(saved.run, f"evaluations/step-{STEPS:06d}-sampled.jsonl")
+    found = rows(saved.run, f"evaluations/step-{STEPS:06d}-offline-sampled.jsonl")
     assert rows(tmp_path, "out.jsonl") == found
     assert [row["uid"] for row in found[1:]] == [row["uid"] for row in expected[1:]]
     equal = [one["response"] == other["response"] for one, other in zip(found[1:], expected[1:], strict=True)]
@@ -216,6 +219,7 @@ EPISODES = """
 """
 
 
+@pytest.mark.rotating
 def test_a_models_folder_is_evaluated_with_agents_and_environments_of_a_spec(
     saved: Saved, shared_runs: Runs, tmp_path: Path
 ) -> None:
