@@ -77,7 +77,8 @@ def start(spec: ExperimentSpec, folder: Path, joined: bool = False) -> Any:
     torch.set_num_threads(1)
     if not joined:
         server = socket.create_server(("127.0.0.1", 0))
-        ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], False, server)
+        gpu = spec.trainer.gpus_per_rank > 0
+        ds.join_process_group(0, ranks=1, address="127.0.0.1", port=server.getsockname()[1], gpu=gpu, listener=server)
     return ds.start_engine(spec, str(folder))
 
 

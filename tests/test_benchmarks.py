@@ -26,7 +26,7 @@ SMALLEST = {
     "first_weights.py": "--repeats 1",
     "gateway.py": "--requests 64 --concurrent 8",
     "gateway_attacks.py": "--mb 1 --at-once 2",
-    "gpu_report": "--device cpu --only numerics",
+    "gpu_report": "--device cpu --only numerics repeats",
     "joined_outputs.py": "--requests 8 --repeats 1",
     "journal.py": "--rollouts 256 --tokens 50",
     "journal.py --inspect": "--rollouts 2000",

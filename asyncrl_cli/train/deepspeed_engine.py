@@ -13,6 +13,7 @@ import torch
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
+from asyncrl_cli.train.model import repeatable_attention
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.flash_attention import check_attention
 from asyncrl_cli.train.model.image_models import model_class
@@ -46,6 +47,7 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
         # Micro-batches and gathered layers differ in size, and without this torch cannot join the gaps between them.
         # Engines must not have it, because vLLM's sleep mode uses another allocator.
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        environment |= repeatable_attention.ENVIRONMENT
     else:
         environment |= {
             "DS_ACCELERATOR": "cpu",
@@ -212,6 +214,8 @@ def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> An
     from transformers.integrations import HfDeepSpeedConfig
 
     check_attention(trainer.attention, torch.cuda.get_device_capability()[0] if trainer.gpus_per_rank else None)
+    if trainer.gpus_per_rank:
+        repeatable_attention.install()
     # from_pretrained shards the model only while this object exists.
     sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
     with streamed() if sharding is not None else nullcontext():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_report import environment, parts
-from gpu_report.numerics import numerics
+from gpu_report.numerics import numerics, repeats
 from gpu_report.page import page
 from gpu_report.runs import Bench
 
@@ -30,6 +30,7 @@ PARTS: dict[str, Part] = {
     "environment": environment.versions_and_devices,
     "doctor": environment.doctor,
     "numerics": numerics,
+    "repeats": repeats,
     "quickstart": parts.quickstart,
     "exactness": parts.exactness,
     "publish": parts.publish,

@@ -1,4 +1,4 @@
-"""The exactness of this device's float32 products, bfloat16 models, and output head."""
+"""The exactness of this device's float32 products and bfloat16 models, repeated passes, and the output head."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import EXACT_PRODUCTS
 from asyncrl_cli.sizing.config import COPIES
+from asyncrl_cli.spec.sections import is_flash
 from gpu_report.runs import Bench
 
 LAYERS = {"cuda": 16, "cpu": 2}
@@ -21,6 +22,9 @@ LARGEST_LOGIT = 40.0
 HEAD = {"cuda": (4096, 2560), "cpu": (16, 64)}
 """Positions and width; the vocabulary is Qwen3's."""
 VOCABULARY = 151_936
+ROWS = {"cuda": (8, 600, 100), "cpu": (2, 20, 10)}
+"""Rows of a repeated pass, their common prefix, and their own tokens."""
+PASSES = 5
 EXACT = 1e-5
 """The largest error of a float32 product, relative to its largest number. With TF32 it is about 3e-4."""
 
@@ -29,7 +33,11 @@ def numerics(bench: Bench) -> dict[str, Any]:
     """Products in float32, `check_policy` on two large bfloat16 models with random weights, and the head's speed."""
     models = ("Qwen--Qwen3-4B", "Qwen--Qwen3-30B-A3B")
     found = {f"policy check, {name.partition('--')[2]}": policy_gaps(bench.device, name) for name in models}
-    return {"float32 products, relative error": products(bench.device), **found, "head": head(bench.device)}
+    return {
+        "float32 products, relative error": products(bench.device),
+        **found,
+        "head": head(bench.device),
+    }
 
 
 def products(device: str) -> dict[str, Any]:
@@ -83,6 +91,78 @@ def policy_gaps(device: str, name: str) -> dict[str, Any]:
     for how, packing in (("padded", False), ("packed", True)):
         policy = Policy(model, 1.0, packing)
         found[f"gap, {how}"], found["allowed"] = check_policy(policy, policy)
+    return found
+
+
+def repeats(bench: Bench) -> dict[str, Any]:
+    """Repeat a forward and backward pass by each kind of attention, alone and with shared prefixes.
+
+    Each has its seconds, and the largest difference of a log-prob with and without shared prefixes. An attention that
+    cannot be computed here has its error instead. Raises ``RuntimeError`` if equal passes have unequal gradients.
+    """
+    import torch
+
+    found: dict[str, Any] = {}
+    names = ("sdpa", "flex_attention", "flash_attention_4") if bench.device == "cuda" else ("sdpa",)
+    for attention in names:
+        for dtype in (torch.bfloat16,) if is_flash(attention) else (torch.float32, torch.bfloat16):
+            name = f"{attention}, {str(dtype).removeprefix('torch.')}"
+            try:
+                found |= {f"{name}{way}": figures for way, figures in _repeated(bench.device, attention, dtype).items()}
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    if any(isinstance(figures, dict) and figures["unequal passes"] for figures in found.values()):
+        raise RuntimeError(f"equal passes have unequal gradients: {found}")
+    return found
+
+
+def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, Any]]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl_cli.sizing.activations import shortened
+    from asyncrl_cli.train.model import repeatable_attention
+    from asyncrl_cli.train.model.policy import Policy
+    from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
+
+    repeatable_attention.install()
+    os.environ |= repeatable_attention.ENVIRONMENT
+    rows, prefix, own = ROWS[device]
+    config = shortened(AutoConfig.from_pretrained(COPIES / "Qwen--Qwen3-0.6B"), 2)
+    if device == "cpu":
+        config.update({"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512})
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    policy = Policy(model, 1.0, packing=is_flash(attention))
+    ids = torch.randint(config.vocab_size, (rows, prefix + own), device=device)
+    ids[:, :prefix] = ids[0, :prefix].clone()
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for row in range(rows):  # rows of different lengths
+        mask[row, prefix : prefix + own - row * own // (2 * rows)] = True
+    ways: dict[str, dict[str, Any]] = {"": {}}
+    if not is_flash(attention):
+        tree = PrefixTree(tuple(range(rows)), (ids.shape[1] - 1,) * rows, (0,) + (prefix,) * (rows - 1))
+        ways[", shared prefix"] = {"trees": TreeLayout.of([tree], ids.shape[1], joined=False).to(device)}
+    found: dict[str, dict[str, Any]] = {}
+    first: Any = None
+    for way, given in ways.items():
+        gradients, seconds = [], []
+        for _ in range(PASSES):
+            model.zero_grad()
+            started = time.perf_counter()
+            logprobs = policy(ids, mask, **given)
+            logprobs.sum().backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            gradients.append([weight.grad.clone() for weight in model.parameters()])
+        first = logprobs.detach() if first is None else first
+        found[way] = {
+            "unequal passes": sum(not all(map(torch.equal, gradients[0], other)) for other in gradients[1:]),
+            "s": median(seconds[1:]),
+            "difference (nats)": float((logprobs.detach() - first).abs().max()),
+        }
     return found
 
 

@@ -10,6 +10,7 @@ TITLES = {
     "environment": "Environment",
     "doctor": "`asyncrl doctor`",
     "numerics": "Numerics and the output head",
+    "repeats": "Repeated passes",
     "quickstart": "Quickstart in bfloat16",
     "exactness": "Staleness 0 against `sync`, float32",
     "publish": "Publishing weights",

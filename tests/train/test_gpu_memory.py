@@ -40,9 +40,10 @@ def test_settings_in_use_are_not_advised() -> None:
     assert "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" in hint
 
 
-def test_ranks_on_gpus_alone_can_join_gaps_in_memory() -> None:
+def test_ranks_on_gpus_alone_join_gaps_in_memory_and_repeat_flash_attention() -> None:
     on_gpus = spec({"gpus_per_engine": 0.4, "dtype": "bfloat16"}, {"gpus_per_rank": 0.6})
     assert trainer_environment(on_gpus)["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert trainer_environment(on_gpus)["FLASH_ATTENTION_DETERMINISTIC"] == "1"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in trainer_environment(spec({}, {})) | engine_environment(on_gpus)
 
 
