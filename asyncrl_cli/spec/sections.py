@@ -227,8 +227,8 @@ class TrainerSpec(Section):
     ] = "sdpa"
     """How transformers computes attention. Flash attention needs bfloat16, a package and a GPU: `flash_attention_2`
     needs flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or Hopper,
-    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a GPU, and
-    is the fastest for rows that share long prefixes."""
+    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a GPU. It
+    compiles for half a minute at the start, and was then about as fast as `sdpa` or faster."""
     share_prefixes: bool | None = None
     """Compute a prefix that several rows share only once: a group's prompt, and the common part of a rollout's
     branches. Log-probs and gradients do not change. Default: on if the model and `attention` support it; flash
