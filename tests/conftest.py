@@ -28,6 +28,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A slow example on a busy machine is not a failure.
 settings.register_profile("asyncrl", deadline=None)
+settings.register_profile("rotate", deadline=None, max_examples=40)
 settings.load_profile("asyncrl")
 
 SESSION = "ASYNCRL_TEST_SESSION"
@@ -78,6 +79,7 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """Enable the garbage collector, and let torch use one thread in pytest's processes."""
+    gc.freeze()  # otherwise each full collection looks at all objects of all imported libraries
     gc.enable()
     if torch := sys.modules.get("torch"):
         # There are more processes than cores, so waiting threads would take more time than the work (decision 0041).
@@ -86,6 +88,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rotate", action="store_true", help="of the tests marked `rotating`, run only the commit's")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``--rotate``, try fewer examples in tests that do not set their number."""
+    if config.getoption("rotate"):
+        settings.load_profile("rotate")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

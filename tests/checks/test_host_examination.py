@@ -103,16 +103,17 @@ def cluster() -> Iterator[str]:
 
 @pytest.mark.stack
 def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
-    found = {finding.check: finding for finding in examine_cluster(cluster, None, tmp_path / "runs", 0)}
+    found = {finding.check: finding for finding in examine_cluster(cluster, None, tmp_path / "runs", 10_000 * GIB)}
     assert found["cluster"].found == f"3 nodes at {cluster}"
     # The finding about the token depends on this machine's environment, the finding about the speed on its load.
-    assert {name: one.status for name, one in found.items() if name not in ("token", "connections")} == dict.fromkeys(
-        ("cluster", "versions", "clocks", "host memory", "shared folder"), "ok"
-    )
+    assert {found[name].status for name in ("cluster", "versions", "clocks", "shared folder")} == {"ok"}
+    assert found.keys() - {"token"} == {
+        *("cluster", "versions", "clocks", "shared folder"),
+        "connections",
+        "host memory",
+    }
     assert found["connections"].found.startswith("6 of 6 pairs; ")
     assert list(tmp_path.iterdir()) == []
-    too_large = {one.check: one for one in examine_cluster(cluster, None, tmp_path, 10_000 * GIB)}["host memory"]
-    assert too_large.status == "failure" and too_large.found.count("GiB") == 3
 
 
 @pytest.mark.stack

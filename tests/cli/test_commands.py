@@ -1,4 +1,4 @@
-"""The commands as a user starts them, in separate processes, until heavy work would start."""
+"""The commands until heavy work would start: most in this process, some in one of their own, as a user starts them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pkgutil
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -17,8 +18,11 @@ import numpy as np
 import pytest
 
 import asyncrl_cli.cli
+from asyncrl_cli.cli import running
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -26,6 +30,8 @@ from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
 from asyncrl_cli.runs.directory import MODEL, STATE, RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from tests.cli.conftest import Done
 
 pytestmark = pytest.mark.slow
 
@@ -53,32 +59,32 @@ COMMANDS = [
     "checkpoint",
     "validate-spec",
 ]
+Command = Callable[..., Done]
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 
 
-def asyncrl(
-    *arguments: object, cwd: Path, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    base = {key: value for key, value in os.environ.items() if key != "ASYNCRL_DEBUG"}
-    return subprocess.run(
+def process(*arguments: object, cwd: Path, environment: dict[str, str] | None = None) -> Done:
+    """Run a command line in a separate process."""
+    done = subprocess.run(
         [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)],
         cwd=cwd,
-        env=base | {"COLUMNS": "120"} | (environment or {}),
+        env=os.environ | {"ASYNCRL_DEBUG": "0"} | (environment or {}),
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
         stdin=subprocess.DEVNULL,
     )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
-def refused(done: subprocess.CompletedProcess[str], code: int) -> str:
+def refused(done: Done, code: int) -> str:
     """The diagnostic that a refused command prints."""
-    assert (done.returncode, done.stdout) == (code, ""), done
-    assert "Traceback" not in done.stderr
-    assert done.stderr.endswith("\n")
-    assert done.stderr.startswith("error: ")
-    return done.stderr.rstrip("\n")
+    assert (done.code, done.out) == (code, ""), done
+    assert "Traceback" not in done.err
+    assert done.err.endswith("\n")
+    assert done.err.startswith("error: ")
+    return done.err.rstrip("\n")
 
 
 def make_run(runs_dir: Path, run_id: str, started: str, **state: Any) -> RunDirectory:
@@ -93,41 +99,45 @@ def make_run(runs_dir: Path, run_id: str, started: str, **state: Any) -> RunDire
 # -- the help
 
 
-def test_help_lists_the_commands(tmp_path: Path) -> None:
-    done = asyncrl("--help", cwd=tmp_path)
-    assert done.returncode == 0
-    listed = [line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines() if line.strip()]
+def test_help_lists_the_commands(asyncrl: Command, tmp_path: Path) -> None:
+    done = asyncrl("--help")
+    assert done.code == 0
+    listed = [line.split()[0] for line in done.out.partition("Commands:")[2].splitlines() if line.strip()]
     assert sorted(listed) == sorted(COMMANDS)
-    assert asyncrl(cwd=tmp_path).stderr.strip() == done.stdout.strip(), "no command shows the help"
+    assert asyncrl().err.strip() == done.out.strip(), "no command shows the help"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, tmp_path: Path) -> None:
-    done = asyncrl(command, "-h", cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"Usage: asyncrl {command} ")
+def test_every_command_has_help(asyncrl: Command, command: str, tmp_path: Path) -> None:
+    done = asyncrl(command, "-h")
+    assert done.code == 0
+    assert done.out.startswith(f"Usage: asyncrl {command} ")
 
 
-def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
-    done = asyncrl("trian", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "No such command 'trian'" in done.stderr
+def test_an_unknown_command_is_refused(asyncrl: Command, tmp_path: Path) -> None:
+    done = asyncrl("trian")
+    assert done.code == 2
+    assert "No such command 'trian'" in done.err
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_command_modules_import_nothing_heavy(module: str) -> None:
-    script = f"import sys, {module}; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+def test_command_modules_import_nothing_heavy() -> None:
+    """One after the other in one process: the first module that imports a heavy one is named."""
+    script = f"""
+import importlib, sys
+for module in {MODULES!r}:
+    importlib.import_module(module)
+    assert not set({HEAVY!r}) & set(sys.modules), module
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 # -- runs
 
 
-def test_runs_without_a_run_prints_a_line(tmp_path: Path) -> None:
-    done = asyncrl("runs", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "no runs in runs yet\n", "")
-    assert asyncrl("runs", "--json", cwd=tmp_path).stdout == "[]\n"
+def test_runs_without_a_run_prints_a_line(asyncrl: Command, tmp_path: Path) -> None:
+    done = asyncrl("runs")
+    assert (done.code, done.out, done.err) == (0, "no runs in runs yet\n", "")
+    assert asyncrl("runs", "--json").out == "[]\n"
     assert not (tmp_path / "runs").exists()
 
 
@@ -155,10 +165,10 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_show_their_status(filled: Path) -> None:
-    done = asyncrl("runs", cwd=filled)
-    assert (done.returncode, done.stderr) == (0, "")
-    header, *lines = done.stdout.splitlines()
+def test_runs_show_their_status(asyncrl: Command, filled: Path) -> None:
+    done = asyncrl("runs")
+    assert (done.code, done.err) == (0, "")
+    header, *lines = done.out.splitlines()
     assert header.split() == ["run", "phase", "step", "engines", "greedy", "sampled", "took", "started", "settings"]
     reason = lines.pop(4)
     assert reason == "    no memory", "below the run that failed"
@@ -177,8 +187,9 @@ def test_runs_show_their_status(filled: Path) -> None:
     assert all(line[column - 1] == " " != line[column] for line in lines for column in columns), "columns line up"
 
 
-def test_runs_as_json(filled: Path) -> None:
-    rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs", cwd=Path("/")).stdout)
+def test_runs_as_json(asyncrl: Command, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs").out)
     assert [row["run"] for row in rows] == ["done", "killed", "stopped", "broken", "early", "driven", "damaged"]
     assert {key: rows[0][key] for key in ("phase", "step", "steps", "accuracy")} == {
         "phase": "finished",
@@ -191,43 +202,46 @@ def test_runs_as_json(filled: Path) -> None:
     assert (rows[0]["took_s"], rows[0]["settings"]) == (720, ["trainer.ranks=2", "seed=1"])
 
 
-def test_a_run_that_died_took_as_long_as_its_processes_wrote_logs(filled: Path) -> None:
+def test_a_run_that_died_took_as_long_as_its_processes_wrote_logs(
+    asyncrl: Command, filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
     early = RunDirectory(filled / "runs/early")
     started = datetime.fromisoformat(early.manifest["started"]).timestamp()
     (early.path / "logs").mkdir(exist_ok=True)
     (early.path / "logs/trainer-0.log").write_text("warm start: 12 of 480 updates\n")
     os.utime(early.path / "logs/trainer-0.log", (started + 90, started + 90))
     early.write_json(STATE, json.loads((early.path / STATE).read_text()) | {"updated": started + 1})
-    rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs", cwd=Path("/")).stdout)
+    rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs").out)
     assert {row["run"]: row["took_s"] for row in rows}["early"] == pytest.approx(90)
 
 
 # -- scale
 
 
-def test_scale_refuses_a_run_that_is_not_running_and_an_invalid_number(filled: Path) -> None:
-    done = asyncrl("scale", "stopped", "--engines", "2", cwd=filled)
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+def test_scale_refuses_a_run_that_is_not_running_and_an_invalid_number(asyncrl: Command, filled: Path) -> None:
+    done = asyncrl("scale", "stopped", "--engines", "2")
+    assert done.code == 1
+    assert done.err.splitlines() == [
         "error: the run is not running, its phase is interrupted",
         " --> stopped",
         "hint: set the number when you continue it: asyncrl resume stopped --set rollout.engines=2",
     ]
-    assert asyncrl("scale", "driven", "--engines", "0", cwd=filled).returncode == 2
-    assert asyncrl("scale", "driven", cwd=filled).returncode == 2
+    assert asyncrl("scale", "driven", "--engines", "0").code == 2
+    assert asyncrl("scale", "driven").code == 2
 
 
 # -- train, when it is refused
 
 
-def test_train_without_a_spec_file(tmp_path: Path) -> None:
-    assert refused(asyncrl("train", "missing.yaml", cwd=tmp_path), 2).endswith("check the path\n\n1 error")
+def test_train_without_a_spec_file(asyncrl: Command, tmp_path: Path) -> None:
+    assert refused(asyncrl("train", "missing.yaml"), 2).endswith("check the path\n\n1 error")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_with_a_broken_spec(tmp_path: Path) -> None:
+def test_train_with_a_broken_spec(asyncrl: Command, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC + "seeds: 1\n")
-    shown = refused(asyncrl("train", "spec.yaml", cwd=tmp_path), 2)
+    shown = refused(asyncrl("train", "spec.yaml"), 2)
     assert shown == "error: seeds: unknown key\n --> spec.yaml:4:1\nhint: did you mean `seed`?\n\n1 error"
 
 
@@ -249,7 +263,7 @@ def test_a_missing_task_is_refused_before_anything_starts(tmp_path: Path) -> Non
     temporary.mkdir()
     token = secrets.token_hex(8)
     environment = {"ASYNCRL_TEST": token, "TMPDIR": str(temporary)}
-    shown = refused(asyncrl("train", "spec.yaml", cwd=tmp_path, environment=environment), 2)
+    shown = refused(process("train", "spec.yaml", cwd=tmp_path, environment=environment), 2)
     assert f"no module 'no_such_module' in {tmp_path} or on Python's path" in shown
     assert len(shown.splitlines()) == 3
     assert processes_with(f"ASYNCRL_TEST={token}") == []
@@ -257,18 +271,18 @@ def test_a_missing_task_is_refused_before_anything_starts(tmp_path: Path) -> Non
     assert list(temporary.iterdir()) == []
 
 
-def test_a_runs_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_runs_folder_that_cannot_be_written(asyncrl: Command, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     (tmp_path / "file").symlink_to("gone")
-    shown = refused(asyncrl("train", "spec.yaml", "--set", "runs_dir=file/runs", cwd=tmp_path), 2)
+    shown = refused(asyncrl("train", "spec.yaml", "--set", "runs_dir=file/runs"), 2)
     assert "\n --> runs_dir\nhint: " in shown
     assert str(tmp_path / "file") in shown
 
 
-def test_a_plan_reports_a_missing_run_before_missing_measurements(tmp_path: Path) -> None:
+def test_a_plan_reports_a_missing_run_before_missing_measurements(asyncrl: Command, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
-    assert "nothing is measured" in refused(asyncrl("plan", "spec.yaml", cwd=tmp_path), 2)
-    shown = refused(asyncrl("plan", "spec.yaml", "--compare", "nosuch", cwd=tmp_path), 1)
+    assert "nothing is measured" in refused(asyncrl("plan", "spec.yaml"), 2)
+    shown = refused(asyncrl("plan", "spec.yaml", "--compare", "nosuch"), 1)
     assert "nosuch" in shown and "nothing is measured" not in shown
 
 
@@ -277,9 +291,9 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     options = ("--set", "trainer.gpus_per_rank=1", "--dry-run", "--json")
-    done = asyncrl("train", "spec.yaml", *options, cwd=tmp_path, environment=hidden)
-    assert done.returncode == 2
-    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    done = process("train", "spec.yaml", *options, cwd=tmp_path, environment=hidden)
+    assert done.code == 2
+    found = {finding["check"]: finding for finding in json.loads(done.out)["findings"]}
     assert "needs 1 GPU (1 engine × 0 + 1 rank × 1), and this machine has no GPU" in found["devices"]["found"]
     assert found["task and data"]["found"].startswith(f"{tmp_path}/leaves.py:1: importing the task called sys.exit(3)")
     assert "model 'org/model'" in found["model files"]["found"] or "'org/model'" in found["model files"]["found"]
@@ -338,40 +352,39 @@ def save(run: RunDirectory, step: int) -> None:
     seal(checkpoint.folder)
 
 
-def test_resume_of_a_missing_run_is_refused(tmp_path: Path) -> None:
-    shown = refused(asyncrl("resume", "nothing", cwd=tmp_path), 2)
+def test_resume_of_a_missing_run_is_refused(asyncrl: Command, tmp_path: Path) -> None:
+    shown = refused(asyncrl("resume", "nothing"), 2)
     assert shown == "error: no run is called 'nothing'\n --> runs\nhint: list the runs: asyncrl runs"
-    shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
+    shown = refused(asyncrl("resume", "latest"), 2)
     assert shown == "error: there is no run yet\n --> runs\nhint: start one: asyncrl train SPEC"
 
 
-def test_resume_of_a_run_whose_journal_is_gone_or_damaged(tmp_path: Path) -> None:
+def test_resume_of_a_run_whose_journal_is_gone_or_damaged(asyncrl: Command, tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3)
     before = (run.path / FILE).read_bytes()
     (run.path / FILE).write_bytes(b"x" * len(before))
-    assert "--without-journal" in refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
+    assert "--without-journal" in refused(asyncrl("resume", "latest"), 2)
     (run.path / FILE).unlink()
-    assert "the run's journal is gone" in refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
+    assert "the run's journal is gone" in refused(asyncrl("resume", "latest"), 2)
 
 
-def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:
+def test_resume_of_a_run_that_is_driven(asyncrl: Command, tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3)
     run.lock()
-    shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
+    shown = refused(asyncrl("resume", "latest"), 2)
     assert shown.startswith(f"error: the run is being driven by pid {os.getpid()} on ")
 
 
-def test_resume_of_a_finished_run(tmp_path: Path) -> None:
+def test_resume_of_a_finished_run(asyncrl: Command, tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=10, phase="finished")
     (run.path / MODEL).mkdir()
     (run.path / MODEL / "config.json").write_text("{}")
-    shown = refused(asyncrl("resume", "run-1", cwd=tmp_path), 2)
+    shown = refused(asyncrl("resume", "run-1"), 2)
     assert shown.endswith("asyncrl resume run-1 --steps 20") and "10 steps" in shown
-    assert not run.is_driven, "the lock is given back"
-    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7"), 2)
     assert "asyncrl resume run-1 --steps 20" in shown
     run.update(phase="interrupted")
-    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "7"), 2)
     assert "10 steps" in shown and "\n --> run-1\n" in shown
     assert load_spec(run.path / "spec.yaml").spec.stop.steps == 10, "a rejected --steps changes nothing"
 
@@ -380,7 +393,7 @@ def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3)
     before = (run.path / "spec.yaml").read_bytes()
     changes = ("--set", "seed=7", "--set", "rollout.group_size=2", "--set", "evaluation.every=3")
-    shown = refused(asyncrl("resume", "run-1", *changes, "--steps", "20", cwd=tmp_path), 2)
+    shown = refused(process("resume", "run-1", *changes, "--steps", "20", cwd=tmp_path), 2)
     assert "rollout.group_size: cannot change for a recorded run: recorded groups have this size" in shown
     assert "seed: cannot change for a recorded run: " in shown
     assert "evaluation.every" not in shown, "this key may change"
@@ -388,81 +401,68 @@ def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
     assert not run.is_driven, "the lock is given back"
 
 
-def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_journal_that_is_older_than_the_checkpoint_is_refused(asyncrl: Command, tmp_path: Path) -> None:
     run = resumable(tmp_path / "runs", step=3, checkpoint=5)
     before = (run.path / "spec.yaml").read_bytes()
-    shown = refused(asyncrl("resume", "run-1", "--steps", "20", cwd=tmp_path), 2)
+    shown = refused(asyncrl("resume", "run-1", "--steps", "20"), 2)
     assert shown.startswith("error: the journal ends at step 3, but the newest checkpoint has step 5: ")
     assert f"\n --> runs/run-1/{FILE}\nhint: " in shown
     assert shown.endswith("asyncrl resume run-1 --without-journal")
     assert (run.path / "spec.yaml").read_bytes() == before
 
 
-RESUMED = """
-import sys
-from asyncrl_cli.cli import app, running
-from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.orchestrator.experiment import Experiment
-def drive(experiment, run, start, quiet):
-    spec = experiment.spec
-    print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))
-    raise SystemExit(7)
 class Checks:
-    def __init__(self, spec, search_path, takes_data):
-        self.spec = spec
-    def __enter__(self):
+    """The checks of a start, which find nothing."""
+
+    def __init__(self, spec: ExperimentSpec, *_: object, **named: object) -> None:
+        self._spec = spec
+
+    def __enter__(self) -> Checks:
         return self
-    def __exit__(self, *_):
-        pass
-    def experiment(self):
-        return Experiment(self.spec, None, [Prompt("a", "a")] * 100, [])
-running.start_checks = Checks
-running.drive = drive
-sys.argv[0] = "asyncrl"
-app.main()
-"""
-"""`asyncrl` until the run would start. It prints the resumed run's spec and start."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was started."""
+
+    def experiment(self) -> Experiment:
+        return Experiment(self._spec, None, [Prompt("a", "a")] * 100, [])  # type: ignore[arg-type]
 
 
-def resumed(runs_dir: Path, *arguments: str) -> str:
-    """The arguments of the driver's call."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            RESUMED,
-            *("resume", "run-1", "--accept-changed-data", "--runs-dir"),
-            str(runs_dir),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (7, "")
-    return done.stdout.removesuffix("\n")
+@pytest.fixture
+def resumed(asyncrl: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Resumes a run until it would start; gives the resumed run's spec and start."""
+
+    def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
+        spec, checkpoint = experiment.spec, start.checkpoint
+        print(spec.runs_dir, spec.stop.steps, start.kind, checkpoint and checkpoint.step, repr(start.note))
+        raise SystemExit(7)
+
+    def resume(runs_dir: Path, *arguments: str) -> str:
+        done = asyncrl("resume", "run-1", "--accept-changed-data", "--runs-dir", runs_dir, *arguments)
+        assert (done.code, done.err) == (7, "")
+        return done.out.removesuffix("\n")
+
+    monkeypatch.setattr(running, "start_checks", Checks)
+    monkeypatch.setattr(running, "drive", drive)
+    return resume
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "runs",
-        "a: b",
-        "a #b",
-        "${env:HOME}",
-    ],
+    ["runs", "a: b", "a #b", "${env:HOME}"],
 )
-def test_a_resumed_run_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_stays_in_its_folder(resumed: Callable[..., str], tmp_path: Path, name: str) -> None:
     run = resumable(tmp_path / name, step=3)
     assert resumed(tmp_path / name, "--steps", "20") == f"{tmp_path / name} 20 resume 3 'stop.steps=20'"
     assert load_spec(run.path / "spec.yaml").spec.stop.steps == 20
 
 
-def test_a_run_without_checkpoint_or_journal_starts_from_the_beginning(tmp_path: Path) -> None:
+def test_a_run_without_checkpoint_or_journal_starts_from_the_beginning(
+    resumed: Callable[..., str], tmp_path: Path
+) -> None:
     resumable(tmp_path)
     assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"
 
 
-def test_a_run_without_a_checkpoint_continues_from_its_journal(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_continues_from_its_journal(resumed: Callable[..., str], tmp_path: Path) -> None:
     record(resumable(tmp_path), 3)
     assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.init import Template, templates
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.orchestrator.experiment import Experiment
@@ -27,21 +25,11 @@ NAMES = [
 ]
 
 
-@pytest.fixture
-def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Run a command line in this process, in an empty folder; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+@pytest.fixture(autouse=True)
+def judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that the template `judge` refers to."""
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("JUDGE_API_KEY", "none")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def names_in(folder: Path) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
 from asyncrl_cli.records.groups import Outcome
@@ -39,21 +38,6 @@ PAGES = (
     ("staleness", "--what-if", "4"),
 )
 TEXT = "3+4 is 7,\nso: 7"
-
-
-@pytest.fixture
-def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Run a command line in this process; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 def character_ids(text: str) -> list[int]:
@@ -195,16 +179,19 @@ def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, 
 
 def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
     heavy = {"torch", "ray", "vllm", "deepspeed", "mlflow", "transformers"}
-    script = (
-        "import sys\nfrom asyncrl_cli.cli.app import main\n"
-        f"try:\n    main()\nfinally:\n    print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
-    )
-    for arguments in PAGES:
-        done = subprocess.run(
-            [sys.executable, "-c", script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert done.stderr == "[]\n"
-        assert done.stdout
+    script = f"""
+import sys
+from asyncrl_cli.cli.app import main
+for page in {PAGES!r}:
+    sys.argv[1:] = page
+    try:
+        main()
+    except SystemExit as ended:
+        print(page, ended.code, sorted({heavy!r} & set(sys.modules)), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [f"{page} 0 []" for page in PAGES]
+    assert done.stdout
 
 
 # -- inspect buffer

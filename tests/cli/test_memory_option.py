@@ -14,7 +14,11 @@ from asyncrl_cli.cli.app import app
 pytestmark = pytest.mark.slow  # models of real sizes
 
 ROOT = Path(__file__).parents[2]
-GPU_SPECS = ("qwen3-0.6b-1gpu", "qwen3-4b-8gpu", "qwen3-30b-a3b-4x8gpu")
+GPU_SPECS = (
+    "qwen3-0.6b-1gpu",
+    pytest.param("qwen3-4b-8gpu", marks=pytest.mark.rotating),
+    pytest.param("qwen3-30b-a3b-4x8gpu", marks=pytest.mark.rotating),
+)
 
 
 @pytest.fixture(autouse=True)

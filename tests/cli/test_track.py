@@ -1,11 +1,14 @@
-"""`asyncrl track` as a user calls it: without Ray, after the run."""
+"""`asyncrl track` after the run: once in a process of its own, without Ray, otherwise in this one."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,25 +16,35 @@ import pytest
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
+from tests.cli.conftest import Done
 from tests.journal.recorded_run import RecordedRun, settings
-from tests.monitors.mlflow_server import Server
 
 pytestmark = pytest.mark.slow
+
+Track = Callable[..., Done]
 
 RESULT = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 
 
-def track(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def process(*arguments: str, cwd: Path) -> Done:
+    """Run `asyncrl track` in a separate process."""
+    done = subprocess.run(
         [sys.executable, "-m", "asyncrl_cli.cli.app", "track", *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
         check=False,
         timeout=240,
-        env={key: value for key, value in os.environ.items() if key != "ASYNCRL_DEBUG"},
+        env=os.environ | {"ASYNCRL_DEBUG": "0"},
     )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def track(asyncrl: Callable[..., Done]) -> Callable[..., Done]:
+    """Run `asyncrl track` in this process."""
+    return partial(asyncrl, "track")
 
 
 @pytest.fixture
@@ -54,21 +67,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 @pytest.mark.stack
-def test_track_sends_the_missing_data_once(run: RunDirectory, tmp_path: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    first = track(cwd=tmp_path)
-    assert (first.returncode, first.stderr) == (0, "")
+def test_track_sends_the_missing_data_once(track: Track, run: RunDirectory, tmp_path: Path) -> None:
+    first = process(cwd=tmp_path)
+    assert (first.code, first.err) == (0, "")
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
-    assert first.stdout.splitlines() == [
+    assert first.out.splitlines() == [
         "sent     3 steps, 1 evaluation, the report",
         f"to       {uri}",
         f"MLflow   run {mlflow_run} in experiment asyncrl",
     ]
-    assert track(run.run_id[:-2], "--runs-dir", "runs", cwd=tmp_path).stdout.startswith(
-        "sent     0 steps, 0 evaluations\n"
-    )
+    assert track(run.run_id[:-2], "--runs-dir", "runs").out.startswith("sent     0 steps, 0 evaluations\n")
+    from mlflow.tracking import MlflowClient
+
     logged = MlflowClient(tracking_uri=uri).get_run(mlflow_run)
     assert logged.info.status == "FAILED"
     assert logged.data.metrics["loss"] == 0.5
@@ -76,7 +87,7 @@ def test_track_sends_the_missing_data_once(run: RunDirectory, tmp_path: Path) ->
 
 @pytest.mark.stack
 @pytest.mark.rotating
-def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Path) -> None:
+def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(track: Track, tmp_path: Path) -> None:
     """`asyncrl evaluate SPEC` sends to the store of the runs, although its folder is in `RUNS_DIR/evaluate`."""
     made = RunDirectory.create(tmp_path / "runs/evaluate", "mine")
     (tmp_path / "spec.yaml").write_text(SPEC)
@@ -84,69 +95,70 @@ def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Pat
     made.write_text("evaluations/step-000000-offline-greedy.jsonl", json.dumps(RESULT) + "\n")
     made.update(phase="finished")
     made.unlock()
-    sent = track(f"runs/evaluate/{made.run_id}", cwd=tmp_path)
-    assert (sent.returncode, sent.stderr) == (0, "")
-    assert sent.stdout.splitlines()[1] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
+    sent = track(f"runs/evaluate/{made.run_id}")
+    assert (sent.code, sent.err) == (0, "")
+    assert sent.out.splitlines()[1] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
     assert not (tmp_path / "runs/evaluate/mlflow.db").exists()
 
 
 @pytest.mark.stack
 @pytest.mark.rotating
-def test_a_finished_run_becomes_a_version_of_a_model_when_asked(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_finished_run_becomes_a_version_of_a_model_when_asked(
+    track: Track, run: RunDirectory, tmp_path: Path
+) -> None:
     from mlflow.tracking import MlflowClient
 
-    early = track("--register", "speller", cwd=tmp_path)
-    assert (early.returncode, early.stdout.splitlines()[-1]) == (0, "model    none: the run has not finished")
+    early = track("--register", "speller")
+    assert (early.code, early.out.splitlines()[-1]) == (0, "model    none: the run has not finished")
     run.update(phase="finished", reason="")
-    missing = track("--register", "speller", cwd=tmp_path)
-    assert (missing.returncode, missing.stdout) == (1, "")
-    assert missing.stderr.startswith("error: there is no final model to register; everything else is in MLflow\n")
-    assert "checkpoint export" in missing.stderr and "try again" not in missing.stderr
+    missing = track("--register", "speller")
+    assert (missing.code, missing.out) == (1, "")
+    assert missing.err.startswith("error: there is no final model to register; everything else is in MLflow\n")
+    assert "checkpoint export" in missing.err and "try again" not in missing.err
     (run.path / "model").mkdir()
     run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
-    done = track("--register", "speller", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "model    speller, version 1"
+    done = track("--register", "speller")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == "model    speller, version 1"
     [version] = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db").search_model_versions("name = 'speller'")
     assert version.tags == {"asyncrl_run": run.run_id, "asyncrl_step": "3"}
 
 
 @pytest.mark.stack
-def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    failed = track("--uri", server.uri, cwd=tmp_path)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr == (
-        f"error: MLflow did not accept everything: no answer from {server.uri}\n --> {run.run_id}\n"
+def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: RunDirectory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    failed = track("--uri", uri)
+    assert (failed.code, failed.out) == (1, "")
+    assert failed.err == (
+        f"error: MLflow did not accept everything: no answer from {uri}\n --> {run.run_id}\n"
         f"hint: everything is kept in the run's folder; try again later: asyncrl track {run.run_id}\n"
     )
     (run.path / FILE).unlink()
-    server.start()
-    try:
-        done = track("--uri", server.uri, cwd=tmp_path)
-    finally:
-        server.stop()
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("sent     3 steps, 1 evaluation\nreport   cannot be made: runs/")
+    done = track()
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("sent     3 steps, 1 evaluation\nreport   cannot be made: runs/")
 
 
-def test_a_run_that_is_driven_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_that_is_driven_is_refused(track: Track, run: RunDirectory, tmp_path: Path) -> None:
     run.lock()
-    refused = track(cwd=tmp_path)
-    assert refused.returncode == 1
-    assert f"being driven by pid {os.getpid()}" in refused.stderr
+    refused = track()
+    assert refused.code == 1
+    assert f"being driven by pid {os.getpid()}" in refused.err
     assert not (run.path / "mlflow.json").exists()
 
 
-def test_a_run_without_its_spec_is_refused_with_what_is_missing(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_without_its_spec_is_refused_with_what_is_missing(
+    track: Track, run: RunDirectory, tmp_path: Path
+) -> None:
     (run.path / "spec.yaml").unlink()
-    refused = track(cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("error: the run's folder has no spec.yaml")
-    assert "check the path" not in refused.stderr and "restore the file" in refused.stderr
+    refused = track()
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith("error: the run's folder has no spec.yaml")
+    assert "check the path" not in refused.err and "restore the file" in refused.err
 
 
-def test_track_without_a_run_is_refused(tmp_path: Path) -> None:
-    refused = track(cwd=tmp_path)
-    assert refused.returncode == 1
-    assert "there is no run yet" in refused.stderr
+def test_track_without_a_run_is_refused(track: Track, tmp_path: Path) -> None:
+    refused = track()
+    assert refused.code == 1
+    assert "there is no run yet" in refused.err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -55,12 +57,32 @@ for module, packages in packages_distributions().items():
 """Hides every package that `pip install asyncrl`, without extras, would not install."""
 
 
-def _asyncrl(installed: Path, folder: Path, *arguments: str, light: bool = False, code: int = 0) -> str:
-    program = LIGHT if light else ""
-    program += "from asyncrl_cli.cli.app import console_script as run; import asyncrl_cli, sys; "
-    program += f"assert asyncrl_cli.__file__.startswith({str(installed)!r}), asyncrl_cli.__file__; sys.exit(run())"
+ALL = """
+import contextlib, io, json, sys
+import asyncrl_cli
+from asyncrl_cli.cli.app import main
+
+installed, commands = json.load(sys.stdin)
+assert asyncrl_cli.__file__.startswith(installed), asyncrl_cli.__file__
+for command in commands:
+    sys.argv = ["asyncrl", *command]
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+    except SystemExit as ended:
+        print(json.dumps([ended.code, out.getvalue(), err.getvalue()]))
+"""
+"""Runs commands one after another; prints the exit code and the output of each."""
+
+
+def _asyncrl(
+    installed: Path, folder: Path, *commands: Sequence[str], light: bool = False
+) -> list[tuple[int, str, str]]:
+    """Run commands in one process; gives the exit code and the output of each."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", (LIGHT if light else "") + ALL],
+        input=json.dumps([str(installed), commands]),
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"},
         capture_output=True,
@@ -68,17 +90,21 @@ def _asyncrl(installed: Path, folder: Path, *arguments: str, light: bool = False
         timeout=120,
         check=False,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ended) == len(commands), done
+    return ended
 
 
 @pytest.mark.slow
 def test_a_template_is_copied_and_valid(installed: Path, tmp_path: Path) -> None:
-    listed = _asyncrl(installed, tmp_path, "init", "--list")
-    assert "reward-function" in listed and "kuberay" in listed
-    _asyncrl(installed, tmp_path, "init", "reward-function", "mine")
+    mine = "mine/spec.yaml"
+    commands = (("init", "--list"), ("init", "reward-function", "mine"), ("validate-spec", mine))
+    listed, made, valid = _asyncrl(installed, tmp_path, *commands)
+    assert [one[0] for one in (listed, made, valid)] == [0, 0, 0]
+    assert "reward-function" in listed[1] and "kuberay" in listed[1]
     assert (tmp_path / "mine/spec.schema.json").is_file()
-    assert "valid" in _asyncrl(installed, tmp_path, "validate-spec", "mine/spec.yaml")
+    assert "valid" in valid[1]
 
 
 def test_every_template_and_page_is_in_the_wheel(installed: Path) -> None:
@@ -112,29 +138,27 @@ LIGHT_COMMANDS: tuple[tuple[str, ...], ...] = (
 def test_the_light_installation_has_what_looking_and_planning_need(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _asyncrl(installed, tmp_path, "init", "reward-function", "mine", light=True)
+    started = (("init", "reward-function", "mine"), ("validate-spec", "mine/spec.yaml", "--resolved"))
+    made, resolved = _asyncrl(installed, tmp_path, *started, light=True)
+    assert (made[0], resolved[0]) == (0, 0), (made, resolved)
     run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"], steps=30, run_id="made")
-    resolved = _asyncrl(installed, tmp_path, "validate-spec", "mine/spec.yaml", "--resolved", light=True)
-    (run.path / "spec.yaml").write_text(resolved)
-    for command in LIGHT_COMMANDS:
-        _asyncrl(installed, tmp_path, *command, light=True)
+    (run.path / "spec.yaml").write_text(resolved[1])
+    ended = _asyncrl(installed, tmp_path, *LIGHT_COMMANDS, light=True)
+    assert [(command, err) for command, (code, _, err) in zip(LIGHT_COMMANDS, ended, strict=True) if code] == []
     assert run.run_id in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "package"),
-    [
-        (("train", "mine/spec.yaml"), "fastapi"),
-        (("track", *RUN), "mlflow"),
-        (("validate-spec", "mine/spec.yaml", "--memory"), "transformers"),
-    ],
-)
-def test_a_command_of_the_light_installation_names_the_extra_that_it_needs(
-    installed: Path, tmp_path: Path, command: tuple[str, ...], package: str
-) -> None:
-    _asyncrl(installed, tmp_path, "init", "reward-function", "mine")
+def test_a_command_of_the_light_installation_names_the_extra_that_it_needs(installed: Path, tmp_path: Path) -> None:
+    needs = {
+        "fastapi": ("train", "mine/spec.yaml"),
+        "mlflow": ("track", *RUN),
+        "transformers": ("validate-spec", "mine/spec.yaml", "--memory"),
+    }
     make_run(tmp_path / "runs", steps=3)
-    error = _asyncrl(installed, tmp_path, *command, light=True, code=2)
-    assert error.splitlines()[0].startswith(f"error: the package {package} is not installed: this is the light")
-    assert "-m pip install 'asyncrl[cpu]'" in error and "asyncrl[gpu]" in error
+    made, *refused = _asyncrl(installed, tmp_path, ("init", "reward-function", "mine"), *needs.values(), light=True)
+    assert made[0] == 0
+    for package, (code, _, error) in zip(needs, refused, strict=True):
+        assert code == 2
+        assert error.splitlines()[0].startswith(f"error: the package {package} is not installed: this is the light")
+        assert "-m pip install 'asyncrl[cpu]'" in error and "asyncrl[gpu]" in error

@@ -8,6 +8,7 @@ all answers; the next driver completes the run, and the whole journal is audited
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -127,6 +128,7 @@ def in_child(work: Callable[[], object]) -> int:
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    gc.disable()  # it would write to all objects of this process, and so copy its memory
     try:
         work()
     except BaseException:

@@ -69,11 +69,11 @@ def spec_of(tracking: Mapping[str, Any], **sections: Any) -> ExperimentSpec:
 class Logged:
     """The data that MLflow has received for the only run in the experiment."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, experiment_name: str = "tests") -> None:
         from mlflow.tracking import MlflowClient
 
         self.client = MlflowClient(tracking_uri=uri)
-        experiment = self.client.get_experiment_by_name("tests")
+        experiment = self.client.get_experiment_by_name(experiment_name)
         assert experiment is not None
         [self.run] = self.client.search_runs([experiment.experiment_id])
 

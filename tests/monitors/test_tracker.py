@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.monitors.base import Ending, RunInfo
+from asyncrl_cli.monitors.mlflow import tracker
 from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES
 from asyncrl_cli.monitors.mlflow.sender import PARAMETER_LENGTH, Sender, Target
 from asyncrl_cli.monitors.mlflow.tracker import TRACKING_S, Mlflow, Tracker
@@ -20,8 +21,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.inspect.made_runs import SITUATIONS, made_run
 
-from .mlflow_runs import Logged, do_steps, evaluate, local, sent, spec_of, started_run, tracking_at
-from .mlflow_server import Server
+from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, sent, spec_of, started_run, tracking_at
+from .mlflow_server import Server, Way
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.stack
@@ -123,45 +124,57 @@ def test_numbers_arrive_although_the_artifact_store_fails(run: RunDirectory, tmp
 # -- a server that is down
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "server.db").write_bytes(empty_store())
+    server = Server(folder)
+    server.start()
+    yield server
+    server.stop()
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    (tmp_path / "server").mkdir()
-    late = Server(tmp_path / "server")
-    yield late
-    late.stop()
+def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    """A server that is down at first, and a tracker that soon tries again."""
+    monkeypatch.setattr(tracker, "FIRST_WAIT_S", 0.1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    way = Way(running)
+    yield way
+    way.close()
 
 
 def sending(run: RunDirectory, target: Target) -> tuple[Tracker, Thread]:
     """A tracker as in the child process, in a thread."""
-    tracker = Tracker(run, target)
-    thread = Thread(target=tracker.send_until_done, daemon=True)
+    child = Tracker(run, target)
+    thread = Thread(target=child.send_until_done, daemon=True)
     thread.start()
-    return tracker, thread
+    return child, thread
 
 
 def send_to_the_end(run: RunDirectory, target: Target, ending: Ending) -> None:
-    tracker = Tracker(run, target)
-    tracker.end(ending)
-    tracker.send_until_done()
+    child = Tracker(run, target)
+    child.end(ending)
+    child.send_until_done()
 
 
-def until_failed(run: RunDirectory, server: Server) -> None:
+def until_failed(run: RunDirectory, server: Way) -> None:
     until(lambda: sent(run).get("problem") == f"no answer from {server.uri}", "an attempt to fail")
 
 
-def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: Server) -> None:
-    tracker, thread = sending(run, Target(server.uri, "tests"))
+def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: Way) -> None:
+    child, thread = sending(run, Target(server.uri, "tests"))
     do_steps(run, 1, 3)
-    tracker.more()
+    child.more()
     until_failed(run, server)
     server.start()
     until(lambda: sent(run)["step"] == 3 and not sent(run)["problem"], "the steps to be sent")
     server.stop()
     do_steps(run, 4, 6)
     evaluate(run, 6, 0.5)
-    tracker.more()
+    child.more()
     until_failed(run, server)
-    tracker.end(Ending("finished"))
+    child.end(Ending("finished"))
     server.start()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
@@ -201,18 +214,18 @@ ALL_KINDS = {
 
 
 @pytest.mark.rotating
-def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirectory, server: Server) -> None:
-    target = Target(server.uri, "tests", model="speller")
-    tracker, thread = sending(whole, target)
+def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirectory, server: Way) -> None:
+    target = Target(server.uri, "whole", model="speller")
+    child, thread = sending(whole, target)
     until_failed(whole, server)
-    tracker.end(Ending("finished"))
+    child.end(Ending("finished"))
     server.start()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
 
     (whole.path / FILE).unlink()  # as if killed before recording the sent data
     Sender(whole, target).send("FINISHED", whole.as_if(phase="finished"))
-    logged = Logged(server.uri)
+    logged = Logged(server.uri, "whole")
     assert logged.run.info.status == "FINISHED"
     assert logged.files() >= ALL_KINDS
     assert logged.history("loss") == losses(3)

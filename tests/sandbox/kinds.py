@@ -19,6 +19,8 @@ _SKIPS = {
     for kind, problem in _PROBLEMS.items()
 }
 KINDS = [pytest.param(kind, marks=skip) for kind, skip in _SKIPS.items()]
+GVISOR_ROTATES = [KINDS[0], pytest.param("gvisor", marks=[_SKIPS["gvisor"], pytest.mark.rotating])]
+"""For tests that run the same code with both kinds, except for the program that is started."""
 NEEDS_BUBBLEWRAP = _SKIPS["bubblewrap"]
 NEEDS_ROOT = pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user"

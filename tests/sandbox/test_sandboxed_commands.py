@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,11 @@ def left_since(before: set[int]) -> list[psutil.Process]:
             "python -c 'import multiprocessing as m; p = m.Pool(2); print(p.map(abs, [-1, 2])); p.terminate()'",
             "[1, 2]\n",
         ),
-        "pytest": ("echo 'def test(): assert 1' > test_a.py; pytest -q test_a.py | tail -1 | cut -c-8", "1 passed\n"),
+        "pytest": (
+            "echo 'def test(): assert 1' > test_a.py; PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 pytest -q test_a.py | tail -1 | "
+            "cut -c-8",
+            "1 passed\n",
+        ),
         "no standard input": ("cat; echo end", "end\n"),
         "a NUL": ("echo a\0b", "bash: embedded null byte\n"),
     }.values(),
@@ -367,17 +371,25 @@ LIMITS = {
 }
 
 
+@pytest.fixture(scope="module")
+def limited(opened: Opener) -> Iterator[BlockingSandbox]:
+    """A sandbox for all limits but memory: gVisor keeps memory for a while, and it would count for later commands."""
+    with opened(replace(SETTINGS, time_s=0.5)) as one:
+        yield one
+
+
 @pytest.mark.parametrize("name", LIMITS)
-def test_limits_stop_a_command(kind: Kind, opened: Opener, name: str) -> None:
+def test_limits_stop_a_command(kind: Kind, opened: Opener, limited: BlockingSandbox, name: str) -> None:
     command, limit = LIMITS[name]
-    settings = replace(SETTINGS, time_s=1.0) if limit == "time" else SETTINGS
-    with opened(settings) as sandbox:
-        result = sandbox.run(command)
+    with opened() if limit == "memory" else nullcontext(limited) as sandbox:
+        result = sandbox.run(command, time_s=None if limit == "time" else 30.0)
         assert (result.stopped, result.status) == (limit, None)
         if (kind, name) == ("gvisor", "sockets"):
             return  # gVisor itself had that memory, and keeps it for a while: the next command may be stopped, too
-        assert sandbox.run("rm -f file /tmp/file; echo it works on").output == "it works on\n"
-        assert sandbox.run("ls -d /proc/[0-9]* | wc -l").output <= "4\n"  # the supervisor and this line's processes
+        line = "rm -f file /tmp/file; echo it works on"
+        assert sandbox.run(line, time_s=30.0).output == "it works on\n"
+        processes = sandbox.run("ls -d /proc/[0-9]* | wc -l", time_s=30.0).output
+        assert processes <= "4\n"  # the supervisor and this line's processes
 
 
 def test_one_process_cannot_have_more_memory_than_all(kind: Kind, sandbox: BlockingSandbox) -> None:
@@ -416,9 +428,9 @@ assert os.getuid() == 65534
 async def main():
     reached = []
     async with open_sandbox(SETTINGS) as sandbox:
-        for name, attack in ATTACKS.items():
-            if output := (await sandbox.run(f"({attack}) 2>/dev/null")).output:
-                reached.append((name, output))
+        all_of_them = "; ".join(f"({attack}) 2>/dev/null" for attack in ATTACKS.values())
+        if output := (await sandbox.run(all_of_them)).output:
+            reached.append(output)
         await sandbox.write_file("a/b", b"x")
         await sandbox.run("kill -9 1; kill -9 -1; kill -INT 1")
         lines = ["cat a/b; pwd; whoami", LIMITS["a fork bomb"][0], LIMITS["disk"][0], "rm file; (sleep 9 &) ; echo end"]
@@ -521,8 +533,14 @@ print(stream.readline())
 
 
 def test_many_connections_at_a_time(connected: BlockingSandbox) -> None:
-    line = f'python -c "{ASK.format("$i")}" &'
-    assert connected.run(f"for i in $(seq 12); do {line} done; wait").output.count("/sessions/1/v1/x") == 12
+    script = f"""
+import concurrent.futures
+def ask(_):
+    {ASK.format("hello")}
+list(concurrent.futures.ThreadPoolExecutor(12).map(ask, range(12)))
+"""
+    connected.write_file("many.py", script.encode())
+    assert connected.run("python many.py").output.count("/sessions/1/v1/x") == 12
 
 
 def test_nothing_else_can_be_reached(connected: BlockingSandbox, gateway: Gateway, tmp_path: Path) -> None:
@@ -603,7 +621,7 @@ async def main(kind):
         print("began", flush=True)
     server = await asyncio.start_server(began, "127.0.0.1", 0)
     gateway = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    managers = [open_sandbox(SandboxSpec(kind=kind), gateway=gateway) for _ in range(3)]
+    managers = [open_sandbox(SandboxSpec(kind=kind), gateway=gateway) for _ in range(2)]
     opened = [await one.__aenter__() for one in managers]
     await asyncio.gather(*(one.run(LINE) for one in opened))
 
@@ -616,13 +634,13 @@ def test_nothing_is_left_when_the_worker_is_killed(kind: Kind, tmp_path: Path) -
     worker = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE)
     try:
         assert worker.stdout is not None
-        assert [worker.stdout.readline() for _ in range(3)] == [b"began\n"] * 3
+        assert [worker.stdout.readline() for _ in range(2)] == [b"began\n"] * 2
         children = psutil.Process(worker.pid).children(recursive=True)
     finally:
         worker.kill()
         worker.communicate()
     # bwrap, the supervisor, two commands; or bwrap twice, and at least three processes of gVisor.
-    assert len(children) >= 3 * 4
+    assert len(children) >= 2 * 4
     _, left = psutil.wait_procs(children, timeout=60)
     assert left == []
     assert list(tmp_path.iterdir()) == []

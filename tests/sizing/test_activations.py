@@ -49,10 +49,16 @@ def test_storages_count_as_long_as_they_live() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "settings"),
-    [("qwen3", SMALL), ("qwen3_moe", SMALL | EXPERTS), ("glm4_moe", SMALL | DENSE_FIRST)],
+    ("architecture", "settings", "recompute"),
+    [
+        ("qwen3", SMALL, False),
+        pytest.param("qwen3", SMALL, True, marks=pytest.mark.rotating),
+        pytest.param("qwen3_moe", SMALL | EXPERTS, False, marks=pytest.mark.rotating),
+        ("qwen3_moe", SMALL | EXPERTS, True),
+        ("glm4_moe", SMALL | DENSE_FIRST, False),
+        pytest.param("glm4_moe", SMALL | DENSE_FIRST, True, marks=pytest.mark.rotating),
+    ],
 )
-@pytest.mark.parametrize("recompute", [False, True])
 def test_two_short_models_give_the_memory_of_the_whole_model(architecture: str, settings: Any, recompute: bool) -> None:
     config = AutoConfig.for_model(architecture, num_hidden_layers=7, **settings)
     micro_batch = Pass(4, 64, 200, recompute, "float32", "sdpa")

@@ -360,7 +360,7 @@ names = st.sampled_from(sorted({name for path in keys() for name in path.split("
 documents = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12
 )
-relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def shape(section: str = "") -> st.SearchStrategy[dict[str, Any]]:

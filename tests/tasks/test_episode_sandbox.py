@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +28,7 @@ from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play, Played
-from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import GVISOR_ROTATES, KINDS, NEEDS_BUBBLEWRAP
 
 pytestmark = [
     pytest.mark.slow,
@@ -147,7 +148,7 @@ def play(folder: Path, access: ModelAccess, spec: dict[str, Any], timeout_s: flo
     ("use", "reward"),
     [("agent", 0.5), ("either", 0.75), ("Agent", 5.0), ("Place", 1.0), ("Shell", 1.0), ("OnlyJudge", 7.0)],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GVISOR_ROTATES)
 def test_a_parameter_sandbox_gets_it(folder: Path, access: ModelAccess, kind: Kind, use: str, reward: float) -> None:
     played = play(folder, access, {"use": f"sandboxed_tasks:{use}", "sandbox": {"kind": kind}})
     assert not isinstance(played.score, RewardFailure), played
@@ -265,12 +266,12 @@ def test_a_command_that_fails_inside_says_how(folder: Path, access: ModelAccess,
     assert complaint in str(played.score)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GVISOR_ROTATES)
 def test_an_episode_that_takes_too_long_leaves_nothing(folder: Path, access: ModelAccess, kind: Kind) -> None:
     spec = {"use": "command", "options": {"command": "sleep 600"}, "sandbox": {"time_s": 0.1, "kind": kind}}
-    played = play(folder, access, spec, timeout_s=2.0)
+    played = play(folder, access, spec, timeout_s=1.0)
     assert isinstance(played.score, RewardFailure)
-    assert "had not ended after 2 s" in str(played.score)
+    assert "had not ended after 1 s" in str(played.score)
     assert not played.stuck
     # Zombies that this process adopted do not count.
     left = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
@@ -295,7 +296,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GVISOR_ROTATES)
 @pytest.mark.parametrize("killed", ["the owner of the worker", "the worker"])
 def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Path, killed: str, kind: Kind) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), kind])
@@ -307,6 +308,7 @@ def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Pat
         while sum(program[:1] == [name] for program in programs.values()) < count:
             assert owner.poll() is None
             programs = living(owner.pid)
+            time.sleep(0.02)
         started = list(programs)
         worker = next(one for one, program in programs.items() if "asyncrl_cli.workers.child" in program)
         (owner if killed == "the owner of the worker" else worker).kill()

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.slow
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO: dict[str, Any] = {"command": sys.executable, "args": [SERVER]}
+RUNNING: dict[str, Any] = {"url": ""}
+"""The server of the fixture ``url``."""
 TASK = """
     from asyncrl_cli.tasks.tools import ToolTask
 
@@ -74,17 +77,28 @@ def url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    import textwrap
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spec")
+    (folder / "my_sums.py").write_text(textwrap.dedent(TASK))
+    return folder
 
-    (tmp_path / "my_sums.py").write_text(textwrap.dedent(TASK))
-    return tmp_path
+
+@pytest.fixture(scope="module")
+def local(folder: Path) -> Any:
+    """A task with a server's program."""
+    return loaded(folder, "my_sums:Sums", local=STDIO | {"env": {"GIVEN": "yes"}})
 
 
 def loaded(folder: Path, use: str = "exact", **servers: Any) -> Any:
     """A task with servers."""
     return load_task(TaskSpec.model_validate({"use": use, "tools": {"mcp": servers}}), folder, connect=True)
+
+
+@pytest.fixture(scope="module")
+def scored(folder: Path) -> Any:
+    """A task with a reward, as an episode with a server's program."""
+    return loaded(folder, "chain_sum", local=STDIO)
 
 
 def environment(task: Any) -> ToolEnvironment:
@@ -99,23 +113,23 @@ def called(task: Any, *replies: Sequence[tuple[str, str]]) -> tuple[list[str], A
     return [one["content"] for one in sent[-1]["messages"] if one["role"] == "tool"], result
 
 
-def test_tools_of_a_program_are_called_in_the_folder_of_the_spec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_of_a_program_are_called_in_the_folder_of_the_spec(
+    local: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NOT_GIVEN", "secret")
-    task = loaded(folder, "my_sums:Sums", local=STDIO | {"env": {"GIVEN": "yes"}})
-    names = [tool["function"]["name"] for tool in environment(task).tools]
+    names = [tool["function"]["name"] for tool in environment(local).tools]
     assert {"add_up", "add", "count"} <= set(names)
     calls = [("add", '{"a": 1, "b": 2}'), ("add_up", '{"numbers": [1, 2]}'), ("picture", ""), ("surroundings", "{}")]
-    texts, result = called(task, calls)
+    texts, result = called(local, calls)
     assert texts[:3] == ["3", "3", "a\ndot\n[image]"]
     assert texts[3].split()[:3] == [folder.name, "yes", "None"]
     assert result.reward == 1.0
     assert result.metrics == {"tool_calls": 4.0, "tool_errors": 0.0, "tool_images_hidden": 1.0}
 
 
-def test_images_of_a_tool_are_images_for_a_model_that_sees_them(folder: Path) -> None:
-    task = loaded(folder, "my_sums:Sums", local=STDIO)
+def test_images_of_a_tool_are_images_for_a_model_that_sees_them(local: Any) -> None:
     answers = [reply_with(None, ("picture", "{}"), ("broken_picture", "{}")), reply_with("3")]
-    result, sent = playing(environment(task), answers, max_images=1)
+    result, sent = playing(environment(local), answers, max_images=1)
     shown, broken = (one["content"] for one in sent[-1]["messages"] if one["role"] == "tool")
     text, image = shown
     assert text == {"type": "text", "text": "a\ndot"}
@@ -124,13 +138,10 @@ def test_images_of_a_tool_are_images_for_a_model_that_sees_them(folder: Path) ->
     assert result.metrics == {"tool_calls": 2.0, "tool_errors": 1.0}
 
 
-def test_each_episode_has_its_own_process_and_ends_it(folder: Path) -> None:
-    task = loaded(folder, "my_sums:Sums", local=STDIO)
-    twice = [("count", "{}")], [("count", "{}"), ("surroundings", "{}")]
-    first, _ = called(task, *twice)
-    second, _ = called(task, *twice)
-    assert first[:2] == second[:2] == ["1", "2"]
-    one, running = environment(task), []
+def test_each_episode_has_its_own_process_and_ends_it(local: Any) -> None:
+    first, _ = called(local, [("count", "{}")], [("count", "{}"), ("surroundings", "{}")])
+    assert first[:2] == ["1", "2"]
+    one, running = environment(local), []
 
     def close() -> None:
         running.append(programs())
@@ -138,7 +149,8 @@ def test_each_episode_has_its_own_process_and_ends_it(folder: Path) -> None:
         running.append(programs())
 
     vars(one)["close"] = close
-    playing(one, [reply_with(None, ("count", "{}")), reply_with("3")])
+    _, sent = playing(one, [reply_with(None, ("count", "{}")), reply_with("3")])
+    assert [message["content"] for message in sent[-1]["messages"] if message["role"] == "tool"] == ["1"]
     assert [len(found) for found in running] == [1, 0]
 
 
@@ -158,10 +170,11 @@ def test_tools_of_a_url_are_called_with_the_headers(folder: Path, url: str) -> N
     assert texts == ["Bearer abc", "3"]
 
 
-@pytest.mark.parametrize("kind", ["stdio", pytest.param("http", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("kind", ["http", pytest.param("stdio", marks=pytest.mark.rotating)])
 def test_errors_and_missing_answers_go_to_the_policy(folder: Path, url: str, kind: str) -> None:
-    server = STDIO if kind == "stdio" else {"url": url}
-    task = loaded(folder, "my_sums:Sums", one=server | {"timeout_s": 15})  # a program starts in seconds
+    server = {"url": url} if kind == "http" else STDIO
+    # The HTTP server runs already; a program starts in seconds.
+    task = loaded(folder, "my_sums:Sums", one=server | {"timeout_s": 3 if kind == "http" else 15})
     calls = [("add", '{"a": "x"}'), ("add", "not json"), ("add", "[1]"), ("slow", "{}"), ("add", '{"a": 1, "b": 2}')]
     texts, result = called(task, calls)
     assert [text.startswith("Error: ") for text in texts] == [True] * 4 + [False]
@@ -169,11 +182,10 @@ def test_errors_and_missing_answers_go_to_the_policy(folder: Path, url: str, kin
     assert result.metrics == {"tool_calls": 5.0, "tool_errors": 4.0}
 
 
-def test_a_lost_program_fails_the_episode_with_the_cause(folder: Path) -> None:
-    task = loaded(folder, "my_sums:Sums", local=STDIO)
+def test_a_lost_program_fails_the_episode_with_the_cause(local: Any) -> None:
     with pytest.raises(ServerLost, match="MCP server 'local' cannot be used: MCPError: Connection closed"):
-        called(task, [("end", "{}")])
-    assert called(task, [("count", "{}")])[0] == ["1"], "the next episode starts the program again"
+        called(local, [("end", "{}")])
+    assert called(local, [("count", "{}")])[0] == ["1"], "the next episode starts the program again"
 
 
 def test_a_lost_url_fails_the_episode_with_the_cause(folder: Path) -> None:
@@ -185,12 +197,11 @@ def test_a_lost_url_fails_the_episode_with_the_cause(folder: Path) -> None:
             called(task, [("count", "{}")])
 
 
-def test_an_episode_that_is_stopped_ends_its_program(folder: Path) -> None:
-    task = loaded(folder, local=STDIO)
+def test_an_episode_that_is_stopped_ends_its_program(scored: Any) -> None:
     pids: list[int] = []
 
     async def scene() -> Any:
-        player = EpisodePlayer(task, timeout_s=600)
+        player = EpisodePlayer(scored, timeout_s=600)
         arrived, go = asyncio.Event(), asyncio.Event()
 
         async def answer(request: web.Request) -> web.Response:
@@ -218,10 +229,9 @@ def test_an_episode_that_is_stopped_ends_its_program(folder: Path) -> None:
         os.kill(pids[0], 0)
 
 
-def test_a_task_with_a_reward_becomes_an_episode(folder: Path) -> None:
-    task = loaded(folder, "chain_sum", local=STDIO)
-    assert isinstance(task, AgentTask) and isinstance(task, PromptTask) and isinstance(task, DemonstrationTask)
-    assert task.reward(*(task.prompts("train", 1)[0], "#", True)) == 0.0
+def test_a_task_with_a_reward_becomes_an_episode(scored: Any, folder: Path) -> None:
+    assert isinstance(scored, AgentTask) and isinstance(scored, PromptTask) and isinstance(scored, DemonstrationTask)
+    assert scored.reward(*(scored.prompts("train", 1)[0], "#", True)) == 0.0
     plain = load_task(TaskSpec.model_validate({"use": "exact", "tools": {"mcp": {"local": STDIO}}}), folder)
     assert not isinstance(plain, AgentTask), "rewards are loaded without the servers"
 
@@ -245,26 +255,25 @@ def test_a_task_with_a_reward_becomes_an_episode(folder: Path) -> None:
             "'a' cannot be used: TimeoutError",
             "correct its command",
         ),
-        ("exact", {"a": STDIO, "b": STDIO}, "b", "the tool 'add' is also a tool of 'a'", "allowed_tools"),
-        ("exact", {"a": STDIO | {"allowed_tools": ["ad"]}}, "a.allowed_tools", "no tool 'ad'", "did you mean `add`"),
+        ("exact", {"a": RUNNING, "b": RUNNING}, "b", "the tool 'add' is also a tool of 'a'", "allowed_tools"),
+        ("exact", {"a": RUNNING | {"allowed_tools": ["ad"]}}, "a.allowed_tools", "no tool 'ad'", "did you mean `add`"),
         ("my_sums:agent", {"a": STDIO}, "", "plays its episodes itself", "ToolTask"),
         ("my_sums:ranked", {"a": STDIO}, "", "scores whole groups", "task with a reward"),
     ],
 )
 def test_servers_that_cannot_be_used_are_refused(
-    folder: Path, use: str, servers: dict[str, Any], location: str, says: str, hint: str
+    folder: Path, url: str, use: str, servers: dict[str, Any], location: str, says: str, hint: str
 ) -> None:
+    servers = {name: server | ({"url": url} if server.get("url") == "" else {}) for name, server in servers.items()}
     with pytest.raises(TaskError) as refused:
         loaded(folder, use, **servers)
     assert says in refused.value.message and hint in refused.value.hint
     assert refused.value.location == (f"task.tools.mcp.{location}" if location else "task.tools")
 
 
-def test_a_tool_of_the_task_with_the_name_of_a_servers_tool_is_refused(folder: Path) -> None:
-    (folder / "my_sums.py").write_text((folder / "my_sums.py").read_text().replace("add_up", "add"))
-    sys.modules.pop("my_sums", None)
-    task = loaded(folder, "my_sums:Sums", local=STDIO)
+def test_a_tool_of_the_task_with_the_name_of_a_servers_tool_is_refused(folder: Path, url: str) -> None:
+    (folder / "same_names.py").write_text(textwrap.dedent(TASK).replace("add_up", "add"))
+    task = loaded(folder, "same_names:Sums", remote={"url": url})
     with pytest.raises(TaskError, match="two tools are named 'add'"):
         environment(task)
-    assert loaded(folder, "my_sums:Sums", local=STDIO | {"allowed_tools": ["count"]}).environment(PROMPT)
-    sys.modules.pop("my_sums", None)
+    assert loaded(folder, "same_names:Sums", remote={"url": url, "allowed_tools": ["count"]}).environment(PROMPT)

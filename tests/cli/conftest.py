@@ -1,0 +1,41 @@
+"""Runs a command line in the tests' process. A test of the process itself starts one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.runs.directory import RunDirectory
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: object
+    out: str
+    err: str
+
+
+@pytest.fixture
+def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Done]:
+    """Run a command line in this process, in the test's folder. Locks end with the command, as with its process."""
+    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Done:
+        locked: list[RunDirectory] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["asyncrl", *map(str, arguments)])
+            patched.setattr(RunDirectory, "lock", lambda one, lock=RunDirectory.lock: (locked.append(one), lock(one)))
+            with pytest.raises(SystemExit) as ended:
+                main()
+        for one in locked:
+            one.unlock()
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
