@@ -300,8 +300,8 @@ def engines(folder: Path) -> Iterator[Result]:
     """
     from transformers import AutoConfig
 
-    from asyncrl_cli.sizing.engine import engine_parts
-    from asyncrl_cli.sizing.host import cpu_cache_bytes
+    from asyncrl_cli.rollout.engine_settings import kv_cache_bytes
+    from asyncrl_cli.sizing.engine import engine_parts, token_bytes
     from asyncrl_cli.sizing.model import size_model
 
     print("| engine | estimated MB | measured MB | off by |\n|-|-|-|-|")
@@ -311,7 +311,8 @@ def engines(folder: Path) -> Iterator[Result]:
         sized = size_model(spec, AutoConfig.from_pretrained(folder / name))
         # Without a publish there is no memory for the next version.
         parts = [part.bytes for part in engine_parts(spec, sized) if part.name != "next version"]
-        estimated, measured = sum(parts) + cpu_cache_bytes(spec, sized), engine_memory(spec, str(folder / name))
+        estimated = sum(parts) + kv_cache_bytes(spec, token_bytes(spec, sized))
+        measured = engine_memory(spec, str(folder / name))
         if not base:
             least, base = estimated, measured
             print(f"| {name} | | {measured / MB:,.0f} in all | |", flush=True)

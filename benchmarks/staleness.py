@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="bounds of staleness to run")
     parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=CORRECTIONS, help="presets to run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each setting")
-    parser.add_argument("--steps", type=int, default=140, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run")
     parser.add_argument("--plot", type=Path, help="write a plot there")
     arguments = parser.parse_args()
     bounds, seeds, steps = ((0, 4), 1, 40) if arguments.quick else (arguments.bounds, arguments.seeds, arguments.steps)

@@ -12,22 +12,20 @@ import platform
 import resource
 import shlex
 import shutil
-import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from asyncrl_cli import __version__
 from asyncrl_cli.checks import libraries
-from asyncrl_cli.checks.finding import Check, Finding, Result, Warned, findings_of
+from asyncrl_cli.checks.finding import Check, Finding, Result, Warned, findings_of, run_program
 from asyncrl_cli.checks.machine import (
     GIB,
     check_folder,
@@ -331,23 +329,3 @@ def try_library(program: str, gpu: bool, limit_s: float) -> str:
     if not answers:
         raise ConfigError(last, hint=hint)
     return f"{answers[-1]}, in {time.perf_counter() - started:.0f} s"
-
-
-def run_program(command: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
-    """Return a program's answers (none if it failed) and the last line of its error output.
-
-    It runs in its own session, which is killed afterwards, because libraries leave child processes behind.
-    """
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return [], f"no answer within {limit_s:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    answers = [line.removeprefix("ANSWER ") for line in out.splitlines() if line.startswith("ANSWER ")]
-    last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-    return answers if process.returncode == 0 else [], last

@@ -3,18 +3,18 @@
     python -m asyncrl_cli.checks.engine SPEC FOLDER PARENT
 
 FOLDER has the model's config and tokenizer. The process ends when the process with the id PARENT ends. The line with
-ANSWER is the result; a line with MISTAKE is a JSON list: message, location, hint.
+ANSWER is a JSON list: the result, or a mistake's message, location and hint.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from asyncrl_cli.checks.finding import run_program
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.rollout.engine_settings import engine_config, engine_environment
@@ -30,28 +30,16 @@ def check_engine(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]
     """Have vLLM check its settings. ``folder`` is for temporary files. Raises ``ConfigError`` for invalid settings."""
     spec_file = folder / "spec.yaml"
     spec_file.write_text(dump_spec(spec, references))
-    see_doctor = "`asyncrl doctor` shows whether vLLM can be imported here"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, str(spec_file), model_dir, str(os.getpid())],
-            capture_output=True,
-            text=True,
-            timeout=ENGINE_S,
-            env=os.environ | {"TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"vLLM gave no answer within {ENGINE_S:.0f} s", location="rollout", hint=see_doctor) from None
-    for line in done.stdout.splitlines():
-        kind, _, answer = line.partition(" ")
-        if kind == "ANSWER":
-            return answer
-        if kind == "MISTAKE":
-            message, location, hint = json.loads(answer)
-            raise ConfigError(message, location=location, hint=hint)
-    last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-    raise ConfigError(f"vLLM cannot check its settings: {last}", location="rollout", hint=see_doctor)
+    command = [sys.executable, "-m", __name__, str(spec_file), model_dir, str(os.getpid())]
+    answers, last = run_program(command, os.environ | {"TMPDIR": str(folder)}, ENGINE_S)
+    if not answers:
+        hint = "`asyncrl doctor` shows whether vLLM can be imported here"
+        raise ConfigError(f"vLLM cannot check its settings: {last}", location="rollout", hint=hint)
+    found, *mistake = json.loads(answers[-1])
+    if mistake:
+        location, hint = mistake
+        raise ConfigError(found, location=location, hint=hint)
+    return str(found)
 
 
 def main() -> None:
@@ -68,10 +56,11 @@ def main() -> None:
 
             ChatFormat(AutoTokenizer.from_pretrained(folder), *parsers)
     except ConfigError as error:
-        print("MISTAKE", json.dumps([error.message, error.location, error.hint]), flush=True)
+        answer = [error.message, error.location, error.hint]
     else:
         model = config.model_config
-        print("ANSWER", f"vLLM takes {', '.join(model.architectures)} in {model.dtype}", flush=True)
+        answer = [f"vLLM takes {', '.join(model.architectures)} in {model.dtype}"]
+    print("ANSWER", json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

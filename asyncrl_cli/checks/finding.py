@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -89,3 +93,29 @@ def joined(*results: Result) -> Result:
     text = "; ".join(filter(None, (one.found if isinstance(one, Warned) else one for one in results)))
     hints = [one.hint for one in results if isinstance(one, Warned)]
     return Warned(text, "; ".join(hints)) if hints else text
+
+
+def run_program(command: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
+    """Return a program's answers (none if it failed) and the last line of its error output.
+
+    It runs in its own session, which is killed afterwards, because libraries leave child processes behind.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return [], f"no answer within {limit_s:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    answers = [line.removeprefix("ANSWER ") for line in out.splitlines() if line.startswith("ANSWER ")]
+    last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    return answers if process.returncode == 0 else [], last

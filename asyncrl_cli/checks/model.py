@@ -199,14 +199,12 @@ def check_cache(spec: ExperimentSpec, config: Any) -> Result:
     config = config.get_text_config()
     if spec.rollout.gpus_per_engine:
         return "all memory that vLLM finds free on the GPU"
-    try:
-        per_token = cache_bytes_per_token(spec, config)
-    except AttributeError:  # a model without attention, such as mamba
+    if not (per_token := cache_bytes_per_token(spec, config)):
         found = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
         if spec.rollout.kv_cache_mb is None:
-            raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb") from None
+            raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb")
         return Warned(found, "try a short run first")
-    size = kv_cache_bytes(spec, config)
+    size = kv_cache_bytes(spec, per_token)
     tokens = size // per_token
     found = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
     if tokens < spec.model.max_length:

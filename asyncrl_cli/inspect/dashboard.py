@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.core.terminal import plain_text
-from asyncrl_cli.inspect.pages import number
+from asyncrl_cli.inspect.pages import duration, number
 from asyncrl_cli.journal.queries import Due
 from asyncrl_cli.records.groups import Counts
 
@@ -94,7 +94,7 @@ def panel(shown: Shown) -> RenderableType:
     table.add_column()
     table.add_row("now", line(shown.now))
     if shown.metrics:
-        left = "" if shown.remaining_s is None else f", {_clock(shown.remaining_s)} left"
+        left = "" if shown.remaining_s is None else f", {duration(shown.remaining_s)} left"
         table.add_row("step", line(f"{shown.step} of {shown.steps}, weight version {shown.version}{left}"))
         table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
         for name, value in _rows(shown):
@@ -156,9 +156,3 @@ def _buffer(shown: Shown) -> Iterator[tuple[str, str]]:
         )
     if more := shown.due[DUE_ROWS:]:
         yield "", f"and {sum(due.finished + due.running for due in more)} groups with later deadlines"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -50,16 +50,14 @@ def paragraph(text: str, indent: str = "") -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Format a length of time in its natural unit: ``4.1 s``, ``12 min``, ``3.5 h``, ``2.0 d``."""
+    """Format a length of time: ``4.1 s``, ``43 s``, ``5 min 9 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 2 * 86400:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} d"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
 
 
 def moment(at: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import WIDTH, Page, number, paragraph, table
+from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, less, limit_text, savings_text
@@ -247,7 +248,7 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome's facts for JSON."""
     return asdict(outcome) | {
         "staleness": {str(age): groups for age, groups in sorted(outcome.staleness.items())},
-        "mean_staleness": outcome.mean_staleness,
+        "mean_staleness": mean_age(outcome.staleness),
         "trainer_shares": {part: outcome.share(part) for part in outcome.trainer},
     }
 
@@ -263,7 +264,7 @@ def _trainer_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
 def _staleness(outcome: Outcome) -> str:
     total = outcome.staleness.total()
     shares = ", ".join(f"{age}: {groups / total:.0%}" for age, groups in sorted(outcome.staleness.items()))
-    return f"mean {outcome.mean_staleness:.2f} versions ({shares})"
+    return f"mean {mean_age(outcome.staleness):.2f} versions ({shares})"
 
 
 def _seconds(seconds: float) -> str:

@@ -15,7 +15,7 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, paragraph, table
 from asyncrl_cli.inspect.plan_page import outcome_document
 from asyncrl_cli.inspect.what_if import Reproduced
-from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, together
+from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, mean_age, together
 from asyncrl_cli.plan.prediction import bound_text, less, limit_text
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -130,10 +130,10 @@ def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
     def row(name: str, at: int, step_s: float, waits: float, mean: float, highest: int) -> tuple[str, ...]:
         return name, str(at), f"{step_s:,.3g} s", f"{waits:.0%}", f"{mean:.2f}", str(highest)
 
-    rows = [row("recorded", bound, observed.step_s, waited, observed.mean_staleness, max(observed.staleness))]
+    rows = [row("recorded", bound, observed.step_s, waited, mean_age(observed.staleness), max(observed.staleness))]
     for at, outcome in outcomes.items():
         waits = outcome.share("groups", "missing")
-        rows.append(row("simulated", at, outcome.step_s, waits, outcome.mean_staleness, max(outcome.staleness)))
+        rows.append(row("simulated", at, outcome.step_s, waits, mean_age(outcome.staleness), max(outcome.staleness)))
     header = ("what if", "bound", "step", "trainer waits", "mean staleness", "max")
     ratio = outcomes[max_staleness].step_s / found.outcome.step_s
     if predicted is not None:
@@ -157,7 +157,7 @@ def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
                 "max_staleness": bound,
                 "step_s": observed.step_s,
                 "waited_share": waited,
-                "mean_staleness": observed.mean_staleness,
+                "mean_staleness": mean_age(observed.staleness),
             },
             "simulated": [{"max_staleness": at} | outcome_document(outcome) for at, outcome in outcomes.items()],
             "reproduced": found.misfit is None,
@@ -177,14 +177,9 @@ def _staleness_document(step: StepStaleness) -> dict[str, Any]:
         "last_step": step.last + 1,
         "groups_by_staleness": dict(sorted(step.groups.items())),
         "tokens_by_staleness": dict(sorted(step.tokens.items())),
-        "groups_mean_staleness": mean_age(step.groups),
-        "tokens_mean_staleness": mean_age(step.tokens),
+        "groups_mean_staleness": mean_age(step.groups) if step.groups else None,
+        "tokens_mean_staleness": mean_age(step.tokens) if step.tokens else None,
         "rollouts": step.rollouts,
         "rollouts_crossed": step.crossed,
         "tokens_dropped": step.dropped,
     }
-
-
-def mean_age(counts: Counter[int]) -> float | None:
-    """Return the mean of counts by staleness, or None without counts."""
-    return sum(age * count for age, count in counts.items()) / counts.total() if counts.total() else None

@@ -182,6 +182,11 @@ def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStalenes
     return tuple(together(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
+def mean_age(counts: Counter[int]) -> float:
+    """Return the mean of counts by staleness; 0 without counts."""
+    return sum(age * count for age, count in counts.items()) / max(1, counts.total())
+
+
 def together(steps: tuple[StepStaleness, ...]) -> StepStaleness:
     return StepStaleness(
         first=steps[0].first,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.from_journal import Calibration, Observed
 from asyncrl_cli.plan.prediction import STEPS
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
@@ -41,7 +42,7 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
         ("trainer publishes", "share", outcome.share("publishing", "publish"), measured["publishing"]),
         ("trainer waits", "share", outcome.share("groups", "missing", "other"), measured["waiting"]),
         ("engines idle", "share", outcome.engines_idle, observed.engines_idle),
-        ("mean staleness", "versions", outcome.mean_staleness, observed.mean_staleness),
+        ("mean staleness", "versions", mean_age(outcome.staleness), mean_age(observed.staleness)),
     ]
     return tuple(
         Line(

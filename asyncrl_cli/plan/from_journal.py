@@ -52,11 +52,6 @@ class Observed:
     engines_idle: float | None
     staleness: Counter[int]
 
-    @property
-    def mean_staleness(self) -> float:
-        """In versions."""
-        return sum(age * number for age, number in self.staleness.items()) / max(1, self.staleness.total())
-
 
 @dataclass(frozen=True, slots=True)
 class Calibration:

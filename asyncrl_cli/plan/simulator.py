@@ -71,11 +71,6 @@ class Outcome:
     generated_tokens: float  # response tokens per second
     trained_tokens: float  # response tokens in batches per second
 
-    @property
-    def mean_staleness(self) -> float:
-        """In versions."""
-        return sum(age * number for age, number in self.staleness.items()) / max(1, self.staleness.total())
-
     def share(self, *parts: str) -> float:
         """Return these parts' share of the trainer's time."""
         total = sum(self.trainer.values())

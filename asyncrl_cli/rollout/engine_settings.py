@@ -74,18 +74,21 @@ def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
 
 
 def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
-    """2 (key and value) × layers × key-value heads × head size × bytes per number."""
-    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-    head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    """2 (key and value) × layers × key-value heads × head size × bytes per number; 0 without attention (mamba)."""
+    try:
+        heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
+        head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    except AttributeError:
+        return 0
     item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
     return 2 * int(hf_config.num_hidden_layers) * int(heads) * int(head_size) * item
 
 
-def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
-    """Bytes of a CPU engine's key-value cache, from the spec or from ``kv_cache_blocks``."""
+def kv_cache_bytes(spec: ExperimentSpec, per_token: int) -> int:
+    """Bytes of a CPU engine's key-value cache, from the spec or for ``kv_cache_blocks`` with ``per_token`` bytes."""
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
-    return kv_cache_blocks(spec) * BLOCK_SIZE * cache_bytes_per_token(spec, hf_config)
+    return kv_cache_blocks(spec) * BLOCK_SIZE * per_token
 
 
 def kv_cache_blocks(spec: ExperimentSpec) -> int:
@@ -137,11 +140,12 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         own_bytes = int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
         args |= gpu_args(spec, own_bytes)
     else:
+        per_token = cache_bytes_per_token(spec, AutoConfig.from_pretrained(model_dir).get_text_config())
         args |= {
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
             "block_size": BLOCK_SIZE,
-            "kv_cache_memory_bytes": kv_cache_bytes(spec, AutoConfig.from_pretrained(model_dir).get_text_config()),
+            "kv_cache_memory_bytes": kv_cache_bytes(spec, per_token),
             # vLLM's CPU sampler cannot split a seeded request over chunks of its prompt.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),

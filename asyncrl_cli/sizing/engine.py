@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens
+from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens, kv_cache_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, Part, some
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -86,9 +86,10 @@ def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache 
     return _cache(spec, left, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
 
 
-def cpu_cache(spec: ExperimentSpec, model: SizedModel, nbytes: int) -> Cache | None:
-    """Return a CPU engine's cache of ``nbytes``."""
-    return None if model.cache_numbers is None else _cache(spec, nbytes, token_bytes(spec, model))
+def cpu_cache(spec: ExperimentSpec, model: SizedModel) -> Cache | None:
+    """Return a CPU engine's cache, or None if the model's config does not give a token's size."""
+    per_token = token_bytes(spec, model)
+    return _cache(spec, kv_cache_bytes(spec, per_token), per_token) if per_token else None
 
 
 def token_bytes(spec: ExperimentSpec, model: SizedModel) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache, gpu_share
-from asyncrl_cli.sizing.host import JOURNAL_BYTES, cpu_cache_bytes, host_kinds, host_parts, step_tokens
+from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_parts, step_tokens
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Part, Role
 from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_parts, rank_parts
@@ -45,7 +45,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         if cache is not None:
             engine = (*engine, Part("key-value cache", max(0, cache.bytes), f"{max(0, cache.tokens):,} tokens"))
     else:
-        cache = cpu_cache(spec, model, cpu_cache_bytes(spec, model))
+        cache = cpu_cache(spec, model)
     devices: list[Device] = []
     if trainer.gpus_per_rank:
         devices.append(_gpu_of_rank(spec, model, gpu_bytes))

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, kv_cache_blocks
+from asyncrl_cli.rollout.engine_settings import kv_cache_bytes
 from asyncrl_cli.sizing.engine import base_numbers, engine_parts, token_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
@@ -68,7 +68,7 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
     if kind.ranks and rank.host:
         parts.append(Part("offloaded", kind.ranks * sum(part.bytes for part in rank.host), "trainer.offload"))
     if kind.engines and not spec.rollout.gpus_per_engine:
-        cache = cpu_cache_bytes(spec, model)
+        cache = kv_cache_bytes(spec, token_bytes(spec, model))
         of_engine = sum(part.bytes for part in engine_parts(spec, model))
         number = counted(kind.engines, "engine")
         parts.append(Part("engines", kind.engines * of_engine, number))
@@ -95,13 +95,6 @@ def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     """Return the bytes of a weight version: just the adapters, or all weights with the adapters merged."""
     numbers = base_numbers(spec, model) if spec.model.published_adapter is None else model.trained
     return numbers * NUMBER_BYTES[spec.rollout.dtype]
-
-
-def cpu_cache_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Return the bytes of a CPU engine's key-value cache."""
-    if spec.rollout.kv_cache_mb is not None:
-        return spec.rollout.kv_cache_mb * 2**20
-    return kv_cache_blocks(spec) * BLOCK_SIZE * token_bytes(spec, model)
 
 
 def stored_bytes(spec: ExperimentSpec, routed: int = ROUTED_BYTES) -> int:

@@ -132,10 +132,6 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         )
         return activation_bytes(config, kinds, settings)
 
-    try:
-        cache: int | None = cache_bytes_per_token(spec, text) // NUMBER_BYTES[spec.rollout.dtype]
-    except AttributeError:  # a model without attention, such as mamba
-        cache = None
     heads: Any = getattr(text, "num_attention_heads", 1)
     kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
     chosen: Any = getattr(text, "num_experts_per_tok", None) or 0
@@ -155,7 +151,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
             sum(weight.numel() for name, weight in layer.named_parameters() if ".experts." in name) for layer in layers
         ),
         head=0 if head is embedded else head.numel(),
-        cache_numbers=cache,
+        cache_numbers=cache_bytes_per_token(spec, text) // NUMBER_BYTES[spec.rollout.dtype] or None,
         kv_heads=int(kv_heads),
         hidden=int(embedded.shape[1]),
         vocabulary=int(head.shape[0]),

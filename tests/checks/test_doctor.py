@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.checks import doctor
-from asyncrl_cli.checks.doctor import examine, run_program, try_library
-from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of
+from asyncrl_cli.checks.doctor import examine, try_library
+from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, run_program
 from asyncrl_cli.checks.libraries import PROGRAMS, small_spec
 from asyncrl_cli.checks.machine import GIB, REQUIRED
 from asyncrl_cli.cli.app import main

@@ -181,7 +181,7 @@ def test_runs_show_their_status(asyncrl: Command, filled: Path) -> None:
         ["driven", "running", "9/1000", "1/2", "-", "-"],
         ["damaged", "died", "0/0", "-", "-", "-"],
     ]
-    assert lines[0].endswith("  12 min  2026-01-01 00:00:00  trainer.ranks=2 seed=1"), "its settings distinguish it"
+    assert lines[0].endswith("  12 min 0 s  2026-01-01 00:00:00  trainer.ranks=2 seed=1"), "its settings distinguish it"
     assert lines[6].endswith("  -  2026-01-07 00:00:00")
     columns = [header.index(word) for word in ("phase", "started")]
     assert all(line[column - 1] == " " != line[column] for line in lines for column in columns), "columns line up"

@@ -544,15 +544,15 @@ def test_text_cannot_move_the_cursor() -> None:
 
 
 def test_numbers_are_shown_in_short_forms() -> None:
-    assert [duration(seconds) for seconds in (0, 9.94, 60, 119, 120, 7199, 7200, 200_000)] == [
+    assert [duration(seconds) for seconds in (0, 9.94, 9.95, 59.4, 309.4, 3599.5, 7500, 200_000)] == [
         "0.0 s",
         "9.9 s",
-        "60 s",
-        "119 s",
-        "2 min",
-        "120 min",
-        "2.0 h",
-        "2.3 d",
+        "10 s",
+        "59 s",
+        "5 min 9 s",
+        "1 h 0 min",
+        "2 h 5 min",
+        "2 d 7 h",
     ]
     assert [number(value) for value in (0.0, 1.0, 0.12345, -2.5, 12345.6, 12345.0, float("inf"))] == [
         "0",

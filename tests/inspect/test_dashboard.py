@@ -106,9 +106,9 @@ def test_before_the_first_step() -> None:
 
 def test_the_panel_shows_the_trainers_activity_and_the_remaining_time() -> None:
     text = "\n".join(lines(replace(SHOWN, trainer="trains step 6 for 2.0 s", remaining_s=3725.0)))
-    assert "busy 90%, trains step 6 for 2.0 s" in text and "weight version 5, 1:02:05 left" in text
+    assert "busy 90%, trains step 6 for 2.0 s" in text and "weight version 5, 1 h 2 min left" in text
     assert "loss" not in text and "log-prob gap" not in text, "their values are not known"
-    assert "weight version 5, 1:05 left" in "\n".join(lines(replace(SHOWN, remaining_s=65.4)))
+    assert "weight version 5, 1 min 5 s left" in "\n".join(lines(replace(SHOWN, remaining_s=65.4)))
 
 
 def test_the_last_faults_are_a_line_each_and_text() -> None:

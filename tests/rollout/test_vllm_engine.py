@@ -34,6 +34,10 @@ def spec(**rollout: Any) -> ExperimentSpec:
     )
 
 
+def cache_bytes(of: ExperimentSpec, hf_config: SimpleNamespace) -> int:
+    return kv_cache_bytes(of, cache_bytes_per_token(of, hf_config))
+
+
 def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**({"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64} | changes))
 
@@ -50,7 +54,7 @@ def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
     prompt: int, response: int, running: int, dtype: str, heads: int
 ) -> None:
     sizes = {"max_prompt_tokens": prompt, "max_response_tokens": response, "max_running_rollouts": running}
-    size = kv_cache_bytes(spec(**sizes, dtype=dtype), config(num_key_value_heads=heads, head_dim=8))
+    size = cache_bytes(spec(**sizes, dtype=dtype), config(num_key_value_heads=heads, head_dim=8))
     per_token = 2 * 3 * heads * 8 * {"float32": 4, "bfloat16": 2}[dtype]
     assert size % (BLOCK_SIZE * per_token) == 0
     tokens = size // per_token
@@ -63,16 +67,16 @@ def test_the_cache_holds_a_sequence_of_the_models_length() -> None:
     base = spec(max_running_rollouts=1)
     long = base.model_copy(update={"model": base.model.model_copy(update={"max_length": 100_000})})
     per_token = cache_bytes_per_token(long, config())
-    assert kv_cache_bytes(long, config()) >= 100_000 * per_token
+    assert kv_cache_bytes(long, per_token) >= 100_000 * per_token
 
 
 def test_the_cache_follows_the_models_shape() -> None:
-    base = kv_cache_bytes(spec(), config())
-    assert base == kv_cache_bytes(spec(), config(num_key_value_heads=None, head_dim=None))
-    assert base == kv_cache_bytes(spec(), config(head_dim=16, num_key_value_heads=4))
-    assert base == 4 * kv_cache_bytes(spec(), config(num_key_value_heads=1))
-    assert base == 2 * kv_cache_bytes(spec(dtype="bfloat16"), config())
-    assert kv_cache_bytes(spec(kv_cache_mb=3), config()) == 3 * 2**20
+    base = cache_bytes(spec(), config())
+    assert base == cache_bytes(spec(), config(num_key_value_heads=None, head_dim=None))
+    assert base == cache_bytes(spec(), config(head_dim=16, num_key_value_heads=4))
+    assert base == 4 * cache_bytes(spec(), config(num_key_value_heads=1))
+    assert base == 2 * cache_bytes(spec(dtype="bfloat16"), config())
+    assert cache_bytes(spec(kv_cache_mb=3), config()) == 3 * 2**20
 
 
 def test_the_environment_differs_between_cpu_and_gpu() -> None:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.inspect.pages import count_range, number
+from asyncrl_cli.inspect.pages import count_range, duration, number
 from asyncrl_cli.inspect.report.curves import mean
 from asyncrl_cli.inspect.report.evidence import Activity
 from asyncrl_cli.inspect.report.findings import leading_series, with_interval
@@ -64,15 +64,6 @@ def facts(
     }
 
 
-def clock(seconds: float) -> str:
-    """Format a length of time with two units: ``43 s``, ``5 min 9 s``, ``2 h 5 min``, ``3 d 4 h``."""
-    whole = round(seconds)
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {smaller}"
-    return f"{whole} s"
-
-
 def _run(run: RunDirectory, phase: str, past: History, spans: Sequence[StepSpan]) -> dict[str, str]:
     manifest = run.manifest
     try:
@@ -80,7 +71,7 @@ def _run(run: RunDirectory, phase: str, past: History, spans: Sequence[StepSpan]
     except ValueError:
         began = past.starts[0].at if past.starts else math.inf
     end = max([run.state.updated, *(span.reported_at for span in spans[-1:])])
-    wall = clock(end - began) if end > began else UNKNOWN
+    wall = duration(end - began) if end > began else UNKNOWN
     started = str(manifest.get("started", UNKNOWN)).replace("T", " ").replace("+00:00", " UTC")
     again = len([start for start in past.starts if start.process == "resume"])
     return {
@@ -88,7 +79,7 @@ def _run(run: RunDirectory, phase: str, past: History, spans: Sequence[StepSpan]
         "steps trained": f"{past.work.steps:,} of {past.progress.settings.total_steps:,}",
         "started": f"{started} on {manifest.get('host', UNKNOWN)}",
         "wall time": wall + (f", stops before {counted(again, 'resume')} included" if again else ""),
-        "of that, training steps": clock(past.work.seconds),
+        "of that, training steps": duration(past.work.seconds),
         "machine": f"{manifest.get('cpus', UNKNOWN)} CPU cores",
         "code": f"asyncrl {manifest.get('asyncrl', UNKNOWN)}, Python {manifest.get('python', UNKNOWN)}",
     }

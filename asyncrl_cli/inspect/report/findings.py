@@ -23,9 +23,8 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.evidence import FEW_STEPS
 from asyncrl_cli.inspect.resolved import value_at
-from asyncrl_cli.inspect.staleness_page import mean_age
 from asyncrl_cli.journal.events import Evaluation
-from asyncrl_cli.journal.staleness import Report, together
+from asyncrl_cli.journal.staleness import Report, mean_age, together
 from asyncrl_cli.plan.prediction import Prediction, advice
 
 Tone = Literal["good", "bad", "plain"]
@@ -74,7 +73,7 @@ def stale(report: Report, ended: bool) -> Answer:
         text = f"YES: the guarantee is violated ({rows}); the first: {first.what}."
     else:
         ages = together(report.steps).groups
-        mean = number(mean_age(ages) or 0.0)
+        mean = number(mean_age(ages))
         measured = f"their staleness was {mean} versions on average and {max(ages, default=0)} at most"
         if report.late:
             allowed = f"past the bound of {bound}, which on_stale: train allows"
