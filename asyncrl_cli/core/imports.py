@@ -73,7 +73,7 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
             if extra in STACK:
                 install = f"{shlex.quote(sys.executable)} -m pip install 'asyncrl[cpu]' --extra-index-url {TORCH_INDEX}"
                 return ConfigError(
-                    f"the package {name} is not installed: this is the light installation, without engines and trainer",
+                    f"this is the light installation, without engines and trainer (the package {name} is missing)",
                     hint=f"{install}, or 'asyncrl[gpu]'",
                 )
             package = f"asyncrl[{extra}]" if extra else f"{name}{version.strip()}"

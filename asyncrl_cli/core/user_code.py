@@ -34,9 +34,9 @@ class _TooLong(BaseException):
 def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
     """Run a block that executes user code. ``what`` describes it, such as "importing the task".
 
-    While it runs, ``notice`` gets its description and current line. Raises ``ConfigError`` if the block runs for more
-    than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are neither notices nor a limit,
-    because Python delivers signals only to the main thread.
+    While it runs, ``notice`` gets its description and the current line of the user's code. Raises ``ConfigError`` if
+    the block runs for more than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are neither
+    notices nor a limit, because Python delivers signals only to the main thread.
     """
     started = time.monotonic()
     next_notice_s = min(FIRST_NOTICE_S, limit_s or FIRST_NOTICE_S)
@@ -50,7 +50,8 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
         if waited_s >= next_notice_s:
             next_notice_s *= 2
             limit = f" of at most {limit_s:.0f} s" if limit_s is not None else ""
-            notice(f"{what} takes long: {waited_s:.0f} s{limit}, now at {_line(walk_stack(frame))}")
+            own = _own_line(walk_stack(frame))
+            notice(f"{what} takes long: {waited_s:.0f} s{limit}" + (f", now at {own}" if own else ""))
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
@@ -95,10 +96,9 @@ def _own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _is_own(file: str) -> bool:
-    """True if a file belongs neither to Python, nor to an installed package, nor to asyncrl."""
-    paths = sysconfig.get_paths()
-    others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], __file__.rpartition("/core/")[0])
-    return not file.startswith(others)
+    """True if a file belongs neither to Python, nor to an installed package or its commands, nor to asyncrl."""
+    others = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
+    return not file.startswith(("<", *others, __file__.rpartition("/core/")[0]))
 
 
 def raised_at(error: BaseException) -> str:

@@ -46,7 +46,7 @@ LOCK_PATIENCE_S = 20.0
 CHECKED_BYTES = 2**32
 """Journals up to this size are checked completely before a run continues with them."""
 
-SCHEMA = 2
+SCHEMA = 3
 """The schema's number, stored in the file as ``PRAGMA user_version``."""
 
 TABLES = """

@@ -55,7 +55,10 @@ class Experiment:
                 else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task", connect=True)
                 for name, chosen in spec.evaluation.sets.items()
             }
-        with user_code("opening the data", notice):  # without a limit: it may need a download
+        splits = (spec.data.train, spec.data.eval, *(chosen.data for chosen in spec.evaluation.sets.values()))
+        named = ", ".join(str(split.path) for split in splits if split is not None and split.path is not None)
+        # Without a limit, because it may need a download.
+        with user_code(f"opening the data {named}".rstrip(), notice):
             train_prompts = (
                 load_prompts("train", split_spec=spec.data.train, task=task, base=search_path) if training else ()
             )

@@ -74,7 +74,9 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
         parts.append(Part("engines", kind.engines * of_engine, number))
         parts.append(Part("key-value caches", kind.engines * cache, number))
     loading = _loading(spec, model, kind) if on_gpu else Part("loading", 0, "")
-    replica = Part("weights in shared memory", 2 * version_bytes(spec, model), "two versions, for engines to load")
+    share = 1.0 if kind.engines else kind.ranks / spec.trainer.ranks
+    stored = "two versions, for engines to load" if kind.engines else "two versions of its ranks' shards"
+    replica = Part("weights in shared memory", math.ceil(2 * share * version_bytes(spec, model)), stored)
     parts.append(max(replica, loading, key=lambda part: part.bytes))
     parts.append(Part("processes", _processes(spec, kind), "without weights"))
     parts.append(Part("object store", stored_bytes(spec, model.routed), "two batches of tokens"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sysconfig
 import threading
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest
         import_named("waiting:wait", tmp_path, "task.use", "name a task")(notices)
     assert notices[0].startswith("opening the data takes long: 0 s, now at ")
     assert f"{tmp_path}/waiting.py:" in notices[0]
+    launcher = compile("while len(notices) < 2: pass", f"{sysconfig.get_path('scripts')}/asyncrl", "exec")
+    with user_code("opening the data a.jsonl", notices.append):
+        exec(launcher, {"notices": notices})
+    assert f"now at {__file__}:" in notices[1], "the launcher of asyncrl is not the user's code"
 
 
 @pytest.mark.parametrize(("call", "shown"), [("sys.exit(3)", "sys.exit(3)"), ("sys.exit()", "sys.exit()")])

@@ -285,10 +285,14 @@ def test_hosts_follow_from_the_gpus_of_a_cluster() -> None:
     assert host_kinds(many) == (HostKind("host of trainer ranks", 2, 8, 0), HostKind("host of engines", 2, 0, 4))
 
 
-def test_a_host_keeps_two_versions_of_the_weights() -> None:
-    changed, found = sized(rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(4096)
-    parts = {part.name: part.bytes for part in host_parts(changed, found, HostKind("host", 1, 0, 4))}
-    assert parts["weights in shared memory"] == 2 * version_bytes(changed, found) == 4 * found.parameters
+def test_a_host_keeps_two_versions_of_the_weights_or_of_its_ranks_shards() -> None:
+    def kept(ranks: int, engines: int) -> int:
+        parts = host_parts(changed, found, HostKind("host", 1, ranks, engines))
+        return next(part.bytes for part in parts if part.name == "weights in shared memory")
+
+    changed, found = sized(trainer__ranks=4, rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(4096)
+    assert kept(0, 4) == kept(2, 1) == 2 * version_bytes(changed, found) == 4 * found.parameters
+    assert kept(2, 0) == 2 * found.parameters, "no engine loads there"
 
 
 @given(st.integers(1, 512), st.booleans())
