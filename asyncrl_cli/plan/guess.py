@@ -1,4 +1,4 @@
-"""Guesses costs from data sheets if nothing was measured. docs/planning.md has sources and errors.
+"""Guesses costs from data sheets if nothing was measured. docs/planning.md has their errors.
 
 Symbols: p GPUs of an engine, n sequences that it runs, N parameters that a token uses, W(n) parameters that a batch of
 n tokens reads. Rates are per GPU, in bf16 without sparsity. Pure.
