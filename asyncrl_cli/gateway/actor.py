@@ -1,4 +1,4 @@
-"""The gateway's Ray actor, and its messages to and from the driver: token ids, in bulk (decision 0022).
+"""The gateway's Ray actor, and its messages to and from the driver: token ids, in bulk (decision 0016).
 
 Network, rendering, tokenizing and sessions run here, apart from the driver. The actor has no state that the journal
 lacks: when it dies, episodes are played again from the tokens that it had reported.

@@ -34,7 +34,7 @@ class Bodies:
         self._limit = limit
         self._seconds = seconds
         self._room = asyncio.Semaphore(LARGE_AT_ONCE)
-        # Two threads: a large body delays only other large ones, and memory is bounded (decision 0022).
+        # Two threads: a large body delays only other large ones, and memory is bounded (decision 0016).
         self._threads = {large: ThreadPoolExecutor(1, thread_name_prefix="render") for large in (False, True)}
 
     @asynccontextmanager

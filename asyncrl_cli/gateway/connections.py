@@ -1,4 +1,4 @@
-"""Limits on client connections: deadlines, and a maximal number (decision 0022).
+"""Limits on client connections: deadlines, and a maximal number (decision 0016).
 
 uvicorn closes a connection only between two requests. Here a request's head has a deadline, and so does a client that
 does not read its answer. Above the maximal number, the connection that has been idle longest is closed.

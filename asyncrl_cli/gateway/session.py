@@ -435,7 +435,7 @@ class Session:
 
     def _refuse_flood(self, characters: int) -> None:
         """Refuse a text before it is rendered if its characters cannot fit the model: rendering megabytes would take
-        seconds and gigabytes of memory (decision 0022)."""
+        seconds and gigabytes of memory (decision 0016)."""
         if characters > max(self._limits.max_length * self._chat.longest_token, ALWAYS_RENDERED):
             raise self._too_long(f"{characters} characters")
 

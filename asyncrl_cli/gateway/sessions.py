@@ -1,6 +1,6 @@
 """The open sessions by the names in their URLs, and their keys.
 
-Each session's key is derived from the run's secret and the session's name, and opens no other session (decision 0022).
+Each session's key is derived from the run's secret and the session's name, and opens no other session (decision 0016).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Saves and prunes checkpoints during a run.
 
-Ranks copy their states between two steps, and write the copies with checksums while they train (decision 0011). The
+Ranks copy their states between two steps, and write the copies with checksums while they train (decision 0009). The
 driver's slow work runs on a thread: its event loop never waits for a disk, so generation continues.
 ``runs.checkpoints`` describes the format.
 """
@@ -82,7 +82,7 @@ class Checkpoints:
             (unfinished / RUN_FILE).write_text(json.dumps({**state, "trainer": asdict(self._layout)}) + "\n")
             seal(unfinished, check, written)
             check()
-            # Last, after every byte is synced: a folder with this name is a complete checkpoint (decision 0011).
+            # Last, after every byte is synced: a folder with this name is a complete checkpoint (decision 0009).
             rename(unfinished, final.folder)
 
         await _in_thread(complete)

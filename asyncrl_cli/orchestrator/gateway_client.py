@@ -1,4 +1,4 @@
-"""The driver's client of the gateway actor, which requests generations (decision 0022).
+"""The driver's client of the gateway actor, which requests generations (decision 0016).
 
 The driver always has one ``collect`` call pending at the actor, and sends its messages in ``tell`` calls, one at a time
 (``gateway/actor.py``). If the actor dies or does not answer, its generations are cancelled, its sessions end with

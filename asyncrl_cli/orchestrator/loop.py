@@ -188,7 +188,7 @@ class Orchestrator:
             self._reporter.status("waiting until the previous checkpoint is written")
         await self._saved()  # the hosts have memory for one copy
         self._reporter.status("saving a checkpoint")
-        # The journal first: a checkpoint must not hold a step that the journal lacks (decision 0011).
+        # The journal first: a checkpoint must not hold a step that the journal lacks (decision 0009).
         await self._steps.flush()
         state = {"step": step, **await self._buffer.fallback(step)}
 

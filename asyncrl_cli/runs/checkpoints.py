@@ -1,4 +1,4 @@
-"""Checkpoints on disk: their format, detection of damage, and retention (decision 0011).
+"""Checkpoints on disk: their format, detection of damage, and retention (decision 0009).
 
     checkpoints/step-000040/
       state/        DeepSpeed's shards, and each rank's random-number states
@@ -275,7 +275,7 @@ def keep_reasons(
 
 def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint."""
-    # Rename first: if this process dies halfway, the remains must not look like a checkpoint (decision 0011).
+    # Rename first: if this process dies halfway, the remains must not look like a checkpoint (decision 0009).
     doomed = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     rename(checkpoint.folder, doomed)

@@ -234,7 +234,7 @@ def _namespaces(as_first_process: bool) -> list[str]:
 
     As root, bwrap makes no user namespace, because the user inside would be root outside. Instead the command takes an
     unused id. The kernel does not signal a parent's end to a process with another user id, so such a command must
-    notice itself that bwrap or the worker has ended (decision 0071).
+    notice itself that bwrap or the worker has ended (decision 0021).
     """
     arguments = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL", *(["--as-pid-1"] if as_first_process else [])]

@@ -1,4 +1,4 @@
-"""gVisor inside a sandbox of bubblewrap (decision 0071): how it starts, and the port that leads to the gateway.
+"""gVisor inside a sandbox of bubblewrap (decision 0021): how it starts, and the port that leads to the gateway.
 
 bwrap makes the same view of the machine as without gVisor. In it, ``main`` takes an unused user id, makes the socket
 that leads to the worker, and becomes ``runsc run``. The container has this view as its root and the supervisor as its

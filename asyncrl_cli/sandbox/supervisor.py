@@ -2,7 +2,7 @@
 
 If bwrap or gVisor starts it as root, it takes an unused user id. It confines itself before it answers. It ends when the
 socket to the worker closes, which the kernel does however the worker ends; and the kernel ends all processes of a
-namespace with the first one (decision 0071).
+namespace with the first one (decision 0021).
 
 Invariant: between two commands no other process lives in the sandbox.
 """

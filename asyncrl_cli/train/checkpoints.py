@@ -3,7 +3,7 @@
 The same number of ranks load their own shards. Another number, with ZeRO 1, 2 or 3, loads DeepSpeed's universal
 checkpoint, which has full parameters and full Adam moments; each rank takes its part. Rank 0 makes it in a hidden
 folder next to the checkpoint, and removes it when all ranks have read it. With ZeRO 0 nothing is sharded, and every
-rank loads the same file (decision 0011).
+rank loads the same file (decision 0009).
 
 A rank copies its state into this host's memory and continues to train while a thread writes the copy.
 

@@ -167,7 +167,7 @@ class TrainerWorker:
         load_universal = any(source.is_universal for source in sources.values())
         if load_universal and self._rank == 0:
             # Before rank 0 joins: the other ranks wait for it in ``join_process_group`` and then read these files
-            # (decision 0011).
+            # (decision 0009).
             for source in sources.values():
                 checkpoints.to_universal(source)
         ds.join_process_group(

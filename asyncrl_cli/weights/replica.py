@@ -1,4 +1,4 @@
-"""The weights in one host's memory: at most two versions, one in use and one that arrives (decision 0002).
+"""The weights in one host's memory: at most two versions, one in use and one that arrives (decision 0038).
 
 The memory is anonymous (``memfd_create``), and other processes of the host open it as ``/proc/PID/fd/N``. So no name
 can be left behind, and the kernel frees the memory with the last process that maps it, even if that is killed. The two

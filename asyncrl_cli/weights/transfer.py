@@ -1,4 +1,4 @@
-"""Moves chunks between hosts with HTTP/1.1, from and into mapped memory (decision 0002).
+"""Moves chunks between hosts with HTTP/1.1, from and into mapped memory (decision 0038).
 
     GET /weights/VERSION                        a byte for each chunk: 1 if it is here
     GET /weights/VERSION/chunks/INDEX/DIGEST    the bytes of a chunk
