@@ -55,7 +55,8 @@ class Experiment:
                 else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task", connect=True)
                 for name, chosen in spec.evaluation.sets.items()
             }
-        splits = (spec.data.train, spec.data.eval, *(chosen.data for chosen in spec.evaluation.sets.values()))
+        sets_data = (chosen.data for chosen in spec.evaluation.sets.values())
+        splits = (spec.data.train if training else None, spec.data.eval, *sets_data)
         named = ", ".join(str(split.path) for split in splits if split is not None and split.path is not None)
         # Without a limit, because it may need a download.
         with user_code(f"opening the data {named}".rstrip(), notice):
