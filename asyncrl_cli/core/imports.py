@@ -73,7 +73,7 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
             if extra in STACK:
                 install = f"{shlex.quote(sys.executable)} -m pip install 'asyncrl[cpu]' --extra-index-url {TORCH_INDEX}"
                 return ConfigError(
-                    f"this is the light installation, without engines and trainer (the package {name} is missing)",
+                    f"asyncrl[cpu] or asyncrl[gpu] is not installed: engines and trainer need it (no package {name})",
                     hint=f"{install}, or 'asyncrl[gpu]'",
                 )
             package = f"asyncrl[{extra}]" if extra else f"{name}{version.strip()}"
