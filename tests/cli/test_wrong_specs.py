@@ -243,11 +243,11 @@ def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
 ) -> None:
     written = []
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], *_: object) -> tuple[list[str], str]:
         written.append(Path(command[3]).read_text())
-        return subprocess.CompletedProcess(command, 0, "ANSWER fine", "")
+        return ['["fine"]'], ""
 
-    monkeypatch.setattr(engine.subprocess, "run", run)
+    monkeypatch.setattr(engine, "run_program", run)
     monkeypatch.setenv("HOOK_OF_A_TEST", "https://example.com/sesame")
     loaded = load_spec("spec.yaml", ["notify.webhook=${env:HOOK_OF_A_TEST}"])
     with StartChecks(loaded.spec, Path(), print, thorough=True, references=loaded.references) as checks:
