@@ -14,6 +14,8 @@ import pytest
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.journal.step_timeline import engine_requests
 from asyncrl_cli.records.generation import EVALUATION
+from asyncrl_cli.spec.load import load_spec
+from tests.e2e.conftest import rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,28 @@ def probe_gaps(run: Path) -> dict[int, float]:
     after which it was published. The first version of the run is excluded."""
     with closing(open_for_reading(run / FILE)) as journal:
         return dict(journal.execute("SELECT step, gap FROM publishes WHERE version > 0 ORDER BY version").fetchall())
+
+
+def assert_staleness_is_bounded(run: Path) -> None:
+    """For a complete run: no group or token was older than its spec allows, the engines proved every version, nothing
+    was trained twice, and all work is accounted for."""
+    spec = load_spec(run / "spec.yaml").spec
+    pipeline, steps = spec.pipeline, spec.stop.total
+    metrics = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, steps + 1))
+    assert max(row["staleness/groups_max"] for row in metrics) <= pipeline.max_staleness
+    assert max(row["staleness/tokens_max"] for row in metrics) <= pipeline.max_staleness
+    assert metrics[-1]["buffer/groups_late"] == 0
+    if pipeline.partial_rollouts:
+        assert any(row["staleness/rollouts_crossed"] > 0 for row in metrics)
+    gaps = probe_gaps(run)
+    assert list(gaps) == list(range(pipeline.publish_every, steps + 1, pipeline.publish_every))
+    assert max(gaps.values()) < 1e-4
+    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in metrics if "engine/logprob_gap_max" in row)
+    uids = [uid for step in steps_of(run) for uid in step.uids]
+    assert len(set(uids)) == len(uids) == steps * pipeline.groups_per_step, "nothing is trained twice"
+    if pipeline.on_stale != "requeue":  # which cancels requests
+        assert_work_is_accounted_for(run)
 
 
 def assert_work_is_accounted_for(run: Path) -> None:

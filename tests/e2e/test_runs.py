@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.monitors.mlflow_runs import tracking_at
-
 from .conftest import BASE_SPEC, ROOT, Runs, rows
 from .faults.disturbed import DisturbedRun
 from .faults.moments import AIM_S
-from .journal import assert_work_is_accounted_for, probe_gaps, steps_of
+from .journal import assert_staleness_is_bounded, steps_of
+from .quickstart import assert_answers_as_the_engine_did
 
 pytestmark = pytest.mark.stack
 
@@ -87,6 +85,7 @@ def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
             {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
             {"zero_stage": 2},
             id="recompute_every_2",
+            marks=pytest.mark.rotating,
         ),
         pytest.param(
             {"mode": "sync", "partial_rollouts": True, "max_staleness": 1},
@@ -111,78 +110,22 @@ def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
 def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
     shared_runs: Runs, pipeline: dict[str, object], trainer: dict[str, object]
 ) -> None:
-    run = shared_runs.train(pipeline=pipeline, trainer=trainer, stop={"steps": 8})
-    metrics = rows(run, "metrics.jsonl")
-    assert [row["step"] for row in metrics] == list(range(1, 9))
-    assert max(row["staleness/groups_max"] for row in metrics) <= pipeline["max_staleness"]  # type: ignore[operator]
-    assert max(row["staleness/tokens_max"] for row in metrics) <= pipeline["max_staleness"]  # type: ignore[operator]
-    assert metrics[-1]["buffer/groups_late"] == 0
-    every = int(str(pipeline.get("publish_every", 1)))
-    if pipeline.get("partial_rollouts"):
-        assert any(row["staleness/rollouts_crossed"] > 0 for row in metrics)
-    gaps = probe_gaps(run)
-    assert list(gaps) == list(range(every, 9, every))
-    assert max(gaps.values()) < 1e-4
-    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in metrics if "engine/logprob_gap_max" in row)
-    uids = [uid for step in steps_of(run) for uid in step.uids]
-    assert len(set(uids)) == len(uids) == 8 * 8, "nothing is trained twice"
-    if pipeline.get("on_stale") != "requeue":  # which cancels requests
-        assert_work_is_accounted_for(run)
+    assert_staleness_is_bounded(shared_runs.train(pipeline=pipeline, trainer=trainer, stop={"steps": 8}))
 
 
 HALF = 30
 """Steps of the run with two ranks, whose spec has 60: it has learned by then."""
 
 
-@pytest.fixture(scope="module")
-def two_ranks(shared_runs: Runs) -> Path:
-    """A run of specs/zero3-two-ranks.yaml for the first half of its steps."""
+@pytest.mark.rotating
+def test_two_zero3_ranks_learn_and_the_final_model_answers_as_the_engine_did(shared_runs: Runs) -> None:
     spec = ROOT / "specs/zero3-two-ranks.yaml"
-    changes = (f"runs_dir={shared_runs.folder}", f"stop.steps={HALF}")
+    changes = (f"runs_dir={shared_runs.folder}", f"stop.steps={HALF}", "tracking.mlflow=false")
     ended = shared_runs.run("train", spec, *(word for change in changes for word in ("--set", change)))
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
     assert f"finished {HALF} steps" in ended.out
-    return shared_runs.newest()
-
-
-@pytest.mark.slow
-def test_two_zero3_ranks_learn(two_ranks: Path) -> None:
-    before, after = (
-        json.loads((two_ranks / f"evaluations/step-{step:06d}-greedy.jsonl").read_text().splitlines()[0])["accuracy"]
-        for step in (0, HALF)
-    )
+    run = shared_runs.newest()
+    before, after = (rows(run, f"evaluations/step-{step:06d}-greedy.jsonl")[0]["accuracy"] for step in (0, HALF))
     assert before < 0.3
     assert after > before + 0.3
-
-
-@pytest.mark.slow
-def test_the_final_model_loads_in_transformers_and_answers_as_the_engine_did(two_ranks: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(two_ranks / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(two_ranks / "model")
-    samples = rows(two_ranks, f"evaluations/step-{HALF:06d}-greedy.jsonl")[1:17]
-    for sample in samples:
-        ids = tokenizer(sample["prompt"], return_tensors="pt").input_ids
-        answer = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
-        assert tokenizer.decode(answer, skip_special_tokens=True) == sample["response"]
-
-
-@pytest.mark.slow
-def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{two_ranks.parent}/mlflow.db")
-    run_id = json.loads((two_ranks / "mlflow.json").read_text())["run_id"]
-    run = client.get_run(run_id)
-    assert run.info.status == "FINISHED"
-    assert run.data.params["trainer.ranks"] == "2"
-    assert len(client.get_metric_history(run_id, "reward/mean")) == HALF
-    assert run.data.metrics["eval/greedy_accuracy"] > 0
-    names = {artifact.path for artifact in client.list_artifacts(run_id)}
-    assert {"spec.yaml", "evaluations", "report.html"} <= names
-    assert client.get_metric_history(run_id, "system/cpu_utilization_percentage")
-    with tracking_at(f"sqlite:///{two_ranks.parent}/mlflow.db"):
-        table = client.load_table(run.info.experiment_id, f"evaluations/step-{HALF:06d}-greedy.json", [run_id])
-    assert len(table) == len(rows(two_ranks, f"evaluations/step-{HALF:06d}-greedy.jsonl")) - 1
+    assert_answers_as_the_engine_did(run)
