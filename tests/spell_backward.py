@@ -64,3 +64,11 @@ class SpellBackward:
             usable = word.isascii() and word.isalpha() and word != word[::-1]
             if usable and is_held_out(word) == (split == "eval"):
                 return word
+
+
+class AnyResponse(SpellBackward):
+    """Rewards that differ within a group also without a warm start."""
+
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
+        """Return one of five values between 0 and 1."""
+        return len(response) % 5 / 4

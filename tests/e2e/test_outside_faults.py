@@ -16,7 +16,7 @@ from tests.monitors.mlflow_server import Server
 
 from .conftest import Runs, rows, until
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 REWARD = """
     import os, re, time

@@ -12,15 +12,22 @@ from tests.e2e.conftest import Runs
 from tests.e2e.faults.disturbed import DisturbedRun
 
 Disturb = Callable[..., DisturbedRun]
+UNTRAINED: dict[str, Any] = {
+    "model": {"warm_start": None},
+    "task": {"use": "spell_backward:AnyResponse"},
+    "data": {"eval": {"size": 8}},
+}
+"""No warm start: responses have up to 40 random characters."""
 
 
 @pytest.fixture
 def disturb(shared_runs: Runs) -> Iterator[Disturb]:
-    """A function that starts a run of the base spec with some sections changed. Its driver ends with the test."""
+    """A function that starts a run of the base spec and ``UNTRAINED``, with some sections changed. Its driver ends with
+    the test."""
     started: list[DisturbedRun] = []
 
     def start(steps: int, **sections: Any) -> DisturbedRun:
-        spec = shared_runs.write_spec(stop={"steps": steps}, **sections)
+        spec = shared_runs.write_spec(**{"stop": {"steps": steps}} | UNTRAINED | sections)
         run = DisturbedRun(shared_runs, spec, steps, random.Random(0))
         started.append(run)
         run.start()

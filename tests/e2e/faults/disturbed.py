@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,22 @@ class DisturbedRun:
         (manifest,) = self.until(lambda: set(self.runs.folder.glob("*/manifest.json")) - known, "the run's folder")
         self._folder = manifest.parent
 
-    def resume(self) -> None:
+    def resume(self, *options: str) -> None:
         """Start a new driver."""
         self.resumes += 1
-        self._begin("resume", self.folder.name, "--runs-dir", self.runs.folder)
+        self._begin("resume", self.folder.name, "--runs-dir", self.runs.folder, *options)
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C. The driver must end, and say in one line how to resume the run."""
+        os.kill(self.pid, signal.SIGINT)
+        with suppress(Ended):
+            self.until(lambda: False, "the end")
+        printed = self.printed()
+        assert self.code == 130, printed
+        assert f"asyncrl resume {self.folder}" in printed
+        assert "Traceback" not in printed
+        assert RunDirectory(self.folder).state.phase == "interrupted"
+        self.evidence.take_snapshot(self.journal)
 
     def finish(self, resumes: int = 5) -> None:
         """Wait for its end. A driver that ends with an error is noted in ``stops``; at most ``resumes`` are started."""
@@ -168,7 +180,8 @@ class DisturbedRun:
         """The living processes of a part."""
         if part == "driver":
             return [self.pid] if self.code is None else []
-        return processes_of_part(self.mark, part) if self.mark else []
+        mark = self.mark
+        return processes_of_part(mark, part) if mark else []
 
     def until(self, condition: Callable[[], Any], what: str, poll_s: float = POLL_S) -> Any:
         """The first true answer. Raises ``Ended`` when the driver ends first, ``Hung`` when no step is trained."""
@@ -198,7 +211,7 @@ class DisturbedRun:
         """
         while True:
             try:
-                self._inject(part, moment, signal_number)
+                self.strike(part, moment, signal_number)
             except Ended:
                 if self.code == 0:
                     return False
@@ -206,13 +219,11 @@ class DisturbedRun:
                 self.resume()
                 continue
             if part == "driver":
-                self.await_cleanup()
                 self.resume()
-            else:
-                self.evidence.take_snapshot(self.journal)
             return True
 
-    def _inject(self, part: str, moment: str, signal_number: int) -> None:
+    def strike(self, part: str, moment: str, signal_number: int = signal.SIGKILL) -> None:
+        """Kill one process of a part at a moment. Raises ``Ended`` if the driver ends before it."""
         coming = MOMENTS[moment](self)
         next(coming)
         while True:
@@ -226,6 +237,10 @@ class DisturbedRun:
             except ProcessLookupError:
                 continue  # it has just ended by itself
             self.kills.append(Kill(part, moment, time.time(), step))
+            if part == "driver":
+                self.await_cleanup()
+            else:
+                self.evidence.take_snapshot(self.journal)
             return
 
     def await_cleanup(self) -> None:

@@ -1,16 +1,22 @@
-"""Parts of real runs are killed and suspended. The campaign (`make faults`) does the same for a longer time."""
+"""Parts of real runs are killed and suspended, drivers are killed and interrupted.
+
+The campaign (`make faults`) does the same for a longer time.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import Any
 
 import pytest
 
+from asyncrl_cli.runs.directory import RunDirectory
 from tests.e2e.conftest import Runs, leftover_files
 from tests.e2e.faults.campaign import LONG_WORDS
 from tests.e2e.faults.conftest import Disturb
-from tests.e2e.faults.verdict import differences, judge, replay_violations
+from tests.e2e.faults.disturbed import DisturbedRun
+from tests.e2e.faults.verdict import differences, judge, left_behind, replay_violations
 from tests.e2e.test_data import MIXTRAL
 
 pytestmark = pytest.mark.stack
@@ -24,29 +30,56 @@ CHANGED: dict[str, dict[str, Any]] = {
         "algorithm": {"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
     },
 }
-PARTS = ("trainer", "engine", "scorer", "host-agent")
+LOST = {"trainer": 2, "engine": 2, "scorer": 1, "host-agent": 1}
+"""How often the first test kills or suspends each part."""
 
 
-def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: Disturb, shared_runs: Runs) -> None:
+def lost(run: DisturbedRun) -> dict[str, int]:
+    return {part: run.ask(f"SELECT count(*) FROM failures WHERE kind = '{part}'") for part in LOST}
+
+
+def test_a_run_survives_the_loss_of_any_part_its_drivers_death_and_ctrl_c(disturb: Disturb, shared_runs: Runs) -> None:
     before = leftover_files()
     # Ten seconds: an engine may get no CPU for some seconds, because other runs use this machine.
-    run = disturb(100, rollout={"hang_seconds": 10.0}, checkpoints={"every": 10})
-    for fault in ("trainer publish", "agent publish", "core publish", "scorer commit"):
-        assert run.inject(*fault.split())
-    assert run.inject("core", "settled", signal.SIGSTOP)
+    run = disturb(1000, rollout={"hang_seconds": 10.0}, checkpoints={"every": 2})
+    for fault in ("agent publish", "scorer commit", "core publish", "trainer save", "trainer publish"):
+        run.strike(*fault.split())
+    run.strike("core", "soon", signal.SIGSTOP)  # while the trainer restarts
+    run.until(lambda: lost(run) == LOST, "the engine that hangs to be replaced")
+
+    run.strike("driver", "save")
+    assert left_behind(run, before) == []
+    listed = shared_runs.run("runs", "--runs-dir", shared_runs.folder, "--json")
+    assert {each["run"]: each["phase"] for each in json.loads(listed.out)}[run.folder.name] == "died"
+
+    run.resume()
+    trained = run.trained()
+    run.until(lambda: run.trained() >= trained + 3, "three more steps")
+    refused = shared_runs.run("resume", "latest", "--runs-dir", shared_runs.folder)
+    assert refused.code == 2, "it has a driver"
+    assert f"pid {run.pid}" in refused.err
+    run.interrupt()
+    assert left_behind(run, before) == []
+
+    run.steps = run.taken() + 3
+    run.resume("--steps", str(run.steps))
     run.finish()
-    assert run.resumes == 0
+    assert (run.stops, lost(run)) == ([], LOST), run.printed()
     assert judge(run, before).violations == ()
     assert replay_violations(shared_runs, run) == []
-    failures = {part: run.ask(f"SELECT count(*) FROM failures WHERE kind = '{part}'") for part in PARTS}
-    assert failures == {"trainer": 1, "engine": 2, "scorer": 1, "host-agent": 1}, run.printed()
+    state = RunDirectory(run.folder).state
+    assert (state.phase, state.step) == ("finished", run.steps)
+    refused = shared_runs.run("resume", run.folder.name[:-2], "--runs-dir", shared_runs.folder)
+    assert refused.code == 2
+    assert "--steps" in refused.err
 
 
+@pytest.mark.rotating
 def test_kills_while_checkpoints_are_written_leave_the_last_one(disturb: Disturb, shared_runs: Runs) -> None:
     """Two ranks of ZeRO 3 write in the background; replay trains the recorded batches to the published weights."""
     before = leftover_files()
     trainer = {"ranks": 2, "zero_stage": 3}
-    run = disturb(40, trainer=trainer, checkpoints={"every": 2, "keep_last": 2}, pipeline={"max_restarts": 10})
+    run = disturb(30, trainer=trainer, checkpoints={"every": 2, "keep_last": 2})
     for fault in ("trainer save", "driver save", "trainer save"):
         assert run.inject(*fault.split())
     run.finish()
@@ -55,6 +88,16 @@ def test_kills_while_checkpoints_are_written_leave_the_last_one(disturb: Disturb
     assert replay_violations(shared_runs, run) == []
     saved = run.ask("SELECT count(*) FROM checkpoints WHERE stall_s < seconds")
     assert saved >= 10, "checkpoints were completed after training had continued"
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("log", ["reaper.log", "trainer-0.log"])
+def test_ctrl_c_ends_a_run_that_starts(disturb: Disturb, log: str) -> None:
+    before = leftover_files()
+    run = disturb(300)
+    run.until((run.folder / "logs" / log).exists, log)
+    run.interrupt()
+    assert left_behind(run, before) == []
 
 
 @pytest.mark.nightly
