@@ -16,12 +16,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data
+from asyncrl_cli.tasks.ready.gym import ROWS
 
 
 class SpellBackward:
@@ -53,14 +54,17 @@ class SpellBackward:
         return f"{word}>", word[::-1] if right else word
 
     @cached_property
-    def _data(self) -> Any:
+    def _words(self) -> list[str]:
+        """Read from the package's file: an import of the package takes more than a second in every process."""
         shortest, longest = self._letters
-        return procedural_data("spell_backward", min_word_len=shortest, max_word_len=longest)
+        package = find_spec("reasoning_gym")
+        assert package is not None and package.origin is not None
+        words = Path(package.origin).with_name("data").joinpath("words3to10.txt").read_text().split()
+        return [word for word in words if word.isalnum() and shortest <= len(word) <= longest]
 
     def _draw(self, rng: random.Random, split: Split) -> str:
         while True:
-            entry: dict[str, Any] = self._data[rng.randrange(ROWS)]
-            word: str = entry["metadata"]["word"].lower()
+            word = random.Random(rng.randrange(ROWS)).choice(self._words).lower()
             usable = word.isascii() and word.isalpha() and word != word[::-1]
             if usable and is_held_out(word) == (split == "eval"):
                 return word
