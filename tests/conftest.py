@@ -38,6 +38,7 @@ GRACE_S = 30.0
 LIBRARIES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"torch/_inductor/compile_worker")
 """Library processes that end with the pytest process."""
 LONG = (
+    "e2e/faults/test_killed_parts.py",
     "e2e/test_quickstart.py",
     "e2e/test_runs.py",
     "e2e/gateway/test_episodes.py",
@@ -46,7 +47,6 @@ LONG = (
     "e2e/test_experiments.py",
     "e2e/faults/test_elastic_engines.py",
     "e2e/saved_model/test_saved_model.py",
-    "e2e/faults/test_killed_parts.py",
     "e2e/gateway/test_bugfix.py",
     "e2e/test_outside_faults.py",
     "e2e/test_data.py",
