@@ -24,11 +24,11 @@ def installed() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before, fills = ALL_ATTENTION_FUNCTIONS["sdpa"], torch.utils.deterministic.fill_uninitialized_memory
-    for _ in range(2):  # a reference or a critic installs it again
-        repeatable_attention.install()
+    repeatable_attention.install()
     yield
     ALL_ATTENTION_FUNCTIONS["sdpa"] = before
     torch.utils.deterministic.fill_uninitialized_memory = fills
+    repeatable_attention.install.cache_clear()
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,17 +73,20 @@ def test_mode_is_on_for_attention_alone(recomputes: bool, trained: Callable[[Pol
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_ranks_on_gpus_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_gpus_install_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    repeatable_attention.install.cache_clear()
     before = ALL_ATTENTION_FUNCTIONS["flex_attention"]
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", before)
     make("qwen3").model.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for gpus in (0, 1):
-        trainer = TrainerSpec(gpus_per_rank=gpus)
-        load_model(trainer, str(tmp_path))
-        assert (ALL_ATTENTION_FUNCTIONS["sdpa"] is before) == (gpus == 0)
+    functions = []
+    for gpus in (0, 1, 1):  # the last one: a critic
+        load_model(TrainerSpec(gpus_per_rank=gpus), str(tmp_path))
+        functions.append(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    assert functions[0] is before
+    assert functions[1] is functions[2] is not before
 
 
 def test_mode_is_off_after_a_failed_pass() -> None:

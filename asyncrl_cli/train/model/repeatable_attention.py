@@ -9,7 +9,7 @@ attention would ignore it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ ENVIRONMENT = {"FLASH_ATTENTION_DETERMINISTIC": "1"}
 """transformers passes it on to flash attention."""
 
 
+@cache
 def install() -> None:
-    """Make `sdpa` of all transformers models in this process repeatable."""
+    """Make `sdpa` of all transformers models in this process repeatable. Further calls do nothing: by then sequence
+    parallelism may have put its exchange around it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found: Attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if not (isinstance(found, partial) and found.func is attend):
-        # Otherwise the mode also fills every new tensor.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(attend, found)
+    # Otherwise the mode also fills every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(attend, ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def attend(
