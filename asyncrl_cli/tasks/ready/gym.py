@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.suggest import closest
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import Split
@@ -155,7 +156,8 @@ def data_set_names(task: str) -> list[str]:
 
 def _reasoning_gym(task: str) -> Any:
     try:  # here, because the import takes most of a second, and the package is an optional extra
-        return importlib.import_module("reasoning_gym")
+        with large_imports():
+            return importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise TaskError(
             f"the task {task} needs reasoning-gym: {error}", location="task.use", hint="pip install 'asyncrl[gym]'"
