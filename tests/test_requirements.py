@@ -89,6 +89,7 @@ def test_installer_refuses_an_unknown_device(tmp_path: Path) -> None:
     assert _install(tmp_path, "tpu")[0] == "error: there is no lock for the device tpu"
 
 
+@pytest.mark.rotating
 def test_installer_reports_that_pytorch_is_not_available(tmp_path: Path) -> None:
     done = _run_installer(tmp_path, "cpu", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE="/dev/null")
     *_, error, location, hint = done.stderr.splitlines()

@@ -109,7 +109,8 @@ class Crashes(RuleBasedStateMachine):
             group_size=group_size,
             reject_uniform=reject_uniform,
         )
-        self.folder = Path(tempfile.mkdtemp(prefix="crashes-"))
+        # In memory if possible: these crashes end a process, not the machine.
+        self.folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=next(Path("/dev").glob("shm"), None)))
         self.lives = 0
         self._open(self.folder / "0.db")
         self.known = Known(self.book.ledger.snapshot())
