@@ -75,7 +75,7 @@ def test_a_killed_host_takes_its_processes_along_and_comes_back_empty(two: tuple
     second.kill()
     assert not second.alive
     assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
-    assert not connects(first, second)
+    assert not connects(first, second, 1)
     second.boot()
     assert "No such file" in second.run("ls", "/tmp/mine", check=False)
     second.start(sys.executable, "-c", SERVER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -102,15 +101,12 @@ def loops() -> Iterator[asyncio.Runner]:
 
 
 def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBench:
-    from asyncrl_cli.rollout.engine_settings import engine_environment
-
     tokens = character_tokenizer(256, VISION_TOKENS[architecture])
     tokens.add_tokens(["\n" * count for count in (2, 3, 4)])  # vLLM's processor of Gemma 3 asks for them
     tokens.save_pretrained(folder / "tokenizer")
     init = {"architecture": architecture, "config": IMAGE_MODELS[architecture], "tokenizer": str(folder / "tokenizer")}
     model = {"init": init, "warm_start": None, "max_length": 256, "max_images": 2}
     spec = load_spec(Runs(folder).write_spec(model=model, rollout={"max_running_rollouts": 8})).spec
-    os.environ.update(engine_environment(spec))
 
     async def start() -> VisionBench:
         return VisionBench(spec, folder / "model")
@@ -119,7 +115,7 @@ def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBen
 
 
 @pytest.fixture(scope="module")
-def bench(loops: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionBench]:
+def bench(loops: asyncio.Runner, forked_cores: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionBench]:
     bench = started(loops, tmp_path_factory.mktemp("images"), "qwen2_5_vl")
     yield bench
     bench.engine.shutdown()
@@ -132,7 +128,7 @@ def test_image_rollouts_have_the_logprobs_of_transformers(bench: VisionBench, lo
 @pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ["qwen3_vl", "gemma3"])
 def test_image_rollouts_of_other_architectures_have_the_logprobs_of_transformers(
-    loops: asyncio.Runner, tmp_path: Path, architecture: str
+    loops: asyncio.Runner, forked_cores: None, tmp_path: Path, architecture: str
 ) -> None:
     bench = started(loops, tmp_path, architecture)
     try:

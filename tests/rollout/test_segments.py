@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ LIMIT_S = 120.0
 POLL_S = 0.005
 """Seconds between two looks at an engine: without a pause, they would take the CPU time that it needs."""
 TOKENS = 200
-LONG = 2000
+LONG = 800
 """Tokens of a rollout that must not be finished when the test acts on its engine: generating them takes seconds of CPU
 time, however loaded the machine is. With ``endless`` weights greedy rollouts have this length."""
 
@@ -49,33 +48,37 @@ def loops() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
-    return load_spec(
-        Runs(tmp_path_factory.mktemp("segments")).write_spec(model={"warm_start": None, "max_length": LONG + 64})
-    ).spec
+    settings = {"warm_start": None, "max_length": LONG + 64}
+    return load_spec(Runs(tmp_path_factory.mktemp("segments")).write_spec(model=settings)).spec
 
 
-@pytest.fixture(scope="module")
-def start(spec: ExperimentSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Bench]]:
-    """Starts an engine; all of them have the same models for the same versions."""
-    from asyncrl_cli.rollout.core_main import use_as_main
-    from asyncrl_cli.rollout.engine_settings import engine_environment
+@contextmanager
+def started(loops: asyncio.Runner, spec: ExperimentSpec, folder: Path) -> Iterator[Bench]:
+    """An engine; all of them have the same models for the same versions."""
 
-    os.environ.update(engine_environment(spec))
-    with pytest.MonkeyPatch.context() as patch:
-        main = sys.modules["__main__"]
-        patch.setattr(main, "__spec__", main.__spec__)
-        use_as_main()  # as in the engine's actor: the core joins its messages
-        yield lambda: Bench(spec, tmp_path_factory.mktemp("model"))
+    async def start() -> Bench:
+        return Bench(spec, folder)
 
-
-@pytest.fixture(scope="module")
-def bench(loops: asyncio.Runner, start: Callable[[], Bench]) -> Iterator[Bench]:
-    async def started() -> Bench:
-        return start()
-
-    bench = loops.run(started())
+    bench = loops.run(start())
     yield bench
     bench.engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bench(
+    loops: asyncio.Runner, spec: ExperimentSpec, forked_cores: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    with started(loops, spec, tmp_path_factory.mktemp("model")) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def other(
+    loops: asyncio.Runner, spec: ExperimentSpec, forked_cores: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """A second engine. The last test kills it."""
+    with started(loops, spec, tmp_path_factory.mktemp("other")) as bench:
+        yield bench
 
 
 @pytest.fixture
@@ -343,9 +346,9 @@ def test_an_engine_continues_when_the_memory_of_a_version_is_gone_before_the_pau
 @pytest.mark.parametrize(
     ("one", "joined"),
     [
-        (greedy("50-0"), True),
-        (replace(greedy("51-0"), streamed=True), False),
-        pytest.param(greedy("52-0", stop=("@@@@",)), False, marks=pytest.mark.rotating),
+        (greedy("50-0", tokens=TOKENS), True),
+        (replace(greedy("51-0", tokens=TOKENS), streamed=True), False),
+        pytest.param(greedy("52-0", stop=("@@@@",), tokens=TOKENS), False, marks=pytest.mark.rotating),
     ],
 )
 def test_tokens_that_are_not_read_yet_come_together(
@@ -365,8 +368,8 @@ def test_tokens_that_are_not_read_yet_come_together(
         return await bench.engine.generate(one)
 
     rollout = loops.run(generate())
-    assert sum(records) == len(rollout.ids) == LONG
-    assert (len(records) < LONG) == joined
+    assert sum(records) == len(rollout.ids) == TOKENS
+    assert (len(records) < TOKENS) == joined
 
 
 class LocalEngine(Actor):
@@ -381,12 +384,12 @@ class LocalEngine(Actor):
 
 
 def test_requests_survive_aborts_and_new_weights(
-    bench: Bench, start: Callable[[], Bench], loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
+    bench: Bench, other: Bench, loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     """Six requests, two engines that run two each, two pauses in the middle, and other weights after each."""
 
     async def check() -> None:
-        benches = [bench, start()]
+        benches = [bench, other]
         for one in benches:
             one.engine._slots = PrioritySemaphore(2)
         await asyncio.gather(*(one.publish(50, "drain", endless=True) for one in benches))
@@ -426,16 +429,15 @@ def test_requests_survive_aborts_and_new_weights(
         assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {50, 51, 52}
         for one in benches:
             one.engine._slots = PrioritySemaphore(64)
-        benches[1].engine.shutdown()
 
     loops.run(check())
 
 
 @asynccontextmanager
-async def stopped_core() -> AsyncIterator[psutil.Process]:
-    """The newest engine's core process, suspended by SIGSTOP; it continues afterwards, if it still lives."""
-    cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
-    core = max(cores, key=lambda child: child.create_time())
+async def stopped_core(bench: Bench) -> AsyncIterator[psutil.Process]:
+    """The engine's core process, suspended by SIGSTOP; it continues afterwards, if it still lives."""
+    (process,) = bench.engine._vllm.engine_core.resources.engine_manager.processes
+    core = psutil.Process(process.pid)
     core.send_signal(signal.SIGSTOP)
     try:
         yield core
@@ -455,7 +457,7 @@ def test_a_hanging_engine_is_silent_and_continues_afterwards(
         await actor.submit([greedy(name, tokens=3 * TOKENS) for name in names])
         await until(lambda: begun(bench, names))
         rollouts: list[Rollout] = []
-        async with stopped_core(), asyncio.timeout(LIMIT_S):
+        async with stopped_core(bench), asyncio.timeout(LIMIT_S):
             silences = [0.0]
             while silences[-1] < 0.5:
                 delivery = await actor.collect(0.05)
@@ -481,37 +483,36 @@ def test_a_hanging_engine_is_silent_and_continues_afterwards(
 
 
 def test_rollouts_survive_the_death_of_their_engine(
-    bench: Bench, start: Callable[[], Bench], loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
+    bench: Bench, other: Bench, loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     async def check() -> None:
-        doomed = start()
-        await asyncio.gather(*(one.publish(30, "recompute", endless=True) for one in (doomed, bench)))
+        await asyncio.gather(*(one.publish(30, "recompute", endless=True) for one in (other, bench)))
         names = [f"30-{number}" for number in range(16)]
-        first = worker(doomed, segment_seconds=3600.0)
+        first = worker(other, segment_seconds=3600.0)
 
         async def begin() -> None:
             await first.submit([greedy(name) for name in names])
-            await until(lambda: begun(doomed, names))
+            await until(lambda: begun(other, names))
 
-        await doomed.publish(31, "keep", endless=True, prepared=begin)
-        await until(lambda: any(one.version == 31 for one in doomed.engine.segments(dict.fromkeys(names, 0))))
-        async with stopped_core() as core:
-            held = doomed.engine.segments(dict.fromkeys(names, 0))
+        await other.publish(31, "keep", endless=True, prepared=begin)
+        await until(lambda: any(one.version == 31 for one in other.engine.segments(dict.fromkeys(names, 0))))
+        async with stopped_core(other) as core:
+            held = other.engine.segments(dict.fromkeys(names, 0))
             core.kill()
         saved: dict[str, list[Segment]] = {}
 
         async def collect_all() -> None:
-            while delivery := await first.collect(1.0):
-                assert not delivery.failures and not delivery.rollouts
-                add(saved, delivery.segments)
+            async with asyncio.timeout(LIMIT_S):
+                while delivery := await first.collect(1.0):
+                    assert not delivery.failures and not delivery.rollouts
+                    add(saved, delivery.segments)
 
         with pytest.raises(ActorDied, match="core process has died: it was killed"):
-            await asyncio.wait_for(collect_all(), LIMIT_S)
+            await collect_all()
         assert {segment.rollout_id for segment in held} == set(saved) == set(names)
         assert {segment.version for segment in held} == {30, 31}
         for segment in held:
             assert saved[segment.rollout_id][-1].end >= segment.end
-        doomed.engine.shutdown()
 
         await bench.publish(31, "recompute", endless=True)
         second = worker(bench)

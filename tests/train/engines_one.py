@@ -56,11 +56,11 @@ def main() -> None:
             "good": train(changed, folder, int(rank), ["good"] * 3),
             "norm": norm,
         }
-    slow = spec.trainer.optimizer.model_copy(update={"learning_rate": 2e-5})
+    slow = spec.trainer.optimizer.model_copy(update={"learning_rate": 1e-4})
     for stage in range(4):
         trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16", "optimizer": slow})
         changed = spec.model_copy(update={"trainer": trainer})
-        results["slow", stage] = train(changed, folder, int(rank), ["good"] * 30, keep=(0, 1))
+        results["slow", stage] = train(changed, folder, int(rank), ["good"] * 7, keep=(0, 1))
     for stage in (2, 3):
         trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16"})
         results["summed", stage] = summed(spec.model_copy(update={"trainer": trainer}), folder, int(rank))

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from multiprocessing import forkserver
@@ -40,12 +41,17 @@ IMPORTED = (
 BASE = ("trainer.ranks=1", "trainer.zero_stage=1", "trainer.optimizer.learning_rate=0.001", "stop.steps=2")
 
 
-def train_ranks(folder: Path, *overrides: str) -> dict[str, Any]:
-    """Weights and metrics after the steps of train_one.py, from rank 0 of the spec's ranks."""
+def train_ranks(folder: Path, *settings: Sequence[str]) -> list[dict[str, Any]]:
+    """Weights and metrics after the steps of train_one.py, from rank 0, for each setting.
+
+    The same processes train all settings, which have the same number of ranks: starting a process takes as long as
+    training a setting.
+    """
     folder.mkdir(exist_ok=True)
-    run_ranks("train_one.py", folder, (*BASE, *overrides))
-    result: dict[str, Any] = torch.load(folder / "rank-0.pt")
-    return result
+    words = [word for setting in settings for word in (",", *BASE, *setting)]
+    run_ranks("train_one.py", folder, tuple(words[1:]))
+    results: list[dict[str, Any]] = torch.load(folder / "rank-0.pt")
+    return results
 
 
 def assert_equal(other: dict[str, Any], plain: dict[str, Any], atol: float = 2e-5) -> None:

@@ -46,7 +46,7 @@ def train(
             f"trainer.ranks={ranks}",
             f"trainer.zero_stage={zero_stage}",
             "trainer.optimizer.learning_rate=0.003",
-            "pipeline.groups_per_step=8",
+            "pipeline.groups_per_step=4",
             *(*overrides, *more),
         ),
         *(source.folder if source else "-", "-" if source else target, first, 3),

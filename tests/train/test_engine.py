@@ -9,58 +9,97 @@ import pytest
 import torch
 from ranks import assert_equal, train_ranks
 
+from asyncrl_cli.spec.load import load_spec
+
 pytestmark = pytest.mark.stack
 
-HEADS = "model.init.config.num_attention_heads=4"  # two ranks can share it
-PACKED = ["trainer.packing=true", "trainer.zero_stage=3", "trainer.tokens_per_microbatch=256"]
-SHARDED = ["trainer.ranks=2", "trainer.gradient_checkpointing=true", *PACKED]
-SHARED = ["trainer.ranks=2", "trainer.sequence_parallel=2"]
-
-
-def trained(folder: Path, *overrides: str) -> dict[str, Any]:
-    return train_ranks(folder, HEADS, *overrides)
+USUAL = ("model.init.config.num_attention_heads=4", "pipeline.groups_per_step=4")
+"""Two ranks can share four heads."""
+PACKED = ("trainer.packing=true", "trainer.zero_stage=3", "trainer.tokens_per_microbatch=256")
+TEN_STEPS = ("trainer.zero_stage=3", "stop.steps=10")
+ONE_RANK = {
+    "plain": (),
+    "separate rows": ("trainer.share_prefixes=false",),
+    "ZeRO 0": ("trainer.zero_stage=0",),
+    "ZeRO 2": ("trainer.zero_stage=2",),
+    "ZeRO 3": ("trainer.zero_stage=3",),
+    "small micro-batches": ("trainer.tokens_per_microbatch=128",),
+    "recomputed": ("trainer.gradient_checkpointing=true",),
+    "packed": PACKED,
+    "other objective": ("trainer.minibatches=2", "algorithm.kl_coef=0.5", "algorithm.aggregation=sequence_mean"),
+    "one rank, ten steps": TEN_STEPS,
+    "one rank, teacher": ("trainer.packing=true", "stop.steps=1"),
+}
+TWO_RANKS = {
+    "two ranks": ("trainer.zero_stage=3",),
+    "two ranks, packed, eager": ("trainer.packing=true", "trainer.attention=eager"),
+    "two ranks, ten steps": TEN_STEPS,
+    "two ranks, teacher": ("trainer.zero_stage=3", "stop.steps=1"),
+    # Last, because it changes attention in the process for good.
+    "shared sequences": ("trainer.sequence_parallel=2", *PACKED, "trainer.gradient_checkpointing=true"),
+}
+DIFFERENT = (
+    "plain",
+    "other objective",
+    *(name for name in (*ONE_RANK, *TWO_RANKS) if name.endswith(("steps", "teacher"))),
+)
+"""Settings that are not compared with the plain one."""
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(tmp_path_factory.mktemp("plain"))
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Weights and metrics for each setting."""
+    from asyncrl_cli.spec.inputs import ModelInit
+    from asyncrl_cli.train.model.initial import build_initial_model
+
+    folder = tmp_path_factory.mktemp("engines")
+    own = load_spec("specs/quickstart.yaml").spec.model
+    assert own.init is not None
+    config = own.init.config | {"num_hidden_layers": 2, "num_attention_heads": 4}
+    build_initial_model(ModelInit(architecture="qwen3", config=config), own.max_length, 1, folder / "teacher")
+    distill = ("algorithm.preset=distill", f"algorithm.reference_path={folder / 'teacher'}")
+    found: dict[str, dict[str, Any]] = {}
+    for ranks, settings in ((1, ONE_RANK), (2, TWO_RANKS)):
+        words = [
+            (*USUAL, f"trainer.ranks={ranks}", *setting, *(distill if name.endswith("teacher") else ()))
+            for name, setting in settings.items()
+        ]
+        found |= zip(settings, train_ranks(folder / str(ranks), *words), strict=True)
+    return found
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.share_prefixes=false"],
-        ["trainer.zero_stage=0"],
-        ["trainer.zero_stage=2"],
-        ["trainer.zero_stage=3"],
-        ["trainer.ranks=2", "trainer.zero_stage=3"],
-        ["trainer.tokens_per_microbatch=128"],
-        ["trainer.gradient_checkpointing=true"],
-        PACKED,
-        [*SHARED, *PACKED, "trainer.gradient_checkpointing=true"],
-        ["trainer.packing=true", "trainer.attention=eager", "trainer.ranks=2"],
-    ],
-    ids=lambda overrides: ",".join(item.removeprefix("trainer.") for item in overrides),
-)
-def test_the_same_weights_come_out(tmp_path: Path, plain: dict[str, Any], overrides: list[str]) -> None:
-    assert_equal(trained(tmp_path, *overrides), plain)
+@pytest.mark.parametrize("setting", [name for name in (*ONE_RANK, *TWO_RANKS) if name not in DIFFERENT])
+def test_the_same_weights_come_out(results: dict[str, dict[str, Any]], setting: str) -> None:
+    assert_equal(results[setting], results["plain"])
 
 
-def test_two_ranks_are_one_for_twenty_steps(tmp_path: Path) -> None:
-    settings = ("trainer.zero_stage=3", "stop.steps=20", "pipeline.groups_per_step=4")
-    one, two = (trained(tmp_path / str(number), f"trainer.ranks={number}", *settings) for number in (1, 2))
+def test_two_ranks_are_one_for_ten_steps(results: dict[str, dict[str, Any]]) -> None:
+    one, two = results["one rank, ten steps"], results["two ranks, ten steps"]
     for name, weight in one["weights"].items():
         assert (two["weights"][name] - weight).norm() < 1e-5 * weight.norm(), name
     for name in ("train/loss", "train/gradient_norm"):
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
-def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, plain: dict[str, Any]) -> None:
-    other = trained(tmp_path, "trainer.minibatches=2", "algorithm.kl_coef=0.5", "algorithm.aggregation=sequence_mean")
+def test_settings_that_change_the_objective_change_the_weights(results: dict[str, dict[str, Any]]) -> None:
+    plain, other = results["plain"], results["other objective"]
     moved = max((other["weights"][name] - weight).abs().max().item() for name, weight in plain["weights"].items())
     assert moved > 1e-4
     assert other["metrics"]["train/updates"] == 2
     assert other["metrics"]["train/kl_reference"] > 0
+
+
+def test_a_teacher_of_another_size_is_sharded_like_the_policy(results: dict[str, dict[str, Any]]) -> None:
+    one, two = results["one rank, teacher"], results["two ranks, teacher"]
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+    assert abs(one["metrics"]["train/kl_reference"]) > 1e-3, "the first step would be at 0 from the initial model"
+
+
+def trained(folder: Path, *overrides: str) -> dict[str, Any]:
+    (result,) = train_ranks(folder, (*USUAL, *overrides))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -78,8 +117,6 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
 
     Two of four ranks have the same rows, which must be counted once.
     """
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two groups").mkdir()
     one = trained(tmp_path / "one", *overrides)
     ranks = ("trainer.ranks=4", "trainer.sequence_parallel=2", "trainer.zero_stage=3")
     two = trained(tmp_path / "two groups", *overrides, *ranks)
@@ -88,27 +125,6 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
             two["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name
         )  # Adam enlarges what rounds
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
-
-
-def test_a_teacher_of_another_size_is_sharded_like_the_policy(tmp_path: Path) -> None:
-    from asyncrl_cli.spec.inputs import ModelInit
-    from asyncrl_cli.spec.load import load_spec
-    from asyncrl_cli.train.model.initial import build_initial_model
-
-    own = load_spec("specs/quickstart.yaml").spec.model
-    assert own.init is not None
-    config = own.init.config | {"num_hidden_layers": 2, "num_attention_heads": 4}
-    build_initial_model(ModelInit(architecture="qwen3", config=config), own.max_length, 1, tmp_path / "teacher")
-    distill = ("algorithm.preset=distill", f"algorithm.reference_path={tmp_path / 'teacher'}")
-    results = []
-    for ranks in (["trainer.packing=true"], ["trainer.ranks=2", "trainer.zero_stage=3"]):
-        (folder := tmp_path / str(len(results))).mkdir()
-        results.append(trained(folder, *distill, *ranks, "stop.steps=1"))
-    one, two = results
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
-    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
-    assert abs(one["metrics"]["train/kl_reference"]) > 1e-3, "the first step would be at 0 from the initial model"
 
 
 @pytest.mark.rotating
@@ -121,9 +137,8 @@ def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Pat
     results = []
     divided = ("trainer.ranks=4", "trainer.expert_parallel=4", "trainer.sequence_parallel=2")
     for ranks in ((), ("trainer.ranks=2",), divided):
-        (folder := tmp_path / str(len(results))).mkdir()
         settings = ("trainer.zero_stage=3", "trainer.gradient_checkpointing=true", "trainer.packing=true")
-        results.append(trained(folder, *routed, *ranks, *(settings if ranks else ())))
+        results.append(trained(tmp_path / str(len(results)), *routed, *ranks, *(settings if ranks else ())))
     one, *others = results
     for other in others:
         assert other["weights"].keys() == one["weights"].keys()

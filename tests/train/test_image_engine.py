@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,40 @@ import pytest
 import torch
 from ranks import assert_equal, train_ranks
 
+from asyncrl_cli.spec.inputs import ModelInit
+from asyncrl_cli.train.model.initial import build_initial_model
 from tests.small_models import IMAGE_MODELS
 
 pytestmark = pytest.mark.stack
 
 IMAGES = ("model.max_images=1", "model.max_length=128", "model.freeze=[]", "pipeline.groups_per_step=4")
 assert_same = partial(assert_equal, atol=5e-5)  # Adam enlarges what rounds
-SHARDED = ["trainer.ranks=2", "trainer.zero_stage=3"]
-PACKED = ["trainer.packing=true", "trainer.tokens_per_microbatch=256", "trainer.gradient_checkpointing=true"]
+PACKED = ("trainer.packing=true", "trainer.tokens_per_microbatch=256", "trainer.gradient_checkpointing=true")
+ONE_RANK = {"plain": (), "ZeRO 0": ("trainer.zero_stage=0",)}
+TWO_RANKS = {
+    "ZeRO 2": ("trainer.zero_stage=2",),
+    # Ranks without images in a micro-batch, and without rows.
+    "small micro-batches": ("trainer.zero_stage=3", "trainer.tokens_per_microbatch=64"),
+    "packed": ("trainer.zero_stage=3", *PACKED),
+    "frozen tower": ("trainer.zero_stage=3", "trainer.packing=true", "model.freeze=[vision]"),
+}
+RARE = {
+    "gemma3": (),
+    "qwen3_vl": (),
+    "critic": ("algorithm.preset=ppo", "algorithm.kl_coef=0.1"),
+    "adapters": ("model.lora={rank: 2}", "algorithm.kl_coef=0.1", "trainer.minibatches=2"),
+    "reference": ("algorithm.kl_coef=0.1", "algorithm.reference_update_every=1", "model.freeze=[vision]"),
+}
 
 
-def trained(folder: Path, *overrides: str, architecture: str = "qwen2_5_vl") -> dict[str, Any]:
-    """As ``train_ranks``. Half of the groups have images (train_one.py)."""
-    init = {"architecture": architecture, "config": IMAGE_MODELS[architecture]}
-    return train_ranks(folder, *IMAGES, f"model.init={json.dumps(init)}", *overrides)
+def trained(folder: Path, ranks: int, settings: Mapping[str, tuple[str, ...]], *more: str) -> dict[str, dict[str, Any]]:
+    """As ``train_ranks``, by the settings' names. Half of the groups have images (train_one.py)."""
+    words = []
+    for name, setting in settings.items():
+        architecture = name if name in IMAGE_MODELS else "qwen2_5_vl"
+        init = {"architecture": architecture, "config": IMAGE_MODELS[architecture]}
+        words.append((*IMAGES, f"model.init={json.dumps(init)}", f"trainer.ranks={ranks}", *setting, *more))
+    return dict(zip(settings, train_ranks(folder, *words), strict=True))
 
 
 def is_tower(name: str) -> bool:
@@ -32,60 +53,46 @@ def is_tower(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(tmp_path_factory.mktemp("plain"))
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("images")
+    return trained(folder / "one", 1, ONE_RANK) | trained(folder / "two", 2, TWO_RANKS)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["trainer.zero_stage=0"],
-        ["trainer.ranks=2", "trainer.zero_stage=2"],
-        [*SHARDED, "trainer.tokens_per_microbatch=64"],  # ranks without images in a micro-batch, and without rows
-        [*SHARDED, *PACKED],
-    ],
-    ids=lambda overrides: ",".join(item.removeprefix("trainer.") for item in overrides),
-)
-def test_the_same_weights_come_out(tmp_path: Path, plain: dict[str, Any], overrides: list[str]) -> None:
-    assert_same(trained(tmp_path, *overrides), plain)
+@pytest.mark.parametrize("setting", ["ZeRO 0", "ZeRO 2", "small micro-batches", "packed"])
+def test_the_same_weights_come_out(results: dict[str, dict[str, Any]], setting: str) -> None:
+    assert_same(results[setting], results["plain"])
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_vl"])
-def test_other_models_are_the_same_on_two_ranks(tmp_path: Path, architecture: str) -> None:
-    plain = trained(tmp_path / "one", architecture=architecture)
-    assert_same(trained(tmp_path / "two", *SHARDED, *PACKED, architecture=architecture), plain)
-
-
-def test_a_frozen_tower_keeps_its_weights_on_ranks_that_share_it(tmp_path: Path, plain: dict[str, Any]) -> None:
+def test_a_frozen_tower_keeps_its_weights_on_ranks_that_share_it(
+    tmp_path: Path, results: dict[str, dict[str, Any]]
+) -> None:
     from transformers import AutoModelForImageTextToText
 
-    other = trained(tmp_path, "model.freeze=[vision]", *SHARDED, "trainer.packing=true")
-    before = dict(AutoModelForImageTextToText.from_pretrained(tmp_path / "rank-0.pt.model").named_parameters())
-    for name, weight in other["weights"].items():
+    init = ModelInit(architecture="qwen2_5_vl", config=IMAGE_MODELS["qwen2_5_vl"])
+    build_initial_model(init, max_length=128, seed=0, directory=tmp_path)
+    before = dict(AutoModelForImageTextToText.from_pretrained(tmp_path).named_parameters())
+    plain = results["plain"]["weights"]
+    for name, weight in results["frozen tower"]["weights"].items():
         if is_tower(name):
             assert torch.equal(weight, before[name]), name
-            assert not torch.equal(plain["weights"][name], before[name]) or name.endswith("bias"), name
+            assert not torch.equal(plain[name], before[name]) or name.endswith("bias"), name
         elif "merger" in name and name.endswith("weight"):
             assert not torch.equal(weight, before[name]), name
 
 
+@pytest.fixture(scope="module")
+def rare(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The results of one rank, and of two."""
+    folder = tmp_path_factory.mktemp("rare")
+    two = trained(folder / "two", 2, RARE, "trainer.zero_stage=3", *PACKED)
+    return trained(folder / "one", 1, RARE), two
+
+
 @pytest.mark.rotating
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["algorithm.preset=ppo", "algorithm.kl_coef=0.1"],
-        ["model.lora={rank: 2}", "algorithm.kl_coef=0.1", "trainer.minibatches=2"],
-        ["algorithm.kl_coef=0.1", "algorithm.reference_update_every=1", "model.freeze=[vision]"],
-    ],
-    ids=["critic", "adapters", "reference"],
-)
-def test_critic_reference_and_adapters_see_the_images_on_any_number_of_ranks(
-    tmp_path: Path, overrides: list[str]
-) -> None:
-    one = trained(tmp_path / "one", *overrides)
-    two = trained(tmp_path / "two", *overrides, *SHARDED, *PACKED)
+@pytest.mark.parametrize("setting", RARE)
+def test_other_models_critic_reference_and_adapters_are_the_same_on_two_ranks(rare: Any, setting: str) -> None:
+    one, two = (results[setting] for results in rare)
     assert_same(two, one)
-    if "lora" in overrides[0]:
+    if setting == "adapters":
         adapted = {name for name in one["weights"] if "lora_" in name}
         assert adapted and all("language_model" in name for name in adapted)

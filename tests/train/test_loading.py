@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.rotating), 2])
 def results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("loading")

@@ -14,7 +14,7 @@ from asyncrl_cli.weights.layout import shard_of
 pytestmark = pytest.mark.stack
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.rotating), 3])
+@pytest.fixture(scope="module", params=[*(pytest.param(ranks, marks=pytest.mark.rotating) for ranks in (1, 2)), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("shards")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +17,7 @@ from asyncrl_cli.train.model.saving import consolidate, export_model
 
 pytestmark = pytest.mark.stack
 
-BASE = ("trainer.optimizer.learning_rate=0.001", "pipeline.groups_per_step=8")
+BASE = ("trainer.optimizer.learning_rate=0.001", "pipeline.groups_per_step=4")
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 """Largest difference of a weight after an update with more or fewer ranks: they add gradients in another order."""
 
@@ -149,44 +147,3 @@ def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new/model")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(stub).get_vocab()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "no temporary file remains"
-
-
-GENERATE = """
-import sys
-from vllm import LLM, SamplingParams
-
-engine = LLM(
-    model=sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**24, block_size=32,
-    max_model_len=64, enable_chunked_prefill=False, max_num_batched_tokens=64, distributed_executor_backend="uni",
-)
-prompt = {"prompt_token_ids": [5, 40, 41, 42]}
-(answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
-print(list(answer.outputs[0].token_ids))
-"""
-
-
-def test_an_export_loads_in_vllm(two_ranks: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from asyncrl_cli.rollout.engine_settings import engine_environment
-    from asyncrl_cli.spec.load import load_spec
-
-    folder, trainer, _, checkpoint = two_ranks
-    if (trainer["zero_stage"], trainer["dtype"], trainer["algorithm.preset"]) != (3, "float32", "grpo"):
-        pytest.skip("one kind of checkpoint is enough")
-    export_model(checkpoint, str(folder / "first/rank-0.pt.model"), tmp_path / "model", None)
-    spec = load_spec(Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml").spec
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, str(tmp_path / "model")],
-        # vLLM's cache, in the home folder, saves it a process that imports all of vLLM for each class of models.
-        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home())} | engine_environment(spec),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    prompt = torch.tensor([[5, 40, 41, 42]])
-    expected = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, 4:].tolist()
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected

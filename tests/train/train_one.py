@@ -1,6 +1,9 @@
-"""Train `stop.steps` on made-up rollouts and save the weights: the program that test_engine.py runs per setting.
+"""Train `stop.steps` on made-up rollouts with one setting after the other: the program of test_engine.py.
 
-python train_one.py OUT.pt RANK PORT [KEY=VALUE ...]
+python train_one.py OUT.pt RANK PORT [KEY=VALUE ...] [, KEY=VALUE ...]
+
+Saves the weights and the last step's metrics for each setting. The settings, separated by commas, have the same number
+of ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pictures import IMAGE_TOKENS, picture
@@ -18,6 +23,7 @@ from asyncrl_cli.records.generation import CONTEXT, Rollout
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
 from asyncrl_cli.train.model.lora import full_weights, gathered
 
@@ -100,34 +106,45 @@ def no_numactl() -> None:
 
 def main() -> None:
     out, rank, port, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
-    os.environ.update(trainer_environment(spec))
+    settings = [list(group) for is_comma, group in groupby(overrides, ",".__eq__) if not is_comma]
+    usual = [f"runs_dir={Path(out).parent}", "model.warm_start=null"]
+    specs = [load_spec(SPEC, usual + setting).spec for setting in settings]
+    os.environ.update(trainer_environment(specs[0]))
     import torch
     from deepspeed.utils import numa
 
+    from asyncrl_cli.train.model.initial import build_initial_model
+
+    torch.set_num_threads(1)
+    numa.get_numa_cores = no_numactl
+    models = [spec.model.model_dump_json(include={"init", "max_length"}) for spec in specs]
+    folders = {model: Path(f"{out}.model-{models.index(model)}") for model in models}
+    for spec, model in zip(specs, models, strict=True):  # before ranks join: afterwards only rank 0 would write it
+        assert spec.model.init is not None
+        if not folders[model].exists():
+            build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folders[model])
+    join_process_group(int(rank), specs[0].trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    results = [train(spec, str(folders[model]), int(rank)) for spec, model in zip(specs, models, strict=True)]
+    torch.save(results, out)
+
+
+def train(spec: ExperimentSpec, folder: str, rank: int) -> dict[str, Any]:
     from asyncrl_cli.train.algorithms.objective import Objective
     from asyncrl_cli.train.deepspeed_engine import start_critic
-    from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.model.reference import load_reference
     from asyncrl_cli.train.nonfinite_guard import SkipLimit
     from asyncrl_cli.train.old_logprobs import Learner
     from asyncrl_cli.train.step import train_batch
 
-    torch.set_num_threads(1)
-    numa.get_numa_cores = no_numactl
-    folder = Path(f"{out}.model")
-    assert spec.model.init is not None
-    build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
-    join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
-    engine = start_engine(spec, str(folder))
+    engine = start_engine(spec, folder)
     learner = Learner(
         spec,
-        int(rank),
+        rank,
         Objective.of(spec.algorithm, Path(__file__).parent),
         engine,
         SkipLimit(0),
-        load_reference(spec, str(folder), engine),
-        start_critic(spec, str(folder)) if spec.algorithm.needs_critic else None,
+        load_reference(spec, folder, engine),
+        start_critic(spec, folder) if spec.algorithm.needs_critic else None,
         engine.module.vision,
     )
     updates = 0
@@ -145,7 +162,8 @@ def main() -> None:
     else:
         with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
             state = {name: parameter.detach().clone() for name, parameter in named}
-    torch.save({"weights": state, "metrics": report.metrics}, out)
+    engine.destroy()
+    return {"weights": state, "metrics": report.metrics}
 
 
 if __name__ == "__main__":

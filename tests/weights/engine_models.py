@@ -1,11 +1,11 @@
 """Loads small models into vLLM's classes, from a folder and from a published version, and compares all tensors.
 
-    python -m tests.weights.engine_models ARCHITECTURE...
-    python -m tests.weights.engine_models --rank R --world FOLDER [--experts] ARCHITECTURE     for R = 0 and 1
+    python -m tests.weights.engine_models [--two-workers ARCHITECTURE] ARCHITECTURE...
 
-The second form is one of two tensor-parallel workers, which load like workers on GPUs; with ``--experts`` each has
-half of the experts. No engine runs: the classes are made in this process, with vLLM's loaders and the project's
-transfer engine. Prints a line of JSON for each architecture: the differences, which must be empty, and the comparison.
+With ``--two-workers`` two tensor-parallel workers also load an architecture like workers on GPUs, first with all
+experts in both, then with half of them in each. No engine runs: the classes are made with vLLM's loaders and the
+project's transfer engine, in processes that are forked after all imports, which take longer than the rest. Prints a
+line of JSON for each comparison: the differences, which must be empty, and what was compared.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
 
@@ -35,6 +38,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
+from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.train.shards import engine_layout, shards, write_shard
 from asyncrl_cli.weights import vllm_worker
 from asyncrl_cli.weights.layout import ByteRange, TensorSlot, size_of
@@ -74,22 +78,38 @@ class PinnedOnCpu(Copies):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--world", type=Path)
-    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--two-workers")
     parser.add_argument("architectures", nargs="+")
     given = parser.parse_args()
-    worker = Worker() if given.world is None else Worker(given.rank, 2, given.world, given.experts)
-    os.environ["VLLM_DIST_IDENT"] = str(given.rank)  # different names: no shared memory, which would remain
     torch.set_num_threads(1)
-    for architecture in given.architectures:
+    found = in_two_processes([(architecture, Worker()) for architecture in given.architectures])
+    for experts in (False, True) if given.two_workers else ():
         with tempfile.TemporaryDirectory() as folder:
-            print("RESULT", json.dumps(compared(architecture, Path(folder), worker)), flush=True)
-        cleanup_dist_env_and_memory()
-        gc.collect()
+            workers = [Worker(rank, 2, Path(folder), experts) for rank in range(2)]
+            found += in_two_processes([(given.two_workers, worker) for worker in workers])
+    for one in found:
+        print("RESULT", json.dumps(one), flush=True)
 
 
-def compared(architecture: str, folder: Path, worker: Worker) -> dict[str, Any]:
+def in_two_processes(calls: Sequence[tuple[str, Worker]]) -> list[dict[str, Any]]:
+    """The results of ``compared``. The processes are new: workers with other jobs before could not agree on names."""
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(2, fork, initializer=die_with, initargs=(os.getpid(),)) as processes:
+        return list(processes.map(compared, *zip(*calls, strict=True)))
+
+
+def compared(architecture: str, worker: Worker) -> dict[str, Any]:
+    os.environ["VLLM_DIST_IDENT"] = str(worker.rank)  # different names: no shared memory, which would remain
+    copies = PinnedOnCpu()
+    copies_of = (lambda _: copies) if worker.size > 1 else vllm_worker.copies_of
+    with tempfile.TemporaryDirectory() as folder, patch.object(vllm_worker, "copies_of", copies_of):
+        found = compared_in(Path(folder), architecture, worker)
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    return found | {"workers": worker.size, "staged": sum(loads.staged_bytes for loads in copies.made)}
+
+
+def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, Any]:
     torch.manual_seed(0)
     if architecture in IMAGE_MODELS:
         saved_model(architecture, folder / "model", max_length=2 * POSITION)
@@ -99,9 +119,6 @@ def compared(architecture: str, folder: Path, worker: Worker) -> dict[str, Any]:
         model.save_pretrained(folder / "model")
     _, loaded = engine_model(folder, "auto", worker)
     config, served = engine_model(folder, "dummy", worker)
-    copies = PinnedOnCpu()
-    if worker.size > 1:
-        vllm_worker.copies_of = lambda _: copies
     transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
     slots = engine_layout(model, torch.float32)
     transfer.init_transfer_engine(ReplicaInitInfo([asdict(slot) for slot in slots]))
@@ -121,7 +138,6 @@ def compared(architecture: str, folder: Path, worker: Worker) -> dict[str, Any]:
         "kernels": sum(name.endswith(KERNEL) for name in theirs),
         "rotaries": len(list(rotary_of(served))),
         "experts": sum(".experts." in name for name in loads_of(transfer)),
-        "staged": sum(loads.staged_bytes for loads in copies.made),
     }
 
 

@@ -1,7 +1,5 @@
 """Hosts that hold version 1, correct or faulty, each in a separate process.
 
-    python -m tests.weights.holders KIND        prints a URL, and serves until it is killed
-
 A version's bytes are a function of its number, so each process can compute them.
 """
 
@@ -10,11 +8,11 @@ from __future__ import annotations
 import http.server
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from multiprocessing.connection import Connection
 
 from asyncrl_cli.weights.layout import CHUNK_BYTES, TensorSlot, chunks_of
 from asyncrl_cli.weights.manifest import Manifest
@@ -66,6 +64,7 @@ class BadHolder(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     kind = ""
+    reports: Connection
 
     def do_GET(self) -> None:
         _, _, _, *chunk = self.path.split("/")
@@ -111,26 +110,22 @@ class BadHolder(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def wait(self) -> None:
-        sys.stdout.write("waiting\n")  # in one call, because other threads also write to it
-        sys.stdout.flush()
+        self.reports.send("waiting")
         time.sleep(3600)
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-def main(kind: str) -> None:
+def serve(kind: str, reports: Connection) -> None:
+    """Send the URL, and serve until this process is killed. A holder that stops in the middle sends "waiting", too."""
     if kind in ("good", "rank-0", "rank-1"):
         replica = Replica(SLOTS, RANKS)
         hold(replica, 1, {"rank-0": [0], "rank-1": [1]}.get(kind, range(RANKS)))
-        print(WeightServer(replica, TOKEN, "127.0.0.1").url, flush=True)
+        reports.send(WeightServer(replica, TOKEN, "127.0.0.1").url)
         signal.pause()
-    BadHolder.kind = kind
+    BadHolder.kind, BadHolder.reports = kind, reports
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BadHolder)
     server.handle_error = lambda *_: None  # clients close connections, as expected
-    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    reports.send(f"http://127.0.0.1:{server.server_port}")
     server.serve_forever()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -29,24 +29,34 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Agents:
-    """Agents of one test. All are on this host, which is enough for the driver's calls."""
+    """Agents by name, each with its endpoint. All are on this host, which is enough for the driver's calls."""
 
     def __init__(self, ray: Any, folder: Path) -> None:
         self.ray = ray
         self.folder = folder
-        self.actors: list[Any] = []
+        self.started: dict[str, tuple[Any, Endpoint]] = {}
+        self.version = 0
+        self.manifest: Manifest | None = None
 
-    def start(self) -> tuple[Any, Endpoint]:
-        actor = self.ray.remote(HostAgent).options(num_cpus=0).remote(f"agent-{len(self.actors)}", str(self.folder))
-        self.actors.append(actor)
-        endpoint = self.ray.get(actor.start.remote(SLOTS, RANKS, TOKEN, "127.0.0.1"), timeout=120)
-        # The test's hosts are one Ray node; their names tell them apart.
-        return actor, Endpoint(f"host-{len(self.actors)}", endpoint.url)
+    def __call__(self, *names: str) -> list[tuple[Any, Endpoint]]:
+        """The agents with these names; those that do not live start together."""
+        new = [name for name in names if name not in self.started]
+        agent = self.ray.remote(HostAgent).options(num_cpus=0)
+        actors = {name: agent.remote(name, str(self.folder)) for name in new}
+        starts = [actor.start.remote(SLOTS, RANKS, TOKEN, "127.0.0.1") for actor in actors.values()]
+        for (name, actor), endpoint in zip(actors.items(), self.ray.get(starts, timeout=120), strict=True):
+            # The test's hosts are one Ray node; their names tell them apart.
+            self.started[name] = actor, Endpoint(name, endpoint.url)
+        return [self.started[name] for name in names]
 
-    def publish(self, actor: Any, version: int, keep: Manifest | None = None) -> Manifest:
-        path = self.ray.get(actor.begin.remote(version, keep, range(RANKS)))
-        write(path, version)
-        return Manifest.of(version, SLOTS, RANKS, [self.ray.get(actor.digest.remote(version, list(range(RANKS))))])
+    def publish(self, actor: Any) -> Manifest:
+        """The next version, on the host of ``actor``."""
+        self.version += 1
+        path = self.ray.get(actor.begin.remote(self.version, self.manifest, range(RANKS)))
+        write(path, self.version)
+        digests = self.ray.get(actor.digest.remote(self.version, list(range(RANKS))))
+        self.manifest = Manifest.of(self.version, SLOTS, RANKS, [digests])
+        return self.manifest
 
 
 def write(path: str, version: int) -> None:
@@ -55,23 +65,46 @@ def write(path: str, version: int) -> None:
     os.close(descriptor)
 
 
-@pytest.fixture
-def agents(ray: Any, tmp_path: Path) -> Iterator[Agents]:
-    agents = Agents(ray, tmp_path)
-    yield agents
-    for actor in agents.actors:
-        ray.kill(actor)
+@pytest.fixture(scope="module")
+def agents(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Agents:
+    """Three agents that all tests share: an actor takes seconds to start."""
+    agents = Agents(ray, tmp_path_factory.mktemp("agents"))
+    agents("trainer", "engine", "later")
+    return agents
+
+
+def test_a_fetch_continues_for_the_next_caller_when_its_caller_gives_up(agents: Agents) -> None:
+    (trainer, trainers), (engine, _) = agents("trainer", "engine")
+    version = agents.publish(trainer)
+
+    async def cancelled_caller() -> Pulled:
+        call = asyncio.ensure_future(engine.pull.remote(version, [trainers], 60.0))
+        await asyncio.sleep(0)
+        call.cancel()
+        return await engine.pull.remote(version, [], 60.0)  # without holders: it can only wait for the other fetch
+
+    assert asyncio.run(cancelled_caller()).path
+
+
+def test_calls_for_one_version_share_a_fetch_and_a_newer_one_ends_it(agents: Agents) -> None:
+    (trainer, trainers), (engine, _) = agents("trainer", "engine")
+    get = agents.ray.get
+    nowhere = Endpoint("nowhere", "http://127.0.0.1:9")
+    older = agents.publish(trainer)
+    waiting = [engine.pull.remote(older, [nowhere], 60.0) for _ in range(2)]
+    newer = engine.pull.remote(agents.publish(trainer), [trainers], 60.0)
+    assert get(newer).fetched_bytes > 0
+    for call in waiting:
+        with pytest.raises(Superseded, match=f"pull of weight version {older.version} cancelled"):
+            get(call)
 
 
 def test_a_version_goes_from_a_trainers_host_to_an_engines_host_and_on(agents: Agents) -> None:
-    trainer, trainers = agents.start()
-    engine, engines = agents.start()
-    later, _ = agents.start()
+    (trainer, trainers), (engine, engines), (later, _) = agents("trainer", "engine", "later")
     get = agents.ray.get
-    last: Manifest | None = None
-    for version in (1, 2, 3):
-        last = agents.publish(trainer, version, last)
-        assert last == manifest(version)
+    for _ in range(3):
+        last = agents.publish(trainer)
+        assert last == manifest(last.version)
         here = get(trainer.pull.remote(last, [], 0.0))
         assert here.fetched_bytes == 0, "a host with all ranks fetches nothing"
         pulled: Pulled = get(engine.pull.remote(last, [trainers, engines], 60.0))
@@ -79,54 +112,25 @@ def test_a_version_goes_from_a_trainers_host_to_an_engines_host_and_on(agents: A
         for found in (here, pulled):
             memory = Path(found.path).read_bytes()
             slot = SLOTS[0]
-            assert memory[: slot.nbytes] == content(version)[: slot.nbytes]
-    assert get(engine.report.remote()) == {2: len(CHUNKS), 3: len(CHUNKS)}
-    agents.ray.kill(trainer)
-    assert last is not None
+            assert memory[: slot.nbytes] == content(last.version)[: slot.nbytes]
+    assert get(engine.report.remote()) == {version: len(CHUNKS) for version in (last.version - 1, last.version)}
+    agents.ray.kill(agents.started.pop("trainer")[0])
     joined: Pulled = get(later.pull.remote(last, [trainers, engines], 60.0))
     assert joined.faults.keys() <= {trainers.node_id}
     assert TOKEN not in "".join(path.read_text() for path in agents.folder.iterdir())
 
 
-def test_calls_for_one_version_share_a_fetch_and_a_newer_one_ends_it(agents: Agents) -> None:
-    trainer, trainers = agents.start()
-    engine, _ = agents.start()
-    get = agents.ray.get
-    nowhere = Endpoint("nowhere", "http://127.0.0.1:9")
-    first = agents.publish(trainer, 1)
-    waiting = [engine.pull.remote(first, [nowhere], 60.0) for _ in range(2)]
-    newer = engine.pull.remote(agents.publish(trainer, 2, first), [trainers], 60.0)
-    assert get(newer).fetched_bytes > 0
-    for call in waiting:
-        with pytest.raises(Superseded, match="pull of weight version 1 cancelled"):
-            get(call)
-
-
-def test_a_fetch_continues_for_the_next_caller_when_its_caller_gives_up(agents: Agents) -> None:
-    trainer, trainers = agents.start()
-    engine, _ = agents.start()
-    first = agents.publish(trainer, 1)
-
-    async def cancelled_caller() -> Pulled:
-        call = asyncio.ensure_future(engine.pull.remote(first, [trainers], 60.0))
-        await asyncio.sleep(0)
-        call.cancel()
-        return await engine.pull.remote(first, [], 60.0)  # without holders: it can only wait for the other fetch
-
-    assert asyncio.run(cancelled_caller()).path
-
-
 def test_a_killed_agent_leaves_nothing(agents: Agents) -> None:
-    trainer, trainers = agents.start()
-    path = Path(agents.ray.get(trainer.begin.remote(1, None, range(RANKS))))
+    (killed, url), (other, _) = agents("engine", "later")
+    path = Path(agents.ray.get(killed.begin.remote(100, None, range(RANKS))))
     assert path.exists()
-    with pytest.raises(RunError, match="weight version 7 is not being written"):
-        agents.ray.get(trainer.digest.remote(7, [0]))
+    with pytest.raises(RunError, match="weight version 107 is not being written"):
+        agents.ray.get(killed.digest.remote(107, [0]))
+    del agents.started["engine"]
     os.kill(int(path.parts[2]), signal.SIGKILL)
     with pytest.raises(agents.ray.exceptions.RayActorError):
-        agents.ray.get(trainer.report.remote())
+        agents.ray.get(killed.report.remote())
     assert not os.path.exists(path)  # Path.exists raises for the files of dead processes and of other users
     assert not list(Path("/dev/shm").glob("*asyncrl*"))
-    engine, _ = agents.start()
     with pytest.raises(RunError, match="Connection refused"):
-        agents.ray.get(engine.pull.remote(manifest(1), [trainers], 1.0))
+        agents.ray.get(other.pull.remote(manifest(101), [url], 1.0))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ pytestmark = pytest.mark.stack
 LIMIT_S = 280.0
 OFTEN = ("qwen3_moe", "gemma3_text")
 """They cover fused experts (loaded in the pause), dense layers (prepared), a tied and an untied head."""
+TORCHVISION = find_spec("torchvision") is not None
+SEEING = tuple(IMAGE_MODELS) if TORCHVISION else ()
 PART = (63 * 128 + 64) * 4
 """Bytes from the first to the last of the 64 × 64 numbers that one of two workers has of a layer's ``o_proj``
 [64, 128]. The 4 experts' [64, 32] together span as many."""
@@ -28,58 +29,49 @@ NEED_TORCHVISION = {"qwen3_5_text"}
 RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED})
 
 
-def compare(*architectures: str) -> list[dict[str, Any]]:
-    """One process for all architectures: importing vLLM takes longer than the rest."""
-    return results(started(*architectures), architectures)
-
-
-def started(*arguments: str) -> subprocess.Popen[str]:
+def compare(*arguments: str) -> list[dict[str, Any]]:
+    """One program for all architectures: importing vLLM takes longer than the rest."""
     command = [sys.executable, "-m", "tests.weights.engine_models", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    assert "Failed to load weights" not in done.stdout + done.stderr, "vLLM warns of layers that are not published"
+    return [json.loads(text) for word, _, text in lines if word == "RESULT"]
 
 
-def results(process: subprocess.Popen[str], architectures: Sequence[str]) -> list[dict[str, Any]]:
-    try:
-        output, errors = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors[-4000:]
-    lines = [line.partition(" ") for line in output.splitlines()]
-    found = [json.loads(text) for word, _, text in lines if word == "RESULT"]
-    assert [one["architecture"] for one in found] == list(architectures)
-    assert "Failed to load weights" not in output + errors, "vLLM warns of layers for which nothing is published"
-    return found
+@pytest.fixture(scope="module")
+def compared() -> list[dict[str, Any]]:
+    return compare("--two-workers", "qwen3_moe", *OFTEN, *SEEING)
 
 
-def test_a_published_version_equals_the_folder() -> None:
-    found = compare(*OFTEN)
-    check(found)
-    assert found[0]["experts"] == 2 * 3, "the experts of each of 2 layers are loaded together"
+def test_a_published_version_equals_the_folder(compared: list[dict[str, Any]]) -> None:
+    check(compared[: len(OFTEN)], OFTEN)
+    assert compared[0]["experts"] == 2 * 3, "the experts of each of 2 layers are loaded together"
 
 
-@pytest.mark.parametrize(("options", "staged"), [([], 2 * 2 * PART), (["--experts"], 2 * PART)])
-def test_workers_of_one_engine_get_their_parts_as_on_gpus(tmp_path: Path, options: list[str], staged: int) -> None:
+def test_workers_of_one_engine_get_their_parts_as_on_gpus(compared: list[dict[str, Any]]) -> None:
     """If workers divide a weight by columns, whole rows go to the device: ``o_proj``, and the experts' down
     projection unless each worker has whole experts."""
-    ranks = [started("--rank", str(rank), "--world", str(tmp_path), *options, "qwen3_moe") for rank in range(2)]
-    for process in ranks:
-        found = results(process, ["qwen3_moe"])
-        check(found)
-        assert (found[0]["experts"], found[0]["staged"]) == (2 * 3, 2 * staged), "of two publishes"
+    both, divided = compared[-4:-2], compared[-2:]
+    for found, staged in ((both, 2 * 2 * PART), (divided, 2 * PART)):
+        check(found, ["qwen3_moe"] * 2)
+        for one in found:
+            assert (one["workers"], one["experts"], one["staged"]) == (2, 2 * 3, 2 * staged), "of two publishes"
 
 
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's models for images import torchvision")
-def test_a_published_version_equals_the_folder_for_models_that_see_images() -> None:
-    check(compare(*IMAGE_MODELS))
+@pytest.mark.skipif(not TORCHVISION, reason="vLLM's models for images import torchvision")
+def test_a_published_version_equals_the_folder_for_models_that_see_images(compared: list[dict[str, Any]]) -> None:
+    check(compared[len(OFTEN) : -4], SEEING)
 
 
 @pytest.mark.nightly
 def test_a_published_version_equals_the_folder_for_the_other_architectures() -> None:
-    missing = NEED_TORCHVISION if find_spec("torchvision") is None else set()
-    check(compare(*(name for name in RARELY if name not in missing)))
+    names = [name for name in RARELY if TORCHVISION or name not in NEED_TORCHVISION]
+    check(compare(*names), names)
 
 
-def check(results: list[dict[str, Any]]) -> None:
+def check(results: list[dict[str, Any]], architectures: Sequence[str]) -> None:
+    assert [found["architecture"] for found in results] == list(architectures)
     for found in results:
         name = found["architecture"]
         assert found["differ"] == [], f"{name}: tensors that differ, or are on one side only"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -27,31 +27,42 @@ SHAPES = [
     ("head", torch.bfloat16, (7, 3)),
 ]
 SLOTS = plan_slots(SHAPES)
-SETUP = f"""
-import json, signal, sys, torch
-from asyncrl_cli.weights.layout import plan_slots
-from asyncrl_cli.weights.mapped import MappedReplica
-from asyncrl_cli.weights.replica import Replica
-slots = plan_slots([(n, getattr(torch, d), tuple(s)) for n, d, s in {[(n, str(d)[6:], s) for n, d, s in SHAPES]!r}])
-"""
-READER = f"""{SETUP}
-mapped = MappedReplica(slots)
-for line in sys.stdin:
-    path, version = json.loads(line)
-    with mapped.open(path, version) as tensors:
-        print(json.dumps({{name: tensor.double().flatten().tolist() for name, tensor in tensors.items()}}), flush=True)
-        if version == 1:
-            print(sys.stdin.readline(), flush=True)
-"""
-OWNER = f"""{SETUP}
-replica = Replica(slots, 1)
-path = replica.begin(3)
-with MappedReplica(slots).open(path, 3) as tensors:
-    for tensor in tensors.values():
-        tensor.fill_(3)
-print(path, flush=True)
-signal.pause()
-"""
+
+
+def read(messages: Connection) -> None:
+    """An engine's process: answers each path and version with the tensors, and loads version 1 until it is told."""
+    mapped = MappedReplica(SLOTS)
+    while True:
+        path, version = messages.recv()
+        with mapped.open(path, version) as tensors:
+            messages.send({name: tensor.double().flatten().tolist() for name, tensor in tensors.items()})
+            if version == 1:
+                messages.send(messages.recv())
+
+
+def own(messages: Connection) -> None:
+    """An agent's process: sends the path of version 3."""
+    replica = Replica(SLOTS, 1)
+    path = replica.begin(3)
+    with MappedReplica(SLOTS).open(path, 3) as tensors:
+        for tensor in tensors.values():
+            tensor.fill_(3)
+    messages.send(path)
+    signal.pause()
+
+
+@contextmanager
+def forked(target: Callable[[Connection], None]) -> Iterator[tuple[ForkProcess, Connection]]:
+    """Another process, and the connection to it."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    with ours:
+        process = fork.Process(target=target, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        yield process, ours
+        process.kill()
+        process.join()
 
 
 @pytest.fixture
@@ -134,47 +145,33 @@ def test_each_memory_is_mapped_once_and_no_descriptor_is_lost(replica: Replica) 
     assert len(descriptors) == 2, "one descriptor with one mapping, one with two"
 
 
-@pytest.mark.slow
 def test_another_process_reads_the_same_tensors_while_the_next_version_is_written(
     replica: Replica, mapped: MappedReplica
 ) -> None:
-    def tell(message: object) -> None:
-        assert reader.stdin is not None
-        reader.stdin.write(json.dumps(message) + "\n")
-        reader.stdin.flush()
-
     def check(version: int) -> None:
-        assert reader.stdout is not None
-        tensors = json.loads(reader.stdout.readline())
+        tensors = messages.recv()
         assert set(tensors) == {name for name, _, _ in SHAPES}
         assert all(value == version for values in tensors.values() for value in values)
 
     first = publish(replica, mapped, 1)
-    with subprocess.Popen(
-        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as reader:
-        tell([replica.path(first), 1])
+    with forked(read) as (_, messages):
+        messages.send([replica.path(first), 1])
         check(1)
         # It still loads, so its version's memory is not reused.
         third = publish(replica, mapped, 3, publish(replica, mapped, 2, first))
-        tell("it has loaded")
-        assert reader.stdout is not None
-        reader.stdout.readline()
-        reader.stdout.readline()
-        tell([replica.path(third), 3])
+        messages.send("it has loaded")
+        assert messages.recv() == "it has loaded"
+        messages.send([replica.path(third), 3])
         check(3)
 
 
-@pytest.mark.slow
 def test_only_mapped_memory_survives_a_killed_agent() -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        path = owner.stdout.readline().strip()
-        with closing(MappedReplica(SLOTS)) as mapped:
-            with mapped.open(path, 3) as tensors:
-                owner.send_signal(signal.SIGKILL)
-                owner.wait()
-                assert all(bool((tensor == 3).all()) for tensor in tensors.values())
-            with pytest.raises(ReplicaGone, match="No such file"), mapped.open(path, 3):
-                pass
+    with forked(own) as (owner, messages), closing(MappedReplica(SLOTS)) as mapped:
+        path = messages.recv()
+        with mapped.open(path, 3) as tensors:
+            owner.kill()
+            owner.join()
+            assert all(bool((tensor == 3).all()) for tensor in tensors.values())
+        with pytest.raises(ReplicaGone, match="No such file"), mapped.open(path, 3):
+            pass
     assert not list(Path("/dev/shm").glob("*asyncrl*"))

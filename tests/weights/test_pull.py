@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection as PipeConnection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed,
 from asyncrl_cli.weights.pull import Pull, streams_for
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.transfer import Connection, HolderFault, WeightServer
-from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, hold, manifest
+from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, hold, manifest, serve
 
 pytestmark = pytest.mark.slow
 
@@ -44,31 +45,35 @@ BAD = {
 
 
 class Holders:
-    """Holders in processes."""
+    """Holders in processes, which are forked: they need neither imports nor the bytes of the version again."""
 
     def __init__(self) -> None:
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, tuple[ForkProcess, PipeConnection]] = {}
 
     def __call__(self, *kinds: str) -> list[Endpoint]:
+        fork = multiprocessing.get_context("fork")
+        content(1)
         for kind in kinds:
-            command = [sys.executable, "-m", "tests.weights.holders", kind]
-            self.processes[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        return [Endpoint(kind, self.line(kind)) for kind in kinds]
+            reports, sent = fork.Pipe(duplex=False)
+            process = fork.Process(target=serve, args=(kind, sent), daemon=True)
+            process.start()
+            sent.close()
+            self.processes[kind] = process, reports
+        return [Endpoint(kind, self.report(kind)) for kind in kinds]
 
-    def line(self, kind: str) -> str:
-        output = self.processes[kind].stdout
-        assert output is not None
-        return output.readline().strip()
+    def report(self, kind: str) -> str:
+        """The holder's next message."""
+        return str(self.processes[kind][1].recv())
 
     def kill(self, kind: str) -> None:
-        self.processes[kind].kill()
-        self.processes[kind].wait()
+        process, _ = self.processes[kind]
+        process.kill()
+        process.join()
 
     def close(self) -> None:
-        for kind, process in self.processes.items():
+        for kind, (_, reports) in self.processes.items():
             self.kill(kind)
-            assert process.stdout is not None
-            process.stdout.close()
+            reports.close()
 
 
 @pytest.fixture
@@ -160,7 +165,7 @@ def test_a_holder_that_is_killed_in_the_middle(replica: Replica, holders: Holder
     stalling, good = holders("stalling", "good")
     with ThreadPoolExecutor(1) as thread:
         pulling = thread.submit(pull, replica, [stalling, good])
-        assert holders.line("stalling") == "waiting", "half of a chunk has been sent"
+        assert holders.report("stalling") == "waiting", "half of a chunk has been sent"
         holders.kill("stalling")
         pulled = pulling.result(60)
     assert has_version(replica, pulled.path, 1)
@@ -184,7 +189,7 @@ def test_a_newer_pull_supersedes_an_older_one(replica: Replica, holders: Holders
     older = Pull(replica, manifest(1), connect, [stalling], 60)
     with ThreadPoolExecutor(1) as thread:
         running: Future[Pulled] = thread.submit(older.run)
-        holders.line("stalling")
+        holders.report("stalling")
         older.supersede()
         with pytest.raises(Superseded, match="pull of weight version 1 cancelled"):
             running.result(60)
@@ -197,7 +202,7 @@ def test_a_version_that_is_replaced_while_it_arrives(replica: Replica, holders: 
     older = Pull(replica, manifest(1), connect, [stalling], 60)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(older.run)
-        holders.line("stalling")
+        holders.report("stalling")
         hold(replica, 2)
         hold(replica, 3)
         older.supersede()

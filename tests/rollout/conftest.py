@@ -1,0 +1,27 @@
+"""Real engines in the process of the tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
+
+
+@pytest.fixture(scope="module")
+def forked_cores() -> Iterator[None]:
+    """Engines fork vLLM's core, as in their actor: importing vLLM again would take longer than most tests."""
+    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)  # read when vLLM is imported
+    from vllm.v1.engine import utils
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from asyncrl_cli.rollout.core_main import fork_core
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "get_mp_context", utils.get_mp_context)  # restored afterwards
+        patch.setattr(EngineCoreProc, "process_output_sockets", EngineCoreProc.process_output_sockets)
+        patch.setattr("torch._dynamo.config.disable", True)  # another test may have imported vLLM without this setting
+        fork_core()
+        yield
