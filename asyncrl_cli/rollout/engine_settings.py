@@ -80,7 +80,7 @@ def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
         head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     except AttributeError:
         return 0
-    item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
+    item = 4 if spec.rollout.dtype == "float32" else 2
     return 2 * int(hf_config.num_hidden_layers) * int(heads) * int(head_size) * item
 
 
