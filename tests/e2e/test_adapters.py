@@ -71,7 +71,7 @@ def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFact
     bench = started(loop, tmp_path_factory.mktemp("adapters"), AdapterBench, lora=lora)
     assert isinstance(bench, AdapterBench)
     yield bench
-    bench.engine.shutdown()
+    bench.end()
 
 
 def test_tokens_are_those_of_the_merged_weights(bench: AdapterBench, loop: asyncio.AbstractEventLoop) -> None:
@@ -199,4 +199,4 @@ def test_a_mixture_of_experts_whose_choice_is_recorded(
             recorded = torch.from_numpy(rollout.experts[:, 2:].astype(np.int64))
             assert torch.equal(chosen[-1][len(prompt) - 1 : -1].sort(-1).values, recorded.sort(-1).values)
     finally:
-        bench.engine.shutdown()
+        bench.end()
