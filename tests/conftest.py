@@ -58,10 +58,8 @@ LONG = (
     "cluster/test_preflight.py",
     "train/test_step.py",
     "cluster/test_hosts.py",
-    "checks/test_doctor.py",
     "rollout/test_segments.py",
     "train/test_adapters_and_references.py",
-    "cli/test_track.py",
     "train/test_shards.py",
     "train/test_engine.py",
 )

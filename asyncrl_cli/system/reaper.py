@@ -70,7 +70,8 @@ def remove(folder: Path) -> None:
     deadline = time.monotonic() + CLEAN_UP_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.05)
+        if folder.exists():
+            time.sleep(0.05)
 
 
 def remove_left_behind() -> None:

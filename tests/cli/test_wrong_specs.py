@@ -36,7 +36,7 @@ model:
              num_key_value_heads: 1, head_dim: 32}
   max_length: 256
 task: {use: chain_sum}
-data: {train: {size: 200}, eval: {size: 64}}
+data: {train: {size: 40}, eval: {size: 16}}
 rollout: {max_prompt_tokens: 32, max_response_tokens: 192, max_running_rollouts: 64}
 pipeline: {groups_per_step: 8}
 stop: {steps: 20}
