@@ -172,6 +172,7 @@ def test_a_mixture_of_experts_whose_choice_is_recorded(
     """Its experts have no adapters. The recorded experts are those that the routers choose after layers with
     adapters."""
     from asyncrl_cli.rollout import engine_settings
+    from asyncrl_cli.spec.rules import model as model_rules
     from asyncrl_cli.train.model.router_replay import replayed_routers
 
     classes = {
@@ -180,6 +181,7 @@ def test_a_mixture_of_experts_whose_choice_is_recorded(
     }
     usual = engine_settings.merged
     monkeypatch.setattr(engine_settings, "merged", lambda *given: usual(*given) | classes)
+    monkeypatch.setattr(model_rules, "MIXTURES", ())  # the spec's rule refuses such engines on CPUs
     lora = {"rank": 3, "alpha": 7.0, "serve": "adapter"}
     bench = started(loop, tmp_path, AdapterBench, lora=lora, init={"architecture": "qwen3_moe", "config": ROUTED})
     prompt = [3, 40, 50]
