@@ -169,7 +169,7 @@ def test_quick_and_deep_choose_the_checks(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "try_library", lambda program, *_: program)
 
     def found(quick: bool = False, deeply: bool = False) -> list[tuple[str, str]]:
-        """The findings after those of the quick checks, which this test does not make."""
+        """The findings that follow the quick checks. This test does not make the quick checks."""
         checks = list(doctor._checks(tmp_path, quick, deeply))[17:]
         return [(one.check, one.found) for one in findings_of(checks)]
 

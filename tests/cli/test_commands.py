@@ -1,4 +1,4 @@
-"""The commands until heavy work would start: most in this process, some in one of their own, as a user starts them."""
+"""The commands until heavy work would start: most run in this process, some in a separate one, as by a user."""
 
 from __future__ import annotations
 

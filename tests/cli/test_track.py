@@ -1,4 +1,4 @@
-"""`asyncrl track` after the run: once in a process of its own, without Ray, otherwise in this one."""
+"""`asyncrl track` after the run, without Ray: once in a separate process, otherwise in this one."""
 
 from __future__ import annotations
 
