@@ -67,7 +67,7 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
     runs = Runs(tmp_path)
     spec = runs.write_spec(
         model={"warm_start": None},
-        task={"use": "bad_reward:reward", "reward_timeout_s": 4.0},
+        task={"use": "bad_reward:reward", "reward_timeout_s": 2.0},
         data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 10}, "shuffle": False},
         rollout={"group_size": 2, "max_failed_share": 1.0},
         pipeline={"groups_per_step": 4},
@@ -81,10 +81,10 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
         return len(files[0].read_text().splitlines()) if files else 0
 
     until(lambda: steps_done() >= 4 or process.poll() is not None, "four steps without a server")
+    server.start()
     run = runs.newest()
     bad = [(f"bad-{name}", "rejected", "failed") for name in sorted(FAULTS)]
     until(lambda: failed_prompts(run) == bad or process.poll() is not None, "failed groups to be rejected")
-    server.start()
     note = run / "mlflow.json"
     until(lambda: (note.exists() and json.loads(note.read_text())["step"] >= 2) or process.poll() is not None, "MLflow")
     process.send_signal(signal.SIGINT)
@@ -95,7 +95,7 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
     assert failed_prompts(run) == bad
     with closing(open_for_reading(run / FILE)) as journal:
         causes = journal.execute("SELECT DISTINCT failure FROM rollouts WHERE failure != ''").fetchall()
-    for cause in ("no such answer", "nan", "took more than 4 s", "exit status 3"):
+    for cause in ("no such answer", "nan", "took more than 2 s", "exit status 3"):
         assert any(cause in text for (text,) in causes), (cause, causes)
 
     sent = runs.run("track", "--runs-dir", tmp_path)
