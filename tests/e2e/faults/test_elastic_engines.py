@@ -43,7 +43,11 @@ def terminate_the_only_engine(run: DisturbedRun) -> None:
 
 def test_engines_come_and_go_while_a_run_trains(disturb: Disturb, shared_runs: Runs) -> None:
     before = leftover_files()
-    run = disturb(150, rollout={"engines": {"min": 1, "max": 2}, "max_running_rollouts": 16})
+    run = disturb(
+        250,
+        rollout={"engines": {"min": 1, "max": 2}, "max_running_rollouts": 8, "group_size": 4},
+        pipeline={"groups_per_step": 4},
+    )
     run.until(lambda: changes(run, "join") == 2, "a second engine")
     assert "1 engine serves" in scale(shared_runs, run, 1)
     run.until(lambda: changes(run, "leave") == 1, "the second one to leave")
