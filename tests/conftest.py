@@ -53,15 +53,16 @@ LONG = (
     "e2e/faults/test_stalls.py",
     "e2e/test_weights.py",
     "cluster/test_runs.py",
+    "rollout/test_segments.py",
+    "train/test_engine.py",
     "train/test_trainer_checkpoints.py",
     "cluster/test_weights_between_hosts.py",
-    "cluster/test_preflight.py",
-    "train/test_step.py",
-    "cluster/test_hosts.py",
-    "rollout/test_segments.py",
+    "weights/test_engine_models.py",
+    "train/test_zero_engines.py",
+    "train/test_image_engine.py",
     "train/test_adapters_and_references.py",
-    "train/test_shards.py",
-    "train/test_engine.py",
+    "cluster/test_preflight.py",
+    "train/test_expert_parallel.py",
 )
 """Files that take between half a minute and three minutes, the longest first."""
 
