@@ -248,10 +248,8 @@ def test_the_command_for_a_cluster(
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize(
-    ("program", "word"),
-    [pytest.param("engine", "generated 16 tokens", marks=pytest.mark.rotating), ("trainer", "ZeRO-3 step")],
-)
+@pytest.mark.rotating
+@pytest.mark.parametrize(("program", "word"), [("engine", "generated 16 tokens"), ("trainer", "ZeRO-3 step")])
 def test_an_engine_and_a_trainer_start(program: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with a short path: in pytest's folder the path of vLLM's socket would be too long."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:

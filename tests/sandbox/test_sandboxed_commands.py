@@ -22,7 +22,7 @@ from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.commands import BlockingSandbox, Kind, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
+from tests.sandbox.kinds import GVISOR_ROTATES, KINDS, NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
 
 pytestmark = pytest.mark.slow
 
@@ -442,6 +442,7 @@ asyncio.run(main())
 
 
 @NEEDS_ROOT
+@pytest.mark.parametrize("kind", GVISOR_ROTATES, scope="module")
 def test_confinement_holds_for_an_ordinary_user(kind: Kind) -> None:
     result = run_as_ordinary_user(ORDINARY, kind)
     assert result.stderr == ""
