@@ -87,7 +87,7 @@ def test_track_sends_the_missing_data_once(track: Track, run: RunDirectory, tmp_
 
 @pytest.mark.stack
 @pytest.mark.rotating
-def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(track: Track, tmp_path: Path) -> None:
+def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Path) -> None:
     """`asyncrl evaluate SPEC` sends to the store of the runs, although its folder is in `RUNS_DIR/evaluate`."""
     made = RunDirectory.create(tmp_path / "runs/evaluate", "mine")
     (tmp_path / "spec.yaml").write_text(SPEC)
@@ -95,7 +95,7 @@ def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(track: Track,
     made.write_text("evaluations/step-000000-offline-greedy.jsonl", json.dumps(RESULT) + "\n")
     made.update(phase="finished")
     made.unlock()
-    sent = track(f"runs/evaluate/{made.run_id}")
+    sent = process(f"runs/evaluate/{made.run_id}", cwd=tmp_path)
     assert (sent.code, sent.err) == (0, "")
     assert sent.out.splitlines()[1] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
     assert not (tmp_path / "runs/evaluate/mlflow.db").exists()
@@ -125,7 +125,7 @@ def test_a_finished_run_becomes_a_version_of_a_model_when_asked(
 
 
 @pytest.mark.stack
-def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: RunDirectory) -> None:
+def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: RunDirectory, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
     failed = track("--uri", uri)
@@ -135,7 +135,7 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: R
         f"hint: everything is kept in the run's folder; try again later: asyncrl track {run.run_id}\n"
     )
     (run.path / FILE).unlink()
-    done = track()
+    done = process(cwd=tmp_path)  # in this process, MLflow may log that it creates the store
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("sent     3 steps, 1 evaluation\nreport   cannot be made: runs/")
 
