@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl_cli.cli.app import main
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
+from tests.cli.conftest import Done
 
 pytestmark = pytest.mark.slow
 
@@ -32,18 +33,9 @@ ACCURACIES = {10: 0.25, 20: 0.75, 30: 0.5}
 
 
 @pytest.fixture
-def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Run `asyncrl checkpoint ...` in this process; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", "checkpoint", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
+def asyncrl(asyncrl: Callable[..., Done]) -> Callable[..., Done]:
+    """Run `asyncrl checkpoint ...`."""
+    return partial(asyncrl, "checkpoint")
 
 
 @pytest.fixture

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect import history_page
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
+from tests.cli.conftest import Done
 from tests.journal import recorded_run
 from tests.journal.recorded_run import RecordedRun, make_run, settings
 
@@ -33,15 +32,13 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Run a command; gives exit code and output."""
+def ask(asyncrl: Callable[..., Done], tmp_path: Path) -> Ask:
+    """Run `asyncrl events ...`; gives exit code and output."""
 
     def run(*arguments: str) -> tuple[object, str]:
         (folder,) = {path.parent.parent for path in tmp_path.rglob(FILE)}
-        monkeypatch.setattr(sys, "argv", ["asyncrl", "events", *arguments, "--runs-dir", str(folder)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr().out
+        done = asyncrl("events", *arguments, "--runs-dir", folder)
+        return done.code, done.out
 
     return run
 
@@ -84,10 +81,8 @@ def test_following_a_run_prints_new_events_until_it_ends(
 
 @pytest.mark.parametrize(("kind", "hint"), [("steps", "known: start, admit")])
 def test_an_unknown_kind_of_event_is_refused(
-    recorded: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, hint: str
+    recorded: RecordedRun, asyncrl: Callable[..., Done], kind: str, hint: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "events", "--kind", kind])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert hint in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    ended = asyncrl("events", "--kind", kind)
+    assert ended.code == 2
+    assert hint in " ".join(ended.err.replace("│", " ").split())

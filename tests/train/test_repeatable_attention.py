@@ -1,5 +1,5 @@
 """Deterministic mode is on for attention alone, in both passes. Whether GPU kernels then repeat their bits is measured
-on a GPU: `make gpu`, part numerics."""
+on a GPU: `make gpu`, part `repeats`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def install() -> None:
 def attend(
     attention: Attention, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any
 ) -> tuple[Tensor, Any]:
-    """Call ``attention`` in deterministic mode, now and in the backward pass. Arguments are those of transformers."""
+    """Call ``attention`` in deterministic mode, now and in the backward pass. transformers passes the arguments."""
     query, key, value = _SetMode.apply(False, query, key, value)  # type: ignore[no-untyped-call]
     set_mode(True)
     try:

@@ -192,7 +192,7 @@ METRICS: dict[str, set[str]] = {"agent": set(), "echo": {"turns"}, "program": {"
 
 
 class Killed(NamedTuple):
-    """A finished run whose gateway and then driver were killed; ``before``: its rollouts at the driver's death."""
+    """A finished run after kills of its gateway and then its driver; ``before``: its rollouts at the driver's death."""
 
     run: Path
     steps: int
@@ -201,7 +201,7 @@ class Killed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """A model with experts, whose choice is recorded, is trained on a mix of agents, environments and commands."""
+    """A model with recorded experts is trained on a mix of agents, environments and commands."""
     runs = Runs(tmp_path_factory.mktemp("killed"))
     files = {name: {"path": write(runs, name, 40)} for name in USES}
     mix = [{"name": name, "train": files[name], "eval": files[name]} | use for name, use in USES.items()]

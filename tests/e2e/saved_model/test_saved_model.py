@@ -44,7 +44,7 @@ class Saved:
 
 
 def call(*arguments: str | Path) -> str:
-    """The output of a command that starts no run, called in this process, which has imported most of what it needs."""
+    """The output of a command that starts no run, called in this process: its modules are mostly imported already."""
     ended = CliRunner().invoke(app, list(map(str, arguments)))
     assert ended.exit_code == 0, ended.output
     return ended.output
