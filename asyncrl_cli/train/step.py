@@ -49,7 +49,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
     sums: UpdateSums | None = None
     flops = 0.0
-    metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
+    uniform = rewards.uniform.double().mean().item()
+    metrics = {"reward/uniform_groups": uniform, "train/updates": 0.0, "train/updates_skipped": 0.0}
     if spec.algorithm.reward_parts:
         metrics["train/missing_parts"] = float(rewards.missing)
     if spec.algorithm.advantage == RUNNING_BASELINE:

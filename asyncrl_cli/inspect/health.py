@@ -1,0 +1,432 @@
+"""Rules that find a bad run by its steps' metrics: pure, the same for the console, the journal, the report and others.
+
+A rule looks for its symptom in each step. A finding begins after ``Rule.patience`` steps in a row with the symptom, and
+ends after ``CALM_STEPS`` without it. Steps without the rule's metrics count for neither.
+
+Invariant: once begun, a finding changes only in its last step, however many steps follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.inspect.resolved import setting, value_at
+
+CALM_STEPS = 3
+"""A finding ends after this many steps in a row without its symptom."""
+FIRST_STEPS = 3
+"""Steps that show where a run starts, and steps of the mean that is compared with an earlier one."""
+CHANCE = 1e-3
+"""Groups with equal rewards are a finding if so many in a row are less probable than this, by the run's own share of
+equal groups."""
+SOLVED = 0.95
+"""Share of correct responses from which groups are equal because the task is solved. The quickstart ends above 0.9."""
+NEVER_CORRECT = 0.005
+"""Mean of rewards of 0 or 1 below which a run has no reward to learn from. Sparse rewards that teach are above it."""
+TRUNCATED, TRUNCATED_CALM = 0.2, 0.1
+"""Share of truncated responses that begins and ends a finding. Measured in healthy runs: up to 0.004."""
+KL, KL_CALM = 0.3, 0.1
+"""KL(behaviour ‖ proximal) in nats. PPO (arXiv 1707.06347) aims at 0.003 to 0.03."""
+GAP_FLOAT32 = 1e-3
+"""Largest log-prob gap of an engine in nats with float32 on both sides (``train.update.ROUNDING_NATS``)."""
+GAP_BFLOAT16 = 0.01
+"""Mean log-prob gap of an engine in nats with bfloat16 on either side."""
+CAPPED = 0.05
+"""Share of tokens with a capped weight. Measured in healthy runs: up to 0.003."""
+EXCLUDED = 0.5
+"""Share of tokens, sequences or rollouts that masks and rejections exclude."""
+ENTROPY = 0.01
+"""Entropy in nats per token below which a policy no longer explores."""
+GRADIENT_GROWTH = 20.0
+"""A gradient norm this many times the median of the run's earlier steps. Measured in healthy runs: up to 8 times."""
+FALL = 0.5
+"""Share of the best reward, or of its gain, that a run has lost when its reward fell."""
+LENGTH_GROWTH = 3.0
+"""Growth of the mean response length, within ten steps, that is an explosion. Healthy runs grow 2.5 times in 60."""
+GROUP_ESTIMATORS = ("group_norm", "group_mean", "leave_one_out")
+"""Advantages that are 0 in a group with equal rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFinding:
+    """A symptom of a bad run. Steps count from 1.
+
+    Args:
+        rule: the rule's name, which is stable.
+        first_step: the first step with the symptom.
+        last_step: the last step with it; None while it lasts.
+        observation: the numbers when it began.
+        cause: its usual cause.
+        remedy: the key to change, or the command that shows more.
+        stops_learning: True if the run learns nothing useful while it lasts, so its speed does not matter.
+    """
+
+    rule: str
+    first_step: int
+    last_step: int | None
+    observation: str
+    cause: str
+    remedy: str
+    stops_learning: bool
+
+    @property
+    def text(self) -> str:
+        """Observation, cause and remedy as one line."""
+        return f"{self.observation}; {self.cause}; {self.remedy}"
+
+
+def health(steps: Iterable[Mapping[str, float]], spec: Mapping[str, Any]) -> list[HealthFinding]:
+    """Return the findings of a run in the order in which they began.
+
+    Args:
+        steps: the metrics of every step so far in order, each with ``step`` (from 1), as in ``metrics.jsonl``.
+        spec: the resolved spec as plain values.
+    """
+    watch = HealthWatch(spec)
+    for metrics in steps:
+        watch.step(metrics)
+    return watch.findings
+
+
+class HealthWatch:
+    """Judges a run step by step. The findings of all steps are in ``findings``."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.findings: list[HealthFinding] = []
+        self.steps_without_learning = 0
+        """Newest steps in a row in which nothing was learned (``stop.on_unhealthy``)."""
+        self._history = _History(spec)
+        self._series = {rule: _Series() for rule in RULES}
+
+    def step(self, metrics: Mapping[str, float]) -> list[HealthFinding]:
+        """Judge the next step. Returns the findings that began or ended with it."""
+        self._history.add(metrics)
+        self.steps_without_learning = self.steps_without_learning + 1 if self._history.learned_nothing else 0
+        return [finding for rule, series in self._series.items() for finding in self._judge(rule, series)]
+
+    def _judge(self, rule: Rule, series: _Series) -> Iterable[HealthFinding]:
+        symptom = rule.symptom(self._history, series.finding is not None)
+        if symptom is None:
+            return
+        if symptom:
+            series.first_step = series.first_step if series.bad_steps else self._history.step
+            series.bad_steps, series.calm_steps, series.last_step = series.bad_steps + 1, 0, self._history.step
+        else:
+            series.calm_steps += 1
+        if series.finding is None:
+            if not symptom:
+                series.bad_steps = 0
+            elif series.bad_steps >= rule.patience(self._history):
+                finding = HealthFinding(rule.name, series.first_step, None, *symptom, rule.stops_learning)
+                series.finding = len(self.findings)
+                self.findings.append(finding)
+                yield finding
+        elif series.calm_steps >= CALM_STEPS:
+            ended = replace(self.findings[series.finding], last_step=series.last_step)
+            self.findings[series.finding] = ended
+            self._series[rule] = _Series()
+            yield ended
+
+
+@dataclass(slots=True)
+class _Series:
+    """A rule's newest steps with its symptom: ``bad_steps`` in a row, then ``calm_steps`` without it."""
+
+    first_step: int = 0
+    last_step: int = 0
+    bad_steps: int = 0
+    calm_steps: int = 0
+    finding: int | None = None  # index of the open finding
+
+
+Symptom = tuple[str, str, str] | tuple[()]
+"""Observation, cause and remedy; empty if the step has no symptom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule. ``symptom`` judges the newest step; its second argument is True if a finding is open, which ends only at
+    a lower limit. It returns None if it cannot judge the step. ``patience``: steps in a row with the symptom after
+    which a finding begins."""
+
+    name: str
+    symptom: Callable[[_History, bool], Symptom | None]
+    stops_learning: bool
+    patience: Callable[[_History], int] = lambda _: 1
+
+
+class _History:
+    """The metrics of a run's steps that rules compare with each other, and the keys of its spec that they read."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        algorithm = value_at(spec, "algorithm") or {}
+        self.spec = spec
+        self.step = 0
+        self.metrics: Mapping[str, float] = {}
+        self.rewards: list[float] = []
+        self.lengths: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.is_binary = True  # every reward so far was 0 or 1
+        self.equal_groups = self.teaching_groups = 0
+        self.equal_in_a_row = 0
+        self.groups_per_step = setting(spec, "pipeline.groups_per_step", 1)
+        self.critic_warmup = setting(spec, "algorithm.critic.warmup_steps", 0)
+        # A distilled policy does not learn from rewards.
+        self.has_rewards = algorithm.get("reward_coef", 1.0) > 0
+        uniform, estimator = algorithm.get("uniform_groups", "skip"), algorithm.get("advantage", "group_norm")
+        self.compares_groups = self.has_rewards and (uniform != "train" or estimator in GROUP_ESTIMATORS)
+        # Otherwise different steps have different kinds of prompts.
+        self.is_comparable = not value_at(spec, "data.curriculum") and not value_at(spec, "data.filter")
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        self.metrics = metrics
+        self.step = int(metrics.get("step", self.step + 1))
+        for name, values in (
+            ("reward/mean", self.rewards),
+            ("response/tokens_mean", self.lengths),
+            ("train/gradient_norm", self.gradient_norms),
+        ):
+            if (value := self.value(name)) is not None and math.isfinite(value):
+                values.append(value)
+        mean, correct = self.value("reward/mean"), self.value("reward/correct")
+        self.is_binary &= mean is not None and correct is not None and abs(mean - correct) < 1e-6
+        share = self.value("reward/uniform_groups")
+        equal = round((share or 0.0) * self.groups_per_step)
+        self.equal_groups += equal
+        self.teaching_groups += 0 if share is None else self.groups_per_step - equal
+        self.equal_in_a_row = self.equal_in_a_row + equal if share == 1.0 else 0
+
+    def value(self, name: str) -> float | None:
+        """The newest step's metric; None if the step has none or it is not a number."""
+        value = self.metrics.get(name)
+        return None if value is None or math.isnan(value) else value
+
+    @property
+    def is_solved(self) -> bool:
+        """True if rewards are equal because the policy learned to give only correct responses."""
+        first = self.rewards[:FIRST_STEPS]
+        correct = self.value("reward/correct")
+        return correct is not None and correct >= SOLVED and bool(first) and _mean(first) < SOLVED
+
+    @property
+    def learned_nothing(self) -> bool:
+        """True if the newest step changed no weight, or no reward of it could teach anything."""
+        if self.step <= self.critic_warmup or self.is_solved:
+            return False
+        if self.compares_groups and self.value("reward/uniform_groups") == 1.0:
+            return True
+        return self.value("train/updates") == 0.0 or self.value("train/gradient_norm") == 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _equal_groups(history: _History, _: bool) -> Symptom | None:
+    share = history.value("reward/uniform_groups")
+    if share is None or not history.compares_groups:
+        return None
+    if share < 1.0 or history.is_solved:
+        return ()
+    reward, groups = history.value("reward/mean") or 0.0, history.groups_per_step
+    cause = "the reward gives every response to a prompt the same value"
+    if history.is_binary and reward == 0.0:
+        cause = "no response is right: the prompts are too hard, or the reward does not recognize right answers"
+    elif history.is_binary and reward == 1.0:
+        cause = "every response is right: the prompts are too easy, or the reward accepts everything"
+    return (
+        f"{groups} of {groups} groups had equal rewards (mean {reward:.3g}), which teach nothing",
+        cause,
+        "read responses with `asyncrl inspect buffer`; change the reward or `data.train`",
+    )
+
+
+def _equal_groups_patience(history: _History) -> int:
+    """Steps until so many equal groups in a row are less probable than ``CHANCE``."""
+    before = history.equal_groups - history.equal_in_a_row
+    share = (before + 1) / (before + history.teaching_groups + 2)  # Laplace's rule of succession
+    return max(FIRST_STEPS, math.ceil(math.log(CHANCE) / math.log(share) / history.groups_per_step))
+
+
+def _no_updates(history: _History, _: bool) -> Symptom | None:
+    updates = history.value("train/updates")
+    if updates is None or history.step <= history.critic_warmup:
+        return None
+    if not history.learned_nothing or (history.compares_groups and history.value("reward/uniform_groups") == 1.0):
+        return ()
+    if history.value("train/updates_skipped"):
+        return "no weight changed", "no update was finite", "lower `trainer.optimizer.learning_rate`"
+    if updates:
+        return (
+            "the gradient was 0",
+            "every reward is the same, so no response is better than another",
+            "read responses with `asyncrl inspect buffer`; change the reward or `data.train`",
+        )
+    return (
+        "no weight changed",
+        "no rollout had a reward that counts: all were masked or truncated",
+        "see `reward/masked_rollouts` and `algorithm.mask_truncated`",
+    )
+
+
+def _updates_skipped(history: _History, _: bool) -> Symptom | None:
+    skipped = history.value("train/updates_skipped")
+    if not skipped:
+        return None if skipped is None else ()
+    return (
+        f"{counted(round(skipped), 'update')} skipped, because a loss or a gradient was not finite",
+        "the learning rate is too high, or the numbers exceed the range of `trainer.dtype`",
+        "lower `trainer.optimizer.learning_rate`",
+    )
+
+
+def _truncated(history: _History, begun: bool) -> Symptom | None:
+    share = history.value("response/truncated_ratio")
+    if share is None:
+        return None
+    if share <= (TRUNCATED_CALM if begun else TRUNCATED):
+        return ()
+    limit = setting(history.spec, "rollout.max_response_tokens", 0)
+    return (
+        f"{share:.0%} of the responses were truncated at {limit} tokens",
+        "the limit is shorter than the task's responses, or the policy no longer ends them",
+        "raise `rollout.max_response_tokens`; if it began late, lower `trainer.optimizer.learning_rate`",
+    )
+
+
+def _kl(history: _History, begun: bool) -> Symptom | None:
+    kl = history.value("correction/kl_behaviour")
+    if kl is None:
+        return None
+    if kl <= (KL_CALM if begun else KL):
+        return ()
+    return (
+        f"KL to the policy that sampled the responses is {kl:.2g} nats, above {KL:g}",
+        "updates are too large: the learning rate, or the staleness, is too high",
+        "lower `trainer.optimizer.learning_rate` or `pipeline.max_staleness`",
+    )
+
+
+def _logprob_gap(history: _History, _: bool) -> Symptom | None:
+    dtypes = [value_at(history.spec, f"{section}.dtype") or "bfloat16" for section in ("trainer", "rollout")]
+    exact = dtypes == ["float32", "float32"]
+    name, limit = ("max", GAP_FLOAT32) if exact else ("mean", GAP_BFLOAT16)
+    gap = history.value(f"engine/logprob_gap_{name}")
+    if gap is None:
+        return None
+    if gap <= limit:
+        return ()
+    return (
+        f"for the same weights, the engine's log-probs differ from the trainer's by {gap:.2g} nats ({name}), more than "
+        f"{limit:g}",
+        "engine and trainer compute differently" if exact else f"`rollout.dtype` {dtypes[1]} rounds coarsely",
+        "set both dtypes to float32" if not exact else "compare with other engines",
+    )
+
+
+def _limited_weights(history: _History, _: bool) -> Symptom | None:
+    capped = history.value("correction/importance_capped_fraction")
+    excluded = [
+        value
+        for name in ("importance_masked_fraction", "rejected_token_fraction", "rejected_row_fraction")
+        if (value := history.value(f"correction/{name}")) is not None
+    ]
+    if capped is None and not excluded:
+        return None
+    text = ""
+    if capped is not None and capped > CAPPED:
+        text = f"{capped:.0%} of the importance weights were capped"
+    if max(excluded, default=0.0) > EXCLUDED:
+        text = f"{max(excluded):.0%} of the tokens were masked or rejected by `algorithm.correction`"
+    if not text:
+        return ()
+    return (
+        text,
+        "the policy has moved far from the one that sampled the responses",
+        "lower `trainer.optimizer.learning_rate` or `pipeline.max_staleness`",
+    )
+
+
+def _entropy(history: _History, _: bool) -> Symptom | None:
+    entropy = history.value("train/entropy")
+    if entropy is None:
+        return None
+    if entropy >= ENTROPY or history.is_solved:
+        return ()
+    return (
+        f"entropy is {entropy:.2g} nats per token",
+        "the policy gives the same response again and again, so it explores nothing",
+        "raise `rollout.sampling.temperature` or `algorithm.entropy_coef`, or lower `trainer.optimizer.learning_rate`",
+    )
+
+
+def _gradient_norm(history: _History, _: bool) -> Symptom | None:
+    norm, earlier = history.value("train/gradient_norm"), sorted(history.gradient_norms[:-1])
+    if norm is None or len(earlier) < FIRST_STEPS:
+        return None
+    usual = earlier[len(earlier) // 2]
+    if norm <= GRADIENT_GROWTH * usual:
+        return ()
+    return (
+        f"the gradient's norm is {norm:.2g}; half of the earlier steps were below {usual:.2g}",
+        "a step is unstable: rewards or weights of a few tokens dominate it",
+        "lower `trainer.optimizer.learning_rate`; `trainer.optimizer.max_grad_norm` bounds each update",
+    )
+
+
+def _reward_from_start(history: _History, _: bool) -> Symptom | None:
+    rewards = history.rewards
+    if not history.has_rewards or not history.is_binary or not rewards:
+        return None
+    shares = history.value("reward/uniform_groups")
+    if history.compares_groups and shares == 1.0:
+        return None  # ``equal_groups`` speaks
+    if max(rewards[:FIRST_STEPS]) <= NEVER_CORRECT >= rewards[-1]:
+        return (
+            f"the mean reward is {rewards[-1]:.2g} since the start",
+            "the prompts are too hard, or the reward does not recognize right answers",
+            "read responses with `asyncrl inspect buffer`; try easier prompts or a warm start",
+        )
+    if min(rewards[:FIRST_STEPS]) >= 1 - NEVER_CORRECT <= rewards[-1]:
+        return (
+            f"the mean reward is {rewards[-1]:.3g} since the start",
+            "the prompts are too easy, or the reward accepts everything",
+            "read responses with `asyncrl inspect buffer`; try harder prompts",
+        )
+    return ()
+
+
+def _reward_fell(history: _History, _: bool) -> Symptom | None:
+    rewards = history.rewards
+    if not history.has_rewards or not history.is_comparable or len(rewards) <= FIRST_STEPS:
+        return None
+    return ()
+
+
+def _lengths(history: _History, _: bool) -> Symptom | None:
+    return None
+
+
+def _three_steps(_: _History) -> int:
+    return FIRST_STEPS
+
+
+RULES = (
+    Rule("equal_groups", _equal_groups, stops_learning=True, patience=_equal_groups_patience),
+    Rule("no_updates", _no_updates, stops_learning=True, patience=_three_steps),
+    Rule("updates_skipped", _updates_skipped, stops_learning=False),
+    Rule("truncated_responses", _truncated, stops_learning=True),
+    Rule("policy_moved", _kl, stops_learning=True),
+    Rule("logprob_gap", _logprob_gap, stops_learning=False),
+    Rule("limited_weights", _limited_weights, stops_learning=False, patience=_three_steps),
+    Rule("entropy", _entropy, stops_learning=False, patience=_three_steps),
+    Rule("gradient_norm", _gradient_norm, stops_learning=False),
+    Rule("reward_from_start", _reward_from_start, stops_learning=True, patience=_three_steps),
+    Rule("reward_fell", _reward_fell, stops_learning=True, patience=_three_steps),
+    Rule("response_length", _lengths, stops_learning=False),
+)
+"""All rules. The names are stable: reports, journals and programs have them."""
