@@ -75,8 +75,13 @@ class HealthFinding:
 
     @property
     def text(self) -> str:
-        """Observation, cause and remedy as one line."""
-        return f"{self.observation}; {self.cause}; {self.remedy}"
+        """The finding as one line, for people."""
+        if self.last_step is not None:
+            return f"{self.rule} has ended: it lasted from step {self.first_step} to step {self.last_step}"
+        return (
+            f"since step {self.first_step} {self.observation}. Usual cause: {self.cause}. Remedy: {self.remedy} "
+            f"({self.rule})"
+        )
 
 
 def health(steps: Iterable[Mapping[str, float]], spec: Mapping[str, Any]) -> list[HealthFinding]:
@@ -86,21 +91,27 @@ def health(steps: Iterable[Mapping[str, float]], spec: Mapping[str, Any]) -> lis
         steps: the metrics of every step so far in order, each with ``step`` (from 1), as in ``metrics.jsonl``.
         spec: the resolved spec as plain values.
     """
-    watch = HealthWatch(spec)
-    for metrics in steps:
-        watch.step(metrics)
-    return watch.findings
+    return HealthWatch(spec, steps).findings
 
 
 class HealthWatch:
-    """Judges a run step by step. The findings of all steps are in ``findings``."""
+    """Judges a run step by step, after the steps of its ``history``."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
+    def __init__(self, spec: Mapping[str, Any], history: Iterable[Mapping[str, float]] = ()) -> None:
         self.findings: list[HealthFinding] = []
+        """The findings of all steps, in the order in which they began."""
         self.steps_without_learning = 0
-        """Newest steps in a row in which nothing was learned (``stop.on_unhealthy``)."""
+        """Newest steps in a row in which nothing was learned, without the history's (``stop.on_unhealthy``)."""
         self._history = _History(spec)
         self._series = {rule: _Series() for rule in RULES}
+        for metrics in history:
+            self.step(metrics)
+        self.steps_without_learning = 0
+
+    @property
+    def open_findings(self) -> list[HealthFinding]:
+        """The findings whose symptoms last."""
+        return [finding for finding in self.findings if finding.last_step is None]
 
     def step(self, metrics: Mapping[str, float]) -> list[HealthFinding]:
         """Judge the next step. Returns the findings that began or ended with it."""
@@ -411,6 +422,10 @@ def _lengths(history: _History, _: bool) -> Symptom | None:
     return None
 
 
+def _two_steps(_: _History) -> int:
+    return 2
+
+
 def _three_steps(_: _History) -> int:
     return FIRST_STEPS
 
@@ -419,7 +434,7 @@ RULES = (
     Rule("equal_groups", _equal_groups, stops_learning=True, patience=_equal_groups_patience),
     Rule("no_updates", _no_updates, stops_learning=True, patience=_three_steps),
     Rule("updates_skipped", _updates_skipped, stops_learning=False),
-    Rule("truncated_responses", _truncated, stops_learning=True),
+    Rule("truncated_responses", _truncated, stops_learning=True, patience=_two_steps),
     Rule("policy_moved", _kl, stops_learning=True),
     Rule("logprob_gap", _logprob_gap, stops_learning=False),
     Rule("limited_weights", _limited_weights, stops_learning=False, patience=_three_steps),

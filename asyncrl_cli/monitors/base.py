@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.records.groups import Counts
 
 EvaluationKind = str
@@ -100,6 +101,9 @@ class Monitor:
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """A step (counted from 1) is done; ``version`` is the weight version after it. docs/metrics.md describes
         ``metrics``."""
+
+    def health(self, finding: HealthFinding) -> None:
+        """A finding has begun, or ended if it has a last step. ``warn`` is called, too."""
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 
 from asyncrl_cli.core.background import Background
 from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.resolved import resolved_spec, setting
 from asyncrl_cli.monitors.base import Ending, EvaluationKind, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.records.groups import Counts
@@ -140,6 +142,13 @@ class Reporter:
         self._recorder.update(phase="running", step=step, version=version)
         bound_log()  # monitors and data sources print to the driver's log
         self._tell(lambda monitor: monitor.stepped(step, version, metrics))
+
+    def health(self, step: int, changed: Sequence[HealthFinding], open_findings: Sequence[HealthFinding]) -> None:
+        """Findings began or ended with a step; ``open_findings`` last."""
+        self._recorder.update(findings=tuple(finding.rule for finding in open_findings))
+        for finding in changed:
+            self.warn(f"step {step}: {finding.text}")
+            self._tell(methodcaller("health", finding))
 
     def engines(self, serving: int, wanted: int, wait: str) -> None:
         """Report how many engines serve and are wanted; ``wait`` says why engines are missing."""

@@ -87,8 +87,8 @@ class Orchestrator:
             prompts=prompts,
             buffer=buffer,
             reporter=reporter,
-            budget=budget,
             reported=opening.trained,
+            history=run.read("metrics.jsonl"),
         )
         turns = GpuTurns(client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(

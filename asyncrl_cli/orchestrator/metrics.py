@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from asyncrl_cli.inspect.health import HealthFinding, HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.probe_check import TOLERANCE
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
@@ -23,12 +23,9 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.processors import HostTime, host_time
-from asyncrl_cli.system.supervised_actor import RestartBudget
 
-NO_UPDATES = "no_updates"
-"""The journal's kind of fault for steps that change no weight."""
-STEPS_WITHOUT_UPDATE = 20
-"""Steps in a row without an update after which the run warns."""
+HEALTH = "health"
+"""The journal's kind of a row that says that a finding of ``inspect.health`` has begun or ended."""
 
 
 class StepClock:
@@ -93,17 +90,14 @@ class StepRecorder:
         prompts: PromptSource,
         buffer: Buffer,
         reporter: Reporter,
-        budget: RestartBudget,
         reported: int,
+        history: Iterable[Mapping[str, float]] = (),
     ) -> None:
-        """``reported``: number of steps that earlier drivers reported."""
+        """``reported``: number of steps that earlier drivers reported. ``history``: the steps' metrics."""
         self.reported = reported
+        self.health = HealthWatch(spec.model_dump(mode="json"), history)
         self._spec = spec
-        self._budget = budget
-        self._critic_warmup = spec.algorithm.critic.warmup_steps
-        self._without_update = 0
-        self._fault = ""
-        self._float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
+        self._changed_findings: list[HealthFinding] = []
         self._publish_every = spec.pipeline.publish_every
         self._task_names = tuple(member.name for member in spec.task.mix)
         self._clock = StepClock(client)
@@ -111,7 +105,6 @@ class StepRecorder:
         self._buffer = buffer
         self._reporter = reporter
         self._unrecorded: dict[int, StepRecord] = {}
-        self._gap_warned = False
         self.more: dict[str, float] = {}
         """Further metrics for the next report."""
 
@@ -139,9 +132,11 @@ class StepRecorder:
             metrics["data/unusable_prompts"] = float(self._prompts.unusable)
         if self._prompts.filter is not None:
             metrics["data/filtered_prompts"] = float(self._prompts.filter.filtered)
-        self._warn_of_gap(step + 1, report)
-        self._count_updates(step, metrics)
         self._reporter.stepped(step + 1, (step + 1) // self._publish_every, metrics, time.time())
+        changed = self.health.step({**metrics, "step": step + 1})
+        if changed:
+            self._reporter.health(step + 1, changed, self.health.open_findings)
+            self._changed_findings += changed
         self.reported = step + 1
         self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
 
@@ -150,33 +145,9 @@ class StepRecorder:
         for step, record in list(self._unrecorded.items()):
             await self._buffer.trained(record)
             self._unrecorded.pop(step, None)
-        if self._fault:
-            fault, self._fault = self._fault, ""
-            await self._budget.note(NO_UPDATES, "trainer", fault)
-
-    def _warn_of_gap(self, step: int, report: StepReport) -> None:
-        """Warn once if an engine's log-probs differ more from the trainer's than rounding explains."""
-        gap, limit = report.metrics.get("engine/logprob_gap_max", 0.0), TOLERANCE["float32"]
-        if self._float32 and gap > limit and not self._gap_warned:
-            self._gap_warned = True
-            self._reporter.warn(
-                f"step {step}: an engine's log-probs are up to {gap:.2g} nats from the trainer's for the same weights; "
-                f"in float32 {limit:g} is the most that rounding explains (metric engine/logprob_gap_max)"
-            )
-
-    def _count_updates(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Have ``flush`` report a run that learns nothing, once for each series of steps without an update."""
-        if step < self._critic_warmup:  # only the critic is trained
-            return
-        self._without_update = 0 if metrics.get("train/updates", 1.0) else self._without_update + 1
-        if self._without_update == STEPS_WITHOUT_UPDATE:
-            cause = f"the rewards of each group were equal (their mean is now {metrics['reward/mean']:g})"
-            if metrics.get("train/updates_skipped"):
-                cause = "no update was finite"
-            self._fault = (
-                f"steps {step + 2 - STEPS_WITHOUT_UPDATE} to {step + 1} changed no weight: {cause}; read responses "
-                "(`asyncrl inspect buffer`), and check the reward function and the engines' logs"
-            )
+        while self._changed_findings:
+            finding = self._changed_findings.pop(0)
+            await self._buffer.failed(HEALTH, finding.rule, finding.text)
 
 
 def batch_digest(batch: TrainingBatch) -> str:

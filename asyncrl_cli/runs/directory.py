@@ -61,7 +61,8 @@ LOCK_TIMEOUT_S = 0.5
 class RunState:
     """A run's phase and progress. ``accuracy`` and ``accuracy_before`` have the latest and the initial model's held-out
     accuracy by kind (``greedy``, ``sampled``). ``engines`` has the numbers of ``serving`` and ``wanted`` engines;
-    ``engines_wait`` says why the others do not serve."""
+    ``engines_wait`` says why the others do not serve. ``findings`` has the rules of inspect/health.py that are broken
+    now."""
 
     phase: Phase = "starting"
     step: int = 0
@@ -72,6 +73,7 @@ class RunState:
     reason: str = ""
     engines: Mapping[str, int] = field(default_factory=dict)
     engines_wait: str = ""
+    findings: tuple[str, ...] = ()
     updated: float = 0.0
 
 

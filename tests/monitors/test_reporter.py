@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.core.background import Background
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.console import PlainView
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
@@ -34,6 +36,8 @@ METRICS = dict.fromkeys(
 )
 
 RESULT = EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1)
+
+FINDING = HealthFinding("equal_groups", 1, None, "32 of 32 groups", "a constant reward", "change it", True)
 
 
 def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path) -> None:
@@ -70,6 +74,21 @@ def test_warnings_reach_the_screen(tmp_path: Path) -> None:
     out = io.StringIO()
     Reporter(Recorder(RunDirectory(tmp_path), pytest.fail), PlainView(10, out)).warn("engine-0: the process died")
     assert out.getvalue().endswith("! engine-0: the process died\n")
+
+
+def test_findings_reach_the_screen_and_the_state_until_they_end(tmp_path: Path) -> None:
+    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
+    recorder = Recorder(run, pytest.fail)
+    reporter = Reporter(recorder, PlainView(10, out))
+    reporter.health(3, [FINDING], [FINDING])
+    recorder.wait()
+    assert RunDirectory(run.path).state.findings == ("equal_groups",)
+    reporter.health(9, [replace(FINDING, last_step=6)], [])
+    assert recorder.close() == ""
+    assert RunDirectory(run.path).state.findings == ()
+    begun, ended = out.getvalue().splitlines()
+    assert "! step 3: since step 1 32 of 32 groups" in begun
+    assert ended.endswith("! step 9: equal_groups has ended: it lasted from step 1 to step 6")
 
 
 def test_mlflow_is_notified_after_steps_and_evaluations_are_on_disk(tmp_path: Path) -> None:
@@ -132,6 +151,7 @@ def call_everything(reporter: Reporter) -> None:
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(RESULT)
     reporter.faulted("engine")
+    reporter.health(1, [FINDING], [FINDING])
     reporter.engines(1, 2, "no room")
     reporter.stalled("the trainer waits")
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins import Notes, client_over, rollout, spec
+from stand_ins import client_over, rollout, spec
 
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.orchestrator.metrics import StepClock, StepRecorder, batch_digest, speed_metrics, step_metrics
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken
@@ -265,38 +266,51 @@ class Recorded:
 
     def stepped(self, *_: Any) -> None: ...
 
+    def __init__(self) -> None:
+        self.findings: list[tuple[str, int, int | None]] = []
+        self.rows: list[tuple[str, str, str]] = []
 
-def test_a_run_that_changes_no_weight_for_20_steps_has_one_fault_for_each_series() -> None:
-    faults = Notes()
-    nothing: Any = Recorded()
+    def health(self, _: int, changed: list[HealthFinding], __: list[HealthFinding]) -> None:
+        self.findings += [
+            (finding.rule, finding.first_step, finding.last_step) for finding in changed if finding.rule == "no_updates"
+        ]
+
+    async def failed(self, *row: str) -> None:
+        self.rows += [row] if row[1] == "no_updates" else []
+
+
+def test_findings_begin_and_end_once_also_after_a_resume() -> None:
+    reports: Any = Recorded()
     learns = spec(algorithm={"advantage": "gae", "critic": {"warmup_steps": 5}})
-    recorder = StepRecorder(
-        learns,
-        client=client_over(1),
-        prompts=nothing,
-        buffer=nothing,
-        reporter=nothing,
-        budget=faults.budget(),
-        reported=0,
-    )
 
-    def train(first: int, last: int, updates: float) -> None:
+    def recorder(history: list[dict[str, float]]) -> StepRecorder:
+        return StepRecorder(
+            learns,
+            client=client_over(1),
+            prompts=reports,
+            buffer=reports,
+            reporter=reports,
+            reported=len(history),
+            history=history,
+        )
+
+    def train(steps: StepRecorder, first: int, last: int, updates: float) -> None:
         for step in range(first, last + 1):
             batch = replace(BATCH, step=step - 1)
-            recorder.report(Taken(batch, COUNTS, 0.0), StepReport({"train/updates": updates}), None, 0)
-            asyncio.run(recorder.flush())
+            steps.report(Taken(batch, COUNTS, 0.0), StepReport({"train/updates": updates}), None, 0)
+            asyncio.run(steps.flush())
 
-    train(1, 24, 0.0)  # in the first 5 steps only the critic is trained
-    assert not faults
-    train(25, 60, 0.0)
-    ((kind, part, message),) = faults
-    assert (kind, part) == ("no_updates", "trainer")
-    assert "steps 6 to 25 changed no weight" in message and "mean is now 0.75" in message
-    train(61, 61, 1.0)
-    train(62, 80, 0.0)
-    assert len(faults) == 1
-    train(81, 81, 0.0)
-    assert len(faults) == 2
+    before = recorder([])
+    train(before, 1, 7, 0.0)  # in the first 5 steps only the critic is trained
+    assert not reports.findings
+    train(before, 8, 12, 0.0)
+    assert reports.findings == [("no_updates", 6, None)]
+    ((kind, part, message),) = reports.rows
+    assert (kind, part) == ("health", "no_updates") and message.startswith("since step 6")
+    after = recorder([{"step": step, "train/updates": 0.0} for step in range(1, 13)])
+    train(after, 13, 14, 0.0)
+    train(after, 15, 17, 1.0)
+    assert reports.findings[1:] == [("no_updates", 6, 14)]
 
 
 def gpu_spec(ranks: int, gpus: float) -> ExperimentSpec:
