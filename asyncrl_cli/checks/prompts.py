@@ -24,7 +24,9 @@ SPREAD = 1000
 ENOUGH = 100
 """A split is refused if at least this many prompts were tried and none can be used, even if others were not tried."""
 SHOWN_CHARACTERS = 1000
-"""Largest number of characters of a prompt, and of its fields, in a message."""
+"""Largest number of characters of a prompt's beginning, and of its fields, in a message."""
+SHOWN_END = 200
+"""Largest number of characters of a long prompt's end in a message."""
 REPLY = "The answer is four."
 """An example reply, to find out how the chat template ends a reply."""
 NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
@@ -119,17 +121,24 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder,
     if encoded is None:
         return f"prompt {prompt.uid} is too long"
     ids = encoded.ids
-    messages, _, variables = chat_of(prompt)
+    messages, tools, variables = chat_of(prompt)
     text = encoder.decode(ids)
-    more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
     by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
-    found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
+    found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}"
+    if len(text) > SHOWN_CHARACTERS:  # the end is where the reply begins
+        end = json.dumps(text[SHOWN_CHARACTERS:][-SHOWN_END:], ensure_ascii=False)
+        found += f" … {end} ({len(text):,} characters)"
+    if tools:
+        names = [str(tool["function"]["name"]) for tool in tools]
+        hidden = "" if all(name in text for name in names) else ", which the chat template does not show"
+        found += f"\ntools{hidden}: {', '.join(names)}"
     for number, placed in enumerate(encoded.images, start=1):
         width, height = placed.image.decoded().size
         found += f"\nimage {number}: {width} x {height} pixels, {placed.length} tokens, {placed.image.digest}"
     if messages[-1]["role"] == "assistant":
         found += "\nthe response continues the assistant message at the end"
-    for name, values in (("variables of the row", variables), ("fields for the task", prompt.fields)):
+    fields = {name: value for name, value in prompt.fields.items() if not tools or name != "tools"}
+    for name, values in (("variables of the row", variables), ("fields for the task", fields)):
         if values:
             shown = json.dumps(values, ensure_ascii=False, default=dict)
             found += f"\n{name}: {shown[:SHOWN_CHARACTERS]}{'…' if len(shown) > SHOWN_CHARACTERS else ''}"

@@ -21,7 +21,7 @@ from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_
 from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.checks.memory import check_memory_estimate
-from asyncrl_cli.checks.trial import try_tasks
+from asyncrl_cli.checks.trial import opening_prompt, try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.terminal import counted
@@ -239,8 +239,10 @@ class StartChecks:
             **{f"evaluation.sets.{name}.data": (name, rows, sets[name].data) for name, rows in experiment.sets.items()},
         }
         for location, (name, rows, split) in splits.items():
-            if split is None or name in experiment.episodic:
-                continue  # in episodes the task writes the model's prompts
+            if split is None or name in experiment.episodic:  # then the task writes the model's prompts
+                if self._thorough and location == "data.train" and self._takes_data and len(rows):
+                    yield Check(SHOWN_PROMPTS[0], partial(self._opening, experiment, rows), ("chat template",))
+                continue
             if location == "data.train" and not self._takes_data:
                 continue
             yield Check(location, partial(self._prompts, location, rows, split), ("chat template",))
@@ -270,6 +272,14 @@ class StartChecks:
         limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
         rows = Rows.read(start, self._search_path)
         return prompts.check_rows(rows, encoder=encoder, max_length=spec.model.max_length, limit_s=limit_s)
+
+    def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:
+        spec = self._spec
+        opening = opening_prompt(experiment.tasks[""], spec.task, self._search_path, rows[0], location="task")
+        if opening is None:
+            return "the agent writes it"
+        encoder = PromptEncoder.of(spec, self._tokenizer, openings=True)
+        return prompts.shown_prompt([opening], 0, encoder=encoder, tokenizer=self._tokenizer)
 
     def _shown_prompt(self, rows: Sequence[Prompt], row: int) -> Result:
         encoder = PromptEncoder.of(self._spec, self._tokenizer)

@@ -24,7 +24,7 @@ from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, scores_groups, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
 from asyncrl_cli.workers.actors import BLOCKED_S
-from asyncrl_cli.workers.messages import Load, Work
+from asyncrl_cli.workers.messages import Load, Played, Work
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 
@@ -121,6 +121,24 @@ def try_task(
             if name not in (REWARD, *reported):
                 raise missing_part(name, reported, "no response of the trial")
     return text if known or not scored else f"{text}; {ALL_NONE}"
+
+
+def opening_prompt(task: Any, spec: TaskSpec, search_path: Path, prompt: Prompt, *, location: str) -> Prompt | None:
+    """Return what the policy reads first in an episode of a row, as a row with messages and tools; None if an agent
+    writes it. Raises ``TaskError`` if the environment fails."""
+    member, row = task_of(task, prompt)
+    if isinstance(member, OneCall):
+        return member.opening(row)
+    if isinstance(member, AgentTask):
+        return None
+
+    async def played() -> Played:
+        async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
+            return await process.play(prompt, None)
+
+    result = asyncio.run(played())
+    _refuse(result.score, location, "called with an empty reply")
+    return result.opening
 
 
 def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:

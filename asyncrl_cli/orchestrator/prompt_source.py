@@ -47,28 +47,31 @@ class PromptEncoder:
         apply_chat_template: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         images: ImageTokens | None = None,
+        shows_all: bool = True,
     ) -> None:
         """``episodic``: rollouts are episodes, so the task writes the model's input. ``apply_chat_template``: render
         texts with the template if there is one. ``template_kwargs``: the template's variables. ``images`` encodes
-        prompts with images."""
+        prompts with images. ``shows_all``: refuse a prompt with parts that the template leaves out."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self._images = images or ImageTokens("", 0, 0)
+        self._shows_all = shows_all
         self.sees_images = self._images.max_images > 0
 
     @classmethod
-    def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False) -> PromptEncoder:
-        """The encoder of a run's prompts."""
+    def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False, openings: bool = False) -> PromptEncoder:
+        """The encoder of a run's prompts. ``openings``: encode episodes' first prompts as the gateway does."""
         return cls(
             tokenizer,
-            spec.rollout.max_prompt_tokens,
+            spec.model.max_length if openings else spec.rollout.max_prompt_tokens,
             episodic,
             apply_chat_template=spec.data.apply_chat_template,
             template_kwargs=spec.model.chat_template_kwargs,
             images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
+            shows_all=not openings,
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
@@ -113,7 +116,7 @@ class PromptEncoder:
         templated = self.is_templated(prompt)
         if templated:
             text = self._template.with_variables(variables).text(messages, tools, reply=True)
-            lost = self._template.abilities().lost
+            lost = self._template.abilities().lost if self._shows_all else {}
             if feature := next((feature for feature in _features(messages, tools) if feature in lost), None):
                 raise ChatError(f"the row has {feature}, which the chat template does not show")
         elif tools or variables:

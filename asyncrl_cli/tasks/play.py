@@ -9,6 +9,7 @@ runs in threads, because a slow step must not stop other episodes.
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.records.images import Image
-from asyncrl_cli.records.prompt import Message, normalized, with_data_urls
+from asyncrl_cli.records.prompt import Message, Prompt, normalized, with_data_urls
 from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step, finite
 
@@ -93,17 +94,38 @@ async def play(
     return RewardResult(sum(scored, 0.0), metrics), tuple(map(Turn, scored))
 
 
-def try_environment(environment: Environment) -> RewardResult:
-    """Reset the environment and take one step with an empty reply, which a model may give. Raises what ``play`` would
-    raise."""
+def try_environment(environment: Environment, prompt: Prompt) -> tuple[RewardResult, Prompt]:
+    """Reset the environment and take one step with an empty reply, which a model may give. Returns the step's reward,
+    and what the policy reads first. Raises what ``play`` would raise."""
     try:
-        _tools(environment)
-        _reset(environment)
+        opening = opening_prompt(environment, prompt)
         step, reward = _step(environment, {"role": "assistant", "content": ""})
-        return RewardResult(reward, step.metrics)
+        return RewardResult(reward, step.metrics), opening
     finally:
         if (close := getattr(environment, "close", None)) is not None:
             close()
+
+
+def opening_prompt(environment: Environment, prompt: Prompt) -> Prompt:
+    """Reset the environment; returns what the policy reads first, as a row with messages, tools and images. Raises
+    ``TypeError``."""
+    tools = _tools(environment)
+    images: dict[str, Image] = {}
+
+    def with_digest(content: Any) -> Any:
+        if content["type"] != "image_url":
+            return content
+        image = Image.of(base64.b64decode(content["image_url"]["url"].partition(",")[2]))
+        images[image.digest] = image
+        return {"type": "image", "image": image.digest}
+
+    messages = [
+        {**message, "content": list(map(with_digest, message["content"]))}
+        if isinstance(message.get("content"), list | tuple)
+        else message
+        for message in with_data_urls(_reset(environment), prompt.images)
+    ]
+    return Prompt(prompt.uid, tuple(messages), {"tools": list(tools)} if tools else {}, tuple(images.values()))
 
 
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:

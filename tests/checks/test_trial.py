@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.prompts import shown_prompt
 from asyncrl_cli.checks.start import StartChecks
-from asyncrl_cli.checks.trial import try_task
+from asyncrl_cli.checks.trial import opening_prompt, try_task
 from asyncrl_cli.core.errors import ConfigError, TaskError
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.tasks.load import load_task
+from tests.doc_examples import code_blocks
 
 pytestmark = pytest.mark.slow
+
+TEMPLATES = Path(__file__).parents[2] / "templates"
 
 SOURCE = """
 from asyncrl_cli.tasks.base import Step
@@ -82,6 +89,41 @@ def test_working_rewards_and_environments_are_counted(folder: Path, capfd: pytes
     assert tried(folder, "Guess") == "called on the first rows: environments (3)"
     assert tried(folder, "Guess", thorough=False) == tried(folder, "agent") == "not tried"
     assert capfd.readouterr().out == "", "what rewards print would be between the checks"
+
+
+def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -> None:
+    """The example in docs/agents.md; a row that MCP servers give tools to is in tests/tasks/test_mcp.py."""
+    (source,), (row,), (spec,) = (
+        code_blocks("agents.md", "## Tools", language) for language in ("python", "json", "yaml")
+    )
+    (folder / "weather.py").write_text(source)
+    (folder / "rows.jsonl").write_text(row)
+    (folder / "spec.yaml").write_text(spec)
+    task_spec = load_spec(folder / "spec.yaml").spec.task
+    prompts = [Prompt("a", json.loads(row)["prompt"], json.loads(row))]
+    task = load_task(task_spec, folder)
+    opening = opening_prompt(task, task_spec, folder, prompts[0], location="task")
+    assert opening is not None
+    tokenizer = AutoTokenizer.from_pretrained(TEMPLATES / "saved-model/model")
+    encoder = PromptEncoder(tokenizer, max_tokens=1000)
+    shown = str(shown_prompt([opening], 0, encoder=encoder, tokenizer=tokenizer))
+    for text in (
+        "Noon temperature in degrees Celsius.",
+        "days from today",
+        "tomorrow at noon?",
+        "\ntools: temperature",
+    ):
+        assert text in shown
+    no_tools = PromptEncoder(tokenizer, max_tokens=1000, shows_all=False)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert str(shown_prompt([opening], 0, encoder=no_tools, tokenizer=tokenizer)).endswith(
+        "\ntools, which the chat template does not show: temperature"
+    )
+    broken = TaskSpec(use="tried_task:Broken")
+    with pytest.raises(TaskError, match="NameError"):
+        opening_prompt(load_task(broken, folder), broken, folder, ROWS[0], location="task")
+    agent = TaskSpec(use="tried_task:agent")
+    assert opening_prompt(load_task(agent, folder), agent, folder, ROWS[0], location="task") is None
 
 
 def test_parts_of_the_reward_that_no_response_has_are_refused(folder: Path) -> None:

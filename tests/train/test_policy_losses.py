@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, TokenLosses
+from tests.doc_examples import code_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -174,3 +178,24 @@ def test_sapo_fades_faster_with_a_higher_temperature(ratio: float, advantage: fl
 def test_numbers_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AlgorithmSpec(**change)
+
+
+def test_the_loss_in_the_docs_has_a_tenth_of_the_gradient_outside_the_edges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimator, loss = code_blocks("algorithms.md", "## Your own estimator or loss", "python")
+    (tmp_path / "my_losses.py").write_text(f"{loss}\n{estimator}")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    algorithm = AlgorithmSpec(loss="my_losses:soft_clip", advantage="my_losses:shorter_is_better")
+    objective = Objective.of(algorithm, tmp_path)
+    logprobs = torch.tensor([[-1.0, -0.5, -2.0]], requires_grad=True)
+    ratio = (logprobs.detach() + 1).exp()  # 1, above and below the edges
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    losses = objective.loss(logprobs, torch.full((1, 3), -1.0), torch.ones(1, 3), mask, algorithm)
+    losses.loss.sum().backward()
+    torch.testing.assert_close(logprobs.grad, -ratio * torch.tensor([[1.0, 0.1, 0.1]]))
+    assert losses.clipped_low.tolist() == [[False, False, True]]
+    assert losses.clipped_high.tolist() == [[False, True, False]]
+    assert objective.advantage is not None and objective.asks == ("lengths", "metrics")
+    better = objective.advantage(rewards=torch.eye(2), lengths=torch.tensor([[1, 2], [1, 2]]), metrics={})
+    torch.testing.assert_close(better, torch.tensor([[0.625, -0.5], [-0.625, 0.5]]))
