@@ -51,29 +51,44 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
+"""The sections of the help, as in docs/commands.md."""
 add(
     app,
     ("init", init.init, "Copy a template: a spec with its code and data.", "init agent my-task"),
+    ("validate-spec", validate_spec.validate_spec, "Check a spec.", "validate-spec specs/quickstart.yaml"),
+    ("plan", plan.plan, "Predict the step time of a spec.", "plan SPEC --calibrate-from latest"),
+    ("doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "doctor --deep"),
+    section=BEFORE,
+)
+add(
+    app,
     ("train", running.train, "Check a spec, then train.", "train specs/quickstart.yaml --set seed=1"),
     ("resume", running.resume, "Continue a stopped or killed run.", "resume latest --steps 120"),
-    ("replay", replay.replay, "Train recorded batches again, compare weights.", "replay latest --to 20"),
+    ("scale", runs.scale, "Change how many engines a live run has.", "scale latest --engines 4"),
+    section=TRAIN,
+)
+add(
+    app,
+    ("runs", runs.runs, "List runs.", "runs --json"),
+    ("watch", watch.watch, "Watch a run in the terminal.", "watch latest"),
+    ("report", report.report, "Write an HTML report of one or more runs.", "report latest -o report.html"),
+    ("staleness", inspect.staleness, "Show and verify staleness.", "staleness latest --what-if 4"),
+    ("events", inspect.events, "Print a run's events, in order.", "events latest --kind fault"),
+    ("timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "timeline latest -o out.json"),
+    ("track", runs.track, "Send the missing data of an ended run to MLflow.", "track latest"),
+    section=LOOK,
+)
+add(
+    app,
     ("evaluate", evaluate.evaluate, "Measure a model's accuracy, without training.", "evaluate latest --samples 4"),
     ("serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "serve latest --port 8000"),
-    ("watch", watch.watch, "Watch a run in the terminal.", "watch latest"),
-    ("scale", runs.scale, "Change how many engines a live run has.", "scale latest --engines 4"),
-    ("runs", runs.runs, "List runs.", "runs --json"),
-    ("track", runs.track, "Send the missing data of an ended run to MLflow.", "track latest"),
-    ("events", inspect.events, "Print a run's events, in order.", "events latest --kind fault"),
-    ("staleness", inspect.staleness, "Show and verify staleness.", "staleness latest --what-if 4"),
-    ("doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "doctor --deep"),
-    ("report", report.report, "Write an HTML report of one or more runs.", "report latest -o report.html"),
-    ("timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "timeline latest -o out.json"),
-    ("plan", plan.plan, "Predict the step time of a spec.", "plan SPEC --calibrate-from latest"),
-    ("validate-spec", validate_spec.validate_spec, "Check a spec.", "validate-spec specs/quickstart.yaml"),
+    ("replay", replay.replay, "Train recorded batches again, compare weights.", "replay latest --to 20"),
+    section=USE,
 )
-app.add_typer(inspect.app, name="inspect")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(convert.app, name="convert")
+app.add_typer(convert.app, name="convert", rich_help_panel=BEFORE)
+app.add_typer(inspect.app, name="inspect", rich_help_panel=LOOK)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=USE)
 
 
 def _version(wanted: bool) -> None:

@@ -91,7 +91,8 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands. An unknown command gets a hint."""
+    """A group of commands. An unknown command gets a hint. A group with a command for a run accepts the run alone:
+    `inspect latest` is `inspect run latest`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names = {name for param in self.get_params(ctx) for name in param.opts}
@@ -108,23 +109,46 @@ class Group(TyperGroup):
         if word in self.commands:
             return super().resolve_command(ctx, args)
         hint = did_you_mean(word, self.commands, f"commands: {', '.join(self.commands)}")
-        is_spec = word.endswith((".yaml", ".yml"))
-        first = next((name for name in ("train" if is_spec else "run", "list") if name in self.commands), "")
-        if first and (is_spec or word == "latest" or "/" in word or any(letter.isdigit() for letter in word)):
-            hint = f"name a command first: {ctx.command_path} {first} {shlex.quote(word)}"
+        if word.endswith((".yaml", ".yml")) and "train" in self.commands:
+            hint = f"name a command first: {ctx.command_path} train {shlex.quote(word)}"
+        elif word == "latest" or "/" in word or any(letter.isdigit() for letter in word):
+            for name in {"run", "list"}.intersection(self.commands):
+                return name, self.commands[name], args
         raise UsageError(f"No such command {word!r}.\nhint: {hint}", ctx=ctx)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands by section. typer itself does this only with rich, which loads slowly."""
+        width = max(map(len, self.commands))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            summary = command.get_short_help_str(formatter.width - 6 - width)
+            section = getattr(command, "rich_help_panel", None) or "Commands"
+            sections.setdefault(section, []).append((name.ljust(width), summary))
+        for section, rows in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(rows)
 
-def add(app: typer.Typer, *commands: tuple[str, Callable[..., None], str, str], foreign: bool = False) -> None:
+
+def add(
+    app: typer.Typer,
+    *commands: tuple[str, Callable[..., None], str, str],
+    section: str | None = None,
+    foreign: bool = False,
+) -> None:
     """Add commands: each with its name, its function, its line in the group's help, and an example for its own help.
 
-    The line may have 61 characters, which fit next to the longest name on a terminal with 80 columns. ``foreign``
-    commands receive unknown options as arguments.
+    The line may have 61 characters, which fit next to the longest name on a terminal with 80 columns. ``section`` is a
+    heading of the group's help. ``foreign`` commands receive unknown options as arguments.
     """
     for name, function, summary, example in commands:
         settings = {"ignore_unknown_options": foreign}
         register = app.command(
-            name, cls=Command, short_help=summary, epilog=f"Example: asyncrl {example}", context_settings=settings
+            name,
+            cls=Command,
+            short_help=summary,
+            epilog=f"Example: asyncrl {example}",
+            context_settings=settings,
+            rich_help_panel=section,
         )
         register(function)
 
@@ -155,6 +179,25 @@ def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:
     return [step for step in steps if step.startswith(incomplete)]
 
 
+def assignments(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete `KEY=` from the spec's keys; for `resume`, from the keys that may change. Complete words as values."""
+    from asyncrl_cli.spec.changes import is_fixed
+    from asyncrl_cli.spec.keys import keys
+
+    fixed = context.info_name == "resume"
+    settings = {
+        name: key
+        for name, key in keys().items()
+        if key.opens is None and "*" not in name and not (fixed and is_fixed(name))
+    }
+    name, equals, _ = incomplete.partition("=")
+    if equals:
+        candidates = [f"{name}={word}" for word in settings[name].words] if name in settings else []
+    else:
+        candidates = [f"{name}=" for name in settings]
+    return [candidate for candidate in candidates if candidate.startswith(incomplete)]
+
+
 RunName = Annotated[
     str,
     typer.Argument(
@@ -164,7 +207,8 @@ RunName = Annotated[
 RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="The folder that contains all runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.", autocompletion=assignments),
 ]
 Step = Annotated[
     int | None,

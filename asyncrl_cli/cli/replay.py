@@ -11,7 +11,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import RunArgumentError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.runs.catalogue import find_run
 
@@ -53,7 +53,7 @@ def replay(
     recorded = recorded_steps(run)
     end = min(last or recorded, recorded)
     if first > end:
-        raise RunError(
+        raise RunArgumentError(
             f"cannot replay from step {first}: the run has trained {counted(recorded, 'step')}",
             location=run.run_id,
             hint="choose an earlier step with --from",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import Overrides, RunName, RunsDir, Step
+from asyncrl_cli.cli.arguments import Overrides, RunName, RunsDir, Step, assignments
 from asyncrl_cli.cli.output import debugging, echo, in_runs_dir, start_checks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
@@ -112,7 +112,12 @@ def resume(
     step: Step = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key that may change in a resumed run."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a key that may change in a resumed run.",
+            autocompletion=assignments,
+        ),
     ] = None,
     without_journal: Annotated[
         bool, typer.Option("--without-journal", help="Move a damaged journal away; continue from a checkpoint.")

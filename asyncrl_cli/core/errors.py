@@ -71,3 +71,9 @@ class TaskError(ConfigError):
 
 class RunError(UserError):
     """A run that cannot be found, started or resumed, or that failed."""
+
+
+class RunArgumentError(RunError):
+    """An argument that names no run, or no step, group or rollout of a run."""
+
+    exit_code = 2

@@ -24,8 +24,8 @@ NUMBER = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null",
 SHORTEST = 6
 """Smallest length of a secret in characters; shorter values occur in ordinary words."""
 PATTERNS = (
-    # user:password@ and token@ in a URI
-    (re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^\s/?#'\"]+@"), rf"\1{MASK}@"),
+    # user:password@ and token@ in a URI; only the scheme's last letter, or a long word would be searched quadratically
+    (re.compile(r"(\w://)[^\s/?#'\"]+@"), rf"\1{MASK}@"),
     # the path of a webhook is its password
     (re.compile(r"(webhook['\"]?\s*[:=]\s*['\"]?https?://[^\s/'\"]+)/[^\s'\"]+"), rf"\1/{MASK}"),
     (re.compile(r"(\bhttps://hooks\.slack\.com/(?:services|workflows|triggers)/)[^\s'\"]+"), rf"\1{MASK}"),
@@ -83,9 +83,9 @@ def hide_argument(argument: str) -> str:
     name, equals, text = argument.partition("=")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        shown = hide_settings(value, name.rpartition(".")[2])
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2024-13-45
         return name + equals + MASK if is_secret(name.rpartition(".")[2]) else hide(argument)
-    shown = hide_settings(value, name.rpartition(".")[2])
     if shown == value:
         return hide(argument)
     written = shown if isinstance(shown, str) else yaml.safe_dump(shown, default_flow_style=True, width=10**6).strip()

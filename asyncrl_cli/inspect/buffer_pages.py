@@ -15,7 +15,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import RunArgumentError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.decoding import Decoder, images_of, message_text, open_decoder
 from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
@@ -166,11 +166,11 @@ def _group_document(row: GroupRow) -> dict[str, Any]:
 def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str, saved_to: Path | None = None) -> Page:
     """Show the group with this id, or the newest group of the prompt with this uid. Save its images to ``saved_to``.
 
-    Raises ``RunError`` if there is no such group.
+    Raises ``RunArgumentError`` if there is no such group.
     """
     found = groups_called(connection, name)
     if not found:
-        raise RunError(
+        raise RunArgumentError(
             f"no group has the id or the prompt uid {name!r}",
             location=run.run_id,
             hint=f"list groups, or use --min-reward or --stale-over: asyncrl inspect buffer {run.argument} --limit 20",
@@ -188,16 +188,16 @@ def rollout_page(
 ) -> Page:
     """Show a rollout (``12-3``) with its group. Save its images to ``saved_to``.
 
-    Raises ``RunError`` if there is no record of it.
+    Raises ``RunArgumentError`` if there is no record of it.
     """
     try:
         record = group_record(connection, group_and_index(rollout_id)[0])
     except LookupError as error:
-        raise RunError(str(error), location=run.run_id, hint="ids are GROUP-INDEX, from 0") from None
+        raise RunArgumentError(str(error), location=run.run_id, hint="ids are GROUP-INDEX, from 0") from None
     rollouts = tuple(rollout for rollout in record.rollouts if rollout.rollout_id == rollout_id)
     if not rollouts:
         group_id = record.row.group_id
-        raise RunError(
+        raise RunArgumentError(
             f"rollout {rollout_id} has no record yet",
             location=run.run_id,
             hint=f"see the records of its group: asyncrl inspect buffer {run.argument} --group {group_id}",

@@ -10,13 +10,19 @@ from asyncrl_cli.runs.directory import RunDirectory
 
 
 def resolved_spec(run: RunDirectory) -> dict[str, Any]:
-    """Return the spec's sections without secrets; empty if the file is missing or damaged."""
-    import yaml
+    """Return the spec's sections without secrets; empty if the file is missing or damaged.
 
+    References to environment variables stay as written.
+    """
+    from asyncrl_cli.spec.problems import Location
+    from asyncrl_cli.spec.yaml_nodes import read_yaml
+
+    file = run.path / "spec.yaml"
     try:
-        value = hide_settings(yaml.safe_load((run.path / "spec.yaml").read_text()))
-    except (OSError, ValueError, yaml.YAMLError):
+        root = read_yaml(file.read_text(), Location(str(file), 1, 1), problems=[])
+    except (OSError, ValueError):
         return {}
+    value = hide_settings(root.plain(with_references=True)) if root is not None else None
     return value if isinstance(value, dict) else {}
 
 

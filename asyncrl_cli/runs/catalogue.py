@@ -6,17 +6,21 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import RunArgumentError
 from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory
 
 
 def all_runs(runs_dir: Path) -> list[RunDirectory]:
-    """Every run in the folder, oldest first. Raises ``RunError`` if there is no such folder, except for ``runs``."""
+    """Every run in the folder, oldest first.
+
+    Raises ``RunArgumentError`` if there is no such folder, except for ``runs``.
+    """
     if not runs_dir.is_dir():
         if runs_dir == DEFAULT_RUNS and not runs_dir.exists():
             return []
         problem = "not a folder" if runs_dir.exists() else "no such folder"
-        raise RunError(problem, location=str(runs_dir), hint="give the folder that contains all runs with --runs-dir")
+        hint = "give the folder that contains all runs with --runs-dir"
+        raise RunArgumentError(problem, location=str(runs_dir), hint=hint)
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
     # By the recorded start, not by the file's time: the manifest is written again when a run ends.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
@@ -25,7 +29,7 @@ def all_runs(runs_dir: Path) -> list[RunDirectory]:
 def find_run(runs_dir: Path, name: str) -> RunDirectory:
     """The run called ``name``: an id, a unique prefix of it, ``latest``, or the path of a run's folder.
 
-    Raises ``RunError`` if no run or several match.
+    Raises ``RunArgumentError`` if no run or several match.
     """
     with suppress(OSError):  # not a path: too long, for example
         if "/" in name and (Path(name) / "manifest.json").is_file():
@@ -36,16 +40,18 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
     start += "" if runs_dir == DEFAULT_RUNS else f" --set runs_dir={shlex.quote(str(runs_dir))}"
     if name == "latest":
         if not runs:
-            raise RunError("there is no run yet", location=str(runs_dir), hint=start)
+            raise RunArgumentError("there is no run yet", location=str(runs_dir), hint=start)
         return runs[-1]
     matching = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
     if len(matching) == 1:
         return matching[0]
     if matching:
         listing = ", ".join(run.run_id for run in matching)
-        raise RunError(f"{name!r} matches {len(matching)} runs: {listing}", hint="give more characters of the id")
+        raise RunArgumentError(
+            f"{name!r} matches {len(matching)} runs: {listing}", hint="give more characters of the id"
+        )
     with suppress(OSError):
         if Path(name).is_dir():
             has_runs = any((path / "manifest.json").is_file() for path in Path(name).iterdir())
             list_runs = f"asyncrl runs --runs-dir {shlex.quote(name)}" if has_runs else list_runs
-    raise RunError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")
+    raise RunArgumentError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import RunArgumentError, RunError
 from asyncrl_cli.core.files import atomic_write, rename, sync
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -146,10 +146,13 @@ def _last_kept(folder: Path) -> int | None:
 
 
 def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
-    """The run's checkpoint of a step. If there is none, raises ``RunError`` with the steps that have a checkpoint."""
+    """The run's checkpoint of a step.
+
+    Raises ``RunArgumentError``, with the steps that have a checkpoint, if there is none.
+    """
     found = {checkpoint.step: checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints")}
     if step not in found:
-        raise RunError(
+        raise RunArgumentError(
             f"there is no checkpoint of step {step}",
             location=run.run_id,
             hint=f"steps with a checkpoint: {', '.join(map(str, found))}" if found else "the run has no checkpoint yet",

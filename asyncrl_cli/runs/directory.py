@@ -213,7 +213,7 @@ class RunDirectory:
         rows: list[dict[str, Any]] = []
         with suppress(OSError):
             for line in (self.path / name).read_text(errors="replace").splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     if isinstance(row := json.loads(line), dict):
                         rows.append(row)
         return rows
@@ -243,7 +243,7 @@ class RunDirectory:
                 # A reason may quote a path's bytes as half surrogate pairs, which JSON allows and pydantic refuses.
                 text = json.dumps(json.loads((self.path / STATE).read_bytes()), ensure_ascii=False)
                 return _state_type().validate_json(text.encode(errors="replace"), strict=True)
-            except (OSError, ValueError):
+            except (OSError, ValueError, RecursionError):
                 return RunState()
         return self._state
 
@@ -283,7 +283,7 @@ class RunDirectory:
         """The manifest; empty if it is missing or damaged."""
         try:
             value = json.loads((self.path / "manifest.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
 

@@ -5,9 +5,10 @@ In a path, `*` stands for a user-defined name or a list index: `evaluation.sets.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -34,6 +35,11 @@ class Key:
     def description(self) -> str:
         """The key's description in docs/spec.md."""
         return descriptions(self.holder).get(self.name, "")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that the key takes; empty for other types."""
+        return tuple(_words(self.field.annotation))
 
     @property
     def follows(self) -> bool:
@@ -70,6 +76,16 @@ def general(path: str) -> str:
         above = keys().get(".".join(parts))
         parts.append("*" if above is not None and above.many else part)
     return ".".join(parts)
+
+
+def _words(annotation: Any) -> Iterator[str]:
+    if annotation is bool:
+        yield from ("true", "false")
+    for argument in get_args(annotation):
+        if get_origin(annotation) is Literal:
+            yield str(argument)
+        else:
+            yield from _words(argument)
 
 
 def _opened(annotation: Any) -> tuple[type[Section] | None, bool]:

@@ -22,6 +22,8 @@ SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 32
 """Largest number of files in a spec, and of entries in one `extends`. Limits are on size, not on time, so a spec is
 accepted on every machine or on none (decision 0027)."""
+SHOWN_CHARACTERS = 100
+"""Largest number of characters of an override that a message quotes."""
 MAX_BYTES = 128 * 1024
 """Largest size of a file in bytes: PyYAML reads this in about a second."""
 
@@ -163,7 +165,12 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     location = Location(f"--set {path}")
     if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
         hint = "write it like --set rollout.group_size=16"
-        problems.append(Problem("", "not a dotted key, `=` and a value", hint).at(Location(f"--set {assignment}")))
+        shown = assignment if len(assignment) <= SHOWN_CHARACTERS else f"{assignment[:SHOWN_CHARACTERS]}…"
+        problems.append(Problem("", "not a dotted key, `=` and a value", hint).at(Location(f"--set {shown}")))
+        return root
+    if path.partition(".")[0] == "extends":
+        hint = "write `extends` into a spec, and give that file to the command"
+        problems.append(Problem(path, "only a file can extend another file", hint).at(location))
         return root
     value = read_yaml(text, origin=location, problems=problems, path=path)
     if path in PRESETS:

@@ -83,11 +83,14 @@ class Node:
     reference: str | None = None
     """The original text, if environment variables were replaced in it."""
 
-    def plain(self) -> Any:
-        """Return the value without locations, as dicts, lists and scalars."""
+    def plain(self, with_references: bool = False) -> Any:
+        """Return the value without locations, as dicts, lists and scalars. ``with_references``: values of environment
+        variables stay references."""
         if isinstance(self.value, dict):
-            return {key: node.plain() for key, node in self.value.items()}
-        return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
+            return {key: node.plain(with_references) for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain(with_references) for node in self.value]
+        return self.reference if with_references and self.reference is not None else self.value
 
     def child(self, key: str) -> Node | None:
         """Return the entry of a key, or of an index of a list."""

@@ -144,7 +144,7 @@ def test_show_prints_one_checkpoint(asyncrl: Any, run: RunDirectory) -> None:
     assert "state/shard     2.0 kB\n" in out
     assert json.loads(asyncrl("show", "--json")[1])["step"] == 50
     code, _, error = asyncrl("show", "--step", 25)
-    assert code == 1
+    assert code == 2
     assert "hint: steps with a checkpoint: 10, 20, 30, 40, 50" in error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 import secrets
 import subprocess
 import sys
@@ -102,7 +103,9 @@ def make_run(runs_dir: Path, run_id: str, started: str, **state: Any) -> RunDire
 def test_help_lists_the_commands(asyncrl: Command, tmp_path: Path) -> None:
     done = asyncrl("--help")
     assert done.code == 0
-    listed = [line.split()[0] for line in done.out.partition("Commands:")[2].splitlines() if line.strip()]
+    sections = re.findall(r"^(\w[\w ]+):\n((?:  .+\n)+)", done.out.partition("Options:")[2], re.MULTILINE)
+    assert [section for section, _ in sections] == ["Before a run", "Train", "Look at a run", "Use a model"]
+    listed = [line.split()[0] for _, lines in sections for line in lines.splitlines()]
     assert sorted(listed) == sorted(COMMANDS)
     assert asyncrl().err.strip() == done.out.strip(), "no command shows the help"
 
@@ -282,7 +285,7 @@ def test_a_runs_folder_that_cannot_be_written(asyncrl: Command, tmp_path: Path) 
 def test_a_plan_reports_a_missing_run_before_missing_measurements(asyncrl: Command, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     assert "nothing is measured" in refused(asyncrl("plan", "spec.yaml"), 2)
-    shown = refused(asyncrl("plan", "spec.yaml", "--compare", "nosuch"), 1)
+    shown = refused(asyncrl("plan", "spec.yaml", "--compare", "nosuch"), 2)
     assert "nosuch" in shown and "nothing is measured" not in shown
 
 

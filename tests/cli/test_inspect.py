@@ -111,7 +111,7 @@ def test_pages_fit_and_are_json_too(run: RecordedRun, asyncrl: Any, arguments: t
 @pytest.mark.parametrize("arguments", PAGES)
 def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     assert asyncrl(*arguments) == (
-        1,
+        2,
         "",
         "error: there is no run yet\n --> runs\nhint: start one: asyncrl train SPEC\n",
     )
@@ -161,9 +161,9 @@ def test_numbers_that_no_journal_can_hold(run: RecordedRun, asyncrl: Any, number
     for options in (("--limit", str(number)), ("--stale-over", str(number)), ("--stale-over", str(-number))):
         assert asyncrl("inspect", "buffer", *options)[::2] == (0, "")
     code, _, err = asyncrl("inspect", "buffer", "--group", str(number))
-    assert (code, err.startswith("error: no group has the id")) == (1, True)
+    assert (code, err.startswith("error: no group has the id")) == (2, True)
     code, _, err = asyncrl("inspect", "buffer", "--rollout", f"{number}-0")
-    assert (code, err.startswith("error: there is no group")) == (1, True)
+    assert (code, err.startswith("error: there is no group")) == (2, True)
 
 
 def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, 
     }
     assert len({page.replace(f"{tmp_path}/", "") for page in pages}) == 1
     code, _, err = asyncrl("staleness", "run-2")
-    assert (code, err) == (1, "error: no run is called 'run-2'\n --> runs\nhint: list the runs: asyncrl runs\n")
+    assert (code, err) == (2, "error: no run is called 'run-2'\n --> runs\nhint: list the runs: asyncrl runs\n")
 
 
 def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
@@ -335,9 +335,9 @@ def test_filters_and_limit_select_groups(run: RecordedRun, asyncrl: Any) -> None
 
 def test_unknown_groups_and_rollouts_are_refused(run: RecordedRun, asyncrl: Any) -> None:
     code, out, err = asyncrl("inspect", "buffer", "--group", "p1000")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("error: no group has the id or the prompt uid 'p1000'\n --> run-1\nhint: ")
-    assert asyncrl("inspect", "buffer", "--rollout", "1000-0")[0] == 1
+    assert asyncrl("inspect", "buffer", "--rollout", "1000-0")[0] == 2
     assert (
         asyncrl("inspect", "buffer", "--rollout", "0-9")[2] == "error: rollout 0-9 has no record yet\n --> run-1\n"
         "hint: see the records of its group: asyncrl inspect buffer run-1 --group 0\n"

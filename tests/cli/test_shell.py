@@ -27,6 +27,7 @@ from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
 from asyncrl_cli.orchestrator.launch import Outcome, Start
 from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.load import load_spec
 
 pytestmark = pytest.mark.slow
@@ -53,13 +54,20 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ob
     [
         (("--version",), 0),
         (("runs", "--json"), 0),
-        (("watch",), 1),
-        (("report", "no-such-run"), 1),
-        (("timeline",), 1),
-        (("events",), 1),
         (("watch", "--no-such-option"), 2),
         (("no-such-command",), 2),
-        (("train", "no-such-spec.yaml"), 2),
+        *(
+            ((*command.split(), "nothing", *options), 2)
+            for command, *options in (
+                *[("watch",), ("report",), ("timeline",), ("events",), ("staleness",), ("track",), ("resume",)],
+                *[("replay",), ("evaluate",), ("serve",), ("inspect run",), ("inspect buffer",), ("checkpoint list",)],
+                *[("checkpoint show",), ("checkpoint verify",), ("checkpoint prune",), ("report -o x latest",)],
+                ("scale", "--engines", "2"),
+                ("checkpoint export", "--to", "x"),
+                *[("train",), ("validate-spec",), ("plan",), ("init",), ("runs --runs-dir",), ("doctor --cluster",)],
+                *[("convert verl",), ("convert trl",), ("convert prime-rl",), ("inspect latest",), ("checkpoint ./",)],
+            )
+        ),
     ],
 )
 def test_commands_end_with_the_documented_exit_codes(
@@ -133,12 +141,16 @@ def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("re", ["resume", "replay", "report"]),
+        ("re", ["resume", "report", "replay"]),
         ("resume te", ["test-1", "test-2"]),
         ("resume test-2 --step 1", ["10", "15"]),
         ("inspect buffer --state r", ["running", "rejected", "requeued"]),
         ("events --kind st", ["start", "step", "stall"]),
         ("init mat", ["math"]),
+        ("train x.yaml --set trainer.offl", ["trainer.offload="]),
+        ("validate-spec --set pipeline.mode=a", ["pipeline.mode=async"]),
+        ("resume test-1 --set data.ev", [f"data.eval.{key}=" for key in SplitSpec.model_fields]),
+        ("resume test-1 --set seed", []),
         ("resume --runs-dir nowhere te", []),
     ],
 )
@@ -173,8 +185,8 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         monkeypatch.setattr(sys, "argv", ["asyncrl", *group, "--help"])
         with pytest.raises(SystemExit):
             main()
-        _, listed = capsys.readouterr().out.split("Commands:\n")
-        commands = [line.split()[0] for line in listed.splitlines()]
+        listed = capsys.readouterr().out.partition("Show this message and exit.\n")[2]
+        commands = re.findall(r"^  ([\w-]+)", listed, re.MULTILINE)
         assert commands and "..." not in listed
         for command in commands:
             if (command,) in (("inspect",), ("checkpoint",), ("convert",)):
@@ -217,7 +229,6 @@ def test_help_lists_every_kind_of_event(asyncrl: Callable[..., object], capsys: 
         ("watch --run latest", "asyncrl watch latest"),
         ("runs --run-dir x", "did you mean `--runs-dir`?"),
         ("runs --limit 3", "options: --runs-dir"),
-        ("inspect latest", "asyncrl inspect run latest"),
         ("inspect rum latest", "did you mean `run`?"),
         ("s.yaml", "asyncrl train s.yaml"),
         ("convert hf", "commands: verl, trl"),

@@ -160,5 +160,5 @@ def test_a_run_without_its_spec_is_refused_with_what_is_missing(
 
 def test_track_without_a_run_is_refused(track: Track, tmp_path: Path) -> None:
     refused = track()
-    assert refused.code == 1
+    assert refused.code == 2
     assert "there is no run yet" in refused.err

@@ -144,7 +144,9 @@ def test_overrides() -> None:
     assert str(root.location_of("m.init.config.w")) == "--set m.init.config"
 
 
-@pytest.mark.parametrize("assignment", ["a.b", "=3", "a..b=3", "a." * 70 + "b=3", "a.list.2=3", "a.list.x=3", "a.b={"])
+@pytest.mark.parametrize(
+    "assignment", ["a.b", "=3", "a..b=3", "a." * 70 + "b=3", "a.list.2=3", "a.list.x=3", "a.b={", "extends=x"]
+)
 def test_overrides_that_cannot_be_applied(assignment: str) -> None:
     problems: list[Problem] = []
     root = tree({"a": {"b": 1, "list": [1, 2]}})

@@ -161,6 +161,21 @@ def test_secrets_in_texts_are_hidden(text: str, shown: str | None) -> None:
     assert hide(text) == (text if shown is None else shown)
 
 
+@pytest.mark.parametrize("text", ["a: &a [*a]\n", f"a: {'[' * 50_000}\n", "a: [\n", "- 1\n", "a: \x00\n"])
+def test_resolved_spec_survives_a_file_that_no_run_writes(tmp_path: Path, text: str) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "test")
+    run.write_text("spec.yaml", text)
+    assert resolved_spec(run) in ({}, {"a": [None]})
+
+
+def test_hiding_is_linear_and_survives_every_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = "a." * 500_000
+    assert hide(word) == word, "a quadratic search would take an hour"
+    arguments = ["a=&a [*a]", f"a={'[' * 10_000}", "a=2024-13-45"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert describe_start(tmp_path / "spec.yaml")["command"] == arguments
+
+
 def test_settings_with_names_of_secrets_are_masked_wherever_a_spec_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

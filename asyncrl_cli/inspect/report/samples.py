@@ -120,7 +120,7 @@ def _rows(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
             for line in islice(lines, most):
                 try:
                     row = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(row, dict):
                     yield row
