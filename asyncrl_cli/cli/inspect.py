@@ -171,9 +171,6 @@ def events(
 
 def staleness(
     run: RunName = "latest",
-    steps: Annotated[
-        str | None, typer.Option("--steps", metavar="all", help="`all`: one row per step instead of ranges of steps.")
-    ] = None,
     what_if: Annotated[
         int | None, typer.Option("--what-if", metavar="S", min=0, help="Estimate the time of a step with this bound.")
     ] = None,
@@ -183,7 +180,7 @@ def staleness(
     """Show the staleness of every trained group, and verify from the journal that it stayed within the bound.
 
     Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups that `on_stale: train` trained late
-    are counted, but are not violations. Steps count from 1, as in metrics.jsonl.
+    are counted, but are not violations. Steps count from 1, as in metrics.jsonl; --json has every step.
     """
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
@@ -192,12 +189,10 @@ def staleness(
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
 
-    if steps not in (None, "all"):
-        raise typer.BadParameter("the only value is `all`", param_hint="--steps")
     found = find_run(runs_dir, run)
     with snapshot(found.path / FILE) as connection:
         report = staleness_report(connection)
-        page = staleness_page(found, report, every_step=steps == "all")
+        page = staleness_page(found, report)
         if what_if is not None:
             try:
                 recorded = reproduced_from(connection, resolved_spec(found))

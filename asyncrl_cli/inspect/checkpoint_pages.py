@@ -1,4 +1,4 @@
-"""The pages of `asyncrl checkpoints`: a list with damage and the reasons to keep each, and one checkpoint's files."""
+"""The pages of `asyncrl checkpoint`: a list with damage and the reasons to keep each, and one checkpoint's files."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ ASSUMPTIONS = (
 )
 
 
-def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
-    """Show staleness by step, or by ranges of steps, and the proof of the bound."""
+def staleness_page(run: RunDirectory, report: Report) -> Page:
+    """Show staleness by ranges of steps, and the proof of the bound. The document has every step."""
     where = report.progress
     settings = where.settings
     lines = [
@@ -58,8 +58,7 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
     if report.steps:
         whole = together(report.steps)
         document["all"] = _staleness_document(whole)
-        shown = report.steps if every_step else in_ranges(report.steps, ROWS)
-        lines += ["", *_table(shown, whole)]
+        lines += ["", *_table(in_ranges(report.steps, ROWS), whole)]
     return Page(document, [*lines, "", *_verdict(report)])
 
 

@@ -34,7 +34,6 @@ PAGES = (
     ("inspect", "buffer", "--rollout", "2-1"),
     ("inspect", "run"),
     ("staleness",),
-    ("staleness", "--steps", "all"),
     ("staleness", "--what-if", "4"),
 )
 TEXT = "3+4 is 7,\nso: 7"
@@ -145,7 +144,6 @@ def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tup
         "inspect buffer --watch",
         "inspect buffer --min-reward high",
         "inspect buffers",
-        "staleness --steps some",
         "staleness --what-if -1",
         "replay --from 5 --to 3",
     ],
@@ -489,7 +487,6 @@ def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (header,) = [line for line in out.splitlines() if line.startswith("step ")]
     assert header.split() == ["step", *(["0-4", "5-9", "10-14", "15-17", "mean", "max"] * 2), "crossed"]
     assert max(map(len, out.splitlines())) <= WIDTH
-    assert "\n60 " in asyncrl("staleness", "--steps", "all")[1]
 
 
 def test_what_if_estimates_the_step_time(run: RecordedRun, asyncrl: Any) -> None:
