@@ -207,6 +207,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bo
             f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}, "
             f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
             f"where    {_shown(run.path)}",
+            *_early_end(spec),
         )
     try:
         with open_view(run, steps=spec.stop.total, terminal=terminal, quiet=quiet) as view:
@@ -245,17 +246,25 @@ def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {value}" for name, value in results.items() if value]
+    lines += [f"! {verdict}" for verdict in outcome.health.verdicts]
     lines += [
         "next:",
         f"  asyncrl report {run.argument} -o report.html",
         f"  asyncrl watch {run.argument}",
         f"  asyncrl inspect run {run.argument}",
-        f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}",
     ]
+    if not any(finding.stops_learning for finding in outcome.health.open_findings):
+        lines.append(f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}")
     store = target_of(spec).uri
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):
         lines.append(f"  mlflow ui --backend-store-uri {store}")
     return "\n".join(lines)
+
+
+def _early_end(spec: ExperimentSpec) -> Iterator[str]:
+    steps = spec.stop.on_unhealthy
+    if steps != "never" and steps < spec.stop.total:
+        yield f"ends     after {counted(steps, 'step')} in a row in which nothing was learned (stop.on_unhealthy)"
 
 
 def _shown(path: Path) -> str:

@@ -9,8 +9,10 @@ Invariant: once begun, a finding changes only in its last step, however many ste
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from asyncrl_cli.core.terminal import counted
@@ -25,6 +27,8 @@ CHANCE = 1e-3
 equal groups."""
 SOLVED = 0.95
 """Share of correct responses from which groups are equal because the task is solved. The quickstart ends above 0.9."""
+NEARLY_SOLVED = 0.9
+"""Share of correct responses from which a low entropy is healthy. The quickstart has 0.02 nats there."""
 NEVER_CORRECT = 0.005
 """Mean of rewards of 0 or 1 below which a run has no reward to learn from. Sparse rewards that teach are above it."""
 TRUNCATED, TRUNCATED_CALM = 0.2, 0.1
@@ -43,10 +47,15 @@ ENTROPY = 0.01
 """Entropy in nats per token below which a policy no longer explores."""
 GRADIENT_GROWTH = 20.0
 """A gradient norm this many times the median of the run's earlier steps. Measured in healthy runs: up to 8 times."""
-FALL = 0.5
-"""Share of the best reward, or of its gain, that a run has lost when its reward fell."""
+FALL, FALL_CALM = 0.5, 0.25
+"""Share of the best reward (of its gain, if rewards are not 0 or 1) that a run has lost when its reward fell."""
 LENGTH_GROWTH = 3.0
-"""Growth of the mean response length, within ten steps, that is an explosion. Healthy runs grow 2.5 times in 60."""
+"""A mean response length this many times its median is an explosion. Measured in healthy runs: up to 2.2 times."""
+USUAL_STEPS = 50
+"""Newest steps with the usual length, gradient norm and deviation of rewards, as their median."""
+READ_RESPONSES = "read responses with `asyncrl inspect buffer`"
+LOWER_RATE = "lower `trainer.optimizer.learning_rate`"
+LOWER_RATE_OR_STALENESS = f"{LOWER_RATE} or `pipeline.max_staleness`"
 GROUP_ESTIMATORS = ("group_norm", "group_mean", "leave_one_out")
 """Advantages that are 0 in a group with equal rewards."""
 
@@ -94,6 +103,23 @@ def health(steps: Iterable[Mapping[str, float]], spec: Mapping[str, Any]) -> lis
     return HealthWatch(spec, steps).findings
 
 
+def step_notes(metrics: Mapping[str, float], spec: Mapping[str, Any]) -> str:
+    """Return a part of the step's line: how many groups teach, and KL, truncation and entropy if out of range."""
+    history = _History(spec)
+    history.add(metrics)
+    notes = []
+    share, groups = history.value("reward/uniform_groups"), history.groups_per_step
+    if share is not None and history.compares_groups:
+        notes.append(f"teach {round((1 - share) * groups)}/{groups}")
+    if _policy_moved(history, False):
+        notes.append(f"KL {metrics['correction/kl_behaviour']:.2g}")
+    if _truncated(history, False):
+        notes.append(f"truncated {metrics['response/truncated_ratio']:.0%}")
+    if _entropy(history, False):
+        notes.append(f"entropy {metrics['train/entropy']:.2g}")
+    return "".join(f"  {note}" for note in notes)
+
+
 class HealthWatch:
     """Judges a run step by step, after the steps of its ``history``."""
 
@@ -101,17 +127,29 @@ class HealthWatch:
         self.findings: list[HealthFinding] = []
         """The findings of all steps, in the order in which they began."""
         self.steps_without_learning = 0
-        """Newest steps in a row in which nothing was learned, without the history's (``stop.on_unhealthy``)."""
+        """Newest steps in a row in which nothing was learned (``stop.on_unhealthy``)."""
         self._history = _History(spec)
         self._series = {rule: _Series() for rule in RULES}
         for metrics in history:
             self.step(metrics)
-        self.steps_without_learning = 0
 
     @property
     def open_findings(self) -> list[HealthFinding]:
         """The findings whose symptoms last."""
         return [finding for finding in self.findings if finding.last_step is None]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Say at a run's end what it did not learn, and which findings last; empty for a healthy run."""
+        history, steps, last = self._history, self.steps_without_learning, self._history.step
+        verdicts = []
+        if history.compares_groups and history.equal_groups and not history.teaching_groups:
+            verdicts.append(f"0 of {history.equal_groups:,} groups had different rewards: nothing was learned")
+        elif steps and steps == last:
+            verdicts.append(f"no weight changed in {counted(steps, 'step')}: nothing was learned")
+        elif steps >= FIRST_STEPS:
+            verdicts.append(f"nothing was learned in steps {last - steps + 1} to {last}")
+        return verdicts + [finding.text for finding in self.open_findings]
 
     def step(self, metrics: Mapping[str, float]) -> list[HealthFinding]:
         """Judge the next step. Returns the findings that began or ended with it."""
@@ -179,30 +217,41 @@ class _History:
         self.step = 0
         self.metrics: Mapping[str, float] = {}
         self.rewards: list[float] = []
-        self.lengths: list[float] = []
-        self.gradient_norms: list[float] = []
+        self.deviations: list[float] = []
+        self.usual_lengths = deque[float](maxlen=USUAL_STEPS)
+        self.usual_rewards = deque[float](maxlen=USUAL_STEPS)
+        self.usual_gradient_norms = deque[float](maxlen=USUAL_STEPS)
+        # Before the newest step: the highest mean of FIRST_STEPS steps, and the lowest of one step.
+        self.best_reward, self.lowest_reward = -math.inf, math.inf
         self.is_binary = True  # every reward so far was 0 or 1
         self.equal_groups = self.teaching_groups = 0
         self.equal_in_a_row = 0
         self.groups_per_step = setting(spec, "pipeline.groups_per_step", 1)
+        self.rollouts_per_step = self.groups_per_step * setting(spec, "rollout.group_size", 1)
         self.critic_warmup = setting(spec, "algorithm.critic.warmup_steps", 0)
         # A distilled policy does not learn from rewards.
         self.has_rewards = algorithm.get("reward_coef", 1.0) > 0
         uniform, estimator = algorithm.get("uniform_groups", "skip"), algorithm.get("advantage", "group_norm")
         self.compares_groups = self.has_rewards and (uniform != "train" or estimator in GROUP_ESTIMATORS)
         # Otherwise different steps have different kinds of prompts.
-        self.is_comparable = not value_at(spec, "data.curriculum") and not value_at(spec, "data.filter")
+        prompts_change = value_at(spec, "data.curriculum") or value_at(spec, "data.filter")
+        self.is_comparable = self.has_rewards and not prompts_change and uniform != "reject"
 
     def add(self, metrics: Mapping[str, float]) -> None:
         self.metrics = metrics
         self.step = int(metrics.get("step", self.step + 1))
-        for name, values in (
-            ("reward/mean", self.rewards),
-            ("response/tokens_mean", self.lengths),
-            ("train/gradient_norm", self.gradient_norms),
-        ):
+        if len(self.rewards) >= FIRST_STEPS:
+            self.best_reward = max(self.best_reward, _mean(self.rewards[-FIRST_STEPS:]))
+        self.lowest_reward = min([self.lowest_reward, *self.rewards[-1:]])
+        for name, values in (("reward/mean", self.rewards), ("reward/std", self.deviations)):
             if (value := self.value(name)) is not None and math.isfinite(value):
                 values.append(value)
+        # Values that are not usual stay out, or a median would soon call them usual.
+        if not self.length_exploded:
+            self._add_usual("response/tokens_mean", self.usual_lengths)
+            self._add_usual("reward/mean", self.usual_rewards)
+        if not self.gradient_exploded:
+            self._add_usual("train/gradient_norm", self.usual_gradient_norms)
         mean, correct = self.value("reward/mean"), self.value("reward/correct")
         self.is_binary &= mean is not None and correct is not None and abs(mean - correct) < 1e-6
         share = self.value("reward/uniform_groups")
@@ -211,6 +260,30 @@ class _History:
         self.teaching_groups += 0 if share is None else self.groups_per_step - equal
         self.equal_in_a_row = self.equal_in_a_row + equal if share == 1.0 else 0
 
+    def _add_usual(self, name: str, values: deque[float]) -> None:
+        if (value := self.value(name)) is not None and math.isfinite(value):
+            values.append(value)
+
+    @property
+    def length_exploded(self) -> bool:
+        """True if responses are much longer than usual, and are not rewarded for it."""
+        length, reward = self.value("response/tokens_mean"), self.value("reward/mean")
+        if length is None or reward is None or len(self.usual_lengths) < FIRST_STEPS:
+            return False
+        return length > LENGTH_GROWTH * median(self.usual_lengths) and reward <= median(self.usual_rewards) + self.noise
+
+    @property
+    def gradient_exploded(self) -> bool:
+        """True if the gradient is much larger than usual."""
+        norm, norms = self.value("train/gradient_norm"), self.usual_gradient_norms
+        return norm is not None and len(norms) >= FIRST_STEPS and norm > GRADIENT_GROWTH * median(norms)
+
+    @property
+    def noise(self) -> float:
+        """Three standard errors of a step's mean reward. They count twice, because a group's rewards are alike."""
+        deviations = self.deviations[-USUAL_STEPS:]
+        return 6 * median(deviations) / math.sqrt(self.rollouts_per_step) if deviations else math.inf
+
     def value(self, name: str) -> float | None:
         """The newest step's metric; None if the step has none or it is not a number."""
         value = self.metrics.get(name)
@@ -218,19 +291,24 @@ class _History:
 
     @property
     def is_solved(self) -> bool:
-        """True if rewards are equal because the policy learned to give only correct responses."""
+        """True if the policy has learned to give correct responses: then equal rewards and low entropy are healthy."""
         first = self.rewards[:FIRST_STEPS]
-        correct = self.value("reward/correct")
-        return correct is not None and correct >= SOLVED and bool(first) and _mean(first) < SOLVED
+        return (self.value("reward/correct") or 0.0) >= SOLVED and bool(first) and _mean(first) < SOLVED
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """True if no two rewards that the algorithm compares differ in the newest step."""
+        if not self.has_rewards:
+            return False
+        return self.value("reward/std") == 0.0 or (self.compares_groups and self.value("reward/uniform_groups") == 1.0)
 
     @property
     def learned_nothing(self) -> bool:
-        """True if the newest step changed no weight, or no reward of it could teach anything."""
+        """True if the newest step changed no weight, or its rewards could teach nothing."""
         if self.step <= self.critic_warmup or self.is_solved:
             return False
-        if self.compares_groups and self.value("reward/uniform_groups") == 1.0:
-            return True
-        return self.value("train/updates") == 0.0 or self.value("train/gradient_norm") == 0.0
+        idle = 0.0 in (self.value("train/updates"), self.value("train/gradient_norm"))
+        return idle or self.has_equal_rewards
 
 
 def _mean(values: list[float]) -> float:
@@ -238,12 +316,12 @@ def _mean(values: list[float]) -> float:
 
 
 def _equal_groups(history: _History, _: bool) -> Symptom | None:
-    share = history.value("reward/uniform_groups")
-    if share is None or not history.compares_groups:
+    share, reward = history.value("reward/uniform_groups"), history.value("reward/mean")
+    if share is None or reward is None or not history.has_rewards:
         return None
-    if share < 1.0 or history.is_solved:
+    if not history.has_equal_rewards or history.is_solved:
         return ()
-    reward, groups = history.value("reward/mean") or 0.0, history.groups_per_step
+    groups = history.groups_per_step
     cause = "the reward gives every response to a prompt the same value"
     if history.is_binary and reward == 0.0:
         cause = "no response is right: the prompts are too hard, or the reward does not recognize right answers"
@@ -252,7 +330,7 @@ def _equal_groups(history: _History, _: bool) -> Symptom | None:
     return (
         f"{groups} of {groups} groups had equal rewards (mean {reward:.3g}), which teach nothing",
         cause,
-        "read responses with `asyncrl inspect buffer`; change the reward or `data.train`",
+        f"{READ_RESPONSES}, and change the reward or `data.train`",
     )
 
 
@@ -267,20 +345,16 @@ def _no_updates(history: _History, _: bool) -> Symptom | None:
     updates = history.value("train/updates")
     if updates is None or history.step <= history.critic_warmup:
         return None
-    if not history.learned_nothing or (history.compares_groups and history.value("reward/uniform_groups") == 1.0):
+    if not history.learned_nothing or history.has_equal_rewards:
         return ()
     if history.value("train/updates_skipped"):
-        return "no weight changed", "no update was finite", "lower `trainer.optimizer.learning_rate`"
+        return "no weight changed", "no update was finite", LOWER_RATE
     if updates:
-        return (
-            "the gradient was 0",
-            "every reward is the same, so no response is better than another",
-            "read responses with `asyncrl inspect buffer`; change the reward or `data.train`",
-        )
+        return "the gradient was 0", "the advantage of every token is 0", "check `algorithm.advantage` and the reward"
     return (
         "no weight changed",
-        "no rollout had a reward that counts: all were masked or truncated",
-        "see `reward/masked_rollouts` and `algorithm.mask_truncated`",
+        "no rollout with a reward counts: all are masked, rejected or truncated",
+        "see `reward/masked_rollouts`, `algorithm.mask_truncated` and `algorithm.correction`",
     )
 
 
@@ -291,7 +365,7 @@ def _updates_skipped(history: _History, _: bool) -> Symptom | None:
     return (
         f"{counted(round(skipped), 'update')} skipped, because a loss or a gradient was not finite",
         "the learning rate is too high, or the numbers exceed the range of `trainer.dtype`",
-        "lower `trainer.optimizer.learning_rate`",
+        LOWER_RATE,
     )
 
 
@@ -309,7 +383,7 @@ def _truncated(history: _History, begun: bool) -> Symptom | None:
     )
 
 
-def _kl(history: _History, begun: bool) -> Symptom | None:
+def _policy_moved(history: _History, begun: bool) -> Symptom | None:
     kl = history.value("correction/kl_behaviour")
     if kl is None:
         return None
@@ -318,7 +392,7 @@ def _kl(history: _History, begun: bool) -> Symptom | None:
     return (
         f"KL to the policy that sampled the responses is {kl:.2g} nats, above {KL:g}",
         "updates are too large: the learning rate, or the staleness, is too high",
-        "lower `trainer.optimizer.learning_rate` or `pipeline.max_staleness`",
+        LOWER_RATE_OR_STALENESS,
     )
 
 
@@ -341,51 +415,43 @@ def _logprob_gap(history: _History, _: bool) -> Symptom | None:
 
 def _limited_weights(history: _History, _: bool) -> Symptom | None:
     capped = history.value("correction/importance_capped_fraction")
-    excluded = [
-        value
-        for name in ("importance_masked_fraction", "rejected_token_fraction", "rejected_row_fraction")
-        if (value := history.value(f"correction/{name}")) is not None
-    ]
-    if capped is None and not excluded:
+    if capped is None:
         return None
-    text = ""
-    if capped is not None and capped > CAPPED:
-        text = f"{capped:.0%} of the importance weights were capped"
-    if max(excluded, default=0.0) > EXCLUDED:
-        text = f"{max(excluded):.0%} of the tokens were masked or rejected by `algorithm.correction`"
-    if not text:
-        return ()
-    return (
-        text,
-        "the policy has moved far from the one that sampled the responses",
-        "lower `trainer.optimizer.learning_rate` or `pipeline.max_staleness`",
+    excluded = max(
+        history.value(f"correction/{name}") or 0.0
+        for name in ("importance_masked_fraction", "rejected_token_fraction", "rejected_row_fraction")
     )
+    if capped <= CAPPED and excluded <= EXCLUDED:
+        return ()
+    text = f"{capped:.0%} of the importance weights were capped"
+    if excluded > EXCLUDED:
+        text = f"`algorithm.correction` excluded {excluded:.0%} of the tokens"
+    return text, "the policy has moved far from the one that sampled the responses", LOWER_RATE_OR_STALENESS
 
 
 def _entropy(history: _History, _: bool) -> Symptom | None:
     entropy = history.value("train/entropy")
     if entropy is None:
         return None
-    if entropy >= ENTROPY or history.is_solved:
+    if entropy >= ENTROPY or (history.value("reward/correct") or 0.0) >= NEARLY_SOLVED:
         return ()
     return (
         f"entropy is {entropy:.2g} nats per token",
-        "the policy gives the same response again and again, so it explores nothing",
+        "the policy gives nearly the same response each time, so it explores nothing",
         "raise `rollout.sampling.temperature` or `algorithm.entropy_coef`, or lower `trainer.optimizer.learning_rate`",
     )
 
 
 def _gradient_norm(history: _History, _: bool) -> Symptom | None:
-    norm, earlier = history.value("train/gradient_norm"), sorted(history.gradient_norms[:-1])
-    if norm is None or len(earlier) < FIRST_STEPS:
+    norm = history.value("train/gradient_norm")
+    if norm is None:
         return None
-    usual = earlier[len(earlier) // 2]
-    if norm <= GRADIENT_GROWTH * usual:
+    if not history.gradient_exploded:
         return ()
     return (
-        f"the gradient's norm is {norm:.2g}; half of the earlier steps were below {usual:.2g}",
-        "a step is unstable: rewards or weights of a few tokens dominate it",
-        "lower `trainer.optimizer.learning_rate`; `trainer.optimizer.max_grad_norm` bounds each update",
+        f"the gradient's norm is {norm:.2g}; usual is {median(history.usual_gradient_norms):.2g}",
+        "a few tokens with extreme rewards or weights dominate the step",
+        f"{LOWER_RATE}; `trainer.optimizer.max_grad_norm` bounds each update",
     )
 
 
@@ -393,33 +459,44 @@ def _reward_from_start(history: _History, _: bool) -> Symptom | None:
     rewards = history.rewards
     if not history.has_rewards or not history.is_binary or not rewards:
         return None
-    shares = history.value("reward/uniform_groups")
-    if history.compares_groups and shares == 1.0:
+    if history.has_equal_rewards:
         return None  # ``equal_groups`` speaks
-    if max(rewards[:FIRST_STEPS]) <= NEVER_CORRECT >= rewards[-1]:
-        return (
-            f"the mean reward is {rewards[-1]:.2g} since the start",
-            "the prompts are too hard, or the reward does not recognize right answers",
-            "read responses with `asyncrl inspect buffer`; try easier prompts or a warm start",
-        )
-    if min(rewards[:FIRST_STEPS]) >= 1 - NEVER_CORRECT <= rewards[-1]:
-        return (
-            f"the mean reward is {rewards[-1]:.3g} since the start",
-            "the prompts are too easy, or the reward accepts everything",
-            "read responses with `asyncrl inspect buffer`; try harder prompts",
-        )
+    first, reward = rewards[:FIRST_STEPS], rewards[-1]
+    remedy = f"{READ_RESPONSES}, and change `data.train` or the reward"
+    text = f"the mean reward is {reward:.3g} since the start"
+    if max(*first, reward) <= NEVER_CORRECT:
+        return text, "the prompts are too hard, or the reward does not recognize right answers", remedy
+    if min(*first, reward) >= 1 - NEVER_CORRECT:
+        return text, "the prompts are too easy, or the reward accepts everything", remedy
     return ()
 
 
-def _reward_fell(history: _History, _: bool) -> Symptom | None:
-    rewards = history.rewards
-    if not history.has_rewards or not history.is_comparable or len(rewards) <= FIRST_STEPS:
+def _reward_fell(history: _History, begun: bool) -> Symptom | None:
+    reward = history.value("reward/mean")
+    if not history.is_comparable or reward is None or not history.deviations or history.best_reward == -math.inf:
         return None
-    return ()
+    lowest = 0.0 if history.is_binary else history.lowest_reward
+    best = history.best_reward
+    if best - reward <= max((FALL_CALM if begun else FALL) * (best - lowest), history.noise):
+        return ()
+    return (
+        f"the mean reward fell from {best:.3g} to {reward:.3g}",
+        "updates are too large, or the policy exploits something that the reward no longer pays",
+        f"{LOWER_RATE}; resume from an earlier checkpoint",
+    )
 
 
-def _lengths(history: _History, _: bool) -> Symptom | None:
-    return None
+def _response_length(history: _History, _: bool) -> Symptom | None:
+    length = history.value("response/tokens_mean")
+    if not history.is_comparable or length is None:
+        return None
+    if not history.length_exploded:
+        return ()
+    return (
+        f"responses have {length:.0f} tokens on average; usual is {median(history.usual_lengths):.0f}",
+        "the policy no longer ends its responses, and no reward pays for their length",
+        f"{LOWER_RATE}, or set `algorithm.overlong_penalty`",
+    )
 
 
 def _two_steps(_: _History) -> int:
@@ -435,13 +512,13 @@ RULES = (
     Rule("no_updates", _no_updates, stops_learning=True, patience=_three_steps),
     Rule("updates_skipped", _updates_skipped, stops_learning=False),
     Rule("truncated_responses", _truncated, stops_learning=True, patience=_two_steps),
-    Rule("policy_moved", _kl, stops_learning=True),
+    Rule("policy_moved", _policy_moved, stops_learning=True),
     Rule("logprob_gap", _logprob_gap, stops_learning=False),
     Rule("limited_weights", _limited_weights, stops_learning=False, patience=_three_steps),
     Rule("entropy", _entropy, stops_learning=False, patience=_three_steps),
-    Rule("gradient_norm", _gradient_norm, stops_learning=False),
+    Rule("gradient_norm", _gradient_norm, stops_learning=False, patience=_two_steps),
     Rule("reward_from_start", _reward_from_start, stops_learning=True, patience=_three_steps),
     Rule("reward_fell", _reward_fell, stops_learning=True, patience=_three_steps),
-    Rule("response_length", _lengths, stops_learning=False),
+    Rule("response_length", _response_length, stops_learning=False, patience=_two_steps),
 )
 """All rules. The names are stable: reports, journals and programs have them."""

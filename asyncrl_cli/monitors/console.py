@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.dashboard import Shown, panel
+from asyncrl_cli.inspect.health import step_notes
 from asyncrl_cli.inspect.watching import look
-from asyncrl_cli.monitors.base import EvaluationResult, Monitor
+from asyncrl_cli.monitors.base import EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.outlet import Outlet, Terminal
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
@@ -31,11 +32,13 @@ LOOK_SHARE = 0.01
 """Largest share of time spent reading: on a slow disk the panel is updated less often."""
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
+def step_line(
+    step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float], spec: Mapping[str, Any]
+) -> str:
     held_out = f"  held-out {accuracy['greedy']:.3f}" if "greedy" in accuracy else ""
     mfu = f"  MFU {metrics['mfu/end_to_end']:.0%}" if "mfu/end_to_end" in metrics else ""
     return (
-        f"step {step}/{steps}  reward {metrics['reward/mean']:.3f}{held_out}"
+        f"step {step}/{steps}  reward {metrics['reward/mean']:.3f}{step_notes(metrics, spec)}{held_out}"
         f"  length {metrics['response/tokens_mean']:.1f}"
         f"  staleness {metrics['staleness/groups_mean']:.1f} max {metrics['staleness/groups_max']:.0f}"
         f"  {metrics['tokens/generated_per_s']:,.0f} tok/s{mfu}"
@@ -51,8 +54,12 @@ class PlainView(Monitor):
         self._steps = steps
         self._out = out
         self._accuracy: dict[str, float] = {}
+        self._spec: Mapping[str, Any] = {}
         self._stage = ""
         self._started = time.monotonic()
+
+    def started(self, run: RunInfo) -> None:
+        self._spec = run.spec
 
     def status(self, text: str) -> None:
         # Progress inside a stage ("warm start: 12 of 1000 updates") would flood a log.
@@ -65,7 +72,8 @@ class PlainView(Monitor):
         self._print(f"! {text}")
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self._print(step_line(step, steps=self._steps, metrics=metrics, accuracy=self._accuracy))
+        line = step_line(step, steps=self._steps, metrics=metrics, accuracy=self._accuracy, spec=self._spec)
+        self._print(line)
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._accuracy[result.kind] = result.accuracy

@@ -13,7 +13,7 @@ from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.orchestrator.placement import ExaminerFactory
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.rules import RULES
-from asyncrl_cli.spec.sections import ExperimentSpec, StopSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
@@ -96,7 +96,8 @@ def _counted(
     loader = PromptLoader(prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=stages)
     every = spec.pipeline.publish_every
     steps = -(-loader.prompts_in(spec.stop.epochs) // (spec.pipeline.groups_per_step * every)) * every
-    counted = spec.model_copy(update={"stop": StopSpec(steps=min(steps, spec.stop.total))})
+    stop = spec.stop.model_copy(update={"steps": min(steps, spec.stop.total), "epochs": None})
+    counted = spec.model_copy(update={"stop": stop})
     known = {problem for rule in RULES for problem in rule(spec)}
     for problem in (problem for rule in RULES for problem in rule(counted)):
         if problem not in known:

@@ -18,6 +18,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.inspect.health import HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.events import STALL
 from asyncrl_cli.journal.schema import FILE
@@ -70,6 +71,7 @@ class Outcome:
     """The results of a finished run. Accuracies are by kind (``greedy``, ``sampled``), ``notes`` by monitor."""
 
     seconds: float
+    health: HealthWatch = field(default_factory=partial(HealthWatch, {}))
     accuracy_before: Mapping[str, float] = field(default_factory=dict)
     accuracy: Mapping[str, float] = field(default_factory=dict)
     model: Path | None = None
@@ -150,6 +152,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
             seconds=time.monotonic() - started,
+            health=orchestrator.health,
             accuracy_before=reporter.accuracy_before,
             accuracy=reporter.accuracy,
             model=run.path / MODEL,

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, first_cause
+from asyncrl_cli.inspect.health import HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
@@ -139,6 +140,11 @@ class Orchestrator:
         self._written = opening.version  # the newest version that was written
         self._published: PublishRecord | None = None  # not reported yet
         self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
+
+    @property
+    def health(self) -> HealthWatch:
+        """The findings of all steps so far."""
+        return self._steps.health
 
     async def run(self) -> None:
         """Train until the last step. Raises ``RunError`` with the first cause if the run cannot continue."""
@@ -273,6 +279,15 @@ class Orchestrator:
             if partial:
                 await self._client.resume()
             if self._step < steps:
+                if (problem := self._steps.without_learning) and self._step % self._spec.pipeline.publish_every == 0:
+                    await self._publisher.delivered()
+                    await self.checkpoint()
+                    raise RunError(
+                        problem,
+                        location="stop.on_unhealthy",
+                        hint=f"change what the findings name; `asyncrl resume {self._run.argument}` continues from the "
+                        f"checkpoint of step {self._step}, and a new start trains other weights",
+                    )
                 if self._evaluator.due(self._step):
                     await self._publisher.delivered()  # the evaluation is of this step's weights
                     await self._finish_evaluation("an evaluation")

@@ -94,7 +94,7 @@ class StepRecorder:
         history: Iterable[Mapping[str, float]] = (),
     ) -> None:
         """``reported``: number of steps that earlier drivers reported. ``history``: the steps' metrics."""
-        self.reported = reported
+        self.reported = self._first_step = reported
         self.health = HealthWatch(spec.model_dump(mode="json"), history)
         self._spec = spec
         self._changed_findings: list[HealthFinding] = []
@@ -140,6 +140,16 @@ class StepRecorder:
         self.reported = step + 1
         self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
 
+    @property
+    def without_learning(self) -> str:
+        """Why ``stop.on_unhealthy`` ends the run; empty if it may continue. A resumed run counts from 0."""
+        limit = self._spec.stop.on_unhealthy
+        steps = min(self.health.steps_without_learning, self.reported - self._first_step)
+        if limit == "never" or steps < limit:
+            return ""
+        causes = [f"; {finding.text}" for finding in self.health.open_findings if finding.stops_learning]
+        return f"nothing was learned in {steps} steps in a row{''.join(causes)}"
+
     async def flush(self) -> None:
         """Record every reported step in the journal."""
         for step, record in list(self._unrecorded.items()):
@@ -183,6 +193,7 @@ def step_metrics(
     crossed = [len(sampled) > 0 and sampled.min() != sampled.max() for sampled in versions]
     metrics = {**_task_metrics(batch, names), **window} | {
         "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
         "reward/correct": float((rewards >= CORRECT).mean()),
         "reward/masked_rollouts": float(len(rollouts) - len(rewards)),
         "response/tokens_mean": float(lengths.mean()),

@@ -465,6 +465,12 @@ class StopSpec(Section):
     prompts / `pipeline.groups_per_step`, rounded up to a published version. Skipped prompts and rejected groups give
     their places to the next prompts. With a curriculum an epoch has the prompts of one stage (docs/data.md)."""
 
+    on_unhealthy: Literal["never"] | Count = 50
+    """End the run, with a checkpoint and exit code 1, after this many steps in a row in which nothing was learned. In
+    such a step no weight changes, or all rewards that `algorithm.advantage` compares are equal: the rewards of each
+    group, or all rewards of the step. Steps that train only the critic do not count, and neither do steps of a task
+    that the policy has learned to solve. `never` trains to the last step (docs/watching.md)."""
+
     @property
     def total(self) -> int:
         """`steps`; with `epochs`, an unreachable number until the start has counted the prompts."""

@@ -54,12 +54,20 @@ def evaluated(kind: EvaluationKind, step: int, accuracy: float) -> EvaluationRes
 
 
 def test_a_step_is_shown_in_one_line() -> None:
-    assert step_line(7, 100, METRICS, {"greedy": 0.25, "sampled": 0.2}) == (
+    spec = {"pipeline": {"groups_per_step": 32}, "rollout": {"max_response_tokens": 192}}
+    accuracy = {"greedy": 0.25, "sampled": 0.2}
+    assert step_line(7, 100, METRICS, accuracy, spec) == (
         "step 7/100  reward 0.512  held-out 0.250  length 88.1  staleness 0.5 max 1  12,345 tok/s"
         "  busy: trainer 90%, engines 75%  groups: 31 running, 3 finished"
     )
-    assert "held-out" not in step_line(7, 100, METRICS, {"sampled": 0.2})
-    assert "12,345 tok/s  MFU 38%  busy" in step_line(7, 100, METRICS | {"mfu/end_to_end": 0.375}, {})
+    assert "held-out" not in step_line(7, 100, METRICS, {"sampled": 0.2}, spec)
+    assert "12,345 tok/s  MFU 38%  busy" in step_line(7, 100, METRICS | {"mfu/end_to_end": 0.375}, {}, spec)
+    share = {"reward/uniform_groups": 0.625}
+    assert "reward 0.512  teach 12/32  held-out 0.250" in step_line(7, 100, METRICS | share, accuracy, spec)
+    bad = share | {"correction/kl_behaviour": 3.6, "response/truncated_ratio": 0.97, "train/entropy": 0.002}
+    assert "teach 12/32  KL 3.6  truncated 97%  entropy 0.002  length" in step_line(7, 100, METRICS | bad, {}, spec)
+    without_groups = spec | {"algorithm": {"advantage": "gae", "uniform_groups": "train"}}
+    assert "teach" not in step_line(7, 100, METRICS | share, {}, without_groups), "equal rewards teach, too"
 
 
 def test_the_plain_view_prints_a_line_per_event() -> None:
@@ -80,7 +88,7 @@ def test_the_plain_view_prints_a_line_per_event() -> None:
         "starting engines",
         "! engine-0: the process died",
         "held-out greedy accuracy 0.125 at step 0 (512 prompts, 87.5 tokens)",
-        step_line(1, 100, METRICS, {"greedy": 0.125}),
+        step_line(1, 100, METRICS, {"greedy": 0.125}, {}),
     ]
 
 

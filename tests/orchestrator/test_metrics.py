@@ -130,6 +130,7 @@ def test_the_numbers_of_a_step() -> None:
         counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
     )
     expected = {
+        "reward/std": 0.3125**0.5,
         "reward/mean": 0.75,
         "reward/correct": 0.5,
         "reward/masked_rollouts": 0,
