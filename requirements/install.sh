@@ -79,6 +79,7 @@ while IFS='=' read -r key value; do
   value=${value:1:-1}
   case "${key##*.}" in
     index-url) export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$value}" ;;
+    no-index) export UV_OFFLINE=1 ;;
     find-links) export UV_FIND_LINKS="${UV_FIND_LINKS:-$value}" ;;
     cert) export SSL_CERT_FILE="${SSL_CERT_FILE:-$value}" ;;
   esac

@@ -133,12 +133,15 @@ def resume(
     The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
     again; unfinished rollouts continue from their recorded tokens. Exit codes are the same as for `asyncrl train`.
     """
+    from asyncrl_cli.runs.manifest import changed_versions
     from asyncrl_cli.spec.changes import check_changes, kept_horizon
     from asyncrl_cli.spec.load import dump_spec, load_recorded
 
     with refusing():
         run = find_run(runs_dir, run_id)
         run.lock()
+        if versions := changed_versions(run.manifest):  # before another version's spec or journal is refused
+            echo(f"! {run.run_id} was started with {versions}: see docs/operations.md, Upgrade", err=True)
         changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
         before = load_recorded(run.path).spec
         loaded = load_recorded(run.path, changes)

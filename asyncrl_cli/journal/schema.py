@@ -253,6 +253,6 @@ def _has_schema(connection: sqlite3.Connection, path: Path) -> bool:
         raise JournalError(
             f"the journal has schema {number}, and this asyncrl reads only schema {SCHEMA}",
             location=str(path),
-            hint="use the asyncrl that wrote it",
+            hint="use the asyncrl that wrote it; manifest.json next to it has the version",
         )
     return bool(number)

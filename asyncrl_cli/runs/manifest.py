@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def changed_versions(manifest: Mapping[str, Any]) -> str:
+    """Name asyncrl and the ``PACKAGES`` that had another version when the run started; empty if none had."""
+    started = {"asyncrl": manifest.get("asyncrl"), **manifest.get("packages", {})}
+    installed = {"asyncrl": __version__, **package_versions()}
+    return ", ".join(
+        f"{name} {started[name]} (now {version})"
+        for name, version in installed.items()
+        if started.get(name) not in (None, version)
+    )
 
 
 def code_checksum() -> str:

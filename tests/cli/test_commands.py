@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 import asyncrl_cli.cli
+from asyncrl_cli import __version__
 from asyncrl_cli.cli import running
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE
@@ -369,6 +371,18 @@ def test_resume_of_a_run_whose_journal_is_gone_or_damaged(asyncrl: Command, tmp_
     assert "--without-journal" in refused(asyncrl("resume", "latest"), 2)
     (run.path / FILE).unlink()
     assert "the run's journal is gone" in refused(asyncrl("resume", "latest"), 2)
+
+
+def test_resume_of_a_run_of_another_version_names_both_versions(asyncrl: Command, tmp_path: Path) -> None:
+    run = resumable(tmp_path / "runs", step=3, checkpoint=5)
+    installed = version("torch")
+    run.write_text("manifest.json", json.dumps({**run.manifest, "asyncrl": "0.0.9", "packages": {"torch": "2.0.0"}}))
+    done = asyncrl("resume", "run-1")
+    assert done.code == 2
+    first, error, *_ = done.err.splitlines()
+    named = f"asyncrl 0.0.9 (now {__version__}), torch 2.0.0 (now {installed})"
+    assert first == f"! run-1 was started with {named}: see docs/operations.md, Upgrade"
+    assert error.startswith("error: the journal ends at step 3")
 
 
 def test_resume_of_a_run_that_is_driven(asyncrl: Command, tmp_path: Path) -> None:
