@@ -172,6 +172,53 @@ FORMS = [
     (r"\sqrt{2}+\sqrt{3}", [r"\sqrt{5+2\sqrt{6}}", "3.1462644"], ["3.146", r"\sqrt{2}+\sqrt{3}+10^{-20}"]),
     (r"1000000\pi", ["3141592.65"], ["3141593", r"1000001\pi"]),
     (r"\cos(2x)", [r"1-2\sin^2 x"], [r"1-2\sin x"]),
+    (
+        "72",
+        [
+            *("48+24=72", r"48 + 24 = 72\text{ clips}", r"\frac{144}{2} = 72", r"2^3 \cdot 9 = 72", r"x = 48+24 = 72"),
+            *(r"\texttt{72}", r"\emph{72}", r"{\bf 72}", r"\Large 72", r"\colorbox{yellow}{72}", r"\text{Total} = 72"),
+            *(
+                r"\mathrm{(C)}\ 72",
+                r"\boldsymbol{(C)}\ 72",
+                "f(3)=72",
+                "72 клипа",
+                r"72\text{元}",
+                "72개",
+                "７２",
+                "٧٢",
+            ),
+            *(r"72\text{ pièces}", r"72\,\text{км/ч}", "₽72", "72₩", r"72\text{ (clips)}", r"72\text{ \%}"),
+        ],
+        ["72+24=96", "48+24=73", "2x=72", "x^2=72", r"\sin x=72", "72以上", "72万", "72 или больше", "72 тысяч", "7 2"],
+    ),
+    (
+        "5",
+        [
+            *(
+                r"5\ \mathrm{m/s}",
+                r"5\,\mathrm{m}",
+                r"5\ \mathrm{m\,s^{-1}}",
+                r"5\ \text{m s}^{-1}",
+                "5°C",
+                r"5^\circ\mathrm{C}",
+            ),
+            *(r"5\ \text{m}\cdot\text{s}^{-1}", r"5\frac{\mathrm{m}}{\mathrm{s}}", r"5\ \mathrm{kg\cdot m/s^2}"),
+        ],
+        [r"5\mathrm{e}", r"5\mathrm{A}", r"5\alpha", "5x", "2=5+3"],
+    ),
+    (
+        r"\frac{1}{3}",
+        [r"0.\dot{3}", r"0.\overline 3", r"0.\bar{3}", "0.(3)", r"\frac{2}{6}=\frac13"],
+        ["0.3", "0.3(3)"],
+    ),
+    (r"\frac{1}{7}", [r"0.\dot{1}4285\dot{7}"], [r"0.\dot{1}4285"]),
+    (
+        "C",
+        [r"\mathrm{(C)}\ 12", r"\mathbf{(C)}", r"\mathrm{C}", r"\text{C.}"],
+        [r"\mathrm{(D)}\ 12", r"\mathrm{(C)}\ \mathrm{(D)}"],
+    ),
+    ("5000000", ["5 миллионов", "500万元", "5百万", r"5\,\text{million dollars}"], ["5"]),
+    ("1990-05", ["1990-05", "1990 - 05", "1990–05"], ["1985", "1990-5", "05-1990"]),
 ]
 """Answers from the data sets, with correct and with wrong responses."""
 TASK = MathAnswers()
@@ -261,6 +308,17 @@ def test_answers_of_real_data_sets(answer: str, right: list[str], wrong: list[st
         ("10.5.2024", "5.10.2024"),
         ("2019-2020", "-1"),
         ("5-10", "10-15"),
+        ("1985", "1990-05"),
+        ("1985", "(1990-05)"),
+        ("1985", "1990 - 05"),
+        ("1985", r"\text{1990-05}"),
+        ("-1", "3-4"),
+        ("-1", "3–4"),
+        ("-1", "3-4 years"),
+        ("-1", "x=3-4"),
+        ("2.4", "12/05"),
+        ("1977", "1990-05-08"),
+        ("1/3", "10:30"),
         ("12:30", "24:60"),
         ("12:30", "2/5"),
         ("10:30:15", "10:15:30"),
@@ -339,6 +397,29 @@ def test_a_list_needs_no_box(response: str, reward: float) -> None:
         ("7", "So the answer is either 6 or 7.", 0.0),
         ("B", "The correct answer is **B**.", 1.0),
         ("40", "#### The answer is 40", 1.0),
+        ("4", "The score is 3-4.", 0.0),
+        ("10", "It is 10:30.", 0.0),
+        ("18", "She earns 18 million dollars.", 0.0),
+        ("18", "Total: 9 + 9 = 18 clips", 1.0),
+        # other scripts
+        ("18", "Ответ: 18 клипов.", 1.0),
+        ("1/2", "Ответ: \\frac{1}{2}", 1.0),
+        ("3,4", "Ответ: 3, 4", 1.0),
+        ("4", "Ответ: 3, 4", 0.0),
+        ("да", "**Ответ:** да", 1.0),
+        ("B", "答案是B。", 1.0),
+        ("x+1", "答案是x+1。", 1.0),
+        ("18", "所以，答案是 18 个苹果。谢谢！", 1.0),
+        ("18", "答案不是18。", 0.0),
+        ("18", "答案是18万。", 0.0),
+        ("18", "18ではありません。", 0.0),
+        ("18", "정답은 18이 아닙니다.", 0.0),
+        ("18", "Ответ: не 18", 0.0),
+        ("18", "Ответ: 18 или 20", 0.0),
+        ("20", "Ответ: 18 или 20", 0.0),
+        ("20", "答案是18或20", 0.0),
+        ("18", "La respuesta no es 18.", 0.0),
+        ("20", "Respuesta: 18 o 20", 0.0),
     ],
 )
 def test_prose_is_searched_for_its_last_expression(answer: str, response: str, reward: float) -> None:
@@ -376,6 +457,29 @@ def test_prose_is_searched_for_its_last_expression(answer: str, response: str, r
         ("18", r"\boxed{18}</think><think>", 0.0),
         ("18", r"<seed:think>\boxed{18}</seed:think>20", 0.0),
         ("18", r"[THINK]\boxed{18}[/THINK] The answer is 20.", 0.0),
+        ("20", r"◁think▷ I get \boxed{18}. ◁/think▷20", 1.0),
+        ("20", r"<|begin_of_thought|>\boxed{18}<|end_of_thought|><|begin_of_solution|>20<|end_of_solution|>", 1.0),
+        ("20", r"<thought>\boxed{18}</thought>20", 1.0),
+        ("20", r"<reasoning>\boxed{18}</reasoning><answer>20</answer>", 1.0),
+        ("20", r"<unused94>thought \boxed{18}<unused95>20", 1.0),
+        ("20", r"<|channel>thought \boxed{18}<channel|>20", 1.0),
+        ("20", r"<|START_THINKING|>\boxed{18}<|END_THINKING|><|START_RESPONSE|>20<|END_RESPONSE|>", 1.0),
+        ("20", r"<|channel|>analysis<|message|>\boxed{18}<|end|><|start|>assistant<|channel|>final<|message|>20", 1.0),
+        ("20", r"analysisI get \boxed{18}.assistantfinal20", 1.0),
+        ("20", r"Here is my thought process: \boxed{18}. Here is my response: 20", 1.0),
+        ("18", r"◁think▷ \boxed{18}", 0.0),
+        ("18", r"<|begin_of_thought|>\boxed{18}", 0.0),
+        ("18", r"<thought>\boxed{18}", 0.0),
+        ("18", r"<unused94>thought \boxed{18}", 0.0),
+        ("18", r"<|channel>thought \boxed{18}", 0.0),
+        ("18", r"<|channel|>analysis<|message|>\boxed{18}<|end|><|start|>assistant<|channel|>final", 0.0),
+        ("18", r"<|channel|>final<|message|>20<|channel|>analysis<|message|>\boxed{18}", 0.0),
+        ("18", r"analysisI get \boxed{18}", 0.0),
+        ("4", r"Analysis of the data gives \boxed{4}", 1.0),
+        # an empty box is the answer
+        ("18", r"Put the answer in \boxed{18} or \boxed{}", 0.0),
+        ("18", r"\boxed{18} or \boxed{...}", 0.0),
+        ("18", r"\boxed{18}, \boxed{\,}", 0.0),
         # several in a row are a list
         ("3,4", r"\boxed{3} and \boxed{4}", 1.0),
         ("3,4", r"$\boxed{3}$, $\boxed 4$", 1.0),
@@ -443,7 +547,12 @@ def test_truths_of_files(answer: object, response: str, reward: float) -> None:
     assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
 
 
-@pytest.mark.parametrize("answer", ["", "nan", "-inf", "NaT", "[]", "####", r"\boxed{5", ["2", "nan"], [""]])
+NO_ANSWERS = ["-", "?", "—", "...", "N/A", "null", "None", "#N/A", "[null]", "[NaN]", '["", null]', '["?"]', "#### -"]
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "nan", "-inf", "NaT", "[]", "####", r"\boxed{5", ["2", "nan"], [""], *NO_ANSWERS]
+)
 def test_rows_without_a_readable_answer_are_refused(answer: object) -> None:
     with pytest.raises(Unreadable, match="field 'answer' is not a readable answer"):
         TASK.check_prompt(Prompt("row", "?", {"answer": answer}))
@@ -468,6 +577,17 @@ def test_rows_without_a_readable_answer_are_refused(answer: object) -> None:
 )
 def test_hostile_responses_are_judged_without_their_computation(response: str) -> None:
     assert TASK.reward(Prompt("row", "?", {"answer": "12"}), response, True) == 0.0
+
+
+def test_named_thought_marks_hide_the_thought() -> None:
+    task = MathAnswers(thought=["{{plan}}", "{{/plan}}"])
+    prompt = Prompt("row", "?", {"answer": "20"})
+    assert task.reward(prompt, r"{{plan}}\boxed{18}{{/plan}}20", True) == 1.0
+    assert task.reward(prompt, r"{{plan}}\boxed{20}", True) == 0.0
+    assert task.reward(prompt, r"<think>\boxed{20}", True) == 0.0, "known marks still count"
+    for marks in (["a"], ["a", ""], "ab"):
+        with pytest.raises(ValueError, match="thought must be two texts"):
+            MathAnswers(thought=marks)
 
 
 def test_a_truncated_tag_is_wrong() -> None:
@@ -617,3 +737,47 @@ def test_lists_are_equal_in_any_order_and_of_the_same_elements(numbers: list[int
     assert not same(read(text), read(", ".join(map(str, [numbers[0] + 1, *numbers[1:]]))), never)
     in_brackets = [read(f"({', '.join(map(str, row))})") for row in (numbers, shuffled)]
     assert same(*in_brackets, never) == (numbers == shuffled), "a tuple has an order"
+
+
+SENTENCES = [
+    *(
+        "Ответ: {}",
+        "Итого {} клипов.",
+        "答案是{}。",
+        "答案：{}",
+        "答えは{}です。",
+        "정답은 {}입니다.",
+        "답: {}",
+        "الجواب هو {}",
+    ),
+    *("उत्तर {} है।", "Η απάντηση είναι {}.", "Απάντηση: {}", "התשובה היא {}.", "คำตอบคือ {}", "Відповідь: **{}**"),
+    *(
+        "Đáp án là {}.",
+        "Respuesta: {}",
+        "Die Antwort ist {}.",
+        "答案是 ${}$。",
+        "x = {}",
+        "<thought>7</thought>{}",
+        "<answer>{}</answer>",
+    ),
+    *(
+        r"\boxed{{{}\text{{ км}}}}",
+        r"\boxed{{{}元}}",
+        r"\boxed{{\texttt{{{}}}}}",
+        r"\boxed{{{}\ \mathrm{{m/s}}}}",
+        r"\boxed{{9-9={}}}",
+    ),
+]
+
+
+@given(
+    st.integers(-(10**6), 10**6),
+    st.integers(-(10**6), 10**6),
+    st.sampled_from(SENTENCES),
+    st.sampled_from("0٠۰०๐০０"),
+)
+def test_a_number_counts_in_every_script_and_no_other_number_does(one: int, other: int, form: str, zero: str) -> None:
+    digits = str.maketrans("0123456789", "".join(chr(ord(zero) + digit) for digit in range(10)))
+    response = form.format(str(one).translate(digits))
+    assert TASK.reward(Prompt("row", "?", {"answer": one}), response, True) == 1.0
+    assert TASK.reward(Prompt("row", "?", {"answer": other}), response, True) == (one == other)

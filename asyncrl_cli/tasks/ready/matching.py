@@ -60,9 +60,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(value: str | float) -> list[str]:
-    """The text, or the ways to write a number: pandas turns 18 into 18.0, and 1e-07 is 0.0000001."""
+    """The text, or the ways to write a number: pandas turns 18 into 18.0 and 0 into -0.0, and 1e-07 is 0.0000001."""
     if isinstance(value, float):
-        plain = f"{Decimal(repr(value)):f}"
+        plain = f"{Decimal(repr(value or 0.0)):f}"
         return list(dict.fromkeys((plain.removesuffix(".0"), plain, repr(value))))
     return [str(value)]
 

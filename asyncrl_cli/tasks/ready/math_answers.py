@@ -4,7 +4,7 @@ The row's ``answer`` is a number, an expression, LaTeX, a worked solution that e
 (``\boxed{42}``), or a list of correct answers.
 
 Invariant: a response has one answer. It is at the last mark (``_MARKS``) after the last closed thought. If this mark is
-cut off, the answer is wrong; earlier marks do not count.
+cut off or empty, the answer is wrong; earlier marks do not count.
 
 math-verify limits its time by SIGALRM, which works only in a main thread; rewards run in one.
 """
@@ -26,15 +26,19 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.ready.matching import texts_field
 from asyncrl_cli.tasks.ready.math_forms import (
+    CODE,
     EMPHASIS,
+    OTHER_SCRIPT,
     TOLERANCE,
     Answer,
     Number,
     Unreadable,
     closing,
+    in_ascii,
     is_prose,
     read,
     same,
+    tidied,
 )
 
 Extract = Literal["any", "boxed", "last_number", "answer_tag"]
@@ -58,7 +62,18 @@ _MARKS = {
 }
 MOST_MARKS = 100
 """After so many marks without an answer, a response counts as having none: headings look like marks."""
-_THOUGHT = re.compile(r"<(/?)(?:\w{1,20}[:|])?think[\w:-]{0,20}>|\[(/?)THINK\]", re.IGNORECASE)
+_THINKING = r"(?:\w{1,20}[:|_])?(?:think|thought|reason|reflection|scratchpad|inner_prefix)[\w:-]{0,20}\|?[>▷]"
+_THOUGHT_BEGIN = (
+    rf"[<◁]\|?{_THINKING}|\[THINK\]|<\|channel\|?>(?!\s*final)|\A\s*(?-i:analysis(?=[A-Z$\\\"']))"
+    r"|<unused94>|here(?:'s| is) my thought process:"
+)
+_THOUGHT_END = (
+    rf"[<◁]\|?(?:/\|?|end_(?:of_)?){_THINKING}|\[/THINK\]|<channel\|>|<\|inner_suffix\|>|assistantfinal"
+    r"|<\|channel\|>\s*final[^<]{0,20}(?:<\|constrain\|>[^<]{0,20})?<\|message\|>"
+    r"|<unused95>|here(?:'s| is) my response:"
+)
+"""The formats of known models; gpt-oss's also as its text is without special tokens."""
+_CONTROL = re.compile(r"<\|\w{1,30}\|>|</?(?:output|response|solution)>", re.IGNORECASE)
 _TAG_END = re.compile("</answer>", re.IGNORECASE)
 _TAGS = re.compile("</?answer>", re.IGNORECASE)
 _BOX_END = re.compile(r"\$|\n|\\[)\]]|\Z")
@@ -72,15 +87,24 @@ _SENTENCE_END = re.compile(
     r"\n|</|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.|,\s(?!(?:and|or)\s+[^a-z])(?=[a-z]{2})"
 )
 """The end of a stated answer: the end of the sentence, or a comma and a word, but not in "1, 2, and 3"."""
-_UNCLEAR = re.compile(r"\b(?:not|either|neither|or|between)\b|n't", re.IGNORECASE)
+_UNCLEAR = re.compile(
+    r"(?i)\b(?:not|either|neither|or|between|no es|nicht|kein\w*|n'est pas|não|не)\b|n't|不|并非|並非|では|じゃ|아니"
+    r"|아닙|ليس|नहीं|ไม่|δεν|לא|\d(?:\s+[^\W\d_]{1,6}\s+|\s*[^\W\d_a-zA-Z]{1,6}\s*)\$?\d[\d.,]*(?:[^\w.,]\W*)?$"
+)
+"""Words of negation and doubt, and two numbers joined by one word: "18 или 20"."""
+_LAST_LINE = re.compile(
+    r"[^\d:\\$={}]{1,40}:\s*(?P<value>.+)"
+    rf"|.*{OTHER_SCRIPT}(?<![À-ɏḀ-ỿ])\s*(?P<tail>(?=\W*[a-zA-Z0-9])[\x20-\x7e]+)"
+)
+"""The last line as "Ответ: 18" or "答案是18"."""
 _BEFORE_ANSWER = re.compile(r"^(?:[\s*_:=$]|\\[\[(])+")
 _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 """A calculation after a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
 """An expression without a mark is searched for in so many characters at the end."""
-_NO_TRUTH = {"nan", "inf", "nat", "<na>", "[]"}
-"""Missing and infinite values as pandas, NumPy and JSON write them."""
+_NO_TRUTH = {"nan", "inf", "nat", "<na>", "n/a", "na", "#n/a", "none", "null"}
+"""Missing and infinite values as people, pandas, NumPy and JSON write them."""
 _DECIMAL = re.compile(r"(?<![\d.^_])(?:\d*\.\d+|\d+(?=[eE][-+]?\d))(?:[eE][-+]?\d{1,3})?(?!\d|\\overline)")
 _NEGATIVE_POWER = re.compile(r"\^(-\d+)")
 MOST_DIGITS = 200_000
@@ -93,9 +117,11 @@ _GROWING = {"factorial", "factorial2", "subfactorial", "gamma", "binomial", "Pro
 class MathAnswers:
     """The task ``math``."""
 
-    def __init__(self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5) -> None:
+    def __init__(
+        self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5, thought: Sequence[str] = ()
+    ) -> None:
         """docs/tasks.md describes the options. An answer is wrong if it takes more than ``timeout_s`` to parse and
-        compare.
+        compare. ``thought``: the marks at a thought's begin and end in a format that is not known here.
 
         Raises ``TaskError`` if math-verify is not installed, ``ValueError`` for invalid options.
         """
@@ -106,6 +132,10 @@ class MathAnswers:
         self._field = field
         self._extract = extract
         self._timeout_s = timeout_s
+        if thought and (isinstance(thought, str) or len(thought) != 2 or not all(thought)):
+            raise ValueError(f"thought must be two texts, the marks at its begin and its end, not {thought!r}")
+        begin, end = map(re.escape, thought) if thought else ("(?!)", "(?!)")
+        self._thought = re.compile(rf"(?P<end>{end}|{_THOUGHT_END})|{begin}|{_THOUGHT_BEGIN}", re.IGNORECASE)
         _math_verify()
 
     def check_prompt(self, prompt: Prompt) -> None:
@@ -132,9 +162,16 @@ class MathAnswers:
         except Unreadable as error:
             raise Unreadable(f"the field {self._field!r} is not a readable answer: {error}") from None
 
+    def _after_thoughts(self, response: str) -> str:
+        """The response after its last closed thought, without control tokens; "" if a thought is not closed."""
+        marks = deque(self._thought.finditer(response), maxlen=1)
+        if marks and not marks[0]["end"]:
+            return ""
+        return _CONTROL.sub("", response[marks[0].end() :] if marks else response)
+
     def _answers(self, response: str, finished: bool, algebra: _Algebra) -> Iterator[str]:
         """Yield the possible readings of the response's answer; nothing if it has none."""
-        text = _after_thoughts(response)
+        text = in_ascii(self._after_thoughts(response))
         if finished and len(_TAGS.findall(text)) == 1:
             text += "</answer>"  # it was the stop string, which a response does not contain
         marks = list(deque(_MARKS[self._extract].finditer(text), maxlen=MOST_MARKS))
@@ -153,9 +190,12 @@ class MathAnswers:
         if self._extract == "last_number":
             yield from deque(_NUMBER.findall(text), maxlen=1)
         elif self._extract == "any":
-            plain = EMPHASIS.sub(r"\2", text[-LONGEST_SEARCHED:])
-            last_sentence = re.split(r"\n|[.!?]\s", plain.strip())[-1]
-            yield from _loose(plain, bool(_UNCLEAR.search(last_sentence)), algebra)
+            plain = EMPHASIS.sub(r"\2", text[-LONGEST_SEARCHED:]).strip()
+            last_sentence = re.split(r"\n|[.!?]\s", plain)[-1]
+            unclear = bool(_UNCLEAR.search(last_sentence))
+            if not unclear and (statement := _LAST_LINE.fullmatch(last_sentence)):
+                plain = statement["value"] or statement["tail"]
+            yield from _loose(plain, unclear, algebra)
 
 
 def _listed(texts: Sequence[str]) -> Iterator[str]:
@@ -165,24 +205,19 @@ def _listed(texts: Sequence[str]) -> Iterator[str]:
             values = json.loads(text) if text.lstrip().startswith("[") else None
         except (ValueError, RecursionError):
             values = None
+        if values is not None and any(value is None or value != value for value in values):
+            raise Unreadable(f"{text.strip()} has no value")
         yield from values if values and all(isinstance(value, str) for value in values) else [text]
 
 
 def _final(truth: str) -> str:
     """The answer in the row's text: its last box or marked line, or the whole text."""
-    if truth.strip().casefold().lstrip("+-") in _NO_TRUTH:
-        raise Unreadable(f"{truth.strip()} is not a value")
     marks = list(deque(_MARKS["truth"].finditer(truth), maxlen=MOST_MARKS))
     answer = _marked(truth, marks, len(marks) - 1, alone=True) if marks else None
-    return truth if answer is None else answer
-
-
-def _after_thoughts(response: str) -> str:
-    """The response after its last closed thought; "" if a thought is not closed."""
-    last = deque(_THOUGHT.finditer(response), maxlen=1)
-    if not last:
-        return response
-    return response[last[0].end() :] if last[0][1] or last[0][2] else ""
+    text = (truth if answer is None else answer).strip()
+    if text.casefold().lstrip("+-") in _NO_TRUTH:
+        raise Unreadable(f"{text} is not a value")
+    return text
 
 
 def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) -> str | None:
@@ -212,6 +247,8 @@ def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
         inside = _inside(text, mark) if mark.lastgroup == marks[last].lastgroup else None
         if inside is None or (found and not (inside[1] <= start and _BETWEEN.fullmatch(text, inside[1], start))):
             break
+        if not re.search(r"\w", tidied(inside[0])):
+            break  # an empty box at the end has the answer, so it is wrong
         if inside[0] not in found:
             found.append(inside[0])
         start = mark.start()
@@ -258,6 +295,10 @@ class _Algebra:
 
     def found_in(self, prose: str) -> list[str]:
         """The last expression in a text, in math-verify's alternative readings."""
+        prose = re.sub(rf"({OTHER_SCRIPT}+)", r" \1 ", prose)
+        numeric_words = [word for word in re.split(r"[\s$()]+", prose) if re.search(r"\d", word)]
+        if numeric_words and CODE.fullmatch(code := numeric_words[-1].rstrip(".,;!?")):
+            return [code]
         return [found for found in self._parsed(prose) if isinstance(found, str)]
 
     def equal(self, one: str, other: str) -> bool:
@@ -286,12 +327,9 @@ class _Algebra:
 
 def _exact(text: str) -> str:
     """Replace decimal numbers by fractions, because math-verify rounds decimals to six places."""
-
-    def fraction(found: re.Match[str]) -> str:
-        value = Fraction(found[0])
-        return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-    return _DECIMAL.sub(fraction, _NEGATIVE_POWER.sub(r"^{\1}", text))
+    fraction = "\\frac{{{}}}{{{}}}".format
+    text = _NEGATIVE_POWER.sub(r"^{\1}", text)
+    return _DECIMAL.sub(lambda decimal: fraction(*Fraction(decimal[0]).as_integer_ratio()), text)
 
 
 def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -> bool:
@@ -315,11 +353,9 @@ def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -
     if one == other:
         return one not in (sympy.nan, sympy.zoo)
     if one.is_Rational and other.is_Rational:
-        numbers = [
-            Number(Fraction(int(value.p), int(value.q)), decimal)
-            for value, decimal in zip((one, other), decimals, strict=True)
-        ]
-        return numbers[0].equals(numbers[1])
+        fractions = (Fraction(int(value.p), int(value.q)) for value in (one, other))
+        one_number, other_number = map(Number, fractions, decimals)
+        return one_number.equals(other_number)
     difference = one - other
     if difference.free_symbols:
         return bool(one.equals(other))

@@ -12,9 +12,10 @@ import string
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
+from math import prod
 
 EqualExpressions = Callable[[str, str], bool]
 
@@ -24,17 +25,18 @@ LONGEST = 5_000
 DEEPEST = 50
 """Limit on nested brackets, because tuples of tuples are read recursively."""
 LONGEST_NUMBER = 500
-FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+OTHER_SCRIPT = r"(?:(?![ªºͰ-Ͽ℀-⅏])[^\W\d_a-zA-Z]|[Ͱ-Ͽ]{2})"
+"""A letter of words in other scripts; Greek letters and signs like ℝ are mathematics."""
 SHORT_UNIT = re.compile(r"[cdmk]?m|[mk]?g|[cdm]?l|in|ft|yd|mi|sq|cu|lbs?|oz|[pq]t|gal|ms|sec|min|hrs?|[mk]ph|rpm", re.I)
 LETTER_UNIT = re.compile(r"[mghlstnjwvcfk]", re.I)
 r"""A letter counts as a unit only in `\text{}` or with another unit, as in "m/s"."""
 JOINING_WORD = re.compile(r"an?|the|of|per", re.I)
 NO_UNIT = re.compile(
-    r"and|n?or|not|but|maybe|more|less|fewer|least|most|than|about|around|(?:near|exact)ly|almost|approximately|roughly"
+    r"(?i)and|n?or|not|but|maybe|more|less|fewer|least|most|than|about|around|(?:near|exact)ly|almost|approximately|roughly"
     r"|over|under|above|below|before|after|plus|minus|squared|cubed|(?:north|south)?(?:east|west)?|left|right|down"
     r"|hal(?:f|ves)|(?:third|quarter|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)th)s?"
-    r"|one|two|three|four|five|six|seven|eight|nine|ten|base|modulo|radix|negative|positive|ago|later|early|late",
-    re.I,
+    r"|one|two|three|four|five|six|seven|eight|nine|ten|base|modulo|radix|negative|positive|ago|later|early|late"
+    r"|(?:бол|мен)(?:ее|ьше)|утра|вечера|полов\w*|(?:以|未|超).*|左右|多|余|半|이상|이하|미만|초과|반|(?:では|じゃ|아니).*"
 )
 """Words that change the meaning of a number."""
 TOLERANCE = Fraction(1, 1_000_000)
@@ -43,39 +45,31 @@ MOST_ALTERNATIVES = 8
 r"""Limit on the combinations of signs for the ``\pm`` in one item."""
 EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=[^\s*_`])([^*`\n]+)(?<=[^\s_])\1(?![\w*])")
 """Markdown's bold, italic and code."""
+_TEXT_FONT = r"text(?:bf|it|rm|tt|sf|normal)?"
+_MATH_FONT = r"(?:math(?:bf|rm|it|sf|tt|normal)|bm|boldsymbol)"
 _WRAPPER = re.compile(
-    r"\\(?:boxed|fbox|framebox|text(?:bf|it|rm|normal)?|underline"
-    r"|(?:math(?:bf|rm|it|sf)|bm|boldsymbol)(?=\s*\{(?![a-zA-Z]\})))\s*\{"
+    rf"\\(?:boxed|fbox|framebox|{_TEXT_FONT}|emph|underline|{_MATH_FONT}(?=\s*\{{(?![a-zA-Z]\}})))\s*\{{"
 )
 r"""Commands around an answer that do not change it. ``\mathbf{i}`` is a vector, so it is not one of them."""
+_SIGNS = ("times", "cdot", "cdot", "pi", "infty", "cup", "pm", "emptyset", "approx", "le", "ge")
 _REPLACED = {
     **dict.fromkeys(("\\!", "\\,", "\\;", "\\:", "~", "\\left", "\\right", "\\displaystyle", ",\\!", "{,}"), ""),
     **dict.fromkeys(("\\$", "$", "\\(", "\\)", "\\[", "\\]"), ""),
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
     **dict.fromkeys(("°", "^{\\circ}", "\\degree"), "^\\circ"),
-    **dict.fromkeys(("−", "–", "‑"), "-"),
     **dict.fromkeys(("⁄", "÷"), "/"),
-    **dict.fromkeys("€£¥₹", ""),
     **{f"\\{command}{{{letter}}}": f" {letter}" for command in ("text", "mathrm") for letter in "ei"},  # no units
-    **dict.fromkeys(("≤", "\\leq"), "\\le "),
-    **dict.fromkeys(("≥", "\\geq"), "\\ge "),
+    **{f"\\{sign}q": f"\\{sign} " for sign in ("le", "ge")},
     "\\\\": "\\\\",  # ends a matrix's row, and takes no letters with it
     **dict.fromkeys(("\\ ", "\\quad", "\\qquad"), " "),
-    "≈": "\\approx ",
     **dict.fromkeys(("≡", "\\equiv"), "="),
     "\\%": "%",
     "\\sqrt{-1}": " i",
     "\\{": "\\lbrace ",
     "\\}": "\\rbrace ",
     "\\varnothing": "\\emptyset",
-    "×": "\\times ",
-    **dict.fromkeys("·⋅", "\\cdot "),
-    "∗": "*",
+    **{sign: f"\\{command} " for sign, command in zip("×·⋅π∞∪±∅≈≤≥", _SIGNS, strict=True)},
     "**": "^",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "∪": "\\cup ",
-    "±": "\\pm ",
 }
 # A command ends where its letters do: `\left` is not part of `\leftarrow`.
 _REPLACE = re.compile(
@@ -84,56 +78,100 @@ _REPLACE = re.compile(
         for old in sorted(_REPLACED, key=len, reverse=True)
     )
 )
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|mathrm(?=\{ *[a-zA-Z]{2}))\s*\{([^{}]*)\}(\^\{?[23]\}?)?")
+_TEXT = re.compile(
+    rf"(?i:\\(?:{_TEXT_FONT}|mbox|hbox|mathrm(?=\{{ *(?:[a-zA-Z]{{2}}|[mghlsnjwvcfk]\b(?! *\()))"
+    rf"|{_MATH_FONT}(?=\{{ *\([A-J]\)))\s*\{{((?:[^{{}}]|\^\{{-?\d\}})*)\}}(\^\{{?-?[1-3]\}}?)?)"
+)
+_PUNCTUATION = {"。": ". ", "।": ". ", "！": "! ", "？": "? ", "、": ",", "،": ",", "٫": ".", "٬": ",", "՝": ":"}
+_PUNCTUATION |= {"∗": "*", **dict.fromkeys("−–‑～〜", "-")}
+_PUNCTUATION |= dict.fromkeys("€£¥₩₪₫₱₴₸₹₺₽₾₿\u200b\u200e\u200f\u2066\u2067\u2068\u2069\ufeff", "")
+_NOT_ASCII = re.compile(f"(?![0-9])\\d|[！-｝𝐀-𝟿{''.join(_PUNCTUATION)}]")
+_SCALES = {"dozen": 12, "hundred": 100, "billion": 10**9, "миллиард": 10**9, "trillion": 10**12}
+_SCALES |= dict.fromkeys(("thousand", "тысяч", "천", "हज़ार", "ألف", "พัน", "אלף"), 10**3)
+_SCALES |= dict.fromkeys(("million", "миллион", "مليون", "ล้าน", "מיליון"), 10**6)
+_SCALES |= {"만": 10**4, "หมื่น": 10**4, "लाख": 10**5, "แสน": 10**5, "करोड़": 10**7, "억": 10**8}
+_SCALE = re.compile(rf"(?:{'|'.join(_SCALES)})|[百万萬亿億兆]|千(?![克米瓦])", re.IGNORECASE)
+_SCALED = re.compile(
+    rf"(?i:(?<![\d.,/}}])(\d[\d,]*(?:\.\d+)?)(\s?(?:\\text\{{ *)?)((?:{_SCALE.pattern})+)(?:а|и|ов|s?(?![a-zA-Z])))"
+)
+
+
+def in_ascii(text: str) -> str:
+    """Write the digits and the punctuation of every script in ASCII, and ``18万`` as ``180000``."""
+    return _SCALED.sub(_scaled, _NOT_ASCII.sub(_ascii, text))
+
+
+def _ascii(match: re.Match[str]) -> str:
+    char = match[0]
+    return _PUNCTUATION.get(char, str(unicodedata.decimal(char, unicodedata.normalize("NFKC", char))))
+
+
+def _scaled(match: re.Match[str]) -> str:
+    scales = (_SCALES.get(scale.casefold()) or int(unicodedata.numeric(scale)) for scale in _SCALE.findall(match[3]))
+    return f"{prod(scales, start=Fraction(match[1].replace(',', '')))}{match[2] or ' '}"
+
+
 _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile("[¼-¾⅐-⅞↉]"), lambda found: f" {unicodedata.normalize('NFKC', found[0])} "),
     (re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
     (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
-    (re.compile(r"\\(?:text)?color\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE), ""),
+    (re.compile(r"\\(?:text)?color(?:box)?\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE), ""),
+    (re.compile(r"\\(?:bf|rm|it|tt|sf|large|huge|textstyle)(?![a-zA-Z])", re.IGNORECASE), ""),
+    (
+        re.compile(
+            r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))(?:(\d*)\\dot\s*\{?(\d)\}?)?|(?<=\d\.)\((\d+)\)"
+        ),
+        r"\\overline{\1\2\3\4\5}",
+    ),
     (
         re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)"),
         lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}",
     ),
     (re.compile(r"^([A-J])\)"), r"\1: "),  # before brackets are counted
-    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<![^\W\d_])(?<!\\)pi(?![^\W\d_])"), r"\\pi "),
     (_REPLACE, lambda found: _REPLACED[found[0]]),
     (re.compile(r"\\frac\s*\\pi\s*(\d|\{)"), r"\\frac{\\pi}\1"),
-    (_TEXT, lambda found: f"\\text{{{found[1]}}}{found[2] or ''}"),
+    (_TEXT, lambda match: "%" if match[1].strip() == "%" else f"\\text{{{match[1]}}}{match[2] or ''}"),
     (
         re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL),
         r"\\begin{pmatrix}\1\\end{pmatrix}",
     ),
-    (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}$"), r"\\text{\1/\2}"),
+    (
+        re.compile(rf"(?:\\frac\s*\{{\s*)?{_TEXT.pattern}\s*(?:\}}\s*\{{|/|\\cdot)\s*{_TEXT.pattern}(?:\s*\}})?$"),
+        r"\\text{\1/\3}",
+    ),
+    (_SCALED, _scaled),
 )
 """Replacements that leave one notation for each command, applied in this order."""
 _SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|(?<=\))(?:and|or)(?=\()|\\cup(?![a-zA-Z])|[,;]")
-_COMMA, _EQUALS = re.compile(","), re.compile("=")
+_COMMA, _EQUALS, _FREE_SPACE = re.compile(","), re.compile("="), re.compile(r"(?<!\d) | (?!\d)")
 _BRACKETS = re.compile(r"\\(?:begin|end|[lr]brace)|[()\[\]{}]")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?(?![\d,])")
-_VARIABLE = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?"
+_FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gcd|lcm|det|abs"
+_VARIABLE = rf"(?:\\(?!{_FUNCTIONS}))?[^\W\d_]+(?:_\{{?\w+\}}?)?'?"
 _NAME = re.compile(
-    rf"{_VARIABLE}(?:\({_VARIABLE}(?:,{_VARIABLE})*\))?|{_VARIABLE}:{_VARIABLE}|\({_VARIABLE}(?:,{_VARIABLE})+\)"
-    r"|\|[A-Z]{2}\|"
+    rf"{_VARIABLE}(?:\((?:\d+|{_VARIABLE}(?:,{_VARIABLE})*)\))?|{_VARIABLE}:{_VARIABLE}"
+    rf"|\({_VARIABLE}(?:,{_VARIABLE})+\)|\|[A-Z]{{2}}\||\\text\{{\D*\}}"
 )
 _RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|neq|ne|in|cap|cup|setminus)(?![a-zA-Z])")
 _SET = re.compile(rf"{_RELATION.pattern}|\\cup(?![a-zA-Z])")
-_UNIT_END = re.compile(r"\^\{?[23]\}?$")
-_BARE_UNIT = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z./ -]*$")
-_FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gcd|lcm|det|abs"
+_UNIT_GAP = re.compile(r"(?:[\s./()-]|\\cdot(?![a-zA-Z])|\^\{?-?[1-3]\}?)+")
+_BARE_UNIT = re.compile(rf"(?<![\\a-zA-Z])(?:[a-zA-Z][a-zA-Z./ -]*|[a-zA-Z]*{OTHER_SCRIPT}[^\s\x00-.:-@\\^{{}}|]*)$")
 # Prose, times, ratios, primes, numerals with a base, dots and geometric names. Algebra would read them as products of
 # letters or as quotients, or read only a part.
 _LITERAL = re.compile(
-    rf"\\text\{{|(?:(?<![\\a-zA-Z{{])(?=[a-zA-Z]{{4}})|(?<= )(?=[a-zA-Z]{{3}}))(?!(?:{_FUNCTIONS})(?![a-zA-Z]))"
+    rf"{OTHER_SCRIPT}|\\text\{{"
+    rf"|(?:(?<![\\a-zA-Z{{])(?=[a-zA-Z]{{4}})|(?<= )(?=[a-zA-Z]{{3}}))(?!(?:{_FUNCTIONS})(?![a-zA-Z]))"
     r"|\d ?[:|] ?\d|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d\"|\d_[\d{]|(?<![\w^])(?<!frac )\d+ \d"
     r"|\?|\.\.|…|\\[lc]?dots|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
     r"|\\(?:overline|widehat|over\w+arrow)\{ *[a-zA-Z]{2}"
 )
-# Dates, telephone numbers, versions, ranges of years. Algebra would subtract or divide.
-_CODE = re.compile(
+# Dates, telephone numbers, versions, ranges, scores. Algebra would subtract or divide.
+CODE = re.compile(
     r"(?:[a-zA-Z]{1,3}|[A-Z]{1,3}-)?(?:\+\d+[ -])?"
-    r"(?:\(\d{2,}\)[ -]?\d+(?:[-/.:]\d+)+|\d+(?:[-/.:]\d+){2,}|\d{3,}-\d{3,})(?:-?[a-zA-Z])?"
+    r"(?:\(\d{2,}\)[ -]?\d+(?:[-/.:]\d+)+|\d+(?:[-/.:]\d+){2,}|\d+ ?[/:] ?0\d+|0\d+ ?[/:] ?\d+)(?:-?[a-zA-Z])?"
+    r"|[(\[]?\d[\d.]* ?[-:] ?\d[\d.]*[)\]]?"
 )
-_RANGE = re.compile(r"\d+-\d+")
 _NO_VARIABLE = re.compile(rf"\\(?:begin|end|mathbb|operatorname)\{{[^{{}}]*\}}|\\[a-zA-Z]+|{_FUNCTIONS}|pi")
 _PRODUCT = re.compile(r"-?\d+[a-zA-Z]{2,3}")
 _BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,} | [a-zA-Z]{2,}$")
@@ -145,7 +183,7 @@ _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)(?:
         (?:(?P<whole>\d+)\s*)?\\frac\s*(?:\{{(?P<top>-?\d+)\}}|(?P<top1>\d))\s*(?:\{{(?P<bottom>\d+)\}}|(?P<bottom1>\d))
-        |(?:(?P<whole2>\d+)\ +)?(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+)
+        |(?:(?P<whole2>\d+)\ +)?(?P<top2>(?!0\d)\d+)\s*/\s*(?P<bottom2>(?!0\d)\d+)
         |(?P<head>\d*\.\d*)\\overline\{{(?P<period>\d+)\}}
         |(?P<plain>{_DIGITS})(?:\s*(?:\\times|\\cdot|\*)\s*10\^(?:\{{(?P<power>[-+]?\d{{1,4}})\}}|(?P<power1>\d))
             |[eE](?P<power2>[-+]?\d{{1,4}}))?
@@ -177,11 +215,8 @@ class Number:
     @property
     def _has_no_end(self) -> bool:
         """True if no finite decimal number equals the value."""
-        rest = self.value.denominator
-        for prime in (2, 5):
-            while rest % prime == 0:
-                rest //= prime
-        return rest > 1
+        denominator = self.value.denominator
+        return pow(10, denominator.bit_length(), denominator) != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +256,9 @@ def read(text: str) -> Answer:
     if len(text) > LONGEST:
         raise Unreadable(f"it has more than {LONGEST} characters")
     tidy = tidied(text)
-    if not tidy:
-        raise Unreadable("it is empty")
     _check_balance(tidy)
+    if not re.search(r"[\w<>+*/]", tidy):
+        raise Unreadable("it is empty, or has no letter, digit or operator")
     readings: list[Reading] = []
     if found := _THOUSANDS.match(tidy):
         number = _item(found[0].replace(",", "").replace(" ", "") + tidy[found.end() :])
@@ -274,7 +309,7 @@ def is_prose(answer: Answer) -> bool:
 
 def tidied(text: str) -> str:
     r"""Remove dollars, spacing commands, ``\boxed`` and a full stop, and use one notation for each command."""
-    text = text.strip()
+    text = in_ascii(text).strip()
     if emphasis := EMPHASIS.fullmatch(text.rstrip(". ")):
         text = emphasis[2]
     while wrapper := _WRAPPER.match(inside := text.strip("$. ")):
@@ -334,8 +369,8 @@ def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
     if ("=" in left.text) != ("=" in right.text):
         return False  # an equation is not a value; the name in "x = 3" was removed before
     both = (left.text, right.text)
-    if any(map(_LITERAL.search, both)) or any(map(_CODE.fullmatch, both)) or all(map(_RANGE.fullmatch, both)):
-        return left.text.replace(" ", "") == right.text.replace(" ", "")
+    if any(map(_LITERAL.search, both)) or any(map(CODE.fullmatch, both)):
+        return _FREE_SPACE.sub("", left.text) == _FREE_SPACE.sub("", right.text)
     if one_word and other_word and not all(map(_PRODUCT.fullmatch, both)):
         return False  # as products of letters, "east" and "seat" would be equal
     if not any(map(_RELATION.search, both)) and _variables(left.text) != _variables(right.text):
@@ -349,15 +384,12 @@ def _variables(text: str) -> set[str]:
 
 def _item(text: str) -> Item:
     name, value = _named(text.strip())
-    value, factor = _without_unit(value)
+    value = _without_unit(value)
     if (numeral := _NUMERAL.fullmatch(value)) is not None and (base := int(numeral[2] or numeral[3])) > 0:
         with suppress(ValueError):  # "x_2" is a variable, because "x" is not a digit of base 2
             int(numeral[1], base)
             value = numeral[1] if base == 10 else f"{numeral[1].upper()} base {base}"
     number = _number(value)
-    if factor != 1 and number is not None:
-        number = replace(number, value=number.value * factor)
-        return Item(str(number.value), name, number=number)
     brackets = value[:1] + value[-1:]
     if re.fullmatch(r"[(\[][)\]]", brackets) and closing(value, 0, openers=OPENERS, closers=CLOSERS) == len(value) - 1:
         inner = value[1:-1]
@@ -381,58 +413,51 @@ def _named(text: str) -> tuple[str, str]:
     if "=" not in text or _RELATION.search(text) or "\\ne" in text:
         return "", text
     parts = list(_split(text, _EQUALS))
+    if not any(_variables(term) or _LITERAL.search(term) for term in parts[:-1]):
+        return "", parts[-1]
     name = parts[0].replace(" ", "") if len(parts) > 1 else ""
-    return (name, parts[-1]) if _NAME.fullmatch(name) else ("", text)
+    return (name.partition("\\text")[0], parts[-1]) if _NAME.fullmatch(name) else ("", text)
 
 
-def _without_unit(text: str) -> tuple[str, int]:
-    """Split off a unit and a degree sign, and return the unit's factor: "5 million dollars" is 5 and 1,000,000.
+def _without_unit(text: str) -> str:
+    """Split off a unit and a degree sign.
 
     "am" and "pm", directions, "or more", and letters that may be variables are not units, and stay.
     """
-    factor = 1
     # Only the `\text{}` at the end.
     while (found := _TEXT.fullmatch(text, max(0, text.rfind("\\text{")))) and (value := text[: found.start()].strip()):
         is_number = _number(value.removesuffix("^\\circ").strip()) is not None
-        scale = _unit(found[1], letters=is_number)
-        if scale is None or value[-1] in "+-*/^=_({[," or (scale > 1 and not is_number):
-            return text, factor
-        text, factor = value, factor * scale
-    without_power = _UNIT_END.sub("", text)
+        if value[-1] in "+-*/^=_({[," or not _is_unit(found[1], letters=is_number):
+            return text
+        text = value
+    without_power = re.sub(r"\^\{?-?[1-3]\}?$", "", text)
     if (bare := _BARE_UNIT.search(without_power)) is not None and (value := without_power[: bare.start()].strip()):
-        is_number = _number(value) is not None
         after_space = without_power[bare.start() - 1] == " "
-        scale = _unit(bare[0], words=after_space)
-        if scale is not None and value[-1] not in ".+-*/^=_({[," and (is_number or (after_space and scale == 1)):
-            text, factor = value, factor * scale
-    if text.endswith("^\\circ") and "\\" not in text[: -len("^\\circ")].replace("\\frac", ""):
-        text = text[: -len("^\\circ")]
-    return text.strip(), factor
+        is_unit = value[-1] not in ".+-*/^=_({[," and _is_unit(bare[0], words=after_space or not bare[0].isascii())
+        if is_unit and (after_space or _number(value) is not None):
+            text = value
+    if (degrees := re.search(r"\^\\circ\s*[CF]?$", text)) and "\\" not in text[: degrees.start()].replace("\\frac", ""):
+        text = text[: degrees.start()]
+    return text.strip()
 
 
-def _unit(text: str, words: bool = True, letters: bool = False) -> int | None:
-    """The factor of a unit, usually 1; None for other texts. ``words``, ``letters``: these may be units."""
-    parts = [part for part in re.split(r"[\s./-]+", _UNIT_END.sub("", text.strip())) if part]
-    factor = 1
-    if words and parts and (name := parts[0].casefold().removesuffix("s")) in FACTORS:
-        factor = FACTORS[name]
-        if len(parts) == 1:
-            return factor
-        del parts[0]
-    found = False
-    for part in parts:
-        name = part.casefold()
-        is_word = words and len(name) > 2 and name.isalpha() and name not in string.ascii_lowercase
-        is_letter = LETTER_UNIT.fullmatch(name) and (letters or "/" in text)
-        is_unit = (
-            (len(name) > 1 and SHORT_UNIT.fullmatch(name))
-            or is_letter
-            or (is_word and not NO_UNIT.fullmatch(name) and name not in FACTORS)
-        )
-        if not is_unit and not JOINING_WORD.fullmatch(name):
-            return None
-        found = found or bool(is_unit)
-    return factor if found else None
+def _is_unit(text: str, words: bool = True, letters: bool = False) -> bool:
+    """True if a text is a unit, or empty. ``words``, ``letters``: these may be units."""
+    names = [name.casefold() for name in _UNIT_GAP.split(text) if name]
+    units = [name for name in names if not JOINING_WORD.fullmatch(name)]
+    letters = letters or "/" in text
+
+    def is_unit(name: str) -> bool:
+        if (len(name) > 1 and SHORT_UNIT.fullmatch(name)) or (letters and LETTER_UNIT.fullmatch(name)):
+            return True
+        if not words or NO_UNIT.fullmatch(name) or name.removesuffix("s") in _SCALES:
+            return False
+        # A word in another script may be "or", so it must be alone.
+        if not name.isascii():
+            return " " not in text.strip()
+        return len(name) > 2 and name.isalpha() and name not in string.ascii_lowercase
+
+    return all(map(is_unit, units)) and (bool(units) or not names)
 
 
 def _number(text: str) -> Number | None:
