@@ -53,6 +53,9 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     damaged = False
     for checkpoint in _chosen(find_run(runs_dir, run), step):
         problem = "; ".join(map(str, verify(checkpoint)))
+        if not checkpoint.folder.is_dir():
+            echo(f"step {checkpoint.step}: deleted meanwhile")
+            continue
         damaged = damaged or bool(problem)
         echo(f"step {checkpoint.step}: {problem or f'undamaged ({decimal(checkpoint.size)})'}", err=bool(problem))
     if damaged:
@@ -112,7 +115,7 @@ def prune(
 
     from asyncrl_cli.inspect.checkpoint_pages import stored
     from asyncrl_cli.journal.file import checkpoints_removed
-    from asyncrl_cli.runs.checkpoints import remove
+    from asyncrl_cli.runs.checkpoints import remove_unread
 
     found = find_run(runs_dir, run)
     has = stored(found)
@@ -129,16 +132,19 @@ def prune(
         has = stored(found)  # again: until the lock was held, the driver may have changed them
     reasons = has.reasons(retention)
     removed = [checkpoint for checkpoint in has.checkpoints if not reasons[checkpoint.step]]
-    freed = sum(checkpoint.size for checkpoint in removed)
+    sizes = {checkpoint.step: checkpoint.size for checkpoint in removed}
     if not dry_run:
-        for checkpoint in removed:
-            remove(checkpoint)
+        for checkpoint in list(removed):
+            if not remove_unread(checkpoint):
+                removed.remove(checkpoint)
+                echo(f"the checkpoint of step {checkpoint.step} is kept: another command reads it", err=True)
         # After the files are gone, because `journal.keep` deletes tokens that only removed checkpoints need. In the
         # other order, a kill in between would leave a checkpoint on disk without its tokens.
         checkpoints_removed(found.path, [checkpoint.step for checkpoint in removed])
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
-    what = f"the checkpoints of steps {steps} ({decimal(freed)})" if removed else "nothing"
+    freed = decimal(sum(sizes[checkpoint.step] for checkpoint in removed))
+    what = f"the checkpoints of steps {steps} ({freed})" if removed else "nothing"
     echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(has.checkpoints) - len(removed)} kept")
 
 

@@ -59,6 +59,7 @@ def train(
         echo(str(problem), err=True)
 
     from asyncrl_cli.core.background import Background
+    from asyncrl_cli.orchestrator.interrupts import stop_on_signals
     from asyncrl_cli.orchestrator.launch import Start
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.manifest import describe_start
@@ -68,17 +69,18 @@ def train(
     if shares_host(loaded.spec) and loaded.spec.stop.total >= CALIBRATING_STEPS:
         # The checks leave the other cores idle, and no process of the run competes for them yet.
         measuring.submit(lambda: speeds.append(processor_speed(second_core_busy=True)))
-    with start_checks(loaded.spec, spec.absolute().parent) as checks:
-        experiment = checks.experiment()
-    checked = experiment.spec  # with `stop.epochs` converted to steps
-    measuring.wait(2 * SECONDS)
-    speed = speeds[0] if speeds and checked.stop.total >= CALIBRATING_STEPS else None
-    # After the checks, because a refused spec must leave no folder behind (decision 0028).
-    run = RunDirectory.create(checked.runs_dir, checked.name)
-    run.begin(
-        dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed, checked.model.path)
-    )
-    drive(experiment, run=run, start=Start(), quiet=quiet)
+    with stop_on_signals():  # also between the checks and the run
+        with start_checks(loaded.spec, spec.absolute().parent) as checks:
+            experiment = checks.experiment()
+        checked = experiment.spec  # with `stop.epochs` converted to steps
+        measuring.wait(2 * SECONDS)
+        speed = speeds[0] if speeds and checked.stop.total >= CALIBRATING_STEPS else None
+        # After the checks, because a refused spec must leave no folder behind (decision 0028).
+        run = RunDirectory.create(checked.runs_dir, checked.name)
+        run.begin(
+            dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed, checked.model.path)
+        )
+        drive(experiment, run=run, start=Start(), quiet=quiet)
 
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
@@ -133,38 +135,40 @@ def resume(
     The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
     again; unfinished rollouts continue from their recorded tokens. Exit codes are the same as for `asyncrl train`.
     """
+    from asyncrl_cli.orchestrator.interrupts import stop_on_signals
     from asyncrl_cli.runs.manifest import changed_versions
     from asyncrl_cli.spec.changes import check_changes, kept_horizon
     from asyncrl_cli.spec.load import dump_spec, load_recorded
 
-    with refusing():
-        run = find_run(runs_dir, run_id)
-        run.lock()
-        if versions := changed_versions(run.manifest):  # before another version's spec or journal is refused
-            echo(f"! {run.run_id} was started with {versions}: see docs/operations.md, Upgrade", err=True)
-        changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
-        before = load_recorded(run.path).spec
-        loaded = load_recorded(run.path, changes)
-        changed = check_changes(before, loaded.spec, loaded.references)
-        horizon = kept_horizon(before, loaded.spec)
+    with stop_on_signals():
+        with refusing():
+            run = find_run(runs_dir, run_id)
+            run.lock()
+            if versions := changed_versions(run.manifest):  # before another version's spec or journal is refused
+                echo(f"! {run.run_id} was started with {versions}: see docs/operations.md, Upgrade", err=True)
+            changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
+            before = load_recorded(run.path).spec
+            loaded = load_recorded(run.path, changes)
+            changed = check_changes(before, loaded.spec, loaded.references)
+            horizon = kept_horizon(before, loaded.spec)
+            if horizon is not None:
+                loaded = load_recorded(run.path, [*changes, f"trainer.schedule.steps={horizon}"])
+            spec = loaded.spec
+
+            from asyncrl_cli.orchestrator.resume import check_data, prepare
+
+            plan = prepare(run, spec=spec, step=step, note=", ".join(changed), without_journal=without_journal)
+            with start_checks(spec, search_path(run), takes_data=plan.takes_data) as checks:
+                experiment = checks.experiment()
+            check_data(run, experiment=experiment, plan=plan, accept_changed_data=accept_changed_data)
+        start = plan.carry_out(run, accept_changed_data)  # until now, nothing has changed on disk
+        if start.note != plan.start.note:
+            echo(f"{run.run_id}: {start.note}", err=True)
         if horizon is not None:
-            loaded = load_recorded(run.path, [*changes, f"trainer.schedule.steps={horizon}"])
-        spec = loaded.spec
-
-        from asyncrl_cli.orchestrator.resume import check_data, prepare
-
-        plan = prepare(run, spec=spec, step=step, note=", ".join(changed), without_journal=without_journal)
-        with start_checks(spec, search_path(run), takes_data=plan.takes_data) as checks:
-            experiment = checks.experiment()
-        check_data(run, experiment=experiment, plan=plan, accept_changed_data=accept_changed_data)
-    start = plan.carry_out(run, accept_changed_data)  # until now, nothing has changed on disk
-    if start.note != plan.start.note:
-        echo(f"{run.run_id}: {start.note}", err=True)
-    if horizon is not None:
-        text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
-        echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
-    run.begin(dump_spec(spec, loaded.references), spec.stop.total)
-    drive(experiment, run=run, start=start, quiet=quiet)
+            text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
+            echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
+        run.begin(dump_spec(spec, loaded.references), spec.stop.total)
+        drive(experiment, run=run, start=start, quiet=quiet)
 
 
 def search_path(run: RunDirectory) -> Path:

@@ -27,6 +27,7 @@ from asyncrl_cli.runs.checkpoints import (
     complete_checkpoints,
     keep_reasons,
     remove,
+    remove_unread,
     seal,
     sweep,
     verify,
@@ -95,7 +96,8 @@ class Checkpoints:
     def prune(
         self, accuracies: Mapping[int, float], awaited: Collection[int] = (), uploading: Collection[int] = ()
     ) -> list[int]:
-        """Delete checkpoints without a reason (see ``keep_reasons``); returns their steps. May block."""
+        """Delete checkpoints without a reason (see ``keep_reasons``) that no other process reads; returns their steps.
+        May block."""
         found = complete_checkpoints(self._folder)
         reasons = keep_reasons(
             [checkpoint.step for checkpoint in found],
@@ -104,10 +106,7 @@ class Checkpoints:
             awaited=awaited,
             uploading=uploading,
         )
-        removed = [checkpoint for checkpoint in found if not reasons[checkpoint.step]]
-        for checkpoint in removed:
-            remove(checkpoint)
-        return [checkpoint.step for checkpoint in removed]
+        return [one.step for one in found if not reasons[one.step] and remove_unread(one)]
 
 
 async def _in_thread(work: Callable[[Check], T]) -> T:

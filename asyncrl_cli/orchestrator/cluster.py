@@ -25,6 +25,7 @@ from threading import Event
 from typing import NamedTuple, NoReturn, TypeVar
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.interrupts import GROUP_SIGNALS
 from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
 from asyncrl_cli.sizing.host import stored_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -99,6 +100,8 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                 spec.trainer.ranks * spec.trainer.threads_per_rank
                 + spec.rollout.max_engines * spec.rollout.threads_per_engine
             )
+            # Ray's processes inherit this: a closed terminal and Slurm signal the driver's whole process group.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
             try:
                 with _only_needed_processes():
                     ray.init(
@@ -118,6 +121,8 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                     hint = f"set TMPDIR to a shorter path than {tempfile.gettempdir()}, such as /tmp"
                 message = f"Ray does not start: {type(error).__name__}: {error}"
                 raise RunError(message, location="cluster", hint=hint) from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             yield
         finally:
             _leave()

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP: they end the work in an orderly way. A second Ctrl-C ends the process
+"""Handles signals that ask a process to end: the work ends in an orderly way. A second Ctrl-C ends the process
 immediately."""
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GROUP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a closed terminal or a batch system before its time limit (Slurm's ``--signal``) may send to the driver's
+whole process group. Only the driver may react to them."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *GROUP_SIGNALS)
 
 
 class Interrupted(Exception):

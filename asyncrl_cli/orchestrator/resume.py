@@ -79,7 +79,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     Raises ``RunError`` if there is nothing to do or the checkpoint is damaged; ``JournalError`` if the journal is
     damaged or forbids a change of the spec.
     """
-    checkpoint = verified_checkpoint(run, step) if step != 0 else None
+    checkpoint = verified_checkpoint(run, step, lease=False) if step != 0 else None
     if checkpoint is not None:
         check_layout(checkpoint, spec.trainer)
     if without_journal:

@@ -206,7 +206,9 @@ def weight_bytes(model: str) -> int:
         except ValueError:  # a folder that this host does not have
             return 0
         folder = Path(config).parent if isinstance(config, str) else folder
-    return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+    # A folder may have the weights in both formats; transformers loads the first.
+    sizes = (sum(file.stat().st_size for file in folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    return next(filter(None, sizes), 0)
 
 
 def _look_at(actor: Any) -> Awaitable[Any]:

@@ -57,7 +57,8 @@ class Uploads:
                 with reading(self._run.path / FILE) as connection:
                     steps = checkpoints_to_upload(connection)
                 for checkpoint in complete_checkpoints(self._run.path / "checkpoints"):
-                    if checkpoint.step in steps:
+                    # Once the driver has left its loop, nothing would end a further command.
+                    if checkpoint.step in steps and not self._loop.is_closed():
                         self._upload(checkpoint)
             except Exception as error:
                 self._warn(hide(f"checkpoints.upload: {error}"))

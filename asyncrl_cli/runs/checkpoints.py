@@ -13,13 +13,15 @@ checkpoint; no command reads them.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -75,12 +77,26 @@ class Damage:
         return f"{self.file} {self.problem}"
 
 
+class Lease:
+    """A reader's lock on a checkpoint's list of files. While this object exists, ``remove_unread`` deletes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder / FILES_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # it is just being removed, or the file system has no locks
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # the file could not be opened
+            os.close(self._descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One complete checkpoint, and the step after which it was taken."""
 
     folder: Path
     step: int
+    lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def at(cls, folder: Path) -> Checkpoint:
@@ -160,18 +176,26 @@ def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
     return found[step]
 
 
-def verified_checkpoint(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
+def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool = True) -> Checkpoint | None:
     """Check every byte of the run's checkpoint of ``step``, or of its newest, and return it; None if it has none.
 
-    Raises ``RunError`` if there is no checkpoint of ``step``, and if it is damaged: then the error names an older,
-    undamaged one. The user decides, because a run that continues from an older checkpoint repeats steps.
+    With ``lease``, no other process prunes the checkpoint while the returned object exists; a driver, which prunes its
+    own run, needs none. Raises ``RunError`` if there is no checkpoint of ``step``, and if it is damaged: then the error
+    names an older, undamaged one. The user decides, because a run that continues from an older checkpoint repeats
+    steps.
     """
     found = complete_checkpoints(run.path / "checkpoints")
     if step is None and not found:
         return None
     chosen = found[-1] if step is None else checkpoint_of(run, step)
+    if lease:
+        with suppress(OSError):  # `verify` reports it
+            chosen = replace(chosen, lease=Lease(chosen.folder))
     if not (damages := verify(chosen)):
         return chosen
+    if not chosen.folder.is_dir():
+        hint = f"choose another: asyncrl checkpoint list {run.argument}"
+        raise RunError(f"the checkpoint of step {chosen.step} was just deleted", location=run.run_id, hint=hint)
     older = next((other for other in reversed(found) if other.step < chosen.step and not verify(other)), None)
     raise RunError(
         f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
@@ -283,6 +307,19 @@ def remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     rename(checkpoint.folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unread(checkpoint: Checkpoint) -> bool:
+    """Delete a checkpoint unless a process has a ``Lease`` of it. Returns True if it is deleted."""
+    with suppress(OSError), (checkpoint.folder / FILES_FILE).open("r+b") as file:  # damaged, or without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        remove(checkpoint)
+        return True
+    remove(checkpoint)
+    return True
 
 
 def archive_later(folder: Path, step: int | None) -> Path | None:

@@ -109,7 +109,7 @@ class Node:
             return child.changed(rest, change) if rest else change(child)
 
         if isinstance(self.value, list) and first == "*":
-            return replace(self, value=[below(item) or item for item in self.value])
+            return replace(self, value=[node for node in map(below, self.value) if node is not None])
         if not isinstance(self.value, dict):
             return self
         chosen = {name: below(child) if first in ("*", name) else child for name, child in self.value.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -109,6 +110,7 @@ class Heartbeat(threading.Thread):
 def main(descriptor: int, owner_pid: int) -> None:
     """Load the task, then answer requests until the owner closes the socket."""
     die_with(owner_pid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block signals that user code may need
     adopt_orphans()  # orphans of user code must end with this process, not with another's (decision 0034)
     os.set_inheritable(descriptor, False)
     for stream in (sys.stdout, sys.stderr):

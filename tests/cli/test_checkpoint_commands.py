@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
-from asyncrl_cli.runs.checkpoints import Checkpoint, checkpoint_name, complete_checkpoints, seal
+from asyncrl_cli.runs import checkpoints
+from asyncrl_cli.runs.checkpoints import (
+    Checkpoint,
+    Damage,
+    checkpoint_name,
+    complete_checkpoints,
+    remove,
+    seal,
+    verified_checkpoint,
+    verify,
+)
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.cli.conftest import Done
@@ -187,6 +198,25 @@ def test_prune_is_refused_while_the_run_is_driven(asyncrl: Any, run: RunDirector
     assert "the run is being driven by pid" in error
     assert steps_of(run) == [10, 20, 30, 40, 50]
     assert asyncrl("prune", "--dry-run")[0] == 0
+
+
+def test_prune_keeps_a_checkpoint_while_another_command_reads_it(
+    asyncrl: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = verified_checkpoint(run, 10)  # as `evaluate` holds it
+    code, out, error = asyncrl("prune")
+    assert (code, out) == (0, "removed the checkpoints of steps 40 (2.1 kB); 4 kept\n")
+    assert "the checkpoint of step 10 is kept: another command reads it" in error
+    del evaluated
+    assert asyncrl("prune")[1] == "removed the checkpoints of steps 10 (2.1 kB); 3 kept\n"
+
+    def deleted_meanwhile(checkpoint: Checkpoint) -> list[Damage]:
+        remove(checkpoint)
+        return verify(checkpoint)
+
+    monkeypatch.setattr(checkpoints, "verify", deleted_meanwhile)
+    with pytest.raises(RunError, match="the checkpoint of step 20 was just deleted"):
+        verified_checkpoint(run, 20)
 
 
 def test_prune_does_not_guess_which_are_best(asyncrl: Any, run: RunDirectory) -> None:

@@ -256,7 +256,7 @@ def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
     assert "sesame" not in written[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_during_the_checks_leaves_no_temporary_folder_behind(tmp_path: Path, number: int) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("chain_sum", "slow:reward"))
     (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")

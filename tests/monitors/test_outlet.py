@@ -18,6 +18,7 @@ from asyncrl_cli.core.background import Background
 from asyncrl_cli.monitors.console import PlainView
 from asyncrl_cli.monitors.outlet import LINES, Outlet
 from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.orchestrator.interrupts import SIGNALS
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.monitors.test_reporter import METRICS
@@ -243,7 +244,7 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("first", SIGNALS)
 def test_a_signal_ends_the_work_and_a_second_ctrl_c_the_process(start: Start, first: signal.Signals) -> None:
     process = start(WAITING)
     assert process.stdout is not None

@@ -351,4 +351,6 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
         assert limits["start"] == START_TIMEOUT_S + 40 + 160
 
     run(check())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"the same weights in another format")
+    assert weight_bytes(str(tmp_path)) == 4 * 10**9, "only one of the formats is loaded"
     assert weight_bytes("/no/such/folder") == weight_bytes("no-user/model") == 0

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -24,6 +28,13 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Driver:
     """A run with a real journal. It uploads checkpoints like the driver; each call stands for a process."""
 
@@ -31,6 +42,7 @@ class Driver:
         self.run = RunDirectory.create(folder, "test")
         self.target = target
         self.warnings: list[str] = []
+        self.started: Path | None = None
 
     def save(self, *steps: int) -> None:
         asyncio.run(self._save(steps))
@@ -48,6 +60,10 @@ class Driver:
             await buffer.checkpointed(step, folder.name, 0.1, 0.0)
             uploads.begin()
             assert step in uploads.waiting
+        self.jobs = uploads._background
+        if self.started is not None:  # Ctrl-C during the first upload
+            await asyncio.to_thread(until, self.started.exists)
+            return
         await uploads.finish()
         self.still = set(uploads.waiting)
         await buffer.close()
@@ -128,3 +144,13 @@ def test_a_url_that_fsspec_cannot_write_is_refused_at_the_start() -> None:
     assert refused.value.location == "checkpoints.upload"
     assert check_upload(spec(checkpoints={"upload": "memory://x"})) == "memory://"
     assert "no program" in str(check_upload(spec(checkpoints={"upload": "no-such-program $ASYNCRL_CHECKPOINT"})))
+
+
+def test_no_upload_begins_after_ctrl_c_ends_a_hanging_one(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, f"echo $$ >> {tmp_path}/started; exec sleep 1000")
+    driver.started = tmp_path / "started"
+    driver.save(2, 4)
+    (shell,) = map(int, driver.started.read_text().split())
+    os.kill(shell, signal.SIGKILL)
+    assert driver.jobs.wait(60)
+    assert driver.started.read_text() == f"{shell}\n"

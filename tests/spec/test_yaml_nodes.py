@@ -171,3 +171,13 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_merge_keys() -> None:
     text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc:\n  <<: [*a, *b]\n  y: 3\n"
     assert plain(text) == {"a": {"x": 1, "y": 1}, "b": {"x": 2, "z": 2}, "c": {"x": 1, "y": 3, "z": 2}}
+
+
+def test_a_change_to_none_removes_an_entry_from_a_list_too() -> None:
+    root, _ = read("stages: [{size: 1, name: }, null, 3]\nname:")
+    assert root is not None
+    assert root.changed(["stages", "*"], lambda node: None if node.value is None else node).plain() == {
+        "stages": [{"size": 1, "name": None}, 3],
+        "name": None,
+    }
+    assert root.changed(["*", "*", "name"], lambda _: None).plain()["stages"] == [{"size": 1}, None, 3]

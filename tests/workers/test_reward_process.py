@@ -108,13 +108,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
 
 
 def test_one_process_scores_until_it_is_closed(start: Callable[..., Harness]) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGUSR1))  # as in Ray's workers
     process = start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     assert process.process.loaded.names == {"": "user_rewards:reward"}
     pid = process.pid()
     assert pid != os.getpid()
     assert process.score("pid again") == pid
     assert process.score("x" * 10**6 + " = 1") == 1.0, "more than the buffer of a pipe"
     assert process.score("alarm") == 0.25, "signals work as in any main thread"
+    assert process.score("assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())") == 1.0
     assert process.usable
     process.close()
     assert not process.usable
