@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -264,7 +265,7 @@ def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
         lines.append(f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}")
     store = target_of(spec).uri
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):
-        lines.append(f"  mlflow ui --backend-store-uri {store}")
+        lines.append(f"  mlflow ui --backend-store-uri {shlex.quote(store)}")
     return "\n".join(lines)
 
 

@@ -49,6 +49,7 @@ class RayMetrics(Monitor):
         self._own_cluster = spec.cluster.address is None  # users tell Prometheus about clusters that runs join
         self._warn = warn
         self._made: dict[str, Any] = {}
+        self._metrics: dict[str, str] = {}  # asyncrl's metric by Ray's name
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # values and tags, by name and tags
         self._lock = Lock()
         self._ended = Event()
@@ -121,7 +122,7 @@ class RayMetrics(Monitor):
 
         gauge, tags = self._of(Gauge, metric, tags)
         gauge.set(value, tags)
-        self._values[ray_name(metric), str(tags)] = value, tags
+        self._values[self._name(metric), str(tags)] = value, tags
 
     def _add(self, metric: str, value: float, **tags: str) -> None:
         from ray.util.metrics import Counter
@@ -132,10 +133,16 @@ class RayMetrics(Monitor):
 
     def _of(self, kind: Callable[..., Any], metric: str, tags: dict[str, str]) -> tuple[Any, dict[str, str]]:
         """Ray's metric, made when it is first used, and all its tags."""
-        name = ray_name(metric)
+        name = self._name(metric)
         if name not in self._made:
             self._made[name] = kind(name, description=f"asyncrl: {metric}", tag_keys=("run_id", *tags))
         return self._made[name], {"run_id": self._run.run_id, **tags}
+
+    def _name(self, metric: str) -> str:
+        name = ray_name(metric)
+        while self._metrics.setdefault(name, metric) != metric:  # they differ only in characters that Ray refuses
+            name += "_"
+        return name
 
     @contextmanager
     def _tried(self) -> Iterator[None]:

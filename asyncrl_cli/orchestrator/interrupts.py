@@ -14,8 +14,8 @@ from typing import Any
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 GROUP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a closed terminal or a batch system before its time limit (Slurm's ``--signal``) may send to the driver's
-whole process group. Only the driver may react to them."""
+"""Signals that a closed terminal, or a batch system before its time limit (Slurm's ``--signal``), may send to the
+driver's whole process group. Only the driver may react to them."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *GROUP_SIGNALS)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import resource
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -33,6 +34,9 @@ FORMS = (
     "response that cannot be scored"
 )
 """The valid return values of a reward, for messages."""
+METRIC_NAME = re.compile(r"(?=.{1,120}\Z)(?!\.\.?(/|\Z))[\w.\- ]+(/(?!\.\.?(/|\Z))[\w.\- ]+)*")
+"""Names that every monitor accepts: MLflow refuses a whole step for other characters, for an empty part or ``.``
+between slashes, and for more than 250 characters with a task's and an evaluation's name."""
 SHOWN = 200
 """Messages show so many characters of a value or of an exception's text."""
 
@@ -116,6 +120,9 @@ def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Sco
         figure = finite(item)
         if not isinstance(key, str) or figure is None:
             return refused(f"the metric {_shown(key, repr)}: {_shown(item, repr)}")
+        if not METRIC_NAME.fullmatch(key):
+            problem = f"{name} returned the metric name {_shown(key, repr)} for prompt {prompt.uid!r}"
+            return RewardFailure(f"{problem}, which MLflow refuses; use up to 120 letters, digits and _-./", location)
         measured[key] = figure
     return Scored(number, measured)
 

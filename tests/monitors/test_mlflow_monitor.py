@@ -14,7 +14,7 @@ from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 
-from .mlflow_runs import spec_of
+from .mlflow_runs import empty_store, spec_of
 
 
 def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
@@ -50,6 +50,22 @@ def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) ->
     assert target.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert target.artifacts == f"file://{tmp_path}/mlflow-artifacts"
     assert target_of(spec_of({"uri": "http://there"})).artifacts is None
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "a#b ü;&"])
+def test_the_store_is_in_the_runs_folder_whatever_its_name(tmp_path: Path, name: str) -> None:
+    from mlflow.tracking import MlflowClient
+
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mlflow.db").write_bytes(empty_store())
+    target = target_of(spec_of({}, runs_dir=str(tmp_path / name)))
+    client = MlflowClient(target.uri)
+    made = client.create_experiment("mine", artifact_location=target.artifacts)
+    client.log_text(client.create_run(made).info.run_id, "text", "file.txt")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert b"mine" in (tmp_path / name / "mlflow.db").read_bytes()
+    assert len(list((tmp_path / name / "mlflow-artifacts").rglob("file.txt"))) == 1
 
 
 @pytest.mark.parametrize("uri", [None, "http://there"])

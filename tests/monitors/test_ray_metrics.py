@@ -90,6 +90,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
+def test_metrics_that_differ_only_in_characters_that_ray_refuses_stay_apart(noted: Noted, run: RunDirectory) -> None:
+    RayMetrics(run, SPEC, pytest.fail).stepped(1, 1, {"task/数学": 0.25, "task/语文": 0.5, "task/": 0.75})
+    named = {name: value for name, value in noted.values.items() if name.startswith("asyncrl_task")}
+    assert named == {"asyncrl_task_": 0.25, "asyncrl_task__": 0.5, "asyncrl_task___": 0.75}
+
+
 def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -> None:
     reporter = Reporter(Recorder(run, pytest.fail), QuietView(io.StringIO()))
     reporter.join(RayMetrics(run, SPEC, pytest.fail))

@@ -11,6 +11,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl_cli.monitors.base import Ending, RunInfo
 from asyncrl_cli.monitors.mlflow import tracker
@@ -19,6 +21,7 @@ from asyncrl_cli.monitors.mlflow.sender import PARAMETER_LENGTH, Sender, Target
 from asyncrl_cli.monitors.mlflow.tracker import TRACKING_S, Mlflow, Tracker
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.workers.scoring import METRIC_NAME
 from tests.inspect.made_runs import SITUATIONS, made_run
 
 from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, sent, spec_of, started_run, tracking_at
@@ -45,6 +48,16 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 # -- one attempt
+
+
+@given(st.from_regex(METRIC_NAME, fullmatch=True))
+def test_mlflow_accepts_every_metric_name_that_a_reward_may_return(name: str) -> None:
+    from mlflow.utils.validation import _validate_length_limit, _validate_metric_name
+
+    longest = f"eval/offline-{'s' * 32}/sampled_{'t' * 64}/{name}"
+    _validate_length_limit("key", 250, longest)
+    for metric in (longest, f"task/{name}"):
+        _validate_metric_name(metric)
 
 
 def test_repeated_attempts_send_everything_once(run: RunDirectory, tmp_path: Path) -> None:

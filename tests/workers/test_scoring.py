@@ -56,6 +56,14 @@ def test_numbers_of_every_library_become_floats(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["acc@1", "", ".", "..", "/x", "x/", "a//b", "a/../b", "a:b", "a\nb", "x" * 121, "\ud800", "acc%", "a\\b"]
+)
+def test_a_metric_name_that_mlflow_refuses_is_a_failure_that_names_it(name: str) -> None:
+    text = reason(returning(RewardResult(1.0, {name: 1.0})))
+    assert text.startswith("rewards:f returned the metric name ") and "which MLflow refuses" in text
+
+
+@pytest.mark.parametrize(
     "value",
     [
         *("1", float("nan"), float("inf"), -float("inf"), 1j, [1.0], 10**400, (1.0, {}), {"reward": 1.0}),

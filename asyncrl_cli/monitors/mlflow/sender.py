@@ -78,13 +78,16 @@ def target_of(spec: ExperimentSpec) -> Target:
     tracking, folder = spec.tracking, spec.runs_dir.absolute()
     if tracking.uri:
         return Target(tracking.uri, tracking.experiment, model=tracking.register_model)
+    store = f"sqlite:///{folder}/mlflow.db"
+    if "%" in store or "?" in store:
+        from sqlalchemy import URL
+
+        # SQLite decodes a `file:` URI itself. Named with its driver, because otherwise MLflow makes a folder from the
+        # encoded path, and encoded by SQLAlchemy, because its releases differ in what they decode.
+        url = URL.create("sqlite+pysqlite", database=f"{folder.as_uri()}/mlflow.db", query={"uri": "true"})
+        store = url.render_as_string()
     artifacts = (folder / "mlflow-artifacts").as_uri()
-    return Target(
-        f"sqlite:///{folder}/mlflow.db",
-        experiment=tracking.experiment,
-        artifacts=artifacts,
-        model=tracking.register_model,
-    )
+    return Target(store, experiment=tracking.experiment, artifacts=artifacts, model=tracking.register_model)
 
 
 class Sender:
