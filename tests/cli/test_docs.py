@@ -49,11 +49,6 @@ def test_the_list_of_pages_is_complete() -> None:
     assert "(docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_documentation_lists_every_decision() -> None:
-    listed = set(re.findall(r"\(decisions/([^)]+)\)", (ROOT / "docs/README.md").read_text(encoding="utf-8")))
-    assert listed == {page.name for page in ROOT.glob("docs/decisions/*.md")}
-
-
 IMPORT = re.compile(
     r"^ *(?:from (asyncrl_cli[\w.]*) import ([^#\n(]+|\([^)]*\))|import (asyncrl_cli[\w.]*))", re.MULTILINE
 )
