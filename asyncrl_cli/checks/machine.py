@@ -27,7 +27,7 @@ from asyncrl_cli.sizing.host import memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
-from asyncrl_cli.system.network import family_of
+from asyncrl_cli.system.network import family_of, proxies_in_force
 from asyncrl_cli.train.model.flash_attention import check_attention
 
 GIB = 2**30
@@ -255,7 +255,9 @@ def check_gateway(spec: ExperimentSpec, used: bool) -> str:
             location=f"rollout.gateway.{key}",
             hint="set rollout.gateway.host to an address of this host, and rollout.gateway.port to a free port or 0",
         ) from None
-    return f"{gateway.host}, {f'port {port}' if port else 'any free port'}{'' if used else ' (not used by this task)'}"
+    proxies = f"; agents reach it without the proxy of {', '.join(names)}" if (names := proxies_in_force()) else ""
+    where = f"{gateway.host}, {f'port {port}' if port else 'any free port'}"
+    return f"{where}{proxies if used else ' (not used by this task)'}"
 
 
 def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:

@@ -40,6 +40,7 @@ from asyncrl_cli.cli.arguments import Group, add
 from asyncrl_cli.cli.output import debugging, echo, in_runs_dir
 from asyncrl_cli.core.errors import UserError, diagnostic
 from asyncrl_cli.core.imports import missing_package
+from asyncrl_cli.system.network import bypass_proxies
 
 app = typer.Typer(
     name="asyncrl",
@@ -150,6 +151,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # None if the parent process closed it
             # If the terminal's encoding lacks a character, show its escape; the default ends the command.
             stream.reconfigure(errors="backslashreplace")
+    bypass_proxies()  # for a tracking server on this machine, and for all processes of a run
     try:
         app(prog_name="asyncrl")
     except UserError as error:

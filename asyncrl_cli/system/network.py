@@ -1,10 +1,30 @@
-"""Addresses of hosts, and this host's network interfaces that lead to them."""
+"""Addresses of hosts, this host's network interfaces that lead to them, and proxies."""
 
 from __future__ import annotations
 
+import os
 import socket
 
 from asyncrl_cli.core.errors import RunError
+
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+"""Variables that name a proxy, also in lower case."""
+WITHOUT_PROXY = ("NO_PROXY", "no_proxy")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def proxies_in_force() -> list[str]:
+    """The environment variables that name a proxy."""
+    return [name for name in os.environ if name.upper() in PROXIES and os.environ[name]]
+
+
+def bypass_proxies(*hosts: str) -> None:
+    """Have this process and its children reach loopback, ``hosts`` and the user's own exceptions directly."""
+    exceptions = [entry.strip() for name in WITHOUT_PROXY for entry in os.environ.get(name, "").split(",")]
+    if "*" in exceptions:  # for all hosts; urllib knows it only alone
+        return
+    exceptions = list(dict.fromkeys(filter(None, (*exceptions, *LOOPBACK, *hosts))))
+    os.environ.update(dict.fromkeys(WITHOUT_PROXY, ",".join(exceptions)))
 
 
 def family_of(address: str) -> socket.AddressFamily:

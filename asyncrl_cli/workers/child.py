@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.rewards import RewardFailure
+from asyncrl_cli.system.network import bypass_proxies
 from asyncrl_cli.system.process_tree import adopt_orphans, descendants, die_with, reap
 from asyncrl_cli.tasks.base import SPEC_FOLDER
 from asyncrl_cli.tasks.load import load_task
@@ -133,6 +134,7 @@ def _load(load: Load) -> tuple[object, Loaded]:
     """Set the memory limit, then load the task. Raises ``TaskError``."""
     spec = load.spec
     os.environ[SPEC_FOLDER] = str(load.search_path.resolve())
+    bypass_proxies()  # in a cluster, this process has the environment of `ray start`
     if load.work is Work.EPISODES:
         kind, limit_mb = resource.RLIMIT_AS, spec.episode.memory_mb
     else:

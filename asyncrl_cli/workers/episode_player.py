@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakSet
 
 from asyncrl_cli.core.user_code import defined_at
@@ -24,6 +25,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
 from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
+from asyncrl_cli.system.network import bypass_proxies
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, ScoreLater, task_of
 from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
 from asyncrl_cli.tasks.mix import OneCall
@@ -121,6 +123,8 @@ class EpisodePlayer:
 
     async def play(self, number: int, message: Play) -> Played:
         """Play one episode; ``number`` is for ``cancel``."""
+        if message.access is not None:
+            bypass_proxies(urlsplit(message.access.base_url).hostname or "")
         stopped = self._stop[number] = asyncio.Event()
         context = copy_context()
         context.run(_EPISODE.set, number)

@@ -47,15 +47,6 @@ FOREIGN_NAMES = st.builds(str.__add__, st.sampled_from(FOREIGN), st.text("ABC_",
 
 @given(st.dictionaries(st.one_of(FOREIGN_NAMES, st.text("XYZ_")), st.just("another's")))
 def test_only_settings_of_agents_are_omitted(variables: dict[str, str]) -> None:
-    inherited = inherited_by_agents(variables, ACCESS)
+    inherited = inherited_by_agents(variables)
     for name in variables:
         assert (name in inherited) is (not name.startswith(FOREIGN))
-
-
-@pytest.mark.parametrize(
-    ("variables", "direct"),
-    [({}, "127.0.0.1"), ({"no_proxy": "a,b", "HTTP_PROXY": "http://proxy"}, "a,b,127.0.0.1")],
-)
-def test_no_proxy_stands_before_the_gateway(variables: dict[str, str], direct: str) -> None:
-    inherited = inherited_by_agents(variables, ACCESS)
-    assert inherited["no_proxy"] == inherited["NO_PROXY"] == direct

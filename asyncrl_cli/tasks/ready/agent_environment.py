@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from asyncrl_cli.tasks.base import ModelAccess
 
@@ -87,10 +86,6 @@ enabled = false
     return {f"{HOME}/{CODEX}/config.toml": config}
 
 
-def inherited_by_agents(variables: Mapping[str, str], model: ModelAccess) -> dict[str, str]:
-    """The run's environment without settings of agents, and without a proxy between agent and gateway."""
-    kept = {name: value for name, value in variables.items() if not name.startswith(FOREIGN)}
-    host = urlsplit(model.base_url).hostname or ""
-    names = ("NO_PROXY", "no_proxy")
-    others = next((variables[name] for name in names if variables.get(name)), "")
-    return kept | dict.fromkeys(names, f"{others},{host}" if others else host)
+def inherited_by_agents(variables: Mapping[str, str]) -> dict[str, str]:
+    """The run's environment without settings of agents."""
+    return {name: value for name, value in variables.items() if not name.startswith(FOREIGN)}

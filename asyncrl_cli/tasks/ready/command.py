@@ -124,7 +124,7 @@ class Command:
             # The command may use another Python, so it gets the user's PYTHONPATH instead of the run's module path.
             given = os.environ.get(GIVEN_PYTHONPATH, os.environ.get("PYTHONPATH"))
             path = os.pathsep.join(filter(None, (os.environ.get(SPEC_FOLDER), given)))
-            inherited = inherited_by_agents(os.environ, model) | {"PYTHONPATH": path}
+            inherited = inherited_by_agents(os.environ) | {"PYTHONPATH": path}
             return await _run(self._words, cwd, inherited | _variables(row, scratch, model) | self._env)
 
     async def _run_inside(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> tuple[int, str, str]:
