@@ -123,7 +123,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
     from asyncrl_cli.spec.problems import SpecError
 
     try:
-        loaded = load_spec(spec, overrides, _standard_input() if spec == "-" else None)
+        loaded = load_spec(spec, overrides, _standard_input() if spec == "-" else None, user_code=True)
     except SpecError as error:
         if debugging():
             traceback.print_exc()

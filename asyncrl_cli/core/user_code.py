@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import importlib.util
 import inspect
+import re
 import signal
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType, ModuleType
@@ -138,6 +142,50 @@ def import_named(
     return found
 
 
+def missing_name(target: str, folder: Path) -> tuple[str, str] | None:
+    """The reason why ``import_named`` would not find a ``module:name``, and a hint; None if there is none.
+
+    Only reads the module's file, and imports nothing. So None is also the answer where only an import can tell: for
+    compiled modules, ``from … import *``, and names that the module makes at run time.
+    """
+    module_name, _, path = target.partition(":")
+    name = path.partition(".")[0]
+    folders: Sequence[str] = [str(folder.resolve()), *sys.path]
+    for package in accumulate(module_name.split("."), "{}.{}".format):
+        module = PathFinder.find_spec(package, folders)
+        if module is None and "." not in package:
+            with suppress(ValueError):  # a loaded module without a spec
+                module = importlib.util.find_spec(package)  # built in, or installed by a finder of its own
+        if module is None:
+            return f"no module {module_name!r} in {folder} or on Python's path", _place(module_name)
+        folders = module.submodule_search_locations or []
+    if not (module.origin or "").endswith(".py"):
+        return None
+    source = Path(str(module.origin)).read_bytes()
+    try:
+        defined = list(_defined(ast.parse(source).body))
+    except (SyntaxError, ValueError) as error:
+        return f"module {module_name} ({module.origin}) is not valid Python: {error}", "correct it"
+    dynamic = {"*", "__getattr__"} & {*defined} or re.search(rb"\b(globals|vars|exec|setattr)\(", source)
+    if name in defined or dynamic or PathFinder.find_spec(f"{module_name}.{name}", folders):
+        return None
+    return f"module {module_name} ({module.origin}) has no {path!r}", did_you_mean(name, defined, "correct the name")
+
+
+def _defined(statements: Iterable[ast.AST]) -> Iterator[str]:
+    """The names that statements define, but not the names inside functions and classes."""
+    for node in statements:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.alias():
+                yield node.asname or node.name.partition(".")[0]
+            case ast.Name(ctx=ast.Store()):
+                yield node.id
+            case _:
+                yield from _defined(ast.iter_child_nodes(node))
+
+
 def as_import(target: str) -> str:
     """The target in the form `module:name`, if it names a file (`rewards/mine.py:reward`) or has no colon."""
     module, colon, name = target.partition(":")
@@ -159,8 +207,12 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
         hint = f"fix the import; full traceback: python -c 'import {name}'{within}"
         if missing and f"{name}.".startswith(f"{missing}."):
             message = f"no module {name!r}{within and f'{within} or'} on Python's path"
-            hint = f"put {name.replace('.', '/')}.py next to the spec file, or install the package that has it"
+            hint = _place(name)
         elif missing:
             message = f"module {name} needs {missing!r}, which is not installed"
             hint = "install it in this environment"
         raise error_type(message, location=location, hint=hint) from error
+
+
+def _place(module: str) -> str:
+    return f"put {module.replace('.', '/')}.py next to the spec file, or install the package that has it"

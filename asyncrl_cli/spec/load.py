@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,11 @@ import yaml
 from pydantic import ValidationError
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
-from asyncrl_cli.spec.base import NUL
+from asyncrl_cli.core.user_code import missing_name
+from asyncrl_cli.spec.base import MODULE_NAME, NUL
 from asyncrl_cli.spec.changes import is_fixed, refuse_fixed
 from asyncrl_cli.spec.data_sources import files_of, names_a_file
 from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
@@ -44,16 +46,27 @@ class LoadedSpec:
     """The original texts of values with environment variables, by path. ``dump_spec`` writes them, not the values."""
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None) -> LoadedSpec:
+USER_CODE = re.compile(
+    r"task\.(mix\.\d+\.)?(use|options\.reward)|algorithm\.\w+|tracking\.monitors\.\d+|(?!model\.).*\.path(\.\d+)?"
+)
+"""Keys that may name the user's code as ``module:name``."""
+
+
+def load_spec(
+    path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None, user_code: bool = False
+) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
-    ``data`` is the file's content if it comes from elsewhere; ``path`` then gives only its name and folder. Raises
-    ``SpecError`` with every problem found.
+    ``data`` is the file's content if it comes from elsewhere; ``path`` then gives only its name and folder. With
+    ``user_code``, also look for the user's functions and classes, without importing them. Raises ``SpecError`` with
+    every problem found.
     """
     problems: list[Problem] = []
     layers = Layers(problems)
     references: dict[tuple[str, ...], str] = {}
-    spec = _load(layers.read(str(path), data), overrides=overrides, layers=layers, references=references)
+    folder = Path(path).absolute().parent if user_code else None
+    root = layers.read(str(path), data)
+    spec = _load(root, overrides=overrides, layers=layers, references=references, user_folder=folder)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
@@ -92,7 +105,11 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
 
 
 def _load(
-    root: Node | None, overrides: Sequence[str], layers: Layers, references: dict[tuple[str, ...], str]
+    root: Node | None,
+    overrides: Sequence[str],
+    layers: Layers,
+    references: dict[tuple[str, ...], str],
+    user_folder: Path | None,
 ) -> ExperimentSpec | None:
     if root is None:
         return None
@@ -124,10 +141,26 @@ def _load(
     for rule in RULES:
         for problem in rule(spec):
             add(problem, key=False)
+    if user_folder is not None:
+        for name, target in _user_code(spec):
+            if (reason := missing_name(target, user_folder)) is not None:
+                add(Problem(name, *reason), key=False)
     if too_large := _too_large(root, spec, references):
         hint = "put data into separate files"
         problems.append(Problem("", f"the resolved spec has {too_large}", hint).at(root.location))
     return spec
+
+
+def _user_code(spec: ExperimentSpec) -> Iterator[tuple[str, str]]:
+    """Yield each key that names the user's code, and the name."""
+    values = flatten(spec.model_dump(mode="json"), index_lists=True)
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    items = {f"{key}.{index}": item for key, value in lists.items() for index, item in enumerate(value)}
+    for key, text in (values | items).items():
+        if not (isinstance(text, str) and re.fullmatch(MODULE_NAME, text) and USER_CODE.fullmatch(key)):
+            continue
+        if not key.endswith("options.reward") or values[key.replace("options.reward", "use")] == "command":
+            yield key, text
 
 
 def _without_evaluation(root: Node, problems: list[Problem]) -> Node:

@@ -54,6 +54,69 @@ def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: i
     assert "Traceback" in asyncrl("--debug", "validate-spec", BROKEN)[2]
 
 
+USER_CODE = """
+import numpy as np
+from os.path import join as joined
+if True:
+    LIMIT: int = 3
+    first, (second, *others) = 1, (2, 3)
+def loss(): inside = 1
+async def agent(prompt, model): pass
+class Task:
+    def reward(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("algorithm.loss=my_code:loss", ""),
+        ("algorithm.loss=my_code:los", "algorithm.loss: module my_code ({folder}/my_code.py) has no 'los'"),
+        ("algorithm.loss=my_cod:loss", "algorithm.loss: no module 'my_cod' in {folder} or on Python's path"),
+        ("algorithm.advantage=my_code:inside", "has no 'inside'"),
+        ("algorithm.advantage=my_code:reward", "has no 'reward'"),
+        *(
+            (f"algorithm.advantage=my_code:{name}", "")
+            for name in ("LIMIT", "first", "others", "joined", "np", "agent")
+        ),
+        ("algorithm.advantage=my_code:Task.reward", ""),
+        ("algorithm.advantage=package.inner:f", ""),
+        ("algorithm.advantage=package.inner:g", "has no 'g'"),
+        ("algorithm.advantage=package.outer:g", "no module 'package.outer'"),
+        ("algorithm.advantage=my_code.inner:g", "no module 'my_code.inner'"),
+        ("algorithm.advantage=package:inner", ""),
+        ("algorithm.advantage=everything:anything", ""),
+        ("algorithm.advantage=made:anything", ""),
+        ("algorithm.advantage=broken:f", "is not valid Python: "),
+        ("algorithm.advantage=math:sqrt", ""),
+        ("algorithm.advantage=json:dumps", ""),
+        ("algorithm.advantage=json:dump_it", "has no 'dump_it'"),
+        ("task.use=nowhere:reward", "task.use: no module 'nowhere'"),
+        ("tracking.monitors=[my_code:Task,my_code:Nothing]", "tracking.monitors.1: module my_code"),
+        ("data.train.path=my_code:rows", "data.train.path: module my_code"),
+        ("data.train.path=[my_code:agent,my_code:rows]", "data.train.path.1: module my_code"),
+        (
+            "task={use: command, options: {command: x, reward: "my_code:f"}}",
+            "task.options.reward: module my_code",
+        ),
+        ("task={use: 'my_code:Task', options: {reward: 'any:text', url: 'judge:port'}}", ""),
+    ],
+)
+def test_names_of_the_users_code_are_looked_up_without_an_import(  # type: ignore[no-untyped-def]
+    asyncrl, tmp_path: Path, assignment: str, message: str
+) -> None:
+    (tmp_path / "spec.yaml").write_text(f"extends: {QUICKSTART}")
+    (tmp_path / "my_code.py").write_text(USER_CODE)
+    (tmp_path / "everything.py").write_text("from os import *")
+    (tmp_path / "made.py").write_text("globals()['anything'] = 1")
+    (tmp_path / "broken.py").write_text("def f(:")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "package/inner.py").write_text("def f(): pass")
+    code, _, error = asyncrl("validate-spec", str(tmp_path / "spec.yaml"), assignment)
+    assert (code, message.format(folder=tmp_path) in error) == (2 if message else 0, True), error
+
+
 def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", QUICKSTART, "--set", "algorithm.correction.preset=decoupled")
     assert code == 0 and "is valid" in out
