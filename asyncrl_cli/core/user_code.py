@@ -151,6 +151,7 @@ def missing_name(target: str, folder: Path) -> tuple[str, str] | None:
     module_name, _, path = target.partition(":")
     name = path.partition(".")[0]
     folders: Sequence[str] = [str(folder.resolve()), *sys.path]
+    file = ""
     for package in accumulate(module_name.split("."), "{}.{}".format):
         module = PathFinder.find_spec(package, folders)
         if module is None and "." not in package:
@@ -158,18 +159,18 @@ def missing_name(target: str, folder: Path) -> tuple[str, str] | None:
                 module = importlib.util.find_spec(package)  # built in, or installed by a finder of its own
         if module is None:
             return f"no module {module_name!r} in {folder} or on Python's path", _place(module_name)
-        folders = module.submodule_search_locations or []
-    if not (module.origin or "").endswith(".py"):
+        folders, file = module.submodule_search_locations or [], module.origin or ""
+    if not file.endswith(".py"):
         return None
-    source = Path(str(module.origin)).read_bytes()
+    source = Path(file).read_bytes()
     try:
         defined = list(_defined(ast.parse(source).body))
     except (SyntaxError, ValueError) as error:
-        return f"module {module_name} ({module.origin}) is not valid Python: {error}", "correct it"
+        return f"module {module_name} ({file}) is not valid Python: {error}", "correct it"
     dynamic = {"*", "__getattr__"} & {*defined} or re.search(rb"\b(globals|vars|exec|setattr)\(", source)
     if name in defined or dynamic or PathFinder.find_spec(f"{module_name}.{name}", folders):
         return None
-    return f"module {module_name} ({module.origin}) has no {path!r}", did_you_mean(name, defined, "correct the name")
+    return f"module {module_name} ({file}) has no {path!r}", did_you_mean(name, defined, "correct the name")
 
 
 def _defined(statements: Iterable[ast.AST]) -> Iterator[str]:

@@ -96,7 +96,7 @@ class Task:
         ("data.train.path=my_code:rows", "data.train.path: module my_code"),
         ("data.train.path=[my_code:agent,my_code:rows]", "data.train.path.1: module my_code"),
         (
-            "task={use: command, options: {command: x, reward: "my_code:f"}}",
+            'task={use: command, options: {command: x, reward: "my_code:f"}}',
             "task.options.reward: module my_code",
         ),
         ("task={use: 'my_code:Task', options: {reward: 'any:text', url: 'judge:port'}}", ""),
