@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import MEDIA, VARIABLES, media_hint
-from asyncrl_cli.data.rows import LazyPrompts, RowForm
+from asyncrl_cli.data.rows import LazyPrompts, RowForm, value_at
 from asyncrl_cli.records.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class ArrowPrompts(LazyPrompts):
         self._mapped = {file: os.stat(file) for file in mapped}
         self._form = form
         table = table.slice(0, size)
+        for name in (form.prompt_column, form.uid_column, form.image_column or ""):
+            table = _with_path(table, name)
         _refuse_media(table, form)
         self._table = _readable(table, {form.prompt_column, form.image_column})
         super().__init__(len(table), self._row)
@@ -76,7 +78,8 @@ class ArrowPrompts(LazyPrompts):
 
     def field(self, name: str) -> list[Any]:
         self._check_files()
-        return self._table.column(name).to_pylist() if name in self._table.column_names else [None] * len(self)
+        table = _with_path(self._table, name)
+        return table.column(name).to_pylist() if name in table.column_names else [None] * len(self)
 
     def _check_files(self) -> None:
         """Raise ``DataError`` when a file was truncated: the kernel kills a process (SIGBUS) that reads a mapped page
@@ -94,6 +97,18 @@ class ArrowPrompts(LazyPrompts):
                 )
 
 
+def _with_path(table: pa.Table, name: str) -> pa.Table:
+    """Add the values at a path such as ``extra_info.question`` as a column, unless there is none."""
+    import pyarrow as pa
+
+    root = name.partition(".")[0]
+    if name in table.column_names or root not in table.column_names:
+        return table
+    rows = (row for batch in table.select([root]).to_batches() for row in batch.to_pylist())
+    column = pa.array([value_at(row, name, None) for row in rows])
+    return table if column.null_count == len(table) else table.append_column(name, column)
+
+
 def _suspects(table: pa.Table, form: RowForm) -> Iterator[int]:
     """Yield the first row of each kind that whole columns show to be wrong. Making the row gives the error."""
     import pyarrow as pa
@@ -102,7 +117,7 @@ def _suspects(table: pa.Table, form: RowForm) -> Iterator[int]:
     if not form.needed <= set(table.column_names):
         yield 0
     masks = [pc.invert(pc.is_finite(floats)) for column in table.columns for floats in _float_columns(column)]
-    masks += [pc.is_null(table.column(name)) for name in form.needed]
+    masks += [pc.is_null(table.column(name)) for name in form.needed.intersection(table.column_names)]
     if form.template is None:
         prompts = table.column(form.prompt_column)
         length = _length(prompts)

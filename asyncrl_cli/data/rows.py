@@ -17,6 +17,7 @@ from datetime import date, time
 from decimal import Decimal
 from itertools import accumulate, islice
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
@@ -59,12 +60,42 @@ class LazyPrompts(Sequence[Prompt]):
 
     def field(self, name: str) -> Sequence[Any]:
         """Return one field's values, in the order of rows; None for each row without it."""
-        return [prompt.fields.get(name) for prompt in self]
+        return [value_at(prompt.fields, name, None) for prompt in self]
+
+
+def value_at(row: Mapping[str, Any], name: str, *default: Any) -> Any:
+    """Return a column, or the value at the path ``outer.inner`` through objects and JSON texts of objects.
+
+    Raises ``KeyError`` without a ``default``.
+    """
+    value: Any = row
+    for key in [name] if name in row else name.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = None
+        if not isinstance(value, Mapping) or key not in value:
+            if default:
+                return default[0]
+            raise KeyError(name)
+        value = value[key]
+    return value
+
+
+def paths_in(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield a row's columns, and the paths into its objects."""
+    for name, value in row.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from paths_in(value, f"{prefix}{name}.")
 
 
 def field_of(prompts: Sequence[Prompt], name: str) -> Sequence[Any]:
     """Like ``LazyPrompts.field``, for any sequence of prompts."""
-    return prompts.field(name) if isinstance(prompts, LazyPrompts) else [one.fields.get(name) for one in prompts]
+    if isinstance(prompts, LazyPrompts):
+        return prompts.field(name)
+    return [value_at(prompt.fields, name, None) for prompt in prompts]
 
 
 class JoinedPrompts(LazyPrompts):
@@ -90,7 +121,8 @@ class JoinedPrompts(LazyPrompts):
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """How one source's rows become prompts. Columns are the ``SplitSpec`` keys with the same names."""
+    """How one source's rows become prompts. Columns are the ``SplitSpec`` keys with the same names, and may be paths
+    (``value_at``)."""
 
     source: str
     """Location in errors, before the row's number: a file, a hub id, a function or a key of the spec."""
@@ -109,11 +141,17 @@ class RowForm:
     """Images' relative paths start here."""
 
     @property
+    def named(self) -> frozenset[str]:
+        """Columns that the spec names."""
+        content = template_columns(self.template) if self.template is not None else {self.prompt_column}
+        return frozenset(
+            {*content, self.uid_column} | ({self.image_column} if self.image_column is not None else set())
+        )
+
+    @property
     def needed(self) -> frozenset[str]:
         """Columns that every row must have."""
-        content = template_columns(self.template) if self.template is not None else {self.prompt_column}
-        named = {self.image_column} if self.image_column is not None else set()
-        return frozenset({*content, *named} if self.uid_column == UID else {*content, *named, self.uid_column})
+        return self.named - {UID} if self.uid_column == UID else self.named
 
     def refuse(self, number: int | None, fault: str, hint: str) -> NoReturn:
         """Raise ``DataError`` for a row, or for the whole source (None)."""
@@ -125,14 +163,17 @@ class RowForm:
 
         Raises ``DataError`` with the row's location if it cannot be a prompt.
         """
+        columns = row
+        row = {**row, **{name: value for name in self.named if (value := value_at(row, name, row)) is not row}}
         for column in sorted(self.needed - row.keys()):
-            hint = f"add it, or name another column in the split's keys; the row has {', '.join(row) or 'none'}"
+            paths = ", ".join(paths_in(columns)) or "none"
+            hint = f"add it, or name another column in the split's keys; the row has {paths}"
             self.refuse(number, f"no column `{column}`", hint)
         taken = {self.uid_column} if self.template is not None else {self.uid_column, self.prompt_column}
         if self.image_column is not None:
             taken.add(self.image_column)
         try:
-            fields = {str(key): json_value(value) for key, value in row.items() if key not in taken}
+            fields = {str(key): json_value(value) for key, value in columns.items() if key not in taken}
         except TypeError as error:
             hint = "use text, numbers, booleans, lists and mappings"
             self.refuse(number, f"the row has a value that is not JSON: {error}", hint)
@@ -152,7 +193,7 @@ class RowForm:
             uid = str(uid)
         if uid is None and self.uid_column == UID:
             # The journal knows prompts by these uids: a run could not be resumed with other uids (decision 0009).
-            raw = json.dumps(json_value(row, binary=True), sort_keys=True).encode() if raw is None else raw
+            raw = json.dumps(json_value(columns, binary=True), sort_keys=True).encode() if raw is None else raw
             file = f"file{self.part + 1}-" if self.part else ""  # a single file has no prefix, nor has the first one
             uid = f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
@@ -242,13 +283,22 @@ class RowForm:
             if row[column] is None:
                 self.refuse(number, f"`{column}` is null", "fill it in, or remove the row")
         try:
-            content = self.template.format_map(row)
+            content = _ColumnFormatter().vformat(self.template, (), row)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             hint = "change the template or the row"
             self.refuse(number, f"the template fails: {type(error).__name__}: {error}", hint)
         if not content:
             self.refuse(number, "the template makes an empty prompt", "change the template or the row")
         return content
+
+
+class _ColumnFormatter(Formatter):
+    """Fills a template in; ``{outer.inner}`` is a path if the row has that column."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if field_name in kwargs:
+            return kwargs[field_name], field_name
+        return super().get_field(field_name, args, kwargs)
 
 
 class ImagePrompts(LazyPrompts):

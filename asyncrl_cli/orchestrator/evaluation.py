@@ -15,12 +15,12 @@ from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.core.intervals import Interval, clustered_error, mean_interval, share_interval
+from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptEncoder
-from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.groups import Opening
@@ -244,13 +244,16 @@ async def _samples(
         max_tokens=spec.rollout.max_response_tokens,
         stop=tuple(spec.rollout.sampling.stop),
     )
+    # -1 - step: training groups count from 0, so no training rollout has the same seed. Sets over the same prompts have
+    # their own seeds: otherwise one would only repeat the other. `asyncrl evaluate` repeats the run's samples.
+    set_name = series.kind.rpartition(":")[0].removeprefix("offline").removeprefix("-")
+    seed_parts = (spec.seed, -1 - step, *filter(None, [set_name]))
     asked = [
         (
             f"{EVALUATION}{step}:{series.kind}:{index}",
             prompt,
             as_input,
-            # -1 - step: training groups count from 0, so no training rollout has the same seed.
-            replace(sampling, seed=rollout_seed(spec.seed, -1 - step, index) if series.temperature else None),
+            replace(sampling, seed=derive_seed(*seed_parts, index) if series.temperature else None),
         )
         for index, (prompt, as_input) in enumerate(wanted)
     ]

@@ -64,11 +64,12 @@ def files_of(path: str) -> list[str]:
 
 
 def template_columns(template: str) -> set[str]:
-    """Return the columns that a template names. Raises ``ValueError`` if it is malformed or names none."""
+    """Return the columns, or paths in them, that a template names. Raises ``ValueError`` if it is malformed or names
+    none."""
     columns = set()
     for _, name, _, _ in Formatter().parse(template):
         if name is not None:
-            column = name.partition(".")[0].partition("[")[0]
+            column = name.partition("[")[0]
             if not column or column.isdigit():
                 raise ValueError(f"{{{name}}} names no column")
             columns.add(column)

@@ -61,10 +61,11 @@ class SplitSpec(Section):
     size: Count | None = None
     """Number of prompts: the first rows, or the number that the task generates. Default: all rows."""
     prompt_column: Text = "prompt"
-    """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
+    """The column with the prompt, or a path into an object such as `extra_info.question`: text, or a list of chat
+    messages. All other columns reach the task."""
     uid_column: Text = "uid"
-    """The column with the unique name of each row. Rows without a column `uid` are named by number and content; a
-    column with another name must exist."""
+    """The column, or path, with the unique name of each row. Rows without a column `uid` are named by number and
+    content; a column with another name must exist."""
     template: str | None = None
     r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a literal brace."""
     image_column: Text | None = None

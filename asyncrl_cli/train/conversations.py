@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
 from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.rows import value_at
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Prompt, image_digests, to_json
@@ -99,7 +100,7 @@ class RowEncoder:
         digests of the images in the text."""
         messages, tools, variables = chat_of(prompt)
         if (column := self.spec.response_column) is not None:
-            reply = prompt.fields.get(column)
+            reply = value_at(prompt.fields, column, None)
             if not isinstance(reply, str) or not reply:
                 raise ChatError(f"the row has no text in the column `{column}`")
             if isinstance(prompt.content, str) and not self.texts_are_chats:

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.rows import JoinedPrompts
+from asyncrl_cli.data.rows import JoinedPrompts, field_of
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import kind_of
@@ -126,6 +126,29 @@ def test_all_kinds_give_the_same_prompts(write: Callable[[Rows, Path], str], tmp
     again = read(path, tmp_path, template="Q: {question}\nA{{}}:", system="Be brief.")
     assert [prompt.uid for prompt in again[:2]] == [prompt.uid for prompt in templated]
     assert len({prompt.uid for prompt in again}) == 3
+
+
+@kinds
+@pytest.mark.parametrize("as_text", [False, True], ids=["object", "text"])
+def test_keys_may_name_paths_into_objects(write: Callable[[Rows, Path], str], as_text: bool, tmp_path: Path) -> None:
+    info = [{"question": row["question"], "more": {"id": row["id"]}} for row in QUESTIONS]
+    as_text = as_text or write in (as_csv, KINDS["csv.gz"])
+    rows = [{"answer": "4", "extra": json.dumps(one) if as_text else one} for one in info]
+    path = write(rows, tmp_path)
+    named = read(path, tmp_path, prompt_column="extra.question", uid_column="extra.more.id")
+    assert [prompt.content for prompt in named] == [row["question"] for row in QUESTIONS]
+    assert [prompt.uid for prompt in named] == ["a", "b", "c"]
+    assert [prompt.fields for prompt in named] == rows
+    assert list(field_of(named, "extra.more.id")) == ["a", "b", "c"]
+    templated = read(path, tmp_path, template="Q: {extra.question}", uid_column="extra.more.id")
+    assert [prompt.content for prompt in templated] == [f"Q: {row['question']}" for row in QUESTIONS]
+    assert [prompt.fields for prompt in templated] == rows
+    with pytest.raises(DataError, match=r"no column `extra\.text`.*; the row has answer, extra"):
+        list(read(path, tmp_path, prompt_column="extra.text"))
+    (tmp_path / "twins").mkdir()
+    path = write([rows[0], rows[1], rows[0]], tmp_path / "twins")
+    with pytest.raises(DataError, match="the uid 'a' is also the uid of"):
+        read(path, tmp_path / "twins", prompt_column="answer", uid_column="extra.more.id")
 
 
 @kinds

@@ -20,7 +20,8 @@ from stand_ins import StandInEngine, actors, client_over, collecting, prompts, r
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
-from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, mean_pass_at, pass_at
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, Series, mean_pass_at, pass_at
+from asyncrl_cli.orchestrator.offline import offline
 from asyncrl_cli.orchestrator.prompt_source import Encoded
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.images import Image
@@ -222,6 +223,26 @@ def test_masked_responses_count_in_no_accuracy_and_are_reported(tmp_path: Path) 
     assert [row["reward"] for row in rows(parts[2], "step-000000-greedy.jsonl")[1:]] == [1.0, None, 0.0]
     warning = outcome(evaluator(tmp_path, Scorer(right={0}, failed={2}, masked={1})), "greedy", 0)[1]
     assert "1 of 3 rewards failed, 1 of 3 responses could not be scored (None), the accuracy counts the" in warning
+
+
+def test_sampled_sets_over_the_same_prompts_have_their_own_seeds(tmp_path: Path) -> None:
+    held_out = HeldOut([(prompt, Encoded((1, 2))) for prompt in prompts(3)], Scorer(right={0}))  # type: ignore[arg-type]
+    evaluation = {"samples": 2, "sets": {"again": {"data": {"path": "rows.jsonl"}, "samples": 2}}}
+    parts = evaluator(tmp_path, Scorer(right={0}), sets={"again": held_out}, evaluation=evaluation)
+
+    async def evaluate(series: list[Series]) -> None:
+        async with collecting(parts[1]):
+            for one in series:
+                await asyncio.ensure_future(parts[0]._evaluate(one, 0))
+
+    sampled = [series for series in parts[0].due(0) if series.samples > 1]
+    run(evaluate([*sampled, *offline(sampled, "sampled", "")]))
+    seeds: dict[str, list[int | None]] = {}
+    for request in actors(parts[1])[0].submitted:
+        seeds.setdefault(request.rollout_id.split(":", 2)[2].rpartition(":")[0], []).append(request.sampling.seed)
+    assert len({*seeds["sampled"], *seeds["again:sampled"]}) == 12
+    assert seeds["offline:sampled"] == seeds["sampled"], "`asyncrl evaluate` repeats the samples"
+    assert seeds["offline-again:sampled"] == seeds["again:sampled"]
 
 
 def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> None:

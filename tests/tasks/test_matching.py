@@ -93,7 +93,7 @@ def test_a_dot_leads_into_an_object(nested: Any) -> None:
         ({"a": {"c": 1}}, "no field 'a.b'; it has a, a.c"),
         ({"a": "b: 1"}, "no field 'a.b'; it has a$"),
         ({"a": '["b"]'}, "no field 'a.b'; it has a$"),
-        ({"a": {"b": {"c": 1}}}, "field 'a.b' is an object"),
+        ({"a": {"b": {"c": 1}}}, "field 'a.b' is an object with a.b.c, not text"),
         ({"a": {"b": None}}, "field 'a.b' is null"),
         ({"a": {"b": []}}, "field 'a.b' is an empty list"),
         ({"a": {"b": ["2", None]}}, "field 'a.b' is a list, not text, a number or a list of these"),
@@ -176,6 +176,7 @@ def test_rows_that_no_response_could_match_are_found_by_the_check() -> None:
         (RegexMatch(pattern_field="want"), {"want": ""}, "every response would be right"),
         (RegexMatch(pattern_field="want"), {"want": "("}, "missing )"),
         (MathAnswers(), {"answer": r"\frac{1}{"}, "a brace is not closed"),
+        (MathAnswers(), {"answer": '{"truth": "5"}'}, "it is an object; name one of its keys, such as truth"),
         (UnitTests(sandbox="none"), {}, "no field 'tests'"),
         (UnitTests(sandbox="none"), {"tests": "assert f(1 =="}, "never closed"),
     ):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from asyncrl_cli.data.rows import kind
+from asyncrl_cli.data.rows import kind, paths_in, value_at
 from asyncrl_cli.records.prompt import Prompt
 
 
@@ -32,27 +31,11 @@ def texts_field(prompt: Prompt, name: str) -> list[str]:
 
 
 def _field(prompt: Prompt, name: str) -> Any:
-    """The row's value with this name, or at the path ``outer.inner`` through objects and JSON texts of objects."""
-    if name in prompt.fields:
-        return prompt.fields[name]
-    value: Any = prompt.fields
-    for part in name.split("."):
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                value = None
-        if not isinstance(value, Mapping) or part not in value:
-            raise MissingField(f"the row has no field {name!r}; it has {', '.join(_paths(prompt.fields)) or 'none'}")
-        value = value[part]
-    return value
-
-
-def _paths(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in fields.items():
-        yield prefix + name
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{name}.")
+    try:
+        return value_at(prompt.fields, name)
+    except KeyError:
+        columns = ", ".join(paths_in(prompt.fields)) or "none"
+        raise MissingField(f"the row has no field {name!r}; it has {columns}") from None
 
 
 def _is_text(value: Any) -> bool:
@@ -68,8 +51,10 @@ def _texts(value: str | float) -> list[str]:
 
 
 def _missing(prompt: Prompt, name: str, value: Any) -> NoReturn:
-    found = "an empty list" if value in ([], ()) else kind(value)
-    raise MissingField(f"the row's field {name!r} is {found}, not text, a number or a list of these")
+    fault = "an empty list" if value in ([], ()) else kind(value)
+    if isinstance(value, Mapping) and value:
+        fault += f" with {', '.join(paths_in(value, f'{name}.'))}"
+    raise MissingField(f"the row's field {name!r} is {fault}, not text, a number or a list of these")
 
 
 class ExactMatch:

@@ -202,9 +202,11 @@ def _listed(texts: Sequence[str]) -> Iterator[str]:
     """The texts; a JSON list of texts as its elements. ``[1, 2]`` is an interval, not such a list."""
     for text in texts:
         try:
-            values = json.loads(text) if text.lstrip().startswith("[") else None
+            values = json.loads(text) if text.lstrip().startswith(("[", "{")) else None
         except (ValueError, RecursionError):
             values = None
+        if isinstance(values, dict) and values:
+            raise Unreadable(f"it is an object; name one of its keys, such as {next(iter(values))}")
         if values is not None and any(value is None or value != value for value in values):
             raise Unreadable(f"{text.strip()} has no value")
         yield from values if values and all(isinstance(value, str) for value in values) else [text]
