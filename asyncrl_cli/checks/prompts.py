@@ -6,17 +6,19 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, chat_of
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.conversations import DATA, RowEncoder, Rows, encode_row
+from asyncrl_cli.train.conversations import DATA, Example, RowEncoder, Rows, encode_row
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 SPREAD = 1000
@@ -85,26 +87,37 @@ def check_prompts(
     return Warned(found, "; ".join(hints)) if hints else found
 
 
-def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> Result:
-    """Check that the rows of ``model.warm_start.data`` have replies that can be encoded. Tries as many as
-    ``check_prompts``.
+def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> tuple[Result, list[Example]]:
+    """Check that the rows of ``model.warm_start.data`` have replies that can be encoded, and return those tried. Tries
+    as many as ``check_prompts``.
 
     Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
-    tried = too_long = 0
+    examples: list[Example] = []
     started = time.monotonic()
     for index in _spread(len(rows.prompts)):
-        too_long += len(encode_row(rows, index, rows.prompts[index], encoder)[0]) > max_length
-        tried += 1
+        examples.append(encode_row(rows, index, rows.prompts[index], encoder))
         if time.monotonic() - started > limit_s:
             break
+    tried, too_long = len(examples), sum(len(example.ids) > max_length for example in examples)
     found = f"{len(rows.prompts):,} rows, {tried:,} of them tried"
     if not too_long:
-        return found
+        return found, examples
     found, hint = f"{found}; {too_long:,} are longer than model.max_length and skipped", "raise model.max_length"
     if too_long == tried >= min(ENOUGH, len(rows.prompts)):
         raise DataError(found, location=DATA, hint=hint)
-    return Warned(found, hint)
+    return Warned(found, hint), examples
+
+
+def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tuple[Result, int]:
+    """Check that demonstrated replies fit ``rollout.max_response_tokens``; returns the longest one's tokens, too."""
+    longest = [max(len(list(run)) for is_learned, run in groupby(one.learned) if is_learned) for one in examples]
+    too_long = sum(tokens > max_response_tokens for tokens in longest)
+    found = f"{counted(len(examples), 'demonstration')} tried, replies of up to {max(longest):,} tokens"
+    if not too_long:
+        return found, max(longest)
+    hint = f"raise rollout.max_response_tokens to {max(longest):,}"
+    return Warned(f"{found}; {too_long:,} have a reply longer than rollout.max_response_tokens", hint), max(longest)
 
 
 def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder, tokenizer: Any) -> Result:

@@ -8,6 +8,7 @@ and there is more time for prompts. A check that depends on a failed check is sk
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -44,11 +45,14 @@ from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
+from asyncrl_cli.tasks.base import DemonstrationTask
 from asyncrl_cli.train.conversations import RowEncoder, Rows
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Time limit, in seconds, for trying the prompts of a split."""
+DEMONSTRATIONS = 200
+"""Number of a task's demonstrations to try."""
 SHOWN_PROMPTS = ("first prompt", "second prompt", "third prompt")
 PROMPT_CHECKS = frozenset(
     {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", *SHOWN_PROMPTS}
@@ -156,8 +160,8 @@ class StartChecks:
         yield Check("chat template", lambda: self._chat_template(episodic), ("tokenizer",))
         setting = spec.task.special_tokens
         yield Check("special tokens", lambda: prompts.check_special_tokens(self._tokenizer, setting), ("tokenizer",))
-        if (start := spec.model.warm_start) is not None and start.data is not None:
-            yield Check("warm start", partial(self._rows, start), ("chat template",))
+        if (start := spec.model.warm_start) is not None:
+            yield Check("warm start", partial(self._demonstrations, start), ("task and data", "chat template"))
         if experiment is not None:
             yield from self._prompt_checks(experiment)
         if spec.algorithm.reference_path is not None:
@@ -259,7 +263,7 @@ class StartChecks:
             locate=partial(row_location, split, self._search_path, location, rows),
         )
 
-    def _rows(self, start: WarmStart) -> Result:
+    def _demonstrations(self, start: WarmStart) -> Result:
         spec, tokenizer = self._spec, self._tokenizer
         encoder = RowEncoder(
             tokenizer,
@@ -269,9 +273,27 @@ class StartChecks:
             spec=start,
             images=ImageTokens(self._model_dir, spec.model.max_images, spec.data.image_max_pixels),
         )
-        limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
-        rows = Rows.read(start, self._search_path)
-        return prompts.check_rows(rows, encoder=encoder, max_length=spec.model.max_length, limit_s=limit_s)
+        assert self._experiment is not None
+        task = self._experiment.tasks[""]
+        checked: Result = ""
+        if start.data is not None:
+            limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
+            rows = Rows.read(start, self._search_path)
+            checked, examples = prompts.check_rows(
+                rows, encoder=encoder, max_length=spec.model.max_length, limit_s=limit_s
+            )
+        elif isinstance(task, DemonstrationTask):
+            from asyncrl_cli.train.warm_start import demonstrated
+
+            rng = random.Random(spec.seed)
+            with user_code("the task's demonstrations", self._notice, CODE_S):
+                drawn = [task.demonstration(rng, False) for _ in range(DEMONSTRATIONS)]
+            examples = demonstrated(drawn, encoder, spec.model.max_length)
+        else:
+            return "the task has no demonstrations"  # the trainer refuses it
+        fitting, longest = prompts.check_replies(examples, spec.rollout.max_response_tokens)
+        self._experiment = replace(self._experiment, demonstrated_tokens=longest)
+        return joined(checked, fitting)
 
     def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:
         spec = self._spec

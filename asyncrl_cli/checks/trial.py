@@ -8,7 +8,7 @@ tasks, async rewards (they may ask other machines) and environments (they may st
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
@@ -36,6 +36,9 @@ SHORT = "42"
 """A typical short response."""
 HINT = "fix it: in a run such a failure costs a group of rollouts"
 ALL_NONE = "every reward is None, so a run trains on no such response"
+
+ALL_EQUAL = "a row's `answer` gets the same reward as an empty response"
+EQUAL_HINT = "check the reward: equal rewards teach nothing (ignore this if a right response has another form)"
 
 
 def try_tasks(experiment: Experiment, thorough: bool) -> Result:
@@ -69,6 +72,8 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
             tried = error.message
         if tried.endswith(ALL_NONE):
             warned = warned or "return a number for responses that can be scored (is a return statement missing?)"
+        if tried.endswith(ALL_EQUAL):
+            warned = warned or EQUAL_HINT
         found.append(f"{location}: {tried}")
     text = "; ".join(found)
     return Warned(text, warned) if warned else text
@@ -114,13 +119,21 @@ def try_task(
         raise TaskError(f"the trial of the task failed: {lost}", location=location, hint=HINT) from None
     called = {"rewards": len(scored), "environments": len(played)}
     text = f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in called.items() if count)}"
-    known = [result for result in results if result.reward is not None]
+    known = [result for result in chain.from_iterable(results) if result.reward is not None]
     reported = {name for result in known for name in result.metrics}
     if thorough and known and not played and not spec.mix:
         for name in parts:
             if name not in (REWARD, *reported):
                 raise missing_part(name, reported, "no response of the trial")
-    return text if known or not scored else f"{text}; {ALL_NONE}"
+    if scored and not known:
+        return f"{text}; {ALL_NONE}"
+    rewards = defaultdict[str, set[float | None]](set)  # of the responses to each row
+    for (prompt, *_), scores in zip(scored, results, strict=False):
+        if "answer" in prompt.fields:
+            rewards[prompt.uid].update(one.reward for one in scores)
+    # Ready tasks are known to reward right answers, most of them in another form than the row's.
+    judged = thorough and ":" in (spec.use or "") and rewards
+    return f"{text}; {ALL_EQUAL}" if judged and all(len(of_row) == 1 for of_row in rewards.values()) else text
 
 
 def opening_prompt(task: Any, spec: TaskSpec, search_path: Path, prompt: Prompt, *, location: str) -> Prompt | None:
@@ -164,8 +177,8 @@ def _responses(prompt: Prompt) -> list[str]:
 
 async def _try(
     spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
-) -> list[Scored]:
-    """Return the results of ``scored``. Raises ``TaskError`` for a failure."""
+) -> list[list[Scored]]:
+    """Return the results of each of ``scored``. Raises ``TaskError`` for a failure."""
     results = []
     if scored:
         async with _process(Load(spec, search_path=search_path, work=Work.PLAIN, blocked_s=BLOCKED_S)) as process:
@@ -173,7 +186,7 @@ async def _try(
                 result = await process.score(response, reward_limit_s(spec, response[0]))
                 _refuse(result, location, f"called with the response {response[1]!r}")
                 scores = result if isinstance(result, tuple) else (result,)
-                results += [one for one in scores if isinstance(one, Scored)]
+                results.append([one for one in scores if isinstance(one, Scored)])
     if played:
         async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
             for prompt in played:

@@ -34,6 +34,8 @@ class Experiment:
     """The tasks of the further evaluation sets by name, and the run's own task as ""."""
     monitors: Sequence[Monitor] = ()
     """The monitors that ``tracking`` enables, such as TensorBoard; not started."""
+    demonstrated_tokens: int = 0
+    """Tokens of the longest reply that the warm start's demonstrations have, as far as the checks tried them."""
     examiner: ExaminerFactory | None = None
     """Makes the examiner of hosts that join during the run; None on one machine."""
 

@@ -277,6 +277,7 @@ async def _start(
         spec,
         opening,
         checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
+        demonstrated_tokens=experiment.demonstrated_tokens,
         run=run,
         buffer=buffer,
         ranks=ranks,

@@ -66,8 +66,10 @@ class Orchestrator:
         reporter: Reporter,
         budget: RestartBudget,
         watchdog: Watchdog,
+        demonstrated_tokens: int = 0,
     ) -> None:
-        """``checkpoint_step``: the step of the checkpoint from which the ranks have started; 0 without one."""
+        """``checkpoint_step``: the step of the checkpoint from which the ranks have started; 0 without one.
+        ``demonstrated_tokens`` as in ``Experiment``."""
         self._spec = spec
         self._opening = opening
         self._run = run
@@ -90,6 +92,7 @@ class Orchestrator:
             reporter=reporter,
             reported=opening.trained,
             history=run.read("metrics.jsonl"),
+            demonstrated_tokens=demonstrated_tokens,
         )
         turns = GpuTurns(client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(

@@ -92,12 +92,14 @@ class StepRecorder:
         reporter: Reporter,
         reported: int,
         history: Iterable[Mapping[str, float]] = (),
+        demonstrated_tokens: int = 0,
     ) -> None:
         """``reported``: number of steps that earlier drivers reported. ``history``: the steps' metrics."""
         self.reported = self._first_step = reported
         self.health = HealthWatch(spec.model_dump(mode="json"), history)
         self._spec = spec
         self._changed_findings: list[HealthFinding] = []
+        self._demonstrated_tokens = demonstrated_tokens
         self._publish_every = spec.pipeline.publish_every
         self._task_names = tuple(member.name for member in spec.task.mix)
         self._clock = StepClock(client)
@@ -128,6 +130,8 @@ class StepRecorder:
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
+        if self._demonstrated_tokens:
+            metrics["response/demonstrated_max"] = float(self._demonstrated_tokens)
         if self._prompts.unusable:
             metrics["data/unusable_prompts"] = float(self._prompts.unusable)
         if self._prompts.filter is not None:

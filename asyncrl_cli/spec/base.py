@@ -28,7 +28,9 @@ DecayRate = Annotated[float, Field(ge=0, lt=1, strict=True)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, le=10)]
 Seconds = Annotated[float, Field(ge=0.001, le=YEAR_S)]
-Temperature = Annotated[float, Field(ge=0.01, le=100)]  # vLLM raises lower ones, so log-probs would differ.
+Temperature = Annotated[
+    float, Field(ge=0.01, le=2)
+]  # vLLM raises lower ones, so log-probs would differ, and refuses higher ones.
 Text = Annotated[str, Field(min_length=1)]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,32}$")]
 MODULE_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"

@@ -117,14 +117,10 @@ def warm_start(
         drawn = chain.from_iterable(rng.sample(encoded, len(encoded)) for _ in count())  # shuffled again and again
         batches = (list(islice(drawn, spec.batch_size)) for _ in range(spec.steps))
     else:
-        chat = _Chat(tokenizer, texts_are_chats, template)
         clean_updates = round(spec.steps * spec.clean_fraction)
         batches = (
-            _examples(
-                [source.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)],
-                chat=chat,
-                encoder=encoder,
-                max_length=max_length,
+            demonstrated(
+                [source.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)], encoder, max_length
             )
             for update in range(spec.steps)
         )
@@ -160,12 +156,11 @@ def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.T
     return inputs, labels
 
 
-def _examples(
-    demonstrations: Sequence[tuple[str, str] | Sequence[Message] | Prompt],
-    chat: _Chat,
-    encoder: RowEncoder,
-    max_length: int,
+def demonstrated(
+    demonstrations: Sequence[tuple[str, str] | Sequence[Message] | Prompt], encoder: RowEncoder, max_length: int
 ) -> list[Example]:
+    """Encode a task's demonstrations. Raises ``UserError`` for one that cannot be encoded or is too long."""
+    chat = _Chat(encoder.tokenizer, encoder.texts_are_chats, encoder.template)
     found: list[Example] = []
     for one in demonstrations:  # first those with images, which are prompts; the others are tokenized in one call
         if isinstance(one, Prompt):

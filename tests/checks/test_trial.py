@@ -33,6 +33,8 @@ def fine(prompt, response):
     return float(response == prompt["answer"])
 def parts(prompt, response):
     return {"score": 1.0, "format": 0.5}
+def constant(prompt, response):
+    return 0.5
 def nothing(prompt, response):
     return None
 def group(prompt, responses):
@@ -185,6 +187,11 @@ def test_every_start_calls_the_users_rewards(folder: Path) -> None:
     )
 
 
+def test_a_reward_that_no_answer_changes_is_a_warning_of_the_dry_run(folder: Path) -> None:
+    assert tried(folder, "constant").endswith("; a row's `answer` gets the same reward as an empty response")
+    assert tried(folder, "constant", thorough=False) == "called on the first rows: rewards (1)"
+
+
 def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
     judge = "{use: judge, options: {base_url: 'http://127.0.0.1:9/v1', model: m, retries: 0}}"
@@ -209,3 +216,5 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     masks_all = found("task={use: 'tried_task:nothing'}")
     assert masks_all.status == "warning"
     assert "every reward is None" in masks_all.found and "return statement" in masks_all.hint
+    constant = found("task={use: 'tried_task:constant'}")
+    assert (constant.status, "equal rewards teach nothing" in constant.hint) == ("warning", True)

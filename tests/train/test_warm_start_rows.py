@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.checks.finding import Warned
-from asyncrl_cli.checks.prompts import check_rows
+from asyncrl_cli.checks.prompts import check_replies, check_rows
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -144,7 +144,10 @@ def test_long_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     rows = Rows(prompts, str)
     examples, skipped = encode_rows(rows, one, 50)
     assert (len(examples), skipped) == (2, 2)
-    found = check_rows(rows, encoder=one, max_length=50, limit_s=60.0)
+    found, tried = check_rows(rows, encoder=one, max_length=50, limit_s=60.0)
+    assert check_replies(tried, 91)[1] == 91, "characters and the end token"
+    fitting, _ = check_replies(tried, 50)
+    assert isinstance(fitting, Warned) and "2 have a reply longer than rollout.max_response_tokens" in fitting.found
     assert isinstance(found, Warned) and "2 are longer than model.max_length and skipped" in found.found
     for check in (lambda: encode_rows(rows, one, 5), lambda: check_rows(rows, one, max_length=5, limit_s=60.0)):
         with pytest.raises(DataError, match=r"longer than model\.max_length"):
