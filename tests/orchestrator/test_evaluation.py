@@ -227,7 +227,7 @@ def test_masked_responses_count_in_no_accuracy_and_are_reported(tmp_path: Path) 
 
 def test_sampled_sets_over_the_same_prompts_have_their_own_seeds(tmp_path: Path) -> None:
     held_out = HeldOut([(prompt, Encoded((1, 2))) for prompt in prompts(3)], Scorer(right={0}))  # type: ignore[arg-type]
-    evaluation = {"samples": 2, "sets": {"again": {"data": {"path": "rows.jsonl"}, "samples": 2}}}
+    evaluation = {"samples": 2, "sets": {"again": {"data": {"path": "rows.jsonl"}, "greedy": False, "samples": 2}}}
     parts = evaluator(tmp_path, Scorer(right={0}), sets={"again": held_out}, evaluation=evaluation)
 
     async def evaluate(series: list[Series]) -> None:
