@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from asyncrl_cli.spec.load import load_spec
 
 ROOT = Path(__file__).parents[2]
 SLURM, KUBERAY = ROOT / "templates/slurm", ROOT / "templates/kuberay"
+GPUS = ("nodes", "gpus-per-node")
 PLACEHOLDER = re.compile(r"<[a-z-]+>")
 
 
@@ -42,7 +45,7 @@ def test_the_job_is_valid_bash() -> None:
 def test_the_job_uses_options_that_ray_has(start_options: set[str]) -> None:
     from ray.scripts.symmetric_run import symmetric_run
 
-    (command,) = re.findall(r"ray symmetric-run (.*?) -- asyncrl", _job_text(), re.DOTALL)
+    (command,) = re.findall(r"ray symmetric-run (.*?) -- bash", _job_text(), re.DOTALL)
     used = {word for word in command.replace("\\\n", " ").split() if word.startswith("--")}
     own = {option for parameter in symmetric_run.params for option in parameter.opts}
     assert {"--address", "--min-nodes", "--labels", "--num-cpus", "--num-gpus"} <= used
@@ -69,6 +72,41 @@ def test_ports_are_pinned_and_none_twice(start_options: set[str], job: dict[str,
         # KubeRay sets these two itself, to 52365 and 8080.
         assert ports.keys() | {"dashboard-agent-listen-port", "metrics-export-port"} == wanted
         check(ports | {"dashboard-agent-listen-port": "52365", "metrics-export-port": "8080"})
+
+
+def test_the_nodes_of_the_job_have_the_gpus_of_the_spec() -> None:
+    spec = load_spec(SLURM / "spec.yaml").spec
+    nodes, gpus = (int(re.findall(rf"^#SBATCH --{name}=(\d+)$", _job_text(), re.MULTILINE)[0]) for name in GPUS)
+    assert spec.trainer.ranks * spec.trainer.gpus_per_rank == gpus
+    assert spec.rollout.max_engines * spec.rollout.gpus_per_engine == (nodes - 1) * gpus
+
+
+STAND_INS = {
+    "scontrol": "echo one",
+    "getent": "echo 127.0.0.1 STREAM one",
+    "ip": "echo local 127.0.0.1 dev lo src 127.0.0.1",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=0 exec "$@"',
+    "ray": 'while [[ $1 != -- ]]; do shift; done; shift; "$@"',
+    "asyncrl": 'trap "echo checkpoint; exit 130" USR1; echo "$@"; while :; do read -rt 1 <> <(:) || :; done',
+}
+
+
+def test_a_warning_of_slurm_reaches_the_driver_and_its_exit_code_is_the_jobs(tmp_path: Path) -> None:
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}:$PATH")
+    slurm = {"SUBMIT_DIR": str(tmp_path), "JOB_ID": "7", "JOB_NODELIST": "one", "JOB_NUM_NODES": "1"}
+    environment = os.environ | {f"SLURM_{name}": value for name, value in (slurm | {"CPUS_PER_TASK": "8"}).items()}
+    command = ["bash", str(SLURM / "job.sbatch"), "resume", "my run"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "resume my run\n"
+        job.send_signal(signal.SIGUSR1)
+        assert job.stdout.readline() == "checkpoint\n"
+        assert job.wait(60) == 130
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith((".driver", ".ray-token"))]
 
 
 def test_the_job_uses_existing_asyncrl_commands(job: dict[str, Any]) -> None:
@@ -100,9 +138,11 @@ def test_trainer_nodes_are_fixed_and_engine_nodes_are_not(job: dict[str, Any]) -
 
 def test_pods_have_room_for_what_the_spec_places_there(job: dict[str, Any]) -> None:
     spec = load_spec(KUBERAY / "spec.yaml").spec
-    _, trainer, rollout = (int(container(group)["resources"]["limits"]["cpu"]) for group in groups(job))
-    assert spec.trainer.ranks * spec.trainer.threads_per_rank <= trainer
-    assert spec.rollout.threads_per_engine <= rollout < 2 * spec.rollout.threads_per_engine + 1
+    _, trainer, rollout = (container(group)["resources"]["limits"] for group in groups(job))
+    assert spec.trainer.ranks * spec.trainer.threads_per_rank <= int(trainer["cpu"])
+    assert spec.trainer.ranks * spec.trainer.gpus_per_rank == int(trainer["nvidia.com/gpu"])
+    assert spec.rollout.threads_per_engine <= int(rollout["cpu"])
+    assert spec.rollout.gpus_per_engine == int(rollout["nvidia.com/gpu"]), "one engine in each pod"
 
 
 def test_all_pods_have_the_runs_and_the_task(job: dict[str, Any]) -> None:

@@ -93,8 +93,10 @@ def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network:
     hosts = [network.host("one"), network.host("two")]
     folder, tools = network.folder, network.folder / "tools"
     tools.mkdir()
-    for file in (ROOT / "templates/slurm").iterdir():
-        shutil.copy(file, folder)
+    shutil.copy(ROOT / "templates/slurm/job.sbatch", folder)
+    labels = "trainer: {labels: {role: trainer}}, engines: {labels: {role: rollout}}"
+    spec = f"extends: {ROOT / 'specs/quickstart.yaml'}\ncluster: {{address: auto, {labels}}}\n"
+    (folder / "spec.yaml").write_text(spec)
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\nprintf 'one\\ntwo\\n'\n")):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
