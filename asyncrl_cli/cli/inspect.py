@@ -122,16 +122,19 @@ def inspect_buffer(
 
 
 def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
-    """Show a run's history: starts, failures, throughput, checkpoints, evaluations."""
+    """Show a run's health and history: starts, failures, throughput, checkpoints, evaluations."""
+    from asyncrl_cli.inspect.health import health
     from asyncrl_cli.inspect.history_page import history_page
-    from asyncrl_cli.journal.history import history
+    from asyncrl_cli.inspect.resolved import resolved_spec
+    from asyncrl_cli.journal.history import history, metrics_rows
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE, JournalError
 
     found = find_run(runs_dir, run)
     try:
         with snapshot(found.path / FILE) as connection:
-            page = history_page(found, history(connection))
+            findings = health(metrics_rows(connection), resolved_spec(found))
+            page = history_page(found, history(connection), findings)
     except JournalError:
         show(history_page(found, None), as_json)
         raise
@@ -182,9 +185,11 @@ def staleness(
     Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups that `on_stale: train` trained late
     are counted, but are not violations. Steps count from 1, as in metrics.jsonl; --json has every step.
     """
+    from asyncrl_cli.inspect.health import health
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
-    from asyncrl_cli.inspect.what_if import reproduced_from
+    from asyncrl_cli.inspect.what_if import no_advice, reproduced_from
+    from asyncrl_cli.journal.history import metrics_rows
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
@@ -192,14 +197,14 @@ def staleness(
     found = find_run(runs_dir, run)
     with snapshot(found.path / FILE) as connection:
         report = staleness_report(connection)
-        page = staleness_page(found, report)
+        page, spec = staleness_page(found, report), resolved_spec(found)
         if what_if is not None:
             try:
-                recorded = reproduced_from(connection, resolved_spec(found))
+                recorded = reproduced_from(connection, spec)
             except ValueError as error:
                 hint = "--what-if needs the times of trained steps"
                 raise RunError(str(error), location=found.run_id, hint=hint) from None
-            page = with_what_if(page, recorded, what_if)
+            page = with_what_if(page, recorded, what_if, no_advice(health(metrics_rows(connection), spec)))
     show(page, as_json)
     if report.violations:
         raise typer.Exit(1)

@@ -138,7 +138,15 @@ def _predicted(
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
-    pages = {"plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, memory=gpus)}
+    page = plan_page(
+        spec.name,
+        predicted=predicted,
+        by_length=by_length,
+        planned=planned,
+        memory=gpus,
+        reason=source.no_advice,
+    )
+    pages = {"plan": page}
     if calibration is not None and shares_host(spec):
         # A run to compare with recorded the machine's speed when it started.
         now = processor_speed() if run is None else run.manifest.get(SPEED)
@@ -178,4 +186,4 @@ def _searched(spec: ExperimentSpec, source: Source, gpus: int) -> Page:
             location="--gpus",
             hint="`asyncrl validate-spec --memory` shows what takes the memory",
         )
-    return search_page(gpus, found, source.planned(spec, None).guesses)
+    return search_page(gpus, found, source.planned(spec, None).guesses, source.no_advice)

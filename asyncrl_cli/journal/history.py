@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Start, Step, metrics_of
+from asyncrl_cli.journal.events import HEALTH, Checkpoint, Evaluation, Fault, Start, Step, metrics_of
 from asyncrl_cli.journal.progress import Progress, progress
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
@@ -49,7 +49,9 @@ class History:
 
 
 def history(connection: sqlite3.Connection) -> History:
-    counts = connection.execute("SELECT kind, count(*) FROM failures GROUP BY kind ORDER BY count(*) DESC")
+    counts = connection.execute(
+        "SELECT kind, count(*) FROM failures WHERE kind != ? GROUP BY kind ORDER BY count(*) DESC", (HEALTH,)
+    )
     return History(
         progress=progress(connection),
         starts=tuple(Start.read(connection)),
@@ -69,8 +71,18 @@ def evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
 def failures(connection: sqlite3.Connection, count: int, newest: bool = True) -> tuple[Fault, ...]:
     """Return the ``newest`` failures, newest first, or else the first failures; both include stalls."""
     order = "DESC" if newest else "ASC"
-    rows = connection.execute(f"SELECT at, kind, part, message FROM failures ORDER BY id {order} LIMIT ?", (count,))
+    rows = connection.execute(
+        f"SELECT at, kind, part, message FROM failures WHERE kind != ? ORDER BY id {order} LIMIT ?", (HEALTH, count)
+    )
     return tuple(Fault(*row) for row in rows)
+
+
+def newest_health(connection: sqlite3.Connection, rule: str) -> str:
+    """Return the newest message of a rule of health; the rule if there is none."""
+    row = connection.execute(
+        "SELECT message FROM failures WHERE kind = ? AND part = ? ORDER BY id DESC LIMIT 1", (HEALTH, rule)
+    ).fetchone()
+    return str(row[0]) if row else rule
 
 
 def newest_steps(connection: sqlite3.Connection, count: int) -> list[Step]:

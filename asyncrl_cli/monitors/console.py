@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted, printable
-from asyncrl_cli.inspect.dashboard import Shown, panel
+from asyncrl_cli.inspect.dashboard import Panel, Shown
 from asyncrl_cli.inspect.health import step_notes
 from asyncrl_cli.inspect.watching import look
 from asyncrl_cli.monitors.base import EvaluationResult, Monitor, RunInfo
@@ -121,7 +121,7 @@ class LiveView(Monitor):
         width, height = self._out.size
         console = PlainConsole(width=width, height=height, force_terminal=True)
         with console.capture() as frame:
-            console.print(panel(replace(self._seen, now=self._doing)))
+            console.print(Panel(replace(self._seen, now=self._doing)))
         lines = frame.get().splitlines()[: height - 1]
         with self._drawing:
             back = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""

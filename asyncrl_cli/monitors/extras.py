@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_named
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo, evaluation_metrics
 from asyncrl_cli.spec.sections import TrackingSpec, WandbSpec
 
@@ -136,6 +137,9 @@ class WeightsAndBiases(Monitor):
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._run.log({"step": result.step, **dict(evaluation_metrics(asdict(result)))})
+
+    def health(self, finding: HealthFinding) -> None:
+        self._run.summary[f"health/{finding.rule}"] = finding.text
 
     def finish(self, ending: Ending) -> str:
         import wandb

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from threading import Event, Lock, Thread
 from typing import Any
 
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
@@ -116,6 +117,10 @@ class RayMetrics(Monitor):
     def faulted(self, kind: str) -> None:
         with self._tried():
             self._add("faults", 1, kind=kind)
+
+    def health(self, finding: HealthFinding) -> None:
+        with self._tried():
+            self._set("health/findings", float(finding.last_step is None), rule=finding.rule)
 
     def _set(self, metric: str, value: float, **tags: str) -> None:
         from ray.util.metrics import Gauge

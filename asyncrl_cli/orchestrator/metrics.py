@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl_cli.inspect.health import HealthFinding, HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
+from asyncrl_cli.journal.events import HEALTH
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.records.generation import Rollout
@@ -23,9 +24,6 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.processors import HostTime, host_time
-
-HEALTH = "health"
-"""The journal's kind of a row that says that a finding of ``inspect.health`` has begun or ended."""
 
 
 class StepClock:

@@ -158,7 +158,15 @@ def filled(tmp_path: Path) -> Path:
     done.write_json("manifest.json", manifest)
     done.write_json("state.json", asdict(done.state) | {"updated": 1767225600.0 + 720})
     make_run(runs_dir, "killed", "2026-01-02T00:00:00+00:00", phase="running", step=4, steps=10)
-    make_run(runs_dir, "stopped", "2026-01-03T00:00:00+00:00", phase="interrupted", step=5, steps=10)
+    make_run(
+        runs_dir,
+        "stopped",
+        "2026-01-03T00:00:00+00:00",
+        phase="interrupted",
+        step=5,
+        steps=10,
+        findings=("equal_groups", "entropy"),
+    )
     make_run(runs_dir, "broken", "2026-01-04T00:00:00+00:00", phase="failed", step=0, steps=10, reason="no memory")
     make_run(runs_dir, "early", "2026-01-05T00:00:00+00:00", phase="starting", steps=10)
     engines = {"serving": 1, "wanted": 2}
@@ -174,22 +182,23 @@ def test_runs_show_their_status(asyncrl: Command, filled: Path) -> None:
     done = asyncrl("runs")
     assert (done.code, done.err) == (0, "")
     header, *lines = done.out.splitlines()
-    assert header.split() == ["run", "phase", "step", "engines", "greedy", "sampled", "took", "started", "settings"]
+    columns = ["run", "phase", "step", "health", "engines", "greedy", "sampled", "took", "started", "settings"]
+    assert header.split() == columns
     reason = lines.pop(4)
     assert reason == "    no memory", "below the run that failed"
-    assert [line.split()[:6] for line in lines] == [
-        ["done", "finished", "10/10", "-", "0.750", "0.500"],
-        ["killed", "died", "4/10", "-", "-", "-"],
-        ["stopped", "interrupted", "5/10", "-", "-", "-"],
-        ["broken", "failed", "0/10", "-", "-", "-"],
-        ["early", "died", "0/10", "-", "-", "-"],
-        ["driven", "running", "9/1000", "1/2", "-", "-"],
-        ["damaged", "died", "0/0", "-", "-", "-"],
+    assert [re.split("  +", line)[:7] for line in lines] == [
+        ["done", "finished", "10/10", "ok", "-", "0.750", "0.500"],
+        ["killed", "died", "4/10", "ok", "-", "-", "-"],
+        ["stopped", "interrupted", "5/10", "equal_groups +1", "-", "-", "-"],
+        ["broken", "failed", "0/10", "-", "-", "-", "-"],
+        ["early", "died", "0/10", "-", "-", "-", "-"],
+        ["driven", "running", "9/1000", "ok", "1/2", "-", "-"],
+        ["damaged", "died", "0/0", "-", "-", "-", "-"],
     ]
     assert lines[0].endswith("  12 min 0 s  2026-01-01 00:00:00  trainer.ranks=2 seed=1"), "its settings distinguish it"
     assert lines[6].endswith("  -  2026-01-07 00:00:00")
-    columns = [header.index(word) for word in ("phase", "started")]
-    assert all(line[column - 1] == " " != line[column] for line in lines for column in columns), "columns line up"
+    starts = [header.index(word) for word in ("phase", "started")]
+    assert all(line[column - 1] == " " != line[column] for line in lines for column in starts), "columns line up"
 
 
 def test_runs_as_json(asyncrl: Command, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,6 +424,21 @@ def test_inspect_run_shows_the_history(run: RecordedRun, asyncrl: Any, tmp_path:
     assert len(document["history"]["starts"]) == 2
 
 
+def test_pages_show_that_a_run_learns_nothing(run: RecordedRun, asyncrl: Any) -> None:
+    """`inspect run` and `staleness --what-if`, which then gives no advice."""
+    assert "health   no rule was broken in 4 steps" in asyncrl("inspect", "run-1")[1]
+    assert json.loads(asyncrl("inspect", "run", "--json")[1])["findings"] == []
+    assert "No advice" not in asyncrl("staleness", "--what-if", "0")[1]
+    write(run, "UPDATE batches SET metrics = json_set(metrics, '$.\"response/truncated_ratio\"', 0.9)")
+    lines = asyncrl("inspect", "run")[1].splitlines()
+    assert any(line.startswith("health   since step 1 90% of the responses were truncated") for line in lines)
+    (finding,) = json.loads(asyncrl("inspect", "run", "--json")[1])["findings"]
+    assert (finding["rule"], finding["first_step"], finding["last_step"]) == ("truncated_responses", 1, None)
+    out = asyncrl("staleness", "--what-if", "0")[1]
+    assert "No advice: the run has learned nothing since step 1 (truncated_responses)" in " ".join(out.split())
+    assert "smallest that costs no noticeable time" not in out and "limits the speed" not in out
+
+
 def test_pages_agree_on_the_version_that_engines_serve(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     RunDirectory(tmp_path / "runs/run-1").update(version=5)  # the trainer's version: its publish is in flight
     for page in ("run", "buffer"):

@@ -19,7 +19,7 @@ from asyncrl_cli.cli.app import app, main
 from asyncrl_cli.cli.output import in_runs_dir
 from asyncrl_cli.cli.report import _writing
 from asyncrl_cli.cli.running import drive
-from asyncrl_cli.inspect.dashboard import Shown, panel
+from asyncrl_cli.inspect.dashboard import Panel, Shown
 from asyncrl_cli.journal.events import KINDS
 from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.orchestrator import launch
@@ -128,7 +128,7 @@ def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def colours() -> list[str]:
         console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
-        console.print(panel(shown))
+        console.print(Panel(shown))
         codes = r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[\d;]*)?m"
         return re.findall(codes, console.file.getvalue())  # type: ignore[attr-defined]
 

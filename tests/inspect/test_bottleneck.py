@@ -155,7 +155,7 @@ def test_the_engines_limited_the_quickstart_and_every_command_says_so(
     assert not isinstance(found.prediction, str)
     assert found.prediction.limit == "engines"
     limit, _, bound, _ = advice(found.prediction)
-    answer = found.answers[1]
+    answer = found.answers[2]
     assert answer.answer == limit and bound in answer.more
     assert limit.startswith("The engines limit the speed: with twice as many, a step would take 3")
     for command in (
@@ -179,12 +179,12 @@ def test_the_bottleneck_of_a_made_run_is_found(name: str, tmp_path: Path, monkey
         assert summary.prediction == (
             "the simulator does not reproduce the recorded steps within 10 % (the worst part: engines)"
         )
-        assert summary.answers[1].answer.startswith("Not known: the simulator does not reproduce")
-        assert "waiting for rewards" in summary.answers[1].more[0]
+        assert summary.answers[2].answer.startswith("No advice: the simulator does not reproduce")
+        assert "waiting for rewards" in summary.answers[2].more[0]
     else:
         assert not isinstance(summary.prediction, str)
         assert summary.prediction.limit == situation.limit
-        assert summary.answers[1].answer == advice(summary.prediction)[0]
+        assert summary.answers[2].answer == advice(summary.prediction)[0]
 
 
 def test_the_trainers_time_excludes_the_time_while_the_run_was_down(

@@ -17,10 +17,15 @@ from asyncrl_cli.inspect.dashboard import (
     DUE_ROWS,
     FAULTS,
     FINISHED,
+    LABEL_WIDTH,
+    METRIC_ROWS,
     PICTURE_WIDTH,
     RUNNING,
+    TALL,
+    TREND_STEPS,
+    TRENDS,
+    Panel,
     Shown,
-    panel,
     picture,
     sparkline,
 )
@@ -40,35 +45,41 @@ DUE = [Due(version, 0, version + 2, running=3 * version, finished=version) for v
 SHOWN = Shown("[/now]", 5, 10, 5, 2, METRICS, counts=Counts(135, 45, 1000, 5, 6, 0), due=DUE)
 
 
-def lines(shown: Shown, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(panel(shown))
+def lines(shown: Shown, width: int = 80, height: int = 25) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, record=True)
+    console.print(Panel(shown))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-@given(st.lists(st.floats(allow_nan=False, width=64), max_size=50))
+def heights(values: list[float], rows: int) -> list[int]:
+    """The bars' heights in eighths of a line."""
+    drawn = sparkline(values, rows)
+    assert [len(line) for line in drawn] == [len(values)] * rows
+    columns = list(zip(*drawn, strict=True))
+    assert all(re.fullmatch(f" *[{BARS}]{BARS[-1]}*", "".join(column)) for column in columns), "no gaps in a bar"
+    return [sum(f" {BARS}".index(bar) for bar in column) for column in columns]
+
+
+@given(st.lists(st.floats(allow_nan=False, width=64), max_size=50), st.integers(1, 4))
 @settings(deadline=None)
-def test_a_sparkline_has_a_bar_per_value_in_their_order(values: list[float]) -> None:
-    line = sparkline(values)
-    assert len(line) == len(values)
-    heights = [BARS.index(bar) for bar in line]
-    ordered = [height for _, height in sorted(zip(values, heights, strict=True))]
+def test_sparkline_has_a_bar_per_value_in_their_order(values: list[float], rows: int) -> None:
+    ordered = [height for _, height in sorted(zip(values, heights(values, rows), strict=True))]
     assert ordered == sorted(ordered)
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=2))
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2), st.integers(1, 4))
 @settings(deadline=None)
-def test_a_sparkline_spans_the_bars(values: list[float]) -> None:
-    bars = sparkline(values)
-    assert bars[values.index(min(values))] == BARS[0]
-    assert bars[values.index(max(values))] == (BARS[-1] if max(values) > min(values) else BARS[0])
+def test_sparkline_spans_the_bars(values: list[float], rows: int) -> None:
+    bars = heights(values, rows)
+    assert bars[values.index(min(values))] == 1
+    assert bars[values.index(max(values))] == (rows * len(BARS) if max(values) > min(values) else 1)
 
 
 def test_sparklines_of_odd_values() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0.3]) == sparkline([7.0]) == "▁"
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
-    assert len(sparkline([float("nan"), 1.0])) == 2
+    assert sparkline([]) == [""]
+    assert sparkline([0.3]) == sparkline([7.0]) == ["▁"]
+    assert sparkline([0.0, 0.5, 1.0]) == ["▁▄█"]
+    assert len(sparkline([float("nan"), 1.0])[0]) == 2
 
 
 # -- the buffer
@@ -123,3 +134,24 @@ def test_a_metric_that_is_missing_costs_its_row_only(missing: str) -> None:
     fewer = lines(replace(SHOWN, metrics={name: value for name, value in METRICS.items() if name != missing}))
     assert len(fewer) == len(complete) - 1
     assert set(fewer) < set(complete)
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 25), (160, 50), (250, 80)])
+def test_trends_fill_a_large_terminal_and_fit_a_small_one(width: int, height: int) -> None:
+    trends = {name: [float(step % 7) for step in range(TREND_STEPS)] for name in TRENDS}
+    metrics = METRICS | dict.fromkeys(METRIC_ROWS, 0.5)
+    drawn = lines(replace(SHOWN, metrics=metrics, trends=trends, due=DUE[:2]), width, height)
+    assert max(map(len, drawn)) == width if width < TREND_STEPS else width - TREND_STEPS > 0
+    assert len(drawn) < height
+    labels = [line[:LABEL_WIDTH].strip() for line in drawn]
+    assert all(label in labels for label, _ in METRIC_ROWS.values()) is (height >= TALL)
+    assert (labels[labels.index("response") - 1] == "") is (height >= TALL), "higher bars"
+
+
+def test_findings_are_shown_above_the_metrics() -> None:
+    drawn = lines(replace(SHOWN, findings=["since step 3 [/x] all groups are equal " * 4, "second"]))
+    first = next(at for at, line in enumerate(drawn) if line.startswith("NOT HEALTHY"))
+    assert drawn[first].endswith("…") and drawn[first + 1].split() == ["second"]
+    assert drawn[first + 2].startswith("reward")
+    tall = lines(replace(SHOWN, findings=["since step 3 [/x] all groups are equal " * 4]), height=40)
+    assert " ".join(" ".join(tall).split()).count("all groups are equal") == 4, "the text wraps"

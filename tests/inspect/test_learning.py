@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.intervals import wilson
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.report.findings import change, leading_series, trend
 from asyncrl_cli.inspect.report.findings import learned as answer
 from asyncrl_cli.journal.events import Evaluation
@@ -63,6 +65,25 @@ def test_held_out_accuracy_decides() -> None:
     assert (text[:3], tone) == ("No:", "bad")
     text, tone = learned(RISING, [evaluation(0, 0.50, 64), evaluation(3, 0.55, 64)], {})
     assert (text[:13], tone) == ("Inconclusive:", "plain")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "words", "tone"),
+    [
+        ([(0, 0.50), (3, 0.55)], "No: since step 2 cut. held-out accuracy (greedy) did not change", "bad"),
+        ([(0, 0.10), (9, 0.9)], "Yes: held-out accuracy (greedy) rose", "plain"),
+        ([(0, 0.90), (9, 0.5)], "No: held-out accuracy (greedy) fell", "bad"),
+        ([], "No: since step 2 cut. only 2 steps trained", "bad"),
+    ],
+)
+def test_verdict_fits_a_finding_that_lasts(evaluations: list[tuple[int, float]], words: str, tone: str) -> None:
+    found = HealthFinding("truncated_responses", 2, None, "cut", "a limit", "a key", True)
+    series = [evaluation(*one, 64) for one in evaluations]
+    verdict = learned(RISING[:2], series, {}, findings=[found])
+    assert verdict[0].startswith(words) and verdict[1] == tone
+    assert (" But since step 2 cut." in verdict[0]) is (tone == "plain")
+    over = replace(found, last_step=3)
+    assert learned(RISING[:2], series, {}, findings=[over]) == learned(RISING[:2], series, {})
 
 
 def test_a_run_whose_accuracy_fell_again_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import duration
 from asyncrl_cli.inspect.report import samples as samples_module
 from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts, scatter_chart
 from asyncrl_cli.inspect.report.curves import Axis, Curves, Points, curves, smoothed
-from asyncrl_cli.inspect.report.findings import failed
+from asyncrl_cli.inspect.report.findings import HEALTH_LINES, failed, healthy
 from asyncrl_cli.inspect.report.page import embedded, render, short_labels, summarize, write
 from asyncrl_cli.inspect.report.samples import (
     GPU,
@@ -118,17 +120,45 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     assert HTML_TEXT in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
-def test_the_page_answers_the_four_questions(run: RunDirectory) -> None:
+def test_page_of_an_unhealthy_run_says_so_first_and_gives_no_advice_on_speed(run: RunDirectory) -> None:
     found = Elements(render([summarize(run)]))
     questions = found.text["dt"]
     assert questions.split("?")[:-1] == [
-        *("Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
+        *("Is it healthy", "Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
     ]
     answers = found.text["dd"]
+    assert re.match(r"No: since step \d+ \S.*\. Usual cause: .*\. Remedy: .* \(\w+\)\.", answers)
     assert "held-out accuracy (greedy) rose from 0.250 (0.071 to 0.591, 8 prompts) at step 0" in answers
-    assert "The engines limit the speed: with twice as many, a step would take 50% less time." in answers
+    assert "But since step" in answers, "the accuracy rose before"
+    assert "No advice: the run has learned nothing since step" in answers
+    assert "would take" not in answers and "Settings that help" not in answers
     assert "No: all 24 groups kept the bound of 2 versions" in answers
     assert "Faults: 1 × engine; the first: engine-0: </script>" in answers
+
+
+def test_page_of_a_healthy_run_gives_advice_on_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = summarize(made_run(tmp_path, monkeypatch, SITUATIONS["slow engines"]))
+    answers = {answer.question: answer for answer in summary.answers}
+    assert answers["Is it healthy?"].answer == "Yes: no rule was broken in 12 steps."
+    limit = answers["What limited its speed?"].answer
+    assert limit.startswith("The engines limit the speed: with twice as many, a step would take 50% less time.")
+    assert answers["What failed?"].answer == "Nothing: no part had a fault."
+
+
+def finding(rule: str, first: int, last: int | None = None, stops_learning: bool = True) -> HealthFinding:
+    return HealthFinding(rule, first, last, f"{rule} seen", "a cause", "a key", stops_learning)
+
+
+def test_health_in_words() -> None:
+    ended, slow, broken = finding("a", 1, 3), finding("b", 4, None, stops_learning=False), finding("c", 5)
+    assert healthy([], 0, ended=True).answer == "The run ended before its first step."
+    past = healthy([ended], 9, ended=True)
+    assert (past.tone, past.more) == ("plain", ("Steps 1 to 3: a seen (a).",))
+    now = healthy([ended, slow, broken], 9, ended=True)
+    assert now.tone == "bad" and now.answer.startswith("No: since step 5 c seen."), "what stops learning comes first"
+    assert [text[:12] for text in now.more] == ["Since step 4", "Steps 1 to 3"]
+    many = healthy([finding("a", step, step) for step in range(1, 40)], 50, ended=True)
+    assert len(many.more) == HEALTH_LINES + 1 and many.more[-1].startswith("And 27 more")
 
 
 def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDirectory) -> None:
@@ -165,7 +195,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, monkeypatch: pyt
     RecordedRun(run.path / FILE, monkeypatch, settings(), lambda _: 3.0)
     (run.path / "manifest.json").unlink()
     text = Elements(render([summarize(run)])).text["dd"]
-    assert text.count("The run ended before its first step.") == 3 and "process died" in text
+    assert text.count("The run ended before its first step.") == 4 and "process died" in text
     assert "yet" not in text and "fault" not in text
 
 
@@ -191,6 +221,7 @@ def test_failures_in_words() -> None:
     assert failed("finished", "", {}, "").answer == "Nothing: no part had a fault."
     survived = failed("finished", "", {"engine": 2, "scorer": 1}, "engine-1: gone")
     assert survived.answer == "Faults: 2 × engine, 1 × scorer; the first: engine-1: gone. The run continued after each."
+    assert "not healthy" in failed("finished", "", {}, "", is_healthy=False).answer
     assert failed("failed", "RunError: full disk", {}, "").tone == "bad"
     assert failed("failed", "RunError: full disk", {}, "").answer == "The run failed: RunError: full disk."
 

@@ -22,7 +22,6 @@ from rich.style import Style
 from rich.text import Text
 
 from asyncrl_cli.cli.watch import split_keys
-from asyncrl_cli.inspect.dashboard import TREND_STEPS
 from asyncrl_cli.inspect.decoding import TokenShown
 from asyncrl_cli.inspect.watching import WANTED, Pager, _style, look, rollout_text
 from asyncrl_cli.journal.queries import group_record, overview, snapshot
@@ -134,7 +133,8 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
             pager.page()
         return count
 
-    for _ in range(TREND_STEPS - 3):
+    monkeypatch.setattr("asyncrl_cli.inspect.watching.TREND_STEPS", trend_steps := 32)
+    for _ in range(trend_steps - 3):
         recorded.step()
     short = cost()
     recorded.book.journal.close()

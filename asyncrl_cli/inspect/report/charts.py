@@ -36,6 +36,8 @@ MARKERS = 8
 """Largest number of markers on a run's curve in a comparison of runs."""
 DIGITS = 5
 """Significant digits of numbers in a chart."""
+SHARE = "~%"
+"""Format of shares on an axis, with as many digits as its ticks need: 0.5%, 1%, 1.5%."""
 STEP_RANGES = 80
 """Columns in a chart of shares."""
 MOST_AGES = 8
@@ -203,9 +205,9 @@ def _chart(section: str, title: str, lines: Sequence[_Line], *, several: bool, s
         trace["showlegend"] = bool({line.label} - labels - {""})
         labels.add(line.label)
         data.append(trace)
-    axis = {"tickformat": ".0%"} if "share" in title else {}
+    axis = {"tickformat": SHARE} if "share" in title else {}
     if title == LEARNING_RATE:
-        axis = {"tickformat": "~e", "rangemode": "tozero"}
+        axis = {"tickformat": "~g", "rangemode": "tozero"}
     return Chart(title, data=data, layout={"yaxis": axis}, section=section)
 
 
@@ -394,7 +396,7 @@ def _stacked(title: str, x: Sequence[int], shares: Mapping[str, Sequence[float]]
         "barmode": "stack",
         "bargap": 0,
         "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"tickformat": ".0%", "range": [0, 1]},
+        "yaxis": {"tickformat": SHARE, "range": [0, 1]},
     }
     return Chart(title, data, layout)
 
@@ -408,7 +410,7 @@ def _heat_map(
         "y": short(y),
         "z": [short(row) for row in z],
         "zmin": 0,
-        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0},
+        "colorbar": {"tickformat": SHARE, "thickness": 10, "outlinewidth": 0},
         "hovertemplate": "to step %{x}<br>%{y}: %{z:.1%}<extra></extra>",
     }
     layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": name}}}

@@ -1,11 +1,12 @@
-"""A report's first answers: did the run learn, what limited its speed, was it ever too stale, and what failed?
+"""A report's first answers: is the run healthy, did it learn, what limited its speed, was it ever too stale, and what
+failed?
 
 Learning: held-out accuracy decides if there is any, otherwise the training reward. Only evaluations with the same
 number of prompts are compared, because these are the same prompts. Held-out accuracy is a share of prompts, so its
 uncertainty follows from their number: Wilson's intervals, and Newcombe's for the difference of two evaluations (1998,
-method 10), both at 95 %. The highest of several evaluations is partly high by chance, so its difference from the last
-evaluation is tested at a level divided by their number (Bonferroni). All evaluations use the same prompts, so a real
-difference is easier to see than these intervals say: they err towards "inconclusive".
+method 10), both at 95 %. The highest of several evaluations is partly high by chance, so the test of its difference
+from the last evaluation divides the level by the number of evaluations (Bonferroni's correction). All evaluations use
+the same prompts, so a real difference is easier to see than these intervals say: they err towards "inconclusive".
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.core.intervals import LEVEL, Z, wilson
 from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.evidence import FEW_STEPS
 from asyncrl_cli.inspect.resolved import value_at
@@ -40,6 +42,32 @@ class Answer:
     more: tuple[str, ...] = ()
 
 
+HEALTH_LINES = 12
+"""Largest number of findings on the card about health."""
+
+
+def healthy(findings: Sequence[HealthFinding], steps: int, ended: bool) -> Answer:
+    """List the findings that last, then those that have ended. ``steps``: number of trained steps."""
+    question = "Is it healthy?"
+    tone: Tone = "plain"
+    lasting = [finding for finding in findings if finding.last_step is None]
+    if not steps:
+        return Answer(question, _no_step(ended), "plain")
+    if not findings:
+        return Answer(question, f"Yes: no rule was broken in {counted(steps, 'step')}.", "good")
+    if lasting:
+        first, *others = sorted(lasting, key=lambda finding: not finding.stops_learning)
+        others += [finding for finding in findings if finding not in lasting]
+        answer, tone = f"No: {first.text}.", "bad"
+    else:
+        others = list(findings)
+        answer = f"Yes, in the newest of {counted(steps, 'step')}; before, a rule was broken."
+    more = [f"{finding.summary[:1].upper()}{finding.summary[1:]}." for finding in others[:HEALTH_LINES]]
+    if len(others) > HEALTH_LINES:
+        more.append(f"And {len(others) - HEALTH_LINES} more (`asyncrl inspect run`).")
+    return Answer(question, answer, tone, tuple(more))
+
+
 def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> Answer:
     """Say which part limited the speed, and how to make the run faster.
 
@@ -49,7 +77,7 @@ def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> An
     """
     text, more = _no_step(ended), tuple(recorded)
     if recorded and isinstance(found, str):
-        text = f"Not known: {found}."
+        text = f"No advice: {found}."
     elif recorded and not isinstance(found, str):
         step, sync = found.outcome.step_s, found.sync.step_s
         simulated = f"A step takes {step:.3g} s in the simulation; without staleness {sync:.3g} s."
@@ -83,12 +111,14 @@ def stale(report: Report, ended: bool) -> Answer:
     return Answer("Was it ever too stale?", text, tone)
 
 
-def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str) -> Answer:
+def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str, is_healthy: bool = True) -> Answer:
     """Name the failures: ``phase`` and ``reason`` of the run, faults by kind, and the ``first`` fault."""
     question = "What failed?"
     ended = f"The run {phase}: {reason}. " if phase in ("failed", "died") and reason else ""
     if phase == "died" and not reason:
         ended = "The run's process died. "
+    if not by_kind and not ended and not is_healthy:
+        return Answer(question, "No part had a fault, but the training is not healthy (see above).", "plain")
     if not by_kind:
         return Answer(question, ended.strip() or "Nothing: no part had a fault.", "bad" if ended else "good")
     counts = ", ".join(f"{count} × {kind}" for kind, count in by_kind.items())
@@ -139,9 +169,14 @@ def trend(values: Sequence[float]) -> Trend | None:
 
 
 def learned(
-    rewards: Sequence[float], evaluations: Sequence[Evaluation], spec: Mapping[str, Any], ended: bool = False
+    rewards: Sequence[float],
+    evaluations: Sequence[Evaluation],
+    spec: Mapping[str, Any],
+    ended: bool = False,
+    findings: Sequence[HealthFinding] = (),
 ) -> Answer:
-    """Say whether the run learned. ``rewards``: the mean training reward of each step."""
+    """Say whether the run learned. ``rewards``: the mean training reward of each step. ``findings`` of its health that
+    last take precedence over an inconclusive comparison."""
     series = leading_series(evaluations)
     tone: Tone = "plain"
     if not rewards and ended:
@@ -151,6 +186,13 @@ def learned(
         verdict = f"{verdict} {_seen(rewards, spec)}".strip()
     else:
         verdict, tone = _by_reward(rewards, spec)
+    broken = next((one for one in findings if one.stops_learning and one.last_step is None), None)
+    if broken is not None and rewards and tone != "bad":
+        since = f"since step {broken.first_step} {broken.observation}."
+        if tone == "good" or verdict.startswith("Yes"):
+            verdict, tone = f"{verdict} But {since}", "plain"
+        else:
+            verdict, tone = f"No: {since} {verdict.removeprefix('Inconclusive: ')}", "bad"
     return Answer("Did it learn?", verdict, tone)
 
 

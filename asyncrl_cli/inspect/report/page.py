@@ -24,6 +24,7 @@ from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.decoding import open_decoder
+from asyncrl_cli.inspect.health import health
 from asyncrl_cli.inspect.pages import moment, number
 from asyncrl_cli.inspect.report.charts import (
     SERIES,
@@ -38,7 +39,7 @@ from asyncrl_cli.inspect.report.charts import (
 from asyncrl_cli.inspect.report.curves import Curves, curves
 from asyncrl_cli.inspect.report.evidence import StepTime, activity, besides, breakdown, prediction, trainer_time
 from asyncrl_cli.inspect.report.facts import Facts, facts
-from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, stale
+from asyncrl_cli.inspect.report.findings import Answer, failed, healthy, learned, limited, stale
 from asyncrl_cli.inspect.report.samples import (
     HeldOutSample,
     Sample,
@@ -49,9 +50,10 @@ from asyncrl_cli.inspect.report.samples import (
     samples,
 )
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
+from asyncrl_cli.inspect.what_if import no_advice
 from asyncrl_cli.journal import rollouts
 from asyncrl_cli.journal.events import Fault
-from asyncrl_cli.journal.history import failures, history
+from asyncrl_cli.journal.history import failures, history, metrics_rows
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import Report, staleness_report
@@ -96,11 +98,13 @@ def summarize(run: RunDirectory) -> RunSummary:
         staleness = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, spans)
-        found = prediction(connection, spec)
+        findings = health(metrics_rows(connection), spec)
+        reason = no_advice(findings)
+        found = reason or prediction(connection, spec)
         recorded: list[str] = []
         if spent:
             costs = besides(connection, spec=spec, spans=spans, settings=settings, spent=spent)
-            recorded = [breakdown(spent), *costs]
+            recorded = [breakdown(spent)] if reason else [breakdown(spent), *costs]
         course = curves(
             connection, spans=spans, names=SERIES, files=files, samples=machine, max_staleness=settings.max_staleness
         )
@@ -117,10 +121,17 @@ def summarize(run: RunDirectory) -> RunSummary:
     return RunSummary(
         run_id=run.run_id,
         answers=(
-            learned(rewards, evaluations=past.evaluations, spec=spec, ended=ended),
+            healthy(findings, len(spans), ended),
+            learned(rewards, evaluations=past.evaluations, spec=spec, ended=ended, findings=findings),
             limited(found, recorded, ended),
             stale(staleness, ended),
-            failed(phase, reason=run.state.reason, by_kind=past.failures_by_kind, first=first),
+            failed(
+                phase,
+                reason=run.state.reason,
+                by_kind=past.failures_by_kind,
+                first=first,
+                is_healthy=all(finding.last_step is not None for finding in findings),
+            ),
         ),
         prediction=found,
         facts=facts(run=run, phase=phase, past=past, spans=spans, spent=spent, spec=spec, files=files, machine=machine),

@@ -42,6 +42,8 @@ class Sent:
     run_id: str = ""
     status: str = ""
     """MLflow's status of the run."""
+    health: str = ""
+    """The value of the tag with the broken rules of health."""
     step: int = 0
     time: float = 0.0
     """The last step's number and unix time (s)."""

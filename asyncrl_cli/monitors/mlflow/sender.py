@@ -38,6 +38,8 @@ STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
 REPORT = "report.html"
 NO_METRICS = ("step", "version", "time")
 """Keys of a row that are not metrics."""
+HEALTH_TAG = "health"
+"""MLflow's tag with the rules of health that are broken now, or `ok`."""
 TABLES_TAG = "mlflow.loggedArtifacts"
 """A run's tag that lists its tables."""
 FIRST_COLUMNS = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
@@ -124,6 +126,7 @@ class Sender:
         self._send_parameters()
         self._send_evaluations()
         self._send_status(status)
+        self._send_health()
         # Files come last: numbers arrive even if the artifact store does not work.
         self._upload()
         if ended is not None:
@@ -213,6 +216,13 @@ class Sender:
             ended = int(self._run.state.updated * 1000) or None
             self._client.set_terminated(self.mlflow_run_id, status=status, end_time=ended)
         self.outbox.note(status=status)
+
+    def _send_health(self) -> None:
+        state = self._run.state
+        health = ", ".join(state.findings) or "ok" if state.step else ""
+        if health != self.outbox.sent.health:
+            self._client.set_tag(self.mlflow_run_id, HEALTH_TAG, health)
+            self.outbox.note(health=health)
 
     def _upload(self) -> None:
         for path in self.outbox.files("artifact", self._run.path.glob(SPEC)):
