@@ -89,7 +89,7 @@ class HealthFinding:
         if self.last_step is not None:
             return f"{self.rule} has ended: it lasted from step {self.first_step} to step {self.last_step}"
         return (
-            f"since step {self.first_step} {self.observation}. Usual cause: {self.cause}. Remedy: {self.remedy} "
+            f"{self.observation}, since step {self.first_step}. Usual cause: {self.cause}. Remedy: {self.remedy} "
             f"({self.rule})"
         )
 
@@ -336,7 +336,7 @@ def _equal_groups(history: _History, _: bool) -> Symptom | None:
     elif history.is_binary and reward == 1.0:
         cause = "every response is right: the prompts are too easy, or the reward accepts everything"
     return (
-        f"{groups} of {groups} groups had equal rewards (mean {reward:.3g}), which teach nothing",
+        f"{groups} of {groups} groups had equal rewards (mean {reward:.3g})",
         cause,
         f"{READ_RESPONSES}, and change the reward or `data.train`",
     )
@@ -469,7 +469,7 @@ def _reward_from_start(history: _History, _: bool) -> Symptom | None:
         return None  # ``equal_groups`` speaks
     first, reward = rewards[:FIRST_STEPS], rewards[-1]
     remedy = f"{READ_RESPONSES}, and change `data.train` or the reward"
-    text = f"the mean reward is {reward:.3g} since the start"
+    text = f"the mean reward was never further than {NEVER_CORRECT:g} from {round(reward)}"
     if max(*first, reward) <= NEVER_CORRECT:
         return text, "the prompts are too hard, or the reward does not recognize right answers", remedy
     if min(*first, reward) >= 1 - NEVER_CORRECT:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, first_cause
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.health import HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
@@ -282,15 +283,12 @@ class Orchestrator:
             if partial:
                 await self._client.resume()
             if self._step < steps:
-                if (problem := self._steps.without_learning) and self._step % self._spec.pipeline.publish_every == 0:
+                # Between two publishes, no checkpoint can be saved.
+                idle_steps = self._steps.steps_without_learning
+                if idle_steps and self._step % self._spec.pipeline.publish_every == 0:
                     await self._publisher.delivered()
                     await self.checkpoint()
-                    raise RunError(
-                        problem,
-                        location="stop.on_unhealthy",
-                        hint=f"change what the findings name; `asyncrl resume {self._run.argument}` continues from the "
-                        f"checkpoint of step {self._step}, and a new start trains other weights",
-                    )
+                    raise self._unhealthy(idle_steps)
                 if self._evaluator.due(self._step):
                     await self._publisher.delivered()  # the evaluation is of this step's weights
                     await self._finish_evaluation("an evaluation")
@@ -307,6 +305,17 @@ class Orchestrator:
         if self._uploads.waiting:
             self._reporter.status("waiting for uploads")
         await self._uploads.finish()
+
+    def _unhealthy(self, idle_steps: int) -> RunError:
+        findings = [finding for finding in self.health.open_findings if finding.stops_learning]
+        causes = "".join(f"; {finding.observation}: {finding.cause}" for finding in findings)
+        remedies = [finding.remedy for finding in findings]
+        resume = f"`asyncrl resume {self._run.argument}` continues after step {self._step} and counts from 0"
+        return RunError(
+            f"nothing was learned in {counted(idle_steps, 'step')} in a row{causes}",
+            location="stop.on_unhealthy",
+            hint="; ".join([*remedies, resume]),
+        )
 
     @property
     def _publish_due(self) -> bool:

@@ -143,14 +143,12 @@ class StepRecorder:
         self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
 
     @property
-    def without_learning(self) -> str:
-        """Why ``stop.on_unhealthy`` ends the run; empty if it may continue. A resumed run counts from 0."""
+    def steps_without_learning(self) -> int:
+        """Steps in a row in which nothing was learned, if ``stop.on_unhealthy`` ends the run; 0 otherwise. A resumed
+        run counts from 0."""
         limit = self._spec.stop.on_unhealthy
         steps = min(self.health.steps_without_learning, self.reported - self._first_step)
-        if limit == "never" or steps < limit:
-            return ""
-        causes = [f"; {finding.text}" for finding in self.health.open_findings if finding.stops_learning]
-        return f"nothing was learned in {steps} steps in a row{''.join(causes)}"
+        return 0 if limit == "never" or steps < limit else steps
 
     async def flush(self) -> None:
         """Record every reported step in the journal."""

@@ -120,7 +120,7 @@ def test_a_bad_run_is_found_within_three_steps_and_named_with_its_key(run: str) 
     (finding,) = [one for one in health(simulated[: CAUSE + 2], run_spec) if one.rule == rule]
     assert (finding.first_step, finding.last_step) == (CAUSE, None)
     assert key in finding.remedy and finding.observation and finding.cause
-    assert f"since step {CAUSE} " in finding.text
+    assert f", since step {CAUSE}. Usual cause: " in finding.text
     last = [one for one in health(simulated, run_spec) if one.rule == rule]
     assert last == [replace(finding, last_step=CAUSE + 3)], "it ends once, after the last bad step"
 

@@ -87,7 +87,7 @@ def test_findings_reach_the_screen_and_the_state_until_they_end(tmp_path: Path) 
     assert recorder.close() == ""
     assert RunDirectory(run.path).state.findings == ()
     begun, ended = out.getvalue().splitlines()
-    assert "! step 3: since step 1 32 of 32 groups" in begun
+    assert "! step 3: 32 of 32 groups, since step 1. Usual cause: " in begun
     assert ended.endswith("! step 9: equal_groups has ended: it lasted from step 1 to step 6")
 
 

@@ -251,6 +251,25 @@ def test_the_trainer_trains_while_engines_load_what_it_published(tmp_path: Path,
     assert fate.loaded_meanwhile == (staleness > 0), "with S = 0 there is no batch to train meanwhile"
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_learns_nothing_ends_with_a_checkpoint_and_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr("simulation.judged", lambda texts: [0.5] * len(texts))
+    of = small_spec(stop={"on_unhealthy": 3}, pipeline={"publish_every": every})
+    simulation = Simulation(tmp_path, of, Fate(Random(0), 0))
+    with pytest.raises(RunError, match=r"nothing was learned in [34] steps in a row") as ended:
+        simulation.play()
+    saved = every * -(-3 // every)
+    assert ended.value.location == "stop.on_unhealthy" and f"continues after step {saved}" in (ended.value.hint or "")
+    assert [checkpoint.step for checkpoint in complete_checkpoints(simulation.run.path / "checkpoints")] == [saved]
+    again = Simulation(tmp_path / "other", of, Fate(Random(0), 0))
+    again.run = simulation.run
+    again.spec = of.model_copy(update={"stop": of.stop.model_copy(update={"on_unhealthy": STEPS - saved + 1})})
+    again.play()
+    assert simulation.run.state.step == STEPS, "a resumed run counts from 0"
+
+
 @pytest.mark.parametrize("keep", ["all", 1])
 def test_the_trainer_trains_while_its_checkpoint_is_written(tmp_path: Path, keep: Any) -> None:
     fate = Fate(Random(0), 0)
