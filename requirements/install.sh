@@ -117,7 +117,7 @@ for name in "torch vllm ray sympy transformers deepspeed numpy openai networkx p
     compileall.compile_dir(folder, quiet=2, workers=0, rx=re.compile("transformers/models/|torch/testing/|/tests/"))
 PYTHON
 pip install --no-deps --no-build-isolation "${stand_ins[@]}" --editable .
-[ "$device" != cpu ] || bash requirements/vision.sh "$PWD/$venv/bin/python" || true
+[ "$device" != cpu ] || bash requirements/vision.sh "$venv/bin/python" || true
 # vLLM's wheel works with every Python, but its file WHEEL names only 3.12, which newer releases of pip report.
 problems=$("$venv/bin/python" -m pip --disable-pip-version-check check |
   grep -v -e '^vllm.* is not supported on this platform$' -e '^No broken requirements') || true

@@ -107,6 +107,24 @@ def test_the_installer_names_the_library_that_vllm_needs(tmp_path: Path) -> None
     assert error[2].startswith("hint: install it (Debian, Ubuntu: apt-get install libnuma1;")
 
 
+def test_the_installer_takes_an_absolute_folder_and_a_folder_of_wheels(tmp_path: Path) -> None:
+    calls, made = tmp_path / "calls", tmp_path / "environment/bin"
+    body = f"""
+    echo "python $*" >>{calls}
+    case "$*" in
+      *"-m venv"*)
+        mkdir -p {made} && cp "$0" {made}/python
+        printf '#!/bin/sh\necho uv "offline=$UV_OFFLINE links=$UV_FIND_LINKS" >>{calls}\n' >{made}/uv
+        chmod +x {made}/uv ;;
+      *"config list") printf "%s\n" ":env:.find-links='/wheels'" ":env:.no-index='1'" ;;
+    esac"""
+    done = _run_installer(tmp_path, "cpu", PYTHON=_python(tmp_path, body))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = calls.read_text().splitlines()
+    assert {line for line in lines if line.startswith("uv")} == {"uv offline=1 links=/wheels"}
+    assert "python -c import torchvision" in lines, "vision.sh finds the environment"
+
+
 def _python(folder: Path, body: str) -> str:
     """A stand-in for a Python that fails some checks."""
     script = folder / "python"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -156,7 +157,8 @@ def data_set_names(task: str) -> list[str]:
 
 def _reasoning_gym(task: str) -> Any:
     try:  # here, because the import takes most of a second, and the package is an optional extra
-        with large_imports():
+        with large_imports(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, when Python compiles it
             return importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise TaskError(
