@@ -52,6 +52,8 @@ FALL, FALL_CALM = 0.5, 0.25
 """Share of the best reward (of its gain, if rewards are not 0 or 1) that a run has lost when its reward fell."""
 LENGTH_GROWTH = 3.0
 """A mean response length this many times its median is an explosion. Measured in healthy runs: up to 2.2 times."""
+LARGEST = 1e9
+"""Larger numbers, such as an infinite KL, count as this."""
 USUAL_STEPS = 50
 """Newest steps with the usual length, gradient norm and deviation of rewards, as their median."""
 READ_RESPONSES = "read responses with `asyncrl inspect buffer`"
@@ -226,6 +228,7 @@ class _History:
         self.metrics: Mapping[str, float] = {}
         self.rewards: list[float] = []
         self.deviations: list[float] = []
+        self.correct: list[float] = []
         self.usual_lengths = deque[float](maxlen=USUAL_STEPS)
         self.usual_rewards = deque[float](maxlen=USUAL_STEPS)
         self.usual_gradient_norms = deque[float](maxlen=USUAL_STEPS)
@@ -236,6 +239,8 @@ class _History:
         self.equal_in_a_row = 0
         self.groups_per_step = setting(spec, "pipeline.groups_per_step", 1)
         self.rollouts_per_step = self.groups_per_step * setting(spec, "rollout.group_size", 1)
+        # Such a model must first learn to end its responses.
+        self.has_random_weights = value_at(spec, "model.init") is not None and not value_at(spec, "model.warm_start")
         self.critic_warmup = setting(spec, "algorithm.critic.warmup_steps", 0)
         # A distilled policy does not learn from rewards.
         self.has_rewards = algorithm.get("reward_coef", 1.0) > 0
@@ -251,26 +256,23 @@ class _History:
         if len(self.rewards) >= FIRST_STEPS:
             self.best_reward = max(self.best_reward, _mean(self.rewards[-FIRST_STEPS:]))
         self.lowest_reward = min([self.lowest_reward, *self.rewards[-1:]])
-        for name, values in (("reward/mean", self.rewards), ("reward/std", self.deviations)):
-            if (value := self.value(name)) is not None and math.isfinite(value):
-                values.append(value)
-        # Values that are not usual stay out, or a median would soon call them usual.
-        if not self.length_exploded:
-            self._add_usual("response/tokens_mean", self.usual_lengths)
-            self._add_usual("reward/mean", self.usual_rewards)
-        if not self.gradient_exploded:
-            self._add_usual("train/gradient_norm", self.usual_gradient_norms)
-        mean, correct = self.value("reward/mean"), self.value("reward/correct")
-        self.is_binary &= mean is not None and correct is not None and abs(mean - correct) < 1e-6
+        names = ("reward/mean", "reward/std", "reward/correct", "response/tokens_mean", "train/gradient_norm")
+        reward, deviation, correct, length, norm = map(self.value, names)
+        # Exploded values stay out, or a median would soon call them usual.
+        if length is not None and reward is not None and not self.length_exploded:
+            self.usual_lengths.append(length)
+            self.usual_rewards.append(reward)
+        if norm is not None and not self.gradient_exploded:
+            self.usual_gradient_norms.append(norm)
+        self.rewards += [] if reward is None else [reward]
+        self.deviations += [] if deviation is None else [deviation]
+        self.correct += [] if correct is None else [correct]
+        self.is_binary &= reward is not None and correct is not None and abs(reward - correct) < 1e-6
         share = self.value("reward/uniform_groups")
         equal = round(min(max(share or 0.0, 0.0), 1.0) * self.groups_per_step)
         self.equal_groups += equal
         self.teaching_groups += 0 if share is None else self.groups_per_step - equal
         self.equal_in_a_row = self.equal_in_a_row + equal if share == 1.0 else 0
-
-    def _add_usual(self, name: str, values: deque[float]) -> None:
-        if (value := self.value(name)) is not None and math.isfinite(value):
-            values.append(value)
 
     @property
     def length_exploded(self) -> bool:
@@ -293,15 +295,14 @@ class _History:
         return 6 * median(deviations) / math.sqrt(self.rollouts_per_step) if deviations else math.inf
 
     def value(self, name: str) -> float | None:
-        """The newest step's metric; None if the step has none or it is not a number."""
+        """The newest step's metric, at most ``LARGEST``; None if the step has none or it is not a number."""
         value = self.metrics.get(name)
-        return None if value is None or math.isnan(value) else value
+        return None if value is None or math.isnan(value) else max(-LARGEST, min(value, LARGEST))
 
     @property
     def is_solved(self) -> bool:
         """True if the policy has learned to give correct responses: then equal rewards and low entropy are healthy."""
-        first = self.rewards[:FIRST_STEPS]
-        return (self.value("reward/correct") or 0.0) >= SOLVED and bool(first) and _mean(first) < SOLVED
+        return (self.value("reward/correct") or 0.0) >= SOLVED > _mean(self.correct[:FIRST_STEPS])
 
     @property
     def has_equal_rewards(self) -> bool:
@@ -379,7 +380,7 @@ def _updates_skipped(history: _History, _: bool) -> Symptom | None:
 
 def _truncated(history: _History, begun: bool) -> Symptom | None:
     share = history.value("response/truncated_ratio")
-    if share is None:
+    if share is None or history.has_random_weights:
         return None
     if share <= (TRUNCATED_CALM if begun else TRUNCATED):
         return ()
@@ -509,26 +510,22 @@ def _response_length(history: _History, _: bool) -> Symptom | None:
     )
 
 
-def _two_steps(_: _History) -> int:
-    return 2
-
-
-def _three_steps(_: _History) -> int:
-    return FIRST_STEPS
+def _steps(count: int) -> Callable[[_History], int]:
+    return lambda _: count
 
 
 RULES = (
     Rule("equal_groups", _equal_groups, stops_learning=True, patience=_equal_groups_patience),
-    Rule("no_updates", _no_updates, stops_learning=True, patience=_three_steps),
+    Rule("no_updates", _no_updates, stops_learning=True, patience=_steps(3)),
     Rule("updates_skipped", _updates_skipped, stops_learning=False),
-    Rule("truncated_responses", _truncated, stops_learning=True, patience=_two_steps),
+    Rule("truncated_responses", _truncated, stops_learning=True, patience=_steps(2)),
     Rule("policy_moved", _policy_moved, stops_learning=True),
     Rule("logprob_gap", _logprob_gap, stops_learning=False),
-    Rule("limited_weights", _limited_weights, stops_learning=False, patience=_three_steps),
-    Rule("entropy", _entropy, stops_learning=False, patience=_three_steps),
-    Rule("gradient_norm", _gradient_norm, stops_learning=False, patience=_two_steps),
-    Rule("reward_from_start", _reward_from_start, stops_learning=True, patience=_three_steps),
-    Rule("reward_fell", _reward_fell, stops_learning=True, patience=_three_steps),
-    Rule("response_length", _response_length, stops_learning=False, patience=_two_steps),
+    Rule("limited_weights", _limited_weights, stops_learning=False, patience=_steps(3)),
+    Rule("entropy", _entropy, stops_learning=False, patience=_steps(3)),
+    Rule("gradient_norm", _gradient_norm, stops_learning=False, patience=_steps(2)),
+    Rule("reward_from_start", _reward_from_start, stops_learning=True, patience=_steps(3)),
+    Rule("reward_fell", _reward_fell, stops_learning=True, patience=_steps(3)),
+    Rule("response_length", _response_length, stops_learning=False, patience=_steps(2)),
 )
 """All rules. The names are stable: reports, journals and programs have them."""

@@ -22,8 +22,10 @@ import pytest
 import asyncrl_cli.cli
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import running
+from asyncrl_cli.inspect.health import HealthWatch
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
@@ -492,3 +494,19 @@ def test_a_run_without_checkpoint_or_journal_starts_from_the_beginning(
 def test_a_run_without_a_checkpoint_continues_from_its_journal(resumed: Callable[..., str], tmp_path: Path) -> None:
     record(resumable(tmp_path), 3)
     assert resumed(tmp_path) == f"{tmp_path} 10 resume None ''"
+
+
+def test_the_closing_lines_of_a_run_that_learned_nothing_name_the_cause_and_do_not_advise_to_continue(
+    tmp_path: Path,
+) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    run.update(step=3, steps=3)
+    spec = load_spec(Path(__file__).parents[2] / "specs/quickstart.yaml").spec
+    row = {"reward/mean": 0.5, "reward/std": 0.0, "reward/uniform_groups": 1.0, "train/updates": 0.0}
+    idle = HealthWatch(spec.model_dump(mode="json"), [row | {"step": float(step)} for step in (1, 2, 3)])
+    lines = running.summary(run, launch.Outcome(1.0, health=idle), spec).splitlines()
+    verdict = lines.index("! 0 of 96 groups had different rewards: nothing was learned")
+    assert lines[verdict + 1].startswith("! 32 of 32 groups had equal rewards (mean 0.5), since step 1. Usual cause: ")
+    assert verdict < lines.index("next:") and not any("asyncrl resume" in line for line in lines)
+    healthy = running.summary(run, launch.Outcome(1.0), spec)
+    assert "asyncrl resume" in healthy and "!" not in healthy

@@ -128,7 +128,7 @@ class Campaign:
     def _run(self, kind: str, seed: str) -> DisturbedRun:
         changes = {name: dict(section) for name, section in KINDS[kind].items()}
         changes["pipeline"] = {**changes.get("pipeline", {}), "max_restarts": 1000}
-        spec = self.runs.write_spec(stop={"steps": STEPS}, **changes)
+        spec = self.runs.write_spec(stop={"steps": STEPS, "on_unhealthy": "never"}, **changes)
         return DisturbedRun(self.runs, spec, STEPS, random.Random(seed), self.say)
 
     def _undisturbed(self) -> Path:
