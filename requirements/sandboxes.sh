@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs the programs that sandboxes need from Debian or Ubuntu: bubblewrap, libseccomp2 and gVisor's runsc.
-# Needs root, or sudo without a password. Prints one line for each package that it cannot install, and exits with 0,
-# because tests skip missing sandboxes.
+#     bash requirements/sandboxes.sh [PACKAGE...]
+#
+# Installs the programs that sandboxes need from Debian or Ubuntu: bubblewrap, libseccomp2 and gVisor's runsc, and the
+# packages in the arguments: `make test` also needs chromium. Needs root, or sudo without a password. Prints one line for
+# each package that it cannot install, and exits with 0, because tests skip missing programs.
 set -uo pipefail
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(sudo -n)
@@ -11,6 +13,7 @@ present() {
     bubblewrap) command -v bwrap ;;
     libseccomp2) ldconfig -p 2>/dev/null | grep -q 'libseccomp\.so\.2' || ls /usr/lib/*/libseccomp.so.2 ;;
     runsc) command -v runsc ;;
+    chromium) command -v chromium || command -v chromium-browser || command -v google-chrome ;;
   esac >/dev/null 2>&1
 }
 
@@ -28,7 +31,7 @@ backports() {
 }
 
 missing=()
-for package in bubblewrap libseccomp2 runsc; do
+for package in bubblewrap libseccomp2 runsc "$@"; do
   present "$package" || missing+=("$package")
 done
 [ ${#missing[@]} = 0 ] && exit 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from asyncrl_cli.system.process_tree import PR_SET_CHILD_SUBREAPER
 
 # A background shell makes processes ignore SIGINT, and nohup SIGHUP. Processes that tests start and interrupt would
 # inherit this.
@@ -147,6 +150,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
     if drawn := terminalreporter.config.stash.get(DRAWN, None):
         terminalreporter.write_line(f"rotating tests that this commit draws: {', '.join(sorted(drawn))}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def orphans_are_not_adopted() -> Iterator[None]:
+    """A file's tests may make pytest's process adopt orphans. In later files it would keep them as zombies."""
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -203,13 +203,20 @@ def _nothing_is_left_behind() -> Iterator[None]:
     until(lambda: not leftover_files() - before, f"{leftover_files() - before} to be removed", 30)
 
 
+SHARED_FILES = re.compile(r"/dev/shm/(psm_|sem\.|torch_|plasma|nccl|deepspeed|vllm)", re.IGNORECASE)
+"""Files in /dev/shm that the libraries of a run make. Other programs and test suites have other files there."""
+
+
 def leftover_files() -> set[str]:
-    """Files that runs could leave on this machine outside their folders: temporary folders, and files in /dev/shm that
-    no living process has mapped or opened."""
+    """Files that runs could leave on this machine outside their folders: temporary folders, and this user's files in
+    /dev/shm that no living process has mapped or opened."""
     used = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             used |= set(re.findall(r"/dev/shm/\S+", (process / "maps").read_text()))
             used |= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
-    shared = {str(path) for path in Path("/dev/shm").iterdir()} - used
-    return shared | {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
+    shared = set()
+    for path in filter(SHARED_FILES.match, map(str, Path("/dev/shm").iterdir())):
+        with suppress(FileNotFoundError):
+            shared |= {path} if os.stat(path).st_uid == os.getuid() else set()
+    return (shared - used) | {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}

@@ -1,20 +1,21 @@
-"""A headless Chromium with one page, over the DevTools protocol (chromedevtools.github.io/devtools-protocol)."""
+"""A headless Chromium and its pages, over the DevTools protocol (chromedevtools.github.io/devtools-protocol)."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 def installed() -> str | None:
@@ -52,11 +53,6 @@ class Page:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    async def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write the visible part, or the ``whole`` page, as PNG."""
-        answer = await self._ask("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
-
     async def listen(self) -> None:
         """Handle the browser's messages until cancelled."""
         async for message in self._socket:
@@ -87,41 +83,42 @@ class Page:
         return result
 
 
-@asynccontextmanager
-async def page(profile: Path) -> AsyncIterator[Page]:
-    """A page in a separate browser, whose profile is in this folder."""
+@contextmanager
+def browser(profile: Path) -> Iterator[str]:
+    """Start a browser with its profile in this folder. Returns the address of its DevTools."""
     program = installed()
     assert program is not None
-    process = await asyncio.create_subprocess_exec(
-        *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
-        *("--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
+    process = subprocess.Popen(
+        [
+            *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+            *("--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
+    limit = threading.Timer(TIMEOUT_S, process.kill)
+    limit.start()
     try:
-        port = await asyncio.wait_for(_port(process), TIMEOUT_S)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://127.0.0.1:{port}/json/list") as answer,
-            session.ws_connect(_address(await answer.json()), max_msg_size=0) as socket,
-        ):
-            shown = Page(socket)
-            listening = asyncio.create_task(shown.listen())
-            yield shown
-            listening.cancel()
+        assert process.stderr is not None
+        line = next((line for line in process.stderr if b"DevTools listening on ws://" in line), None)
+        assert line is not None, "the browser ended"
+        limit.cancel()
+        yield f"http://{line.decode().split('ws://')[1].partition('/')[0]}"
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        limit.cancel()
+        process.kill()
+        process.communicate()
 
 
-async def _port(process: asyncio.subprocess.Process) -> int:
-    assert process.stderr is not None
-    async for line in process.stderr:
-        if b"DevTools listening on ws://" in line:
-            return int(line.rsplit(b":", 1)[1].split(b"/")[0])
-    raise AssertionError("the browser ended")
-
-
-def _address(targets: list[dict[str, Any]]) -> str:
-    return str(next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page"))
+@asynccontextmanager
+async def page(browser: str) -> AsyncIterator[Page]:
+    """A new page of the browser at this address. It stays open until the browser ends."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.put(f"{browser}/json/new") as answer,
+        session.ws_connect((await answer.json())["webSocketDebuggerUrl"], max_msg_size=0) as socket,
+    ):
+        shown = Page(socket)
+        listening = asyncio.create_task(shown.listen())
+        yield shown
+        listening.cancel()

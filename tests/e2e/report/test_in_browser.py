@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from asyncrl_cli.inspect.report.charts import SERIES
 from asyncrl_cli.inspect.report.page import render, summarize, write
-from tests.e2e.report.browser import Page, installed, page
+from tests.e2e.report.browser import Page, browser, installed, page
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(installed() is None, reason="there is no Chromium")]
@@ -27,15 +28,22 @@ ANCHORS = "[...document.querySelectorAll('nav a')].map((one) => document.querySe
 INK = "getComputedStyle(document.querySelector('#chart-0 .xtick text')).fill"
 
 
-@pytest.fixture
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    names = ("slow trainer", "tight bound")
-    runs = [made_run(tmp_path, monkeypatch, SITUATIONS[name], run_id=name.replace(" ", "-")) for name in names]
-    for run in runs:
-        vary_metrics(run, SERIES)
-        (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
-    write(render([summarize(run) for run in runs]), tmp_path / "report.html")
-    return tmp_path / "report.html"
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, names = tmp_path_factory.mktemp("report"), ("slow trainer", "tight bound")
+    with pytest.MonkeyPatch.context() as patch:
+        runs = [made_run(folder, patch, SITUATIONS[name], run_id=name.replace(" ", "-")) for name in names]
+        for run in runs:
+            vary_metrics(run, SERIES)
+            (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
+        write(render([summarize(run) for run in runs]), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with browser(tmp_path_factory.mktemp("profile")) as address:
+        yield address
 
 
 async def controls(shown: Page) -> dict[str, Any]:
@@ -59,9 +67,9 @@ async def controls(shown: Page) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (390, True)], ids=["desktop", "phone, dark"])
-def test_it_is_drawn_and_its_controls_work(report: Path, tmp_path: Path, width: int, dark: bool) -> None:
+def test_it_is_drawn_and_its_controls_work(chromium: str, report: Path, tmp_path: Path, width: int, dark: bool) -> None:
     async def look() -> None:
-        async with page(tmp_path / "profile") as shown:
+        async with page(chromium) as shown:
             await shown.open(report, width, 900, dark)
             found = await controls(shown)
             assert await shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
@@ -71,7 +79,6 @@ def test_it_is_drawn_and_its_controls_work(report: Path, tmp_path: Path, width: 
             fonts, anchors = await shown.evaluate(FONTS), await shown.evaluate(ANCHORS)
             assert fonts[0] == fonts[1], "charts are in the page's font"
             assert len(anchors) > 5 and all(anchors)
-            await shown.screenshot(tmp_path / "report.png", whole=True)
         assert found["drawn"] is True
         assert (found["step"], found["tokens"], found["hours"]) == ("step", "trained tokens", "hours since the start")
         assert found["logprob"] != found["version"]
