@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from tqdm import tqdm
 from vllm.distributed.weight_transfer.base import (
@@ -29,8 +30,6 @@ from asyncrl_cli.weights.layout import FIRST_EXPERT, of_first_expert, slot_from
 from asyncrl_cli.weights.mapped import MappedReplica, copies_of
 
 if TYPE_CHECKING:
-    import torch
-
     from asyncrl_cli.weights.next_layers import NextLayers
 
 BACKEND = "asyncrl_replica"
@@ -64,7 +63,9 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.replica = MappedReplica(self.slots, copies_of(self.device))
         self.experts = _own_experts(self.model)
         self.reading = ExitStack()
-        self.thread = ThreadPoolExecutor(1, "weights")
+        # oneDNN orders a packed weight by the number of OpenMP threads, and vLLM has one kernel for all weights of a
+        # shape. With weights in another order it would give wrong products (decision 0052).
+        self.thread = ThreadPoolExecutor(1, "weights", torch._C.set_num_threads, (torch.get_num_threads(),))
         self.preparing: Future[NextLayers | None]
         self.next: NextLayers | None = None
 

@@ -26,7 +26,8 @@ from unittest.mock import patch
 
 from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
 
-os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
+# New threads begin with two OpenMP threads, and the main thread has one (``main``).
+os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
 
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first, as in vLLM's own worker: it adapts torch to CPUs
