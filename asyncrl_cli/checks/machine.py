@@ -145,7 +145,7 @@ def check_devices(spec: ExperimentSpec) -> str:
     if not wanted:
         return f"CPU only, {os.cpu_count()} cores"
     if spec.cluster.address is not None:
-        return f"{gpus(wanted)} wanted; the cluster is asked when it is joined"
+        return f"{gpus(wanted)} wanted; checked when the run joins the cluster"
     installed, visible = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len(installed) if visible is None else _visible(visible, len(installed))
     if there < wanted:

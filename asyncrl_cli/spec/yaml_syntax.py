@@ -84,8 +84,8 @@ def _open_quote(text: str, index: int) -> Mistake | None:
         pass  # The text is known to be wrong. Only the last token before the mistake matters.
     if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
         return None
-    message, start = f"unclosed quote: the next one is in line {last.end_mark.line + 1}", last.start_mark
-    return Mistake(message, hint="add the closing quote in this line", line=start.line, column=start.column)
+    message, start = f"unclosed quote: the next one is on line {last.end_mark.line + 1}", last.start_mark
+    return Mistake(message, hint="add the closing quote on this line", line=start.line, column=start.column)
 
 
 def _colon(text: str, here: _Spot) -> Mistake:
@@ -142,10 +142,10 @@ def _first_character(here: _Spot, opened: _Spot, problem: str, context: str) -> 
         name = problem.rpartition("'")[0].rpartition("'")[2]
         return here.mistake(f"`*{name}` has no anchor `&{name}` above it", "if it is text, put it in quotes")
     if "duplicate anchor" in context:
-        return here.mistake(f"duplicate anchor, first in line {opened.line + 1}", "use another name")
+        return here.mistake(f"duplicate anchor, first on line {opened.line + 1}", "use another name")
     if "sequence entries are not allowed" in problem:
         hint = "write the list as `[a, b]`, or start each `- entry` on a separate line"
-        return here.mistake("a list cannot start in the line of its key", hint)
+        return here.mistake("a list cannot start on the line of its key", hint)
     if "block scalar" in context:
         hint = f"start the text on the next line, or put the value in quotes if `{opened.character}` belongs to it"
         return opened.mistake(f"text after `{opened.character}`", hint)

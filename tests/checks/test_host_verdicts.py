@@ -107,7 +107,7 @@ def test_hosts_with_weights_need_two_versions_of_them() -> None:
     assert finding.status == "failure" and "b has 7.0 GiB available and needs 8.0" in finding.found
     assert "a has" not in finding.found
     shards = verdicts.judge_memory({"a": 9 * GIB, "b": 3 * GIB}, {"a": 8 * GIB, "b": 1 * GIB})
-    assert shards.status == "ok" and "9.0 GiB available (a); its part of two versions takes 8.0 GiB" in shards.found
+    assert shards.status == "ok" and "9.0 GiB available (a); its share of two versions takes 8.0 GiB" in shards.found
     assert verdicts.judge_memory({"a": 1}, {"a": 0}).status == "ok", "without a spec the size of the weights is unknown"
     assert verdicts.judge_memory({}, {}).status == "ok"
 

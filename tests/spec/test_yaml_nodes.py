@@ -93,7 +93,7 @@ def test_mistakes_have_a_location(text: str, path: str, line: int, column: int, 
     ("text", "line", "column", "hint"),
     [
         ('name: "x\nseed: 1\nmodel:\n  a: 2\n', 1, 7, "add the closing quote"),
-        ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "add the closing quote in this line"),
+        ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "add the closing quote on this line"),
         ("a: 'x\n# c\n---\n", 1, 4, "add the closing quote"),
         ("a: 1\nb: [1, 2\nc: 3\n", 2, 4, "add `]` after its last entry"),
         ("a: {b: 1\nc: 2\n", 1, 4, "add `}` after its last entry"),

@@ -159,7 +159,7 @@ def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Fin
         return Finding("host memory", Status.OK, "no host for engines or ranks")
     least = min(available, key=lambda host: available[host] - needed[host])
     shown = f"at least {available[least] / GIB:.1f} GiB available ({least})"
-    what = f"its part of two versions takes {needed[least] / GIB:.1f} GiB" if needed[least] else "without a model"
+    what = f"its share of two versions takes {needed[least] / GIB:.1f} GiB" if needed[least] else "without a model"
     return Finding("host memory", Status.OK, f"{shown}; {what}")
 
 
