@@ -26,7 +26,9 @@ SPREAD = 1000
 ENOUGH = 100
 """A split is refused if at least this many prompts were tried and none can be used, even if others were not tried."""
 SHOWN_CHARACTERS = 1000
-"""Largest number of characters of a prompt's beginning, and of its fields, in a message."""
+"""Largest number of characters of a prompt's beginning in a message."""
+FIELD_CHARACTERS = 60
+"""Largest number of characters of a field in a message: its name and the beginning of its value."""
 SHOWN_END = 200
 """Largest number of characters of a long prompt's end in a message."""
 REPLY = "The answer is four."
@@ -153,14 +155,18 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder,
     fields = {name: value for name, value in prompt.fields.items() if not tools or name != "tools"}
     for name, values in (("variables of the row", variables), ("fields for the task", fields)):
         if values:
-            shown = json.dumps(values, ensure_ascii=False, default=dict)
-            found += f"\n{name}: {shown[:SHOWN_CHARACTERS]}{'…' if len(shown) > SHOWN_CHARACTERS else ''}"
+            texts = (f"{key} {json.dumps(value, ensure_ascii=False, default=dict)}" for key, value in values.items())
+            found += f"\n{name}: {', '.join(map(_shortened, texts))}"
     if encoder.is_templated(prompt) and isinstance(prompt.content, str):
         special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         if twice := next((token for token in special if token in str(prompt.content)), ""):
             hint = "set data.apply_chat_template: false if the prompts already have all template tokens"
             return Warned(f"the text has {twice!r} before the template; {found}", hint)
     return found
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= FIELD_CHARACTERS else f"{text[: FIELD_CHARACTERS - 1]}…"
 
 
 def check_template(

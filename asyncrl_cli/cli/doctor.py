@@ -86,25 +86,27 @@ def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
-    """Print each finding immediately and the failures again at the end, or print one JSON document.
+    """Print passed checks immediately, and at the end warnings, failures and their numbers; or one JSON document.
 
     Returns True if no finding is a failure; the JSON document has this value under ``verdict``.
     """
     from dataclasses import asdict
 
-    found = []
-    for finding in findings:
-        found.append(finding)
-        if not as_json:  # immediately, because the last checks take long
+    found: list[Finding] = []
+    try:
+        for finding in findings:
+            found.append(finding)
+            if not as_json and finding.status == "ok":  # immediately, because the last checks take long
+                show_finding(finding)
+    finally:  # also after Ctrl-C
+        problems = sorted((one for one in found if one.status != "ok"), key=lambda one: one.status == "failure")
+        for finding in () if as_json else problems:
             show_finding(finding)
-    failures = [finding for finding in found if finding.status == "failure"]
+    failures = sum(finding.status == "failure" for finding in found)
     if as_json:
         echo_json({verdict: not failures, "findings": [asdict(finding) for finding in found]})
     elif failures:
-        warnings = sum(finding.status == "warning" for finding in found)
-        echo(f"\n{len(found)} checks: {len(failures)} failed, {warnings} with a warning")
-        for finding in failures if failures != found[-1:] else ():
-            show_finding(finding)
+        echo(f"\n{len(found)} checks: {failures} failed, {len(problems) - failures} with a warning")
     return not failures
 
 

@@ -40,6 +40,7 @@ class Uploads:
         self._loop = asyncio.get_running_loop()
         self._background = Background("upload")
         self._newest: asyncio.Future[None] | None = None
+        self._warnings: set[str] = set()
         self.waiting: set[int] = set()
         """Steps with a checkpoint that must not be deleted yet, because its upload has not ended."""
 
@@ -98,7 +99,10 @@ class Uploads:
                 run_command(self._target, environment, stdin=b"", log=self._run.path / LOG, limit_s=limit_s)
         except Exception as error:  # file systems raise any error, and the run continues
             failure = hide(str(error) or type(error).__name__)
-            self._warn(f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}")
+            text = f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}"
+            if text not in self._warnings:  # it is tried again after every checkpoint
+                self._warnings.add(text)
+                self._warn(text)
         finally:
             recording = self._buffer.uploaded(step, failure)
             try:

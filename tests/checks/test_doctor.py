@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,12 +271,20 @@ def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
             try_library(name, gpu=True, limit_s=doctor.IMPORT_S)
 
 
-def test_failures_are_repeated_at_the_end_with_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_printed_last_with_counts(capsys: pytest.CaptureFixture[str]) -> None:
     failure = Finding("memory", Status.FAILURE, "too little", "free some")
-    others = [Finding("devices", Status.WARNING, "slow"), failure, Finding("ports", Status.OK, "free")]
+    others = [failure, Finding("devices", Status.WARNING, "slow"), Finding("ports", Status.OK, "free")]
+
+    def interrupted() -> Iterator[Finding]:
+        yield from others
+        raise KeyboardInterrupt
+
     assert not show_findings(others, "healthy", as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3] == "3 checks: 1 failed, 1 with a warning"
-    assert lines[-2].startswith("FAIL  memory") and lines[-1].strip() == "-> free some"
-    assert show_findings(others[:1], "healthy", as_json=False)
+    assert [line.split()[:2] for line in lines[:3]] == [["ok", "ports"], ["warn", "devices"], ["FAIL", "memory"]]
+    assert lines[3:] == [f"{'':23}-> free some", "", "3 checks: 1 failed, 1 with a warning"]
+    assert show_findings(others[1:2], "healthy", as_json=False)
     assert len(capsys.readouterr().out.splitlines()) == 1
+    with pytest.raises(KeyboardInterrupt):
+        show_findings(interrupted(), "healthy", as_json=False)
+    assert "FAIL  memory" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.monitors import ray_metrics
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, RunInfo
 from asyncrl_cli.monitors.console import QuietView
@@ -107,6 +109,8 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
     for kind in ("engine", "engine", "weights"):
         reporter.faulted(kind)
     reporter.engines(1, 2, "no room")
+    lasting = HealthFinding("entropy", 2, None, "", "", "", False)
+    reporter.health(2, [lasting, replace(lasting, rule="equal_groups", last_step=2)], [lasting])
     assert noted.values == {
         "asyncrl_stop_steps": 40,
         "asyncrl_max_staleness": 2,
@@ -122,6 +126,8 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
         "asyncrl_eval_tokens_mean chain:greedy": 9.0,
         "asyncrl_faults engine total": 2,
         "asyncrl_faults weights total": 1,
+        "asyncrl_health_findings entropy": 1,
+        "asyncrl_health_findings equal_groups": 0,
         "asyncrl_engines_serving": 1,
         "asyncrl_engines_wanted": 2,
     }

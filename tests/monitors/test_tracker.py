@@ -64,10 +64,13 @@ def test_repeated_attempts_send_everything_once(run: RunDirectory, tmp_path: Pat
     target = local(tmp_path)
     do_steps(run, 1, 3)
     evaluate(run, 0, 0.25)
+    run.update(step=3)
     Sender(run, target).send("RUNNING")
     noted = sent(run)
     do_steps(run, 4, 5)
     evaluate(run, 5, 0.75)
+    assert Logged(target.uri).run.data.tags["health"] == "ok"
+    run.update(findings=("equal_groups", "entropy"))
     again = Sender(run, target)
     again.send("RUNNING")
     assert (again.steps, again.evaluations) == (2, 1)
@@ -79,6 +82,7 @@ def test_repeated_attempts_send_everything_once(run: RunDirectory, tmp_path: Pat
     assert logged.run.info.run_id == noted["run_id"] == sent(run)["run_id"]
     assert logged.run.info.status == "FINISHED"
     assert logged.run.info.run_name == "spelling-1"
+    assert logged.run.data.tags["health"] == "equal_groups, entropy"
     assert logged.run.info.start_time == 1767225600000
     assert logged.run.info.end_time == int(run.state.updated * 1000)
     assert logged.run.data.params["seed"] == "3"

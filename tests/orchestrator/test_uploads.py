@@ -104,6 +104,13 @@ def test_a_command_gets_the_checkpoint_and_is_repeated_after_the_next_one(tmp_pa
     assert {path.name for path in copies.iterdir()} == {f"{driver.run.run_id}-{step}" for step in (2, 4)}
 
 
+def test_upload_that_fails_again_in_the_same_way_warns_once(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "echo x >> tries; exit 1")
+    driver.save(2, 4, 6)
+    assert sorted(driver.recorded()) == [2, 4, 6]
+    assert [warning.partition(" was not")[0][-1] for warning in driver.warnings] == ["2", "4", "6"]
+
+
 def test_a_resume_uploads_what_an_earlier_driver_could_not(tmp_path: Path) -> None:
     (tmp_path / "copies").write_text("a file in the folder's place")
     driver = Driver(tmp_path, f"file://{tmp_path}/copies")
