@@ -283,7 +283,7 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens(
     ).split("\n")
     assert first.endswith('It is"') and "continues the assistant message" in continues
     assert values == [
-        'variables of the row: enable_thinking false',
+        "variables of the row: enable_thinking false",
         'fields for the task: answer "4", chat_template_kwargs {"enable_thinking": false}',
     ]
 
