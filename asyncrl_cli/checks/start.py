@@ -292,7 +292,8 @@ class StartChecks:
         else:
             return "the task has no demonstrations"  # the trainer refuses it
         fitting, longest = prompts.check_replies(examples, spec.rollout.max_response_tokens)
-        self._experiment = replace(self._experiment, demonstrated_tokens=longest)
+        if "" not in self._experiment.episodic:  # an episode's length is of several replies
+            self._experiment = replace(self._experiment, demonstrated_tokens=longest)
         return joined(checked, fitting)
 
     def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:

@@ -100,6 +100,28 @@ def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_aga
     assert "Traceback" not in ended.out + ended.err
 
 
+def test_a_run_that_learns_nothing_says_so_and_ends_with_a_checkpoint(own_runs: Runs) -> None:
+    (own_runs.folder / "constant.py").write_text("def reward(prompt, response):\n    return 0.5\n")
+    prompts = [{"uid": str(index), "prompt": f"word {index}"} for index in range(8)]
+    (own_runs.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    spec = own_runs.write_spec(
+        model={"warm_start": None},
+        task={"use": "constant:reward"},
+        data={"train": {"path": "prompts.jsonl"}, "eval": None},
+        stop={"steps": 8, "on_unhealthy": 4},
+    )
+    ended = own_runs.run("train", spec)
+    assert ended.code == 1
+    assert "ends     after 4 steps in a row in which nothing was learned (stop.on_unhealthy)" in ended.out
+    assert "step 1/8  reward 0.500  teach 0/8  " in ended.out
+    finding = "8 of 8 groups had equal rewards (mean 0.5)"
+    assert ended.out.count(f"! step 3: {finding}, since step 1. Usual cause: ") == 1
+    assert f"nothing was learned in 4 steps in a row; {finding}: " in ended.err and "Traceback" not in ended.err
+    state = json.loads((own_runs.newest() / "state.json").read_text())
+    assert (state["phase"], state["step"], state["findings"]) == ("failed", 4, ["equal_groups"])
+    assert [path.name for path in (own_runs.newest() / "checkpoints").iterdir()] == ["step-000004"]
+
+
 def test_a_run_whose_groups_are_all_rejected_says_so(own_runs: Runs) -> None:
     (own_runs.folder / "constant.py").write_text("def reward(prompt, response):\n    return 0.5\n")
     prompts = [{"uid": str(index), "prompt": f"word {index}"} for index in range(8)]
