@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from asyncrl_cli.core.terminal import counted
@@ -118,15 +118,17 @@ def step_notes(metrics: Mapping[str, float], spec: Mapping[str, Any]) -> str:
     history = _History(spec)
     history.add(metrics)
     notes = []
-    share, groups = history.value("reward/uniform_groups"), history.groups_per_step
-    if share is not None and history.compares_groups:
+    groups = history.groups_per_step
+    if "reward/uniform_groups" in metrics and history.compares_groups:
         notes.append(f"teach {groups - history.equal_groups}/{groups}")
-    if _policy_moved(history, False):
-        notes.append(f"KL {metrics['correction/kl_behaviour']:.2g}")
-    if _truncated(history, False):
-        notes.append(f"truncated {metrics['response/truncated_ratio']:.0%}")
-    if _entropy(history, False):
-        notes.append(f"entropy {metrics['train/entropy']:.2g}")
+    labels: tuple[tuple[str, str, str, Callable[[_History, float, bool], Symptom]], ...] = (
+        ("KL", ".2g", "correction/kl_behaviour", _policy_moved),
+        ("truncated", ".0%", "response/truncated_ratio", _truncated),
+        ("entropy", ".2g", "train/entropy", _entropy),
+    )
+    for label, style, name, symptom in labels:
+        if (value := history.value(name)) is not None and symptom(history, value, False):
+            notes.append(f"{label} {value:{style}}")
     return "".join(f"  {note}" for note in notes)
 
 
@@ -168,9 +170,9 @@ class HealthWatch:
         return [finding for rule, series in self._series.items() for finding in self._judge(rule, series)]
 
     def _judge(self, rule: Rule, series: _Series) -> Iterable[HealthFinding]:
-        symptom = rule.symptom(self._history, series.finding is not None)
-        if symptom is None:
+        if (value := self._history.value(rule.metric)) is None:
             return
+        symptom = rule.symptom(self._history, value, series.finding is not None)
         if symptom:
             series.first_step = series.first_step if series.bad_steps else self._history.step
             series.bad_steps, series.calm_steps, series.last_step = series.bad_steps + 1, 0, self._history.step
@@ -208,12 +210,13 @@ Symptom = tuple[str, str, str] | tuple[()]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule. ``symptom`` judges the newest step; its second argument is True if a finding is open, which ends only at
-    a lower limit. It returns None if it cannot judge the step. ``patience``: steps in a row with the symptom after
-    which a finding begins."""
+    """A rule about a ``metric``. ``symptom`` judges the newest step by the metric's value; its last argument is True if
+    a finding is open, which ends only at a lower limit. ``patience``: steps in a row with the symptom after which a
+    finding begins."""
 
     name: str
-    symptom: Callable[[_History, bool], Symptom | None]
+    metric: str
+    symptom: Callable[[_History, float, bool], Symptom]
     stops_learning: bool
     patience: Callable[[_History], int] = lambda _: 1
 
@@ -254,7 +257,7 @@ class _History:
         self.metrics = metrics
         self.step = int(metrics.get("step", self.step + 1))
         if len(self.rewards) >= FIRST_STEPS:
-            self.best_reward = max(self.best_reward, _mean(self.rewards[-FIRST_STEPS:]))
+            self.best_reward = max(self.best_reward, fmean(self.rewards[-FIRST_STEPS:]))
         self.lowest_reward = min([self.lowest_reward, *self.rewards[-1:]])
         names = ("reward/mean", "reward/std", "reward/correct", "response/tokens_mean", "train/gradient_norm")
         reward, deviation, correct, length, norm = map(self.value, names)
@@ -302,7 +305,7 @@ class _History:
     @property
     def is_solved(self) -> bool:
         """True if the policy has learned to give correct responses: then equal rewards and low entropy are healthy."""
-        return (self.value("reward/correct") or 0.0) >= SOLVED > _mean(self.correct[:FIRST_STEPS])
+        return (self.value("reward/correct") or 0.0) >= SOLVED > fmean(self.correct[:FIRST_STEPS])
 
     @property
     def has_equal_rewards(self) -> bool:
@@ -320,27 +323,17 @@ class _History:
         return idle or self.has_equal_rewards
 
 
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _equal_groups(history: _History, _: bool) -> Symptom | None:
-    share, reward = history.value("reward/uniform_groups"), history.value("reward/mean")
-    if share is None or reward is None or not history.has_rewards:
-        return None
+def _equal_groups(history: _History, _: float, __: bool) -> Symptom:
     if not history.has_equal_rewards or history.is_solved:
         return ()
-    groups = history.groups_per_step
+    reward, groups = history.value("reward/mean") or 0.0, history.groups_per_step
     cause = "the reward gives every response to a prompt the same value"
     if history.is_binary and reward == 0.0:
         cause = "no response is right: the prompts are too hard, or the reward does not recognize right answers"
     elif history.is_binary and reward == 1.0:
         cause = "every response is right: the prompts are too easy, or the reward accepts everything"
-    return (
-        f"{groups} of {groups} groups had equal rewards (mean {reward:.3g})",
-        cause,
-        f"{READ_RESPONSES}, and change the reward or `data.train`",
-    )
+    remedy = f"{READ_RESPONSES}, and change the reward or `data.train`"
+    return f"{groups} of {groups} groups had equal rewards (mean {reward:.3g})", cause, remedy
 
 
 def _equal_groups_patience(history: _History) -> int:
@@ -350,10 +343,7 @@ def _equal_groups_patience(history: _History) -> int:
     return max(FIRST_STEPS, math.ceil(math.log(CHANCE) / math.log(share) / history.groups_per_step))
 
 
-def _no_updates(history: _History, _: bool) -> Symptom | None:
-    updates = history.value("train/updates")
-    if updates is None or history.step <= history.critic_warmup:
-        return None
+def _no_updates(history: _History, updates: float, _: bool) -> Symptom:
     if not history.learned_nothing or history.has_equal_rewards:
         return ()
     if history.value("train/updates_skipped"):
@@ -367,10 +357,9 @@ def _no_updates(history: _History, _: bool) -> Symptom | None:
     )
 
 
-def _updates_skipped(history: _History, _: bool) -> Symptom | None:
-    skipped = history.value("train/updates_skipped")
+def _updates_skipped(_: _History, skipped: float, __: bool) -> Symptom:
     if not skipped:
-        return None if skipped is None else ()
+        return ()
     return (
         f"{skipped:.0f} of the step's updates were skipped, because a loss or a gradient was not finite",
         "the learning rate is too high, or the numbers exceed the range of `trainer.dtype`",
@@ -378,11 +367,8 @@ def _updates_skipped(history: _History, _: bool) -> Symptom | None:
     )
 
 
-def _truncated(history: _History, begun: bool) -> Symptom | None:
-    share = history.value("response/truncated_ratio")
-    if share is None or history.has_random_weights:
-        return None
-    if share <= (TRUNCATED_CALM if begun else TRUNCATED):
+def _truncated(history: _History, share: float, begun: bool) -> Symptom:
+    if history.has_random_weights or share <= (TRUNCATED_CALM if begun else TRUNCATED):
         return ()
     limit = setting(history.spec, "rollout.max_response_tokens", 0)
     return (
@@ -392,10 +378,7 @@ def _truncated(history: _History, begun: bool) -> Symptom | None:
     )
 
 
-def _policy_moved(history: _History, begun: bool) -> Symptom | None:
-    kl = history.value("correction/kl_behaviour")
-    if kl is None:
-        return None
+def _policy_moved(_: _History, kl: float, begun: bool) -> Symptom:
     if kl <= (KL_CALM if begun else KL):
         return ()
     return (
@@ -405,13 +388,11 @@ def _policy_moved(history: _History, begun: bool) -> Symptom | None:
     )
 
 
-def _logprob_gap(history: _History, _: bool) -> Symptom | None:
-    dtypes = [value_at(history.spec, f"{section}.dtype") or "bfloat16" for section in ("trainer", "rollout")]
+def _logprob_gap(history: _History, largest: float, _: bool) -> Symptom:
+    dtypes = [value_at(history.spec, f"{section}.dtype") for section in ("trainer", "rollout")]
     exact = dtypes == ["float32", "float32"]
-    name, limit = ("max", GAP_FLOAT32) if exact else ("mean", GAP_BFLOAT16)
-    gap = history.value(f"engine/logprob_gap_{name}")
-    if gap is None:
-        return None
+    mean = history.value("engine/logprob_gap_mean") or 0.0
+    name, gap, limit = ("max", largest, GAP_FLOAT32) if exact else ("mean", mean, GAP_BFLOAT16)
     if gap <= limit:
         return ()
     text = f"for equal weights, log-probs of engine and trainer differ by {gap:.2g} nats ({name}), more than {limit:g}"
@@ -420,14 +401,9 @@ def _logprob_gap(history: _History, _: bool) -> Symptom | None:
     return text, "bfloat16 is too coarse for this model", "set `rollout.dtype` and `trainer.dtype` to float32"
 
 
-def _limited_weights(history: _History, _: bool) -> Symptom | None:
-    capped = history.value("correction/importance_capped_fraction")
-    if capped is None:
-        return None
-    excluded = max(
-        history.value(f"correction/{name}") or 0.0
-        for name in ("importance_masked_fraction", "rejected_token_fraction", "rejected_row_fraction")
-    )
+def _limited_weights(history: _History, capped: float, _: bool) -> Symptom:
+    names = ("importance_masked_fraction", "rejected_token_fraction", "rejected_row_fraction")
+    excluded = max(history.value(f"correction/{name}") or 0.0 for name in names)
     if capped <= CAPPED and excluded <= EXCLUDED:
         return ()
     text = f"{capped:.0%} of the importance weights were capped"
@@ -436,10 +412,7 @@ def _limited_weights(history: _History, _: bool) -> Symptom | None:
     return text, "the policy has moved far from the one that sampled the responses", LOWER_RATE_OR_STALENESS
 
 
-def _entropy(history: _History, _: bool) -> Symptom | None:
-    entropy = history.value("train/entropy")
-    if entropy is None:
-        return None
+def _entropy(history: _History, entropy: float, _: bool) -> Symptom:
     if entropy >= ENTROPY or (history.value("reward/correct") or 0.0) >= NEARLY_SOLVED:
         return ()
     return (
@@ -449,10 +422,7 @@ def _entropy(history: _History, _: bool) -> Symptom | None:
     )
 
 
-def _gradient_norm(history: _History, _: bool) -> Symptom | None:
-    norm = history.value("train/gradient_norm")
-    if norm is None:
-        return None
+def _gradient_norm(history: _History, norm: float, _: bool) -> Symptom:
     if not history.gradient_exploded:
         return ()
     return (
@@ -462,28 +432,25 @@ def _gradient_norm(history: _History, _: bool) -> Symptom | None:
     )
 
 
-def _reward_from_start(history: _History, _: bool) -> Symptom | None:
-    rewards = history.rewards
-    if not history.has_rewards or not history.is_binary or not rewards:
-        return None
-    if history.has_equal_rewards:
-        return None  # ``equal_groups`` speaks
-    first, reward = rewards[:FIRST_STEPS], rewards[-1]
-    remedy = f"{READ_RESPONSES}, and change `data.train` or the reward"
+def _reward_from_start(history: _History, reward: float, _: bool) -> Symptom:
+    # If all groups are equal, ``equal_groups`` speaks.
+    if not history.has_rewards or not history.is_binary or history.has_equal_rewards:
+        return ()
+    rewards = [*history.rewards[:FIRST_STEPS], reward]
+    if max(rewards) <= NEVER_CORRECT:
+        cause = "the prompts are too hard, or the reward does not recognize right answers"
+    elif min(rewards) >= 1 - NEVER_CORRECT:
+        cause = "the prompts are too easy, or the reward accepts everything"
+    else:
+        return ()
     text = f"the mean reward was never further than {NEVER_CORRECT:g} from {round(reward)}"
-    if max(*first, reward) <= NEVER_CORRECT:
-        return text, "the prompts are too hard, or the reward does not recognize right answers", remedy
-    if min(*first, reward) >= 1 - NEVER_CORRECT:
-        return text, "the prompts are too easy, or the reward accepts everything", remedy
-    return ()
+    return text, cause, f"{READ_RESPONSES}, and change `data.train` or the reward"
 
 
-def _reward_fell(history: _History, begun: bool) -> Symptom | None:
-    reward = history.value("reward/mean")
-    if not history.is_comparable or reward is None or not history.deviations or history.best_reward == -math.inf:
-        return None
-    lowest = 0.0 if history.is_binary else history.lowest_reward
-    best = history.best_reward
+def _reward_fell(history: _History, reward: float, begun: bool) -> Symptom:
+    best, lowest = history.best_reward, 0.0 if history.is_binary else history.lowest_reward
+    if not history.is_comparable or best == -math.inf:
+        return ()
     if best - reward <= max((FALL_CALM if begun else FALL) * (best - lowest), history.noise):
         return ()
     return (
@@ -493,11 +460,8 @@ def _reward_fell(history: _History, begun: bool) -> Symptom | None:
     )
 
 
-def _response_length(history: _History, _: bool) -> Symptom | None:
-    length, demonstrated = history.value("response/tokens_mean"), history.value("response/demonstrated_max")
-    if length is None:
-        return None
-    if demonstrated is not None and length > demonstrated:
+def _response_length(history: _History, length: float, _: bool) -> Symptom:
+    if length > (demonstrated := history.value("response/demonstrated_max") or math.inf):
         usual = f"the longest demonstration has {demonstrated:.0f}"
     elif history.is_comparable and history.length_exploded:
         usual = f"usual is {median(history.usual_lengths):.0f}"
@@ -515,17 +479,17 @@ def _steps(count: int) -> Callable[[_History], int]:
 
 
 RULES = (
-    Rule("equal_groups", _equal_groups, stops_learning=True, patience=_equal_groups_patience),
-    Rule("no_updates", _no_updates, stops_learning=True, patience=_steps(3)),
-    Rule("updates_skipped", _updates_skipped, stops_learning=False),
-    Rule("truncated_responses", _truncated, stops_learning=True, patience=_steps(2)),
-    Rule("policy_moved", _policy_moved, stops_learning=True),
-    Rule("logprob_gap", _logprob_gap, stops_learning=False),
-    Rule("limited_weights", _limited_weights, stops_learning=False, patience=_steps(3)),
-    Rule("entropy", _entropy, stops_learning=False, patience=_steps(3)),
-    Rule("gradient_norm", _gradient_norm, stops_learning=False, patience=_steps(2)),
-    Rule("reward_from_start", _reward_from_start, stops_learning=True, patience=_steps(3)),
-    Rule("reward_fell", _reward_fell, stops_learning=True, patience=_steps(3)),
-    Rule("response_length", _response_length, stops_learning=False, patience=_steps(2)),
+    Rule("equal_groups", "reward/uniform_groups", _equal_groups, True, _equal_groups_patience),
+    Rule("no_updates", "train/updates", _no_updates, True, _steps(3)),
+    Rule("updates_skipped", "train/updates_skipped", _updates_skipped, False),
+    Rule("truncated_responses", "response/truncated_ratio", _truncated, True, _steps(2)),
+    Rule("policy_moved", "correction/kl_behaviour", _policy_moved, True),
+    Rule("logprob_gap", "engine/logprob_gap_max", _logprob_gap, False),
+    Rule("limited_weights", "correction/importance_capped_fraction", _limited_weights, False, _steps(3)),
+    Rule("entropy", "train/entropy", _entropy, False, _steps(3)),
+    Rule("gradient_norm", "train/gradient_norm", _gradient_norm, False, _steps(2)),
+    Rule("reward_from_start", "reward/mean", _reward_from_start, True, _steps(3)),
+    Rule("reward_fell", "reward/mean", _reward_fell, True, _steps(3)),
+    Rule("response_length", "response/tokens_mean", _response_length, False, _steps(2)),
 )
 """All rules. The names are stable: reports, journals and programs have them."""
