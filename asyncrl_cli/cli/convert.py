@@ -13,6 +13,8 @@ from asyncrl_cli.cli.arguments import Group, add
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncrl_cli.convert.files import Result
     from asyncrl_cli.convert.rows import Trainer
 
@@ -51,17 +53,19 @@ def verl(
     when a configuration cannot be read.
     """
     from asyncrl_cli.convert.source import override, read_file, words
-    from asyncrl_cli.convert.verl import INSTEAD, OVERRIDE, TRAINER, overrides_of
+    from asyncrl_cli.convert.verl import INSTEAD, OVERRIDE, read_line, trainer_of
 
-    line = overrides_of(words(configs, OVERRIDE))
-    files = [name for name in line if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
-    overrides = [name for name in line if name not in files]
-    found = {
-        file: (_label(file, len(overrides), "override"), override(read_file(file, INSTEAD), overrides))
-        for file in files
+    name, line = read_line(words(configs, OVERRIDE))
+    files = [word for word in line if os.path.exists(word) or not ("=" in word or word.startswith("~"))]
+    overrides = [word for word in line if word not in files]
+    sources = {
+        file or "overrides": (
+            _label(file, len(overrides), "override"),
+            override(read_file(file, INSTEAD) if file else {}, overrides),
+        )
+        for file in files or [""]
     }
-    found = found or {"overrides": (_label("", len(overrides), "override"), override({}, overrides))}
-    _convert(TRAINER, found, output, force)
+    _convert(lambda values: trainer_of(name, values), sources, output, force)
 
 
 def trl(
@@ -87,10 +91,10 @@ def trl(
     from asyncrl_cli.convert.trl_arguments import INSTEAD, parse
 
     method, files, values = parse(arguments)
-    found = {file: (_label(file, len(values), "argument"), read_file(file, INSTEAD) | values) for file in files} or {
+    sources = {file: (_label(file, len(values), "argument"), read_file(file, INSTEAD) | values) for file in files} or {
         method: (_label("", len(values), "argument"), values)
     }
-    _convert(TRAINERS[method], found, output, force)
+    _convert(lambda _: TRAINERS[method], sources, output, force)
 
 
 def prime_rl(
@@ -112,16 +116,22 @@ def prime_rl(
     from asyncrl_cli.convert.prime_rl import TRAINER, read
 
     files, values = read(arguments)
-    _convert(TRAINER, {files[0] if files else "overrides": (", ".join(files) or "overrides", values)}, output, force)
+    sources = {files[0] if files else "overrides": (", ".join(files) or "overrides", values)}
+    _convert(lambda _: TRAINER, sources, output, force)
 
 
-def _convert(trainer: Trainer, found: dict[str, tuple[str, dict[str, Any]]], output: Path | None, force: bool) -> None:
-    """Convert configurations. ``found`` maps a file's name to a short text about its origin, and its keys."""
+def _convert(
+    trainer_of: Callable[[dict[str, Any]], Trainer],
+    sources: dict[str, tuple[str, dict[str, Any]]],
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Convert configurations. ``sources`` maps a file's name to a short text about its origin, and its keys."""
     from asyncrl_cli.convert.files import convert_one, targets
 
     results = []
-    for (origin, values), target in zip(found.values(), targets(list(found), output), strict=True):
-        results.append(convert_one(trainer, origin=origin, given=values, target=target))
+    for (origin, values), target in zip(sources.values(), targets(list(sources), output), strict=True):
+        results.append(convert_one(trainer_of(values), origin=origin, given=values, target=target))
     _finish(results, force)
 
 

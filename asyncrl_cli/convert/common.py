@@ -12,7 +12,9 @@ from asyncrl_cli.spec.sections import TrainerSpec
 
 VIDEO, AUDIO = (f"asyncrl trains on text and images: {kind} in the data is dropped" for kind in ("video", "audio"))
 PROCESSOR = "the limits of images are in the model's preprocessor_config.json: change them in a copy of the model"
-_IMAGE_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|multimodal", re.IGNORECASE)
+_IMAGE_MODEL = re.compile(
+    r"[-_.]VL\b|VL\d|\dV\b|MiniCPM-[ov]|Qwen3\.5|gemma-?3|pixtral|llava|vision|multimodal", re.IGNORECASE
+)
 _AUDIO_MODEL = re.compile(r"omni|audio", re.IGNORECASE)
 IN_TURN = (
     "the other trainer generates and trains in turn, and so does `sync`: one part of the GPUs waits for the other. "
@@ -50,10 +52,11 @@ class Devices(NamedTuple):
 def split(total: int, per_engine: int) -> Devices:
     """Divide GPUs that trainer and engines used in turn, because in asyncrl both work at the same time.
 
-    A single GPU is shared.
+    A single GPU is shared, and an engine has at most half of the GPUs.
     """
-    if total <= 1 and per_engine == 1:
+    if total <= 1:
         return Devices(1, engines=1, per_engine=0.5, per_rank=0.5)
+    per_engine = min(per_engine, total // 2)
     engines = max(total // 2 // per_engine, 1)
     return Devices(max(total - engines * per_engine, 1), engines, per_engine)
 
@@ -82,13 +85,18 @@ def model_path(path: Any, source: Source) -> Any:
     return path
 
 
+def sees_images(path: Any) -> bool:
+    """Return True if the name of a model says that it is made for images."""
+    return bool(_IMAGE_MODEL.search(PurePosixPath(str(path)).name))
+
+
 def images(source: Source, path: Any, column: Any, limit: int, frozen: bool) -> dict[str, Any]:
     """Return the settings of a run with images, at most ``limit`` per prompt.
 
     Without ``limit`` and ``column``, a run has images if its model is made for them.
     """
     keys = ("model.max_images", "model.freeze", "data.train.image_column", "data.eval.image_column")
-    if not limit and not column and not _IMAGE_MODEL.search(PurePosixPath(str(path)).name):
+    if not limit and not column and not sees_images(path):
         return dict.fromkeys(keys)
     if not limit:
         source.remark("model.max_images", "the configuration has no number: raise it if a row has more images")

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,11 +16,13 @@ from typing import Any
 
 import yaml
 
-from asyncrl_cli.convert.script import trainer_command
+from asyncrl_cli.convert.script import ShellText, Unknown, trainer_command
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.flatten import flatten
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
+MAX_VALUES = 1 << 16
+"""Largest number of values in a file with its YAML aliases expanded, and largest size of all resolved references."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.@]+)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
 """OmegaConf's `${a.b}`, `${.sibling}` and `${oc.select:a.b,default}`; a default may itself be a reference."""
 MAX_REFERENCES = 8
@@ -27,13 +30,32 @@ MAX_REFERENCES = 8
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number, as OmegaConf and transformers do. YAML 1.1 requires a decimal point."""
+    """Reads `1e-6` as a number, as OmegaConf and transformers do. YAML 1.1 requires a decimal point.
+
+    Counts an alias as the values that it repeats, because comments and flattened keys repeat them.
+    """
+
+    values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        sizes: dict[int, int] = self.__dict__.setdefault("sizes", {})
+        event, before = self.peek_event(), self.values  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self.values += sizes.get(id(node), MAX_VALUES) if isinstance(event, yaml.AliasEvent) else 1
+        sizes[id(node)] = self.values - before
+        if self.values > MAX_VALUES:
+            raise yaml.composer.ComposerError(None, None, "too many values, or an alias of itself", event.start_mark)
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {key: list(pairs) for key, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 for _first in "-+.0123456789":
     _Loader.yaml_implicit_resolvers.setdefault(_first, []).append(("tag:yaml.org,2002:float", _NUMBER))
+
+
+NAMES = ("name", "tracking.experiment", "tracking.wandb.project")
+"""Keys of a spec that are names."""
 
 
 class Source:
@@ -44,20 +66,55 @@ class Source:
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.given = {
-            name: _resolved(name, value=value, given=given, depth=MAX_REFERENCES) for name, value in given.items()
-        }
+        self._resolved_size = 0
+        self.given = {name: self._resolved(name, value, given, MAX_REFERENCES) for name, value in given.items()}
         self.defaults = defaults
         self.remarks: dict[str, list[str]] = {}
         self.unsupported: list[str] = []
 
     def get(self, *names: str) -> Any:
-        """Return the first value of these keys that is set and not null. Otherwise the first default, or None."""
+        """Return the first value of these keys that is set and not null. Otherwise the first default, or None.
+
+        Raises ``ConfigError`` for a value that only a run of a script gives.
+        """
+        name, value = self._first(names)
+        if isinstance(value, ShellText):
+            unknown, variable = value.unknown(), value.unknown().variable
+            argument = f"{name}=VALUE" if "." in name else f"--{name} VALUE"
+            raise ConfigError(
+                f"`{name}` is `{short(value)}`, which only a run gives: {unknown.reason}",
+                location=value.location,
+                hint=f"add `{argument}`{f' or `{variable}=VALUE`' if variable else ''} after the script",
+            )
+        return value
+
+    def text(self, key: str, *names: str) -> Any:
+        """Return ``get`` for a path or a name, which becomes the value of ``key``.
+
+        A variable that the script does not set becomes `${env:NAME}`, with a remark. Of a name, other unknown pieces
+        are left out.
+        """
+        name, value = self._first(names)
+        if not isinstance(value, ShellText):
+            return value
+        is_name = key in NAMES
+        texts = []
+        for piece in value.pieces:
+            if isinstance(piece, Unknown) and not is_name and not piece.variable:
+                return self.get(name)
+            if isinstance(piece, Unknown):
+                texts.append("" if is_name else f"${{env:{piece.variable}}}")
+                self.remark(key, f"{piece.reason}: {'left out' if is_name else 'export it, or write the path'}")
+            else:
+                texts.append(piece)
+        return parse_value("".join(texts)) or None
+
+    def _first(self, names: Iterable[str]) -> tuple[str, Any]:
         for values in (self.given, self.defaults):
             for name in names:
                 if values.get(name) is not None and values.get(name) != "???":
-                    return values[name]
-        return None
+                    return name, values[name]
+        return "", None
 
     def matching(self, pattern: str) -> list[str]:
         """Return the given keys that match a pattern, where `*` is any text."""
@@ -86,7 +143,28 @@ class Source:
 
     def remark(self, key: str, text: str) -> None:
         """Add a sentence about a key of the spec that the user should check."""
-        self.remarks.setdefault(key, []).append(text)
+        if text not in self.remarks.setdefault(key, []):
+            self.remarks[key].append(text)
+
+    def _resolved(self, name: str, value: Any, given: Mapping[str, Any], depth: int) -> Any:
+        """The value with references to other keys replaced. References to unknown keys stay."""
+        if not isinstance(value, str) or "${" not in value or isinstance(value, ShellText) or depth == 0:
+            return value
+
+        def target(found: re.Match[str]) -> Any:
+            other = name.rpartition(".")[0] + found[1] if found[1].startswith(".") else found[1]
+            default = found[0] if found[2] is None else parse_value(found[2])
+            if other not in given and found[2] is None:
+                return found[0]
+            result = self._resolved(other if other in given else name, given.get(other, default), given, depth - 1)
+            self._resolved_size += 1 + len(result) if isinstance(result, str) else 1
+            if self._resolved_size > MAX_VALUES:
+                raise ConfigError("the references to other keys are too long", location=short(name))
+            return result
+
+        if whole := _REFERENCE.fullmatch(value):
+            return target(whole)
+        return _REFERENCE.sub(lambda found: str(target(found)), value)
 
 
 SHELL_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -101,7 +179,11 @@ def words(arguments: Sequence[str], argument: str) -> list[str]:
     if arguments and Path(arguments[0]).suffix in SHELL_SCRIPTS:
         is_argument = re.compile(argument).match
         return trainer_command(
-            arguments[0], arguments[1:], is_argument=lambda word: bool(is_argument(word)), launched=launched
+            arguments[0],
+            content(arguments[0], "script").decode(errors="surrogateescape"),
+            arguments[1:],
+            is_argument=lambda word: bool(is_argument(word)),
+            launched=launched,
         )
     if len(arguments) != 1 or os.path.exists(arguments[0]):
         return list(arguments)
@@ -138,16 +220,12 @@ def read_file(path: str, instead: str = "") -> dict[str, Any]:
     """
     if Path(path).suffix in PROGRAMS:
         raise ConfigError("programs are not read", location=short(path), hint=instead)
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        message = f"the configuration cannot be read: {reason}"
-        raise ConfigError(message, location=short(path), hint="name a file that exists") from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"the configuration has more than {MAX_BYTES:,} bytes", location=path)
+    data = content(path, "configuration")
     try:
         toml = Path(path).suffix == ".toml"
+        # The libraries need minutes for what they then refuse.
+        if re.search(rb"(?:[\[{]\s*){64}", data) or (toml and any(row.count(b".") > 64 for row in data.splitlines())):
+            raise ValueError("it is nested more than 64 deep")
         document = tomllib.loads(data.decode()) if toml else yaml.load(data, _Loader)  # a subclass of SafeLoader
         flat = flatten(document, index_lists=toml) if document else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -163,8 +241,25 @@ def read_file(path: str, instead: str = "") -> dict[str, Any]:
     return flat
 
 
+def content(path: str, kind: str) -> bytes:
+    """Return the bytes of a regular file of limited size: a pipe could block. Raises ``ConfigError``."""
+    hint = "name a file that exists"
+    try:
+        status = os.stat(path)
+        largest = MAX_BYTES // 4 if kind == "script" else MAX_BYTES
+        if stat.S_ISREG(status.st_mode) and status.st_size <= largest:
+            return Path(path).read_bytes()
+        reason, hint = f"it is no regular file of at most {largest:,} bytes", "paste the command or its arguments"
+        reason = "Is a directory" if stat.S_ISDIR(status.st_mode) else reason
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    raise ConfigError(f"the {kind} cannot be read: {reason}", location=short(path), hint=hint)
+
+
 def parse_value(text: str) -> Any:
-    """Read a value of a command line as YAML; if that fails, return the text."""
+    """Read a value of a command line as YAML; if that fails, or a piece is unknown, return the text."""
+    if isinstance(text, ShellText):
+        return text
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -180,7 +275,7 @@ def options_of(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             current = options.setdefault(name.replace("-", "_"), [])
-            current[:] = [text] if equals else []
+            current[:] = [word.after_equals() if isinstance(word, ShellText) else text] if equals else []
         else:
             current.append(word)
     return plain, options
@@ -200,6 +295,7 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
     result = dict(values)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
+        text = assignment.after_equals() if isinstance(assignment, ShellText) else text
         name = name.lstrip("+")
         removed = name.startswith("~")
         name = name.removeprefix("~")
@@ -215,21 +311,3 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
 def shown(value: Any) -> str:
     """Format a value for a comment: one line, at most 60 characters."""
     return short(json.dumps(value, ensure_ascii=True, default=str))
-
-
-def _resolved(name: str, value: Any, given: Mapping[str, Any], depth: int) -> Any:
-    """The value with references to other keys replaced. References to unknown keys stay."""
-    if not isinstance(value, str) or "${" not in value or depth == 0:
-        return value
-
-    def target(found: re.Match[str]) -> Any:
-        other = name.rpartition(".")[0] + found[1] if found[1].startswith(".") else found[1]
-        if other in given:
-            return _resolved(other, value=given[other], given=given, depth=depth - 1)
-        return (
-            found[0] if found[2] is None else _resolved(name, value=parse_value(found[2]), given=given, depth=depth - 1)
-        )
-
-    if whole := _REFERENCE.fullmatch(value):
-        return target(whole)
-    return _REFERENCE.sub(lambda found: str(target(found)), value)

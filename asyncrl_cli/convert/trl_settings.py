@@ -71,11 +71,11 @@ def settings(s: Source) -> dict[str, Any]:
     dtype = "float32" if wide else "bfloat16"
     if s.flag("fp16"):
         s.remark("trainer.dtype", "float16 is not supported: bfloat16 is used")
-    project = s.get("wandb_project", "project")
+    project = s.text("tracking.experiment", "wandb_project", "project")
     logs = tracking(s, "report_to", project)
-    model = s.get("model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
+    model = s.text("model.path", "model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
     return {
-        "name": run_name(s.get("run_name") or PurePath(str(s.get("output_dir") or "")).name),
+        "name": run_name(s.text("name", "run_name") or PurePath(str(s.text("name", "output_dir") or "")).name),
         "model.path": model_path(model, s),
         **images(s, model, column=None, limit=0, frozen=any(map(s.flag, s.matching("freeze_vision*")))),
         "model.chat_template_kwargs": s.section("chat_template_kwargs."),
@@ -313,6 +313,11 @@ def _task(s: Source) -> dict[str, Any]:
         return task | {"task.use": "math", "task.options.field": "solution"}
     if s.get("reward_model_name_or_path", "reward_model_path"):
         s.remark("task.use", "there are no reward models: call yours from a reward function, or use the task `judge`")
+    if len(names) == 1 and "get_soft_overlong_punishment" not in names:
+        module, _, name = names[0].rpartition(".")
+        module = module or ("trl.rewards" if name in BUILT_IN else "my_rewards")
+        s.remark("task.use", f"copy {module} next to this file, unless it is installed; the function stays as it is")
+        return task | {"task.use": f"{module}:{name}"}
     names = names or ["my_reward"]
     imports = [
         f"from {name.rpartition('.')[0] if '.' in name else 'trl.rewards' if name in BUILT_IN else 'my_rewards'} "
@@ -347,7 +352,7 @@ COLUMNS = ("prompt_column", "image_column", "system")
 
 
 def _data(s: Source) -> dict[str, Any]:
-    name = s.get("dataset_name")
+    name = s.text("data.train.path", "dataset_name")
     is_local = name is not None and (str(name).startswith((".", "/", "~")) or os.path.exists(str(name)))
     on_hub = name is not None and not is_local
     if name is None:

@@ -7,12 +7,15 @@ first matching row decides.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.convert import verl_settings as settings
 from asyncrl_cli.convert.common import AUDIO, PROCESSOR, VIDEO
 from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
 from asyncrl_cli.convert.source import launched, short
-from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, TEACHERS, V1, A, D, F, L, M, R
+from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, PROGRAM, TEACHERS, V1, A, D, F, L, M, R
 from asyncrl_cli.core.errors import ConfigError
 
 # fmt: off
@@ -28,7 +31,9 @@ DEFAULTS = {
     f"{A}kl_loss_type": "low_var_kl", f"{A}grad_clip": 1.0, f"{A}optim.lr": 1e-6, f"{A}optim.betas": [0.9, 0.999],
     f"{A}optim.weight_decay": 0.01, f"{A}optim.lr_warmup_steps": -1, f"{A}optim.lr_scheduler_type": "constant",
     f"{A}optim.min_lr_ratio": 0.0, f"{R}n": 1, f"{R}temperature": 1.0, f"{R}tensor_model_parallel_size": 2,
-    f"{R}max_num_seqs": 256, f"{R}val_kwargs.n": 1, f"{M}path": "~/models/deepseek-llm-7b-chat",
+    f"{R}max_num_seqs": 256, f"{R}enforce_eager": False,
+    f"{R}max_num_batched_tokens": 8192, f"{R}val_kwargs.n": 1, "reward.num_workers": 8,
+    f"{M}path": "~/models/deepseek-llm-7b-chat",
     f"{M}enable_gradient_checkpointing": True, f"{M}use_remove_padding": True, f"{M}lora_alpha": 16,
     f"{M}target_modules": "all-linear", f"{L}loss_mode": "k3", f"{L}use_task_rewards": True, f"{L}clip_ratio_low": 0.2,
     f"{L}clip_ratio_high": 0.2, "critic.optim.lr": 1e-5, "critic.cliprange_value": 0.5, "trainer.nnodes": 1,
@@ -50,30 +55,43 @@ INSTEAD = (
 )
 
 
-def overrides_of(line: list[str]) -> list[str]:
-    """Return the overrides and files of a command line, without the program and Hydra's options.
+def read_line(line: list[str]) -> tuple[str, list[str]]:
+    """Return the name of the program's configuration (or nothing), and the overrides and files of a command line.
 
-    Raises ``ConfigError``.
+    A configuration that `--config-path` and `--config-name` find is the first file. Raises ``ConfigError``.
     """
     end = launched(line)
     if line and line[-1].endswith(".py") and end == len(line):
         raise ConfigError("programs are not read", location=short(line[-1]), hint=INSTEAD)
-    kept = []
-    rest = iter(line[end:])
-    for word in rest:
+    program = str(line[end - 1]) if end else ""
+    words, options = [], {}
+    remaining = iter(line[end:])
+    for word in remaining:
         if not word.startswith("-"):
-            kept += [] if word == "$@" else [word]  # the script's arguments
+            words += [] if word == "$@" else [word]  # the script's arguments
             continue
         name, equals, value = word.partition("=")
-        value = value if equals else next(rest, "")
+        options[name] = str(value if equals else next(remaining, "")).strip("'\"")
         if name not in ("--config-path", "--config-name", "--config-dir"):
             raise ConfigError(f"`{short(word)}` is not an override of verl", hint="overrides are key=value")
-        if name == "--config-name" and not re.fullmatch(_OWN_CONFIG, value.strip("'\"")):
-            raise ConfigError(f"`{short(value)}` is not one of verl's configurations", hint=INSTEAD)
-    return kept
+    name = options.get("--config-name", "").removesuffix(".yaml")
+    if name and not re.fullmatch(r"(one_step_off_|fully_async_)?ppo_(megatron_)?trainer", name):
+        folder = options.get("--config-path") or options.get("--config-dir") or "."
+        file = Path(folder, f"{name}.yaml")
+        if not file.is_file():
+            message = f"`{short(name)}` is not one of verl's configurations, and there is no file {short(str(file))}"
+            raise ConfigError(message, hint=INSTEAD)
+        words.insert(0, str(file))
+    return name or program, words
 
 
-_OWN_CONFIG = r"(?:(?:one_step_off_|fully_async_)?ppo_(?:megatron_)?)trainer(?:\.yaml)?"
+def trainer_of(name: str, values: Mapping[str, Any]) -> Trainer:
+    """Return the trainer with the defaults of a program, given its configuration's name, or else by its keys."""
+    text = f"{name} {values.get('defaults')}"
+    if "fully_async" in text or any(key.startswith("async_training.") for key in values):
+        return TRAINERS["fully_async"]
+    return TRAINERS["one_step_off" if "one_step_off" in text or "rollout.nnodes" in values else "ppo"]
+
 
 _GAE = "only with `advantage: gae`"
 # fmt: off
@@ -177,7 +195,7 @@ ROWS = [
     Row(f"{A}ppo_mini_batch_size", "trainer.minibatches", "updates per pass; verl gives the prompts per update"),
     Row(f"{A}ppo_epochs", "trainer.epochs"),
     Row(f"{A}ppo_max_token_len_per_gpu {A}use_dynamic_bsz {A}ppo_micro_batch_size_per_gpu",
-        "trainer.tokens_per_microbatch", "tokens per GPU, for updates and log-probs"),
+        "trainer.tokens_per_microbatch", "verl's number times the GPUs of a sequence"),
     Row(f"{A}ulysses_sequence_parallel_size", "trainer.sequence_parallel"),
     Row(f"{M}use_remove_padding {A}use_remove_padding", "trainer.packing"),
     Row(f"{M}override_config.attn_implementation", "trainer.attention",
@@ -247,9 +265,9 @@ OTHERS = [
          "call a reward model from a reward function or use the task `judge` (docs/tasks.md)"),
     lost("*sandbox_fusion.url", "the task `unit_tests` runs code in asyncrl's sandbox (docs/tasks.md)"),
     lost("reward.reward_manager.name reward_model.reward_manager reward_manager.name",
-         "a reward is a function of one response: do this reward manager's work there", "naive", "dapo"),
+         "a reward is a function of one response: do this reward manager's work there", "naive", "dapo", "gdpo"),
     lost("*custom_reward_function.reward_kwargs.* reward.reward_kwargs.* reward_model.reward_kwargs.*",
-         "give your reward function these arguments in its adapter", when=settings.reward_arguments_are_used),
+         "make them defaults of your reward function's parameters", when=settings.reward_arguments_are_used),
     needless("reward.* reward_model.* reward_manager.* sandbox_fusion.* custom_reward_function.* data.reward_fn_key",
              "rewards come from the function in task.use, which gets all columns; task.reward_* limits its processes"),
     needless("distillation.*", "the teacher is on the trainer's ranks, sharded like the policy"),
@@ -321,4 +339,13 @@ OTHERS = [
 # fmt: on
 """verl's keys without a counterpart."""
 
-TRAINER = Trainer("verl", defaults=DEFAULTS, rows=ROWS, others=OTHERS, settings=settings.settings)
+_ASYNCHRONOUS: dict[str, Any] = {f"{CORRECTION}bypass_mode": True}
+TRAINERS = {
+    program: Trainer("verl", DEFAULTS | own_defaults | {PROGRAM: program}, ROWS, OTHERS, settings.settings)
+    for program, own_defaults in {
+        "ppo": {},
+        "one_step_off": _ASYNCHRONOUS,
+        "fully_async": _ASYNCHRONOUS | {"rollout.total_rollout_steps": 100},
+    }.items()
+}
+"""verl's programs with their defaults."""

@@ -17,6 +17,7 @@ from asyncrl_cli.convert.common import (
     multiple,
     run_name,
     running_rollouts,
+    sees_images,
     split,
     tracking,
 )
@@ -30,6 +31,8 @@ F = f"{A}fsdp_config."
 V1 = "trainer.v1."
 D = "distillation."
 L = f"{D}distillation_loss."
+PROGRAM = "program"
+"""Not a key of verl: `ppo`, `one_step_off` or `fully_async`."""
 TEACHERS = f"{D}teacher_models.*.model_path"
 CORRECTION = "algorithm.rollout_correction."
 OVERLONG = (
@@ -85,6 +88,8 @@ def settings(s: Source) -> dict[str, Any]:
     if s.get(f"{R}do_sample") is not None and not s.flag(f"{R}do_sample"):
         s.remark("rollout.sampling.temperature", "do_sample is false in verl; here rollouts are always sampled")
     schedule = s.get(f"{A}optim.warmup_style", f"{A}optim.lr_scheduler_type", f"{A}optim.lr_decay_style")
+    if s.get("model_engine") == "veomni" and f"{A}optim.lr_scheduler_type" not in s.given:
+        schedule = "cosine"
     divisors = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": s.count(f"{A}loss_scale_factor") or None}
     offloads_all = s.flag(f"{F}param_offload") or s.flag(f"{F}offload_policy")
     router_replay = s.get(f"{A}router_replay.mode")
@@ -92,16 +97,18 @@ def settings(s: Source) -> dict[str, Any]:
         only = "R2 replays the trainer's choice of experts; asyncrl has only R3, which replays the engine's choice"
         s.remark("algorithm.router_replay", only)
     overlong = next((name for name in OVERLONG if s.flag(f"{name}enable")), None)
-    column = s.given.get("data.image_key")
-    if is_complete(s) and column:
-        s.remark("data.train.image_column", f"verl reads images from the column {column}, if the data has it")
-        column = None
+    path = s.text("model.path", f"{M}path")
+    column = s.get("data.image_key")
+    if column in (None, "images"):  # verl's default, which text-only configurations have, too
+        if column and not sees_images(path):
+            s.remark("data.train.image_column", "verl reads images from the column images, if the data has it")
+        column = "images" if sees_images(path) else None
     limits = s.matching("*limit_mm_per_prompt.image") + s.matching("*limit_images")
     frozen = s.flag(f"{A}freeze_vision_tower")
     return {
-        "name": run_name(s.get("trainer.experiment_name")),
-        "model.path": model_path(s.get(f"{M}path"), s),
-        **images(s, s.get(f"{M}path"), column, s.count(*limits), frozen),
+        "name": run_name(s.text("name", "trainer.experiment_name")),
+        "model.path": model_path(path, s),
+        **images(s, path, column, s.count(*limits), frozen),
         "model.max_length": prompt_tokens + response_tokens,
         "model.chat_template_kwargs": s.section("data.apply_chat_template_kwargs."),
         "model.lora.rank": lora_rank or None,
@@ -109,7 +116,7 @@ def settings(s: Source) -> dict[str, Any]:
         "model.lora.target_modules": s.get(f"{M}target_modules") if lora_rank else None,
         "task.use": _task(s, in_turns),
         "task.episode.max_calls": s.get(f"{R}multi_turn.max_assistant_turns") if in_turns else None,
-        "data.train.path": _data_path(s, "data.train.path", s.get("data.train_files")),
+        "data.train.path": _data_path(s, "data.train.path", s.text("data.train.path", "data.train_files")),
         "data.train.size": max(s.count("data.train_max_samples"), 0) or None,
         "rollout.max_prompt_tokens": prompt_tokens,
         "rollout.sampling.temperature": s.get(f"{R}temperature"),
@@ -153,17 +160,17 @@ def settings(s: Source) -> dict[str, Any]:
         "trainer.schedule.kind": schedule if schedule in ("linear", "cosine") else "constant",
         "trainer.attention": s.get(f"{M}override_config.attn_implementation") or "flash_attention_2",
         "trainer.offload": "all" if offloads_all else "optimizer" if s.flag(f"{F}optimizer_offload") else "none",
-        **_sizes(s, prompt_tokens + response_tokens),
+        **_sizes(s, prompt_tokens + response_tokens, has_images=bool(column or s.count(*limits) or sees_images(path))),
         **_held_out(s, column),
         "evaluation.temperature": s.number(f"{R}val_kwargs.temperature") or None
         if s.flag(f"{R}val_kwargs.do_sample")
         else None,
-        **tracking(s, "trainer.logger", project=s.get("trainer.project_name")),
+        **tracking(s, "trainer.logger", project=s.text("tracking.experiment", "trainer.project_name")),
         **_distillation(s),
     }
 
 
-def _sizes(s: Source, longest: int) -> dict[str, Any]:
+def _sizes(s: Source, longest: int, *, has_images: bool) -> dict[str, Any]:
     """Devices, batches, versions and steps. ``longest``: tokens of the longest prompt and response together."""
     mode = _mode(s)
     in_turn = mode in ("sync", "colocate_async")  # all GPUs generate, and then all GPUs train
@@ -221,6 +228,15 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         generating = max(s.count(f"{prefix}nnodes"), 1) * max(s.count(f"{prefix}n_gpus_per_node"), 1)
         devices = Devices(max(total, 1), max(generating // per_engine, 1), per_engine)
     per_sequence = max(s.count(f"{A}ulysses_sequence_parallel_size"), 1)
+    if has_images and per_sequence > 1:
+        s.remark(
+            "trainer.sequence_parallel", f"verl divides a sequence over {per_sequence} GPUs; with images it is whole"
+        )
+        per_sequence = 1
+    largest = groups * max(s.count(f"{R}n"), 1) // minibatches * per_sequence
+    if 0 < largest < devices.ranks:
+        s.remark("trainer.ranks", f"{devices.ranks} GPUs are more than the {largest} rollouts of a minibatch")
+        devices = devices._replace(ranks=largest)
     tokens = longest * max(s.count(f"{A}ppo_micro_batch_size_per_gpu"), 1)
     if s.flag(f"{A}use_dynamic_bsz"):
         tokens = max(per_sequence * s.count(f"{A}ppo_max_token_len_per_gpu"), longest)
@@ -269,14 +285,11 @@ def _dtype(s: Source, key: str, name: object) -> str:
 
 
 def _mode(s: Source) -> Mode:
-    if any(name.startswith("async_training.") for name in s.given):
-        return "fully_async"
-    match s.get(f"{V1}trainer_mode"):
-        case "separate_async":
-            return "separate_async"
-        case "colocate_async":
-            return "colocate_async"
-    return "one_step_off" if "rollout.nnodes" in s.given else "sync"
+    program: Literal["ppo", "one_step_off", "fully_async"] = s.get(PROGRAM)
+    if program != "ppo":
+        return program
+    mode = s.get(f"{V1}trainer_mode")
+    return mode if mode in ("separate_async", "colocate_async") else "sync"
 
 
 def _chosen(s: Source, key: str, name: str, table: dict[str, Any], fallback: str) -> Any:
@@ -343,10 +356,12 @@ def _distillation(s: Source) -> dict[str, Any]:
     """Distillation by policy gradient. The sampled token's advantage is minus k1, as with `preset: distill`."""
     if not s.flag(f"{D}enabled"):
         return dict.fromkeys(("algorithm.reference_path", "algorithm.reward_coef"))
-    same = {"use_policy_gradient": True, "loss_mode": "k1", "use_task_rewards": False, "loss_max_clamp": None}
+    same = {"use_policy_gradient": True, "loss_mode": "k1", "use_task_rewards": False}
     for name, wanted in same.items():
         if (value := s.get(f"{L}{name}")) != wanted:
             s.unsupported.append(f"{L}{name} = {shown(value)}: preset: distill is verl's distillation with {wanted}")
+    if limit := s.number(f"{L}loss_max_clamp"):
+        s.remark("algorithm.kl_coef", f"verl limits a token's KL estimate to {limit:g}; here it has no limit")
     teachers = [s.given[name] for name in s.matching(TEACHERS) if s.given[name]]
     if len(teachers) != 1:
         s.unsupported.append(f"{TEACHERS}: a run has one teacher, and there are {len(teachers)}")
@@ -406,7 +421,7 @@ def _bounds(s: Source, name: str) -> tuple[float | None, float | None]:
 
 
 def _task(s: Source, in_turns: bool) -> str:
-    """`task.use`, with an adapter for verl's reward functions."""
+    """`task.use`. Reward functions for verl work unchanged."""
     if in_turns:
         s.remark(
             "task.use",
@@ -414,26 +429,21 @@ def _task(s: Source, in_turns: bool) -> str:
             "and name it here as `module:Class` or `module:function`",
         )
         return "environment:Environment"
-    path = s.get("reward.custom_reward_function.path", "custom_reward_function.path")
+    path = s.text("task.use", "reward.custom_reward_function.path", "custom_reward_function.path")
     name = s.get("reward.custom_reward_function.name", "custom_reward_function.name") or "compute_score"
-    stem = re.sub(r"\W", "_", str(path).rpartition("/")[2].removesuffix(".py")) if path else ""
-    default = f"from verl.utils.reward_score import default_compute_score as {name}"
-    column = s.get("data.reward_fn_key") or "data_source"
-    s.remark(
-        "task.use",
-        "write rewards.py next to this file; verl's functions have other arguments:\n"
-        f"    {f'from {stem} import {name}' if path else default}\n\n"
-        "    def reward(prompt, response):\n"
-        f'        score = {name}(prompt["{column}"], response, prompt["reward_model"]["ground_truth"], '
-        'prompt.get("extra_info"))\n'
-        '        return score["score"] if isinstance(score, dict) else score',
-    )
-    return "rewards:reward"
+    if not path:
+        s.remark("task.use", "verl's own rewards: install verl here, or choose a task such as `math` (docs/tasks.md)")
+        return "verl.utils.reward_score:default_compute_score"
+    if str(path).startswith("pkg://"):
+        return f"{str(path)[6:]}:{name}"
+    stem = re.sub(r"\W", "_", str(path).rpartition("/")[2].removesuffix(".py"))
+    s.remark("task.use", f"copy {path} next to this file, as {stem}.py; the function stays as it is (docs/tasks.md)")
+    return f"{stem}:{name}"
 
 
 def _held_out(s: Source, image_column: Any) -> dict[str, Any]:
     """`data.eval.path` is the first file. The other files are `evaluation.sets`, each named after its folder."""
-    found = s.get("data.val_files")
+    found = s.text("data.eval.path", "data.val_files")
     files = [str(path) for path in found] if isinstance(found, list) else [str(found)] if found else []
     if not files:
         own = [f"data.eval.{key}" for key in ("path", "size", "prompt_column", "image_column")]

@@ -17,7 +17,7 @@ from asyncrl_cli.convert.source import shown
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.spec.data_sources import names_a_file
-from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.load import looks_like_path
 
 WIDTH = 116
@@ -35,7 +35,8 @@ def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
     trainer = conversion.trainer.name
     lines = [
         f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
-        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks points to check.",
+        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks points to check. Values",
+        f"# without a comment are {trainer}'s defaults and asyncrl's.",
     ]
     tree: dict[str, Any] = {}
     for setting in sorted(conversion.settings, key=_position):
@@ -68,13 +69,19 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
             yield from _section(inner, trainer=trainer, folder=folder, indent=f"{indent}  ")
             continue
         source = ", ".join(f"{key} = {shown(value)}" for key, value in inner.sources.items())
-        text = source or f"{trainer}'s default"
-        yield from _comment(f"{text}; {inner.note}" if inner.note else text, indent)
+        if source or not _is_default(inner):
+            text = source or f"{trainer}'s default"
+            yield from _comment(f"{text}; {inner.note}" if inner.note else text, indent)
         for remark in inner.remarks:
             yield from _comment(f"{CHECK} {name}: {remark}", indent)
         if inner.value is not None:
             value = _from_folder(inner.key, inner.value, folder) if inner.key in PATHS else inner.value
             yield f"{indent}{name}: {_value(value)}"
+
+
+def _is_default(setting: Setting) -> bool:
+    key = keys().get(general(setting.key))
+    return key is not None and setting.value in (key.default, str(key.default))
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The reward functions in the comments of converted specs: they are valid Python and call the original function."""
+"""Reward functions of other trainers: named in `task.use`, or called by a function in a comment of the spec."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.tasks.load import load_task
 from tests.convert import test_trl, test_verl
 
 
@@ -29,25 +32,34 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None
     monkeypatch.setitem(sys.modules, name, made)
 
 
-@pytest.mark.parametrize("result", [0.5, {"score": 0.5, "accuracy": 1}])
-def test_verls_reward_function_is_called_with_the_row(monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
-    calls: list[tuple[Any, ...]] = []
+VERL_REWARD = """
+def compute(data_source, solution_str, ground_truth, extra_info=None):
+    right = float(solution_str == ground_truth and data_source == "gsm8k" and extra_info == {"split": "train"})
+    return {"score": right, "pred": solution_str}
+"""
+TRL_REWARD = "def compute(completions, answer, **_): return [float(c == a) for c, a in zip(completions, answer)]"
 
-    def compute(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return result
 
-    module(monkeypatch, "my_reward", compute=compute)
+def test_verls_and_trls_reward_functions_are_named_and_work_unchanged(tmp_path: Path) -> None:
     path = "reward.custom_reward_function."
-    conversion = test_verl.converted([f"{path}path=recipes/my_reward.py", f"{path}name=compute"])
+    verl = test_verl.converted([f"{path}path=recipes/verl_reward.py", f"{path}name=compute"])
+    trl = test_trl.converted("grpo", *test_trl.BASE, "--reward_funcs", "trl_reward.compute")
     row = {
-        "prompt": [],
         "data_source": "gsm8k",
         "reward_model": {"ground_truth": "7"},
         "extra_info": {"split": "train"},
+        "answer": "7",
     }
-    assert function_of(conversion.remarks, "reward")(row, "the answer is 7") == 0.5
-    assert calls == [("gsm8k", "the answer is 7", "7", {"split": "train"})]
+    prompt = Prompt("uid", "3+4", row)
+    for conversion, module_name, text in ((verl, "verl_reward", VERL_REWARD), (trl, "trl_reward", TRL_REWARD)):
+        (tmp_path / f"{module_name}.py").write_text(text)
+        use = next(setting.value for setting in conversion.settings if setting.key == "task.use")
+        assert use == f"{module_name}:compute"
+        task = load_task(TaskSpec(use=use), tmp_path)
+        if module_name == "trl_reward":
+            assert task.rewards(prompt, ["7", "8"], [True, True]) == [1.0, 0.0]
+        else:
+            assert [task.reward(prompt, response, True)["score"] for response in "78"] == [1.0, 0.0]
 
 
 def test_trls_reward_functions_are_called_with_lists_and_weighted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +75,3 @@ def test_trls_reward_functions_are_called_with_lists_and_weighted(monkeypatch: p
     prompts = [[{"role": "user", "content": "3+4"}]] * 2
     completions = [[{"role": "assistant", "content": text}] for text in ("7", "8")]
     assert rewards(prompts=prompts, completions=completions, answer=["7", "7"]) == [2.0, 0.0]
-
-
-def test_a_comment_keeps_the_code_as_it_is(home: Path) -> None:
-    from asyncrl_cli.convert.write import spec_text
-
-    conversion = test_verl.converted(["data.train_batch_size=256"])
-    text = spec_text(conversion, "test", Path())
-    code = next(remark for key, remark in conversion.remarks if key == "task.use").partition("\n")[2]
-    assert [line.removeprefix("  # ").rstrip() for line in text.splitlines() if line.startswith("  #     ")] == [
-        line for line in code.splitlines() if line
-    ]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.convert.source import words
+from asyncrl_cli.convert.source import Source, override, words
 from asyncrl_cli.convert.verl import OVERRIDE
 from asyncrl_cli.core.errors import ConfigError
 
@@ -33,6 +33,18 @@ SCRIPTS = {
     f'{PROGRAM} a.b=$A#2 "c.d=[\\"m\\",\'n\']" e.f=\\$A\n',
     "split": f'P="a.b=1  c.d=2"\n: ${{N:=4}}\n{PROGRAM} $P e.f=$N "g.h=$P"\n',
     "function": f'train() {{\n  {PROGRAM} a.b=1 "$@"\n}}\ntrain\n',
+    "conditions": 'D=${D:-gpu}; E=()\nif [ "$D" = npu ]; then A=1; elif [[ $D == g* && -n $D ]]; then A=2; '
+    "E+=(c.d=$A); "
+    f'else A=3; fi\n[ $A -gt 1 ] && A=$((A - 7)) || A=9\n! true || B=1\n{PROGRAM} a.b=$A "${{E[@]}}" e.f=${{B:-0}}\n',
+    "cases": f'M=Qwen/Q3-8B\ncase "${{M##*/}}" in\n  (x|y) T=1 ;;\n  Q3-*) T=2\n    ;;\n  *) T=3;;\nesac\n'
+    f"{PROGRAM} a.b=$T c.d=${{M%/*}} e.f=${{M,,}} g.h=$((-7 / 2)) i.j=${{#M}}\n",
+    "loops": f'for size in 1 2; do L+=("k.n$size=$size"); done\n{PROGRAM} > out.txt "${{L[@]}}" a.b=${{#L[@]}}\n',
+    "functions": f'function run {{ local N=$2; {PROGRAM} "$1" a.b=$N; }}\nset -- x; (N=7); run c.d=3 4\n',
+    "substitutions": f'F=$(basename "$0" .sh)\nG=$(cd "$(dirname "$0")/.." && pwd)\nH=`echo "a  b"`\n'
+    f'{PROGRAM} a.b=$F c.d=$G e.f="$H" g.h=$(echo 3)\n',
+    "documents": f"cat <<-A >x <<'B'\n\t$(( 1\n\tA\nif '\nB\npython3 - <<<\"x\" || true\n{PROGRAM} a.b={{1}}\n",
+    "nested": 'A="${X:-"${Y:-"a b"}/c"}"\nB=${X:-${Y:-d e}}\n'
+    f'{PROGRAM} "a.b=$A" c.d="$B" e.f="$A$B" g.h=${{A:+1}}\n',
     "positions": f"ENGINE=${{1:-vllm}}\n{PROGRAM} a.b=$ENGINE c.d=$(pwd)/x e.f=`pwd` g.h=$PWD\n",
 }
 
@@ -73,6 +85,116 @@ def test_any_quoted_text_comes_back(texts: list[str]) -> None:
     assert words([str(script)], OVERRIDE)[3:] == given
 
 
+VARIABLES = st.sampled_from("ABC")
+LITERALS = st.sampled_from(["1", "20", "gpu", "a b", "", "x=y", "~", "*"])
+TEXTS = st.one_of(
+    LITERALS.map(shlex.quote),
+    VARIABLES.map(lambda name: f'"${name}"'),
+    VARIABLES.map(lambda name: f"${{{name}:-7}}"),
+    st.tuples(VARIABLES, LITERALS).map(lambda pair: f'"${{{pair[0]}:+{pair[1].replace("*", "s")}}}-$HOME"'),
+    st.tuples(st.integers(-9, 9), st.sampled_from("+-*"), st.integers(1, 9)).map(
+        lambda parts: "$(({} {} {}))".format(*parts)
+    ),
+)
+TESTS = st.one_of(
+    st.tuples(VARIABLES, st.sampled_from(["=", "!="]), LITERALS).map(
+        lambda parts: f'[ "${parts[0]}" {parts[1]} {shlex.quote(parts[2])} ]'
+    ),
+    VARIABLES.map(lambda name: f'[[ -n "${{{name}:-}}" ]]'),
+    st.sampled_from(["true", "false", "! false", "[ 3 -lt 20 ]"]),
+)
+ASSIGNMENTS = st.tuples(VARIABLES, st.sampled_from(["=", "+="]), TEXTS).map("".join)
+STATEMENTS = st.recursive(
+    ASSIGNMENTS,
+    lambda inner: st.one_of(
+        st.tuples(TESTS, inner, inner).map(lambda parts: "if {}; then\n{}\nelse {}; fi".format(*parts)),
+        st.tuples(TESTS, st.sampled_from(["&&", "||"]), inner).map(
+            lambda parts: "{{ {}; }} {} {{ {}; }}".format(*parts)
+        ),
+        st.tuples(VARIABLES, inner, inner).map(lambda parts: 'case "${}" in 1|gpu) {};;\n*) {} ;; esac'.format(*parts)),
+        st.tuples(inner, inner).map("; ".join),
+    ),
+    max_leaves=5,
+)
+
+
+@given(st.lists(STATEMENTS, min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_assignments_and_conditions_of_known_values_have_the_values_of_bash(programs: Path, lines: list[str]) -> None:
+    script = Path(os.environ["PYTEST_CURRENT_TEST_FOLDER"]) / "known.sh"
+    script.write_text("A=1 B='' C=gpu\n" + "\n".join(lines) + f'\n{PROGRAM} a.a="$A" b.b="$B" c.c="$C"\n')
+    assert words([str(script)], OVERRIDE)[1:] == words_of_bash(script, programs)
+
+
+SHELL = st.sampled_from(
+    [*"ab=$(){}[]'\"`\\;|&<>#!*~ \n", "${A:-", "$((", "if ", "; then ", "fi\n", "<<E\n", f"\n{PROGRAM} a.b="]
+)
+
+
+@given(st.lists(SHELL, max_size=40).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_or_refused_and_unknown_values_are_marked_by_type(text: str) -> None:
+    script = Path(os.environ["PYTEST_CURRENT_TEST_FOLDER"]) / "any.sh"
+    script.write_text(text)
+    try:
+        found = words([str(script)], OVERRIDE)
+    except ConfigError as error:
+        assert "\0" not in f"{error}{error.hint}"
+        return
+    assert not any("\0" in word for word in found)
+
+
+def test_no_value_of_the_environment_gets_into_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "secret-value")
+    script = tmp_path / "run.sh"
+    script.write_text(f'{PROGRAM} a.b="$MY_API_KEY" c.d=${{MY_API_KEY:-none}} e.f=$HOME/data\n')
+    found = words([str(script)], OVERRIDE)
+    assert found[-3:] == ["a.b=$MY_API_KEY", "c.d=none", f"e.f={os.environ['HOME']}/data"]
+    assert words([str(script), "MY_API_KEY=mine"], OVERRIDE)[-3:-1] == ["a.b=mine", "c.d=mine"]
+
+
+@pytest.mark.parametrize("end", ["\\\n\n", "\\ \n", "\\\n  # a comment\n", "\n"])
+def test_arguments_after_the_end_of_the_command_are_refused_with_their_line(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{PROGRAM} a.b=1 {end}  c.d=2 \\\n  e.f=3\n")
+    with pytest.raises(ConfigError, match=r"c\.d=2. is not part of the command") as refused:
+        words([str(script)], OVERRIDE)
+    assert refused.value.location == f"{script}:{2 + end.count(chr(10), 0, -1)}"
+
+
+NESTED = 3000
+ATTACKS = {
+    "quote": 'A="' + "()" * 22,
+    "document": "cat <<EOF\n" + "x\n" * 3000,
+    "doubled": "A=aa\n" + "A=$A$A\n" * 40 + f"{PROGRAM} a.b=$A",
+    "array": "A=(a b)\n" + 'A+=("${A[@]}")\n' * 40 + f'{PROGRAM} a.b=1 "${{A[@]}}"',
+    "comments": ("# " + "x" * 78 + "\n") * 65_000,
+    "defaults": "A=" + "${A:-" * NESTED + "}" * NESTED,
+    "blocks": "if true; then " * NESTED + "fi;" * NESTED,
+    "calls": "f() { f; f; }\nf\n",
+    "definitions": "f() " * NESTED,
+    "loops": f"for i in {'x ' * NESTED}; do for j in {'y ' * NESTED}; do A=1; done; done",
+    "tests": "[ " + "x -a " * NESTED + f"x ] && A=1\n{PROGRAM} trainer.n=$A",
+    "braces": "A=" + "{" * 20_000 + "," * 20_000,
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_script_that_would_need_much_work_is_refused(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(ATTACKS[name])
+    with pytest.raises(ConfigError):
+        Source(override({}, words([str(script)], OVERRIDE)[3:]), {}).get("trainer.n")
+
+
+@pytest.mark.parametrize("sum_", ["1(2)", "9**9**9", "1 << 99999", "9*" * 60 + "9", "1/0", "A", "x.y"])
+def test_a_sum_that_is_not_one_of_whole_numbers_is_unknown(sum_: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"A=A\n{PROGRAM} trainer.n=$(( {sum_} ))\n")
+    with pytest.raises(ConfigError, match="which only a run gives"):
+        Source(override({}, words([str(script)], OVERRIDE)[3:]), {}).get("trainer.n")
+
+
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_CURRENT_TEST_FOLDER", str(tmp_path))
@@ -82,10 +204,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "problem"),
     [
         (f"N=$(nproc)\n{PROGRAM} a.b=1 trainer.n=$N", "line 1 has $(nproc)"),
-        (f"if true; then\n N=1\nelse\n N=2\nfi\n{PROGRAM} trainer.n=$N", "line 4 sets N under a condition"),
-        (f"N=1\n[[ -z $M ]] && N=2\n{PROGRAM} trainer.n=$N", "line 2 sets N under a condition"),
-        (f"for N in 1 2; do\n{PROGRAM} trainer.n=$N\ndone", "the script does not set N"),
-        (f"{PROGRAM} trainer.n=${{N##*/}}", "line 1 has ${N##*/}"),
+        (f"{PROGRAM} a.b=1 trainer.n=x$N", "the script does not set N"),
+        (f"N=1\n[[ -d $M ]] && N=2\n{PROGRAM} trainer.n=$N", "line 2 sets N under the condition in line 2"),
+        (f"for N in $(ls); do\n{PROGRAM} trainer.n=$N\ndone", "line 1 is set by a loop"),
+        (f"{PROGRAM} trainer.n=${{N/a/b}}", "line 1 has ${N/a/b}"),
         (f"{PROGRAM} trainer.n=$1", "the script does not set 1"),
         (f"{PROGRAM} trainer.n=$((2 ** 70))", "line 1 has $((2 ** 70))"),
     ],
@@ -93,12 +215,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_value_that_only_a_run_would_give_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{text}\n")
+    source = Source(override({}, words([str(script)], OVERRIDE)[3:]), {})
     with pytest.raises(ConfigError) as refused:
-        words([str(script)], OVERRIDE)
+        source.get("trainer.n")
     assert problem in refused.value.message and re.fullmatch(rf"{script}:\d+", refused.value.location)
-    assert refused.value.hint == "add `trainer.n=VALUE` after the script"
-    found = words([str(script), "trainer.n=8"], OVERRIDE)
-    assert [word for word in found if word.startswith("trainer.n=")] == ["trainer.n=8"]
+    assert refused.value.hint.startswith("add `trainer.n=VALUE`")
+    assert override({}, words([str(script), "trainer.n=8"], OVERRIDE)[3:])["trainer.n"] == 8
 
 
 @pytest.mark.parametrize("text", ["", "echo a.b=1\n", f"{PROGRAM} a.b=1\n{PROGRAM} a.b=2\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.convert.rows import Trainer, convert
 from asyncrl_cli.convert.source import Source, override, read_file
 from asyncrl_cli.convert.trl import TRAINERS
-from asyncrl_cli.convert.verl import DEFAULTS, TRAINER
+from asyncrl_cli.convert.verl import DEFAULTS
+from asyncrl_cli.convert.verl import TRAINERS as VERL
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
 
@@ -48,6 +50,33 @@ def test_files_that_are_no_configuration_are_refused(tmp_path: Path, text: str) 
         read_file(str(tmp_path / "c.yaml"))
 
 
+FILES = {
+    "aliases.yaml": "a: &a [1]\n" + "".join(f"b{n}: &a [*a, *a]\n" for n in range(40)),
+    "merges.yaml": "a: &a {x: 1}\n" + "".join(f"b{n}: &a {{p: *a, q: *a}}\n" for n in range(40)),
+    "itself.yaml": "a: &a [*a]\n",
+    "deep.yaml": "[" * 50_000,
+    "deep.toml": "a = " + "[" * 50_000,
+    "tables.toml": "[" + ".".join("a" * 50_000) + "]",
+    "large.yaml": "# x\n" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_would_need_much_work_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FILES[name])
+    with pytest.raises(ConfigError) as refused:
+        read_file(str(tmp_path / name))
+    assert str(tmp_path / name)[:40] in refused.value.location
+
+
+def test_a_pipe_is_refused_and_long_references_are(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match="no regular file"):
+        read_file(str(tmp_path / "pipe.yaml"))
+    with pytest.raises(ConfigError, match="references"):
+        Source({f"a{n}": f"${{a{n + 1}}}" * 50 for n in range(8)} | {"a8": "x"}, {})
+
+
 NAMES = st.from_regex(r"[a-z_]{1,8}(\.[a-z_]{1,8}){0,3}", fullmatch=True)
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text())
 
@@ -55,14 +84,14 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES | st.sampled_from(sorted(DEFAULTS)), VALUES, max_size=12))
 def test_any_configuration_gives_yaml_that_names_every_key(values: dict[str, object]) -> None:
-    conversion = convert(values, TRAINER)
+    conversion = convert(values, VERL["ppo"])
     text = spec_text(conversion, "a file", Path())
     assert isinstance(yaml.safe_load(text), dict)
     comments = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
     assert all(name in comments for name in values)
 
 
-@pytest.mark.parametrize("trainer", [TRAINER, *TRAINERS.values()])
+@pytest.mark.parametrize("trainer", [*VERL.values(), *TRAINERS.values()])
 def test_every_computed_value_has_a_row(trainer: Trainer) -> None:
     computed = trainer.settings(Source({}, trainer.defaults))
     assert computed.keys() <= {row.key for row in trainer.rows}

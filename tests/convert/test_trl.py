@@ -276,3 +276,31 @@ def test_on_policy_gkd_is_the_preset_distill(home: Path) -> None:
 def test_gkd_with_another_meaning_is_refused_by_its_key(words: list[str], key: str) -> None:
     (reason,) = converted(*GKD, *words).unsupported
     assert reason.startswith(key)
+
+
+PROGRAM = """
+from trl import GRPOConfig, GRPOTrainer
+LR = 2e-6
+data = load_dataset("trl-lib/DeepMath-103K", split="train")
+def brief(completions, **_): return [0.0 for _ in completions]
+arguments = GRPOConfig(output_dir="out/mine", learning_rate=LR, num_generations=4, bf16=torch.ok(), run_name=f"x-{LR}")
+adapter = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"])
+GRPOTrainer(model="Qwen/Qwen3-0.6B", args=arguments, reward_funcs=[brief], peft_config=adapter).train()
+"""
+
+
+def test_literals_of_a_program_are_read(home: Path) -> None:
+    Path("train.py").write_text(PROGRAM)
+    found = spec_of("train.py", "--bf16", "True", "--num_processes", "4")
+    expected = {
+        "model.path": "Qwen/Qwen3-0.6B",
+        "model.lora.rank": 8,
+        "task.use": "train:brief",
+        "data.train.path": "hf:trl-lib/DeepMath-103K",
+        "trainer.optimizer.learning_rate": 2e-6,
+        "rollout.group_size": 4,
+    }
+    assert {key: found[key] for key in expected} == expected
+    with pytest.raises(ConfigError, match=r"torch\.ok") as refused:
+        spec_of("train.py")
+    assert refused.value.hint == "add `--bf16 VALUE` after the script"

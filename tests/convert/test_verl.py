@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.convert.rows import Conversion, convert
 from asyncrl_cli.convert.source import override, read_file, words
-from asyncrl_cli.convert.verl import OVERRIDE, ROWS, TRAINER, overrides_of
+from asyncrl_cli.convert.verl import OVERRIDE, ROWS, read_line, trainer_of
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.keys import keys
@@ -23,7 +23,7 @@ FILES = sorted((Path(__file__).parents[1] / "data/verl").glob("*.yaml"))
 
 def converted(overrides: list[str], file: Path | None = None) -> Conversion:
     values = override(read_file(str(file)) if file else {}, overrides)
-    return convert(values, TRAINER)
+    return convert(values, trainer_of("", values))
 
 
 def flat(loaded: LoadedSpec) -> dict[str, Any]:
@@ -267,7 +267,6 @@ def test_distillation_of_the_sampled_token_is_the_preset_distill() -> None:
         ("distillation.distillation_loss.loss_mode=forward_kl_topk", "loss_mode"),
         ("distillation.distillation_loss.use_policy_gradient=False", "use_policy_gradient"),
         ("distillation.distillation_loss.use_task_rewards=True", "use_task_rewards"),
-        ("distillation.distillation_loss.loss_max_clamp=10", "loss_max_clamp"),
         ("distillation.teacher_models.other.model_path=another/model", "teacher_models"),
     ],
 )
@@ -292,7 +291,7 @@ def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
 
 def test_a_whole_script_may_be_an_argument() -> None:
     script = "#!/bin/bash\n# verl's example\nset -x\npython3 -m verl.trainer.main_ppo \\\n  a=1 \\\n  b='[x, y]' $@\n"
-    assert overrides_of(words([script], OVERRIDE)) == ["a=1", "b=[x, y]"]
+    assert read_line(words([script], OVERRIDE)) == ("verl.trainer.main_ppo", ["a=1", "b=[x, y]"])
 
 
 def test_image_columns_of_a_complete_configuration_are_to_check() -> None:
@@ -313,7 +312,7 @@ VISION = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
     [
         ([VISION, "data.image_key=pictures"], 1, "pictures", []),
         (["data.image_key=pictures"], 1, "pictures", []),
-        ([VISION, f"{R}limit_mm_per_prompt.image=4", f"{A}freeze_vision_tower=True"], 4, None, ["vision"]),
+        ([VISION, f"{R}limit_mm_per_prompt.image=4", f"{A}freeze_vision_tower=True"], 4, "images", ["vision"]),
     ],
 )
 def test_images_are_kept_with_column_number_and_the_trained_tower(
@@ -371,14 +370,14 @@ def test_epochs_stay_epochs(home: Path) -> None:
     ],
 )
 def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) -> None:
-    assert overrides_of(line.split()) == kept
-    assert overrides_of(words([line], OVERRIDE)) == kept
+    assert read_line(line.split())[1] == kept
+    assert read_line(words([line], OVERRIDE))[1] == kept
 
 
 @pytest.mark.parametrize("line", ["--config-name=mine a=1", "--multirun a=1", "train.py"])
 def test_options_and_scripts_that_are_not_read_are_refused(line: str) -> None:
     with pytest.raises(ConfigError):
-        overrides_of(line.split())
+        read_line(line.split())
 
 
 def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:
@@ -401,3 +400,53 @@ def test_gdpos_rewards_are_parts(home: Path) -> None:
     assert (found["algorithm.reward_aggregation"], found["algorithm.advantage"]) == ("normalize_then_sum", "group_norm")
     assert spec_of(*keys)["algorithm.reward_parts"] == {"format": 1.0, "answer": 1.0}
     assert spec_of(*GRPO)["algorithm.reward_parts"] == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "mode", "preset"),
+    [
+        ("python3 -m verl.trainer.main_ppo", "sync", "decoupled"),
+        ("python3 -m verl.experimental.fully_async_policy.fully_async_main", "async", "off"),
+        ("python3 -m verl.experimental.one_step_off_policy.main_ppo", "one_step_off", "off"),
+        ("python3 -m x.main --config-path=config --config-name=fully_async_ppo_megatron_trainer.yaml", "async", "off"),
+        ("", "sync", "decoupled"),
+    ],
+)
+def test_a_programs_defaults_decide(line: str, mode: str, preset: str) -> None:
+    name, overrides = read_line([*line.split(), "data.train_batch_size=64"])
+    values = override({}, overrides)
+    found = {setting.key: setting.value for setting in convert(values, trainer_of(name, values)).settings}
+    assert (found["pipeline.mode"], found["algorithm.correction.preset"]) == (mode, preset)
+
+
+def test_a_configuration_that_the_command_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 8}\n")
+    line = f"python3 -m verl.trainer.main_ppo --config-path={tmp_path} --config-name mine a.b=1"
+    assert read_line(line.split())[1] == [f"{tmp_path}/mine.yaml", "a.b=1"]
+
+
+def test_unknown_names_and_paths_of_a_script_do_not_stop_a_conversion(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "NAME=qwen_$(date +%Y)\npython3 -m verl.trainer.main_ppo trainer.experiment_name=$NAME \\\n"
+        "  data.train_files=\"['$DATA_ROOT/a.parquet']\" trainer.default_local_dir=$CKPTS/$(hostname)\n"
+    )
+    values = override({}, read_line(words([str(script)], OVERRIDE))[1])
+    conversion = convert(values, trainer_of("", values))
+    found = {setting.key: setting.value for setting in conversion.settings}
+    assert (found["name"], found["data.train.path"]) == ("qwen", "${env:DATA_ROOT}/a.parquet")
+    assert {"name", "data.train.path"} <= {key for key, _ in conversion.remarks}
+
+
+def test_a_run_never_needs_more_gpus_than_it_had() -> None:
+    for gpus in (1, 2, 4, 8):
+        overrides = [f"trainer.n_gpus_per_node={gpus}", f"{R}tensor_model_parallel_size={gpus}"]
+        found = {setting.key: setting.value for setting in converted([*GRPO, *overrides]).settings}
+        used = found["rollout.engines"] * found["rollout.gpus_per_engine"]
+        assert used + found["trainer.ranks"] * found["trainer.gpus_per_rank"] <= gpus
+
+
+def test_values_that_both_trainers_have_by_default_need_no_comment() -> None:
+    lines = spec_text(converted(["data.train_batch_size=64"]), "test", Path()).splitlines()
+    at = lines.index("  epochs: 1")
+    assert not lines[at - 1].lstrip().startswith("#") and "  # data.train_batch_size = 64" in "\n".join(lines)

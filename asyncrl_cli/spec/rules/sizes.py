@@ -193,11 +193,11 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
     pipeline, rollout = spec.pipeline, spec.rollout
     capacity = rollout.max_engines * rollout.max_running_rollouts
     admitted = (pipeline.max_staleness + 1) * pipeline.publish_every * pipeline.groups_per_step * rollout.group_size
-    if capacity > admitted:
+    share = max(-(-admitted // rollout.max_engines), rollout.group_size)
+    if rollout.max_running_rollouts > share:
         message = f"the engines can run {capacity} rollouts, but staleness admits at most {admitted}"
-        share = -(-admitted // rollout.max_engines)
         staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
-        hint = f"lower it to {max(share, rollout.group_size)}"
+        hint = f"lower it to {share}"
         hint += f", or raise pipeline.max_staleness to {staleness}" if pipeline.mode == "async" else ""
         yield warning("rollout.max_running_rollouts", message, hint)
 
