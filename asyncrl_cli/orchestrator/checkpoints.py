@@ -106,7 +106,7 @@ class Checkpoints:
             awaited=awaited,
             uploading=uploading,
         )
-        return [one.step for one in found if not reasons[one.step] and remove_unread(one)]
+        return [checkpoint.step for checkpoint in found if not reasons[checkpoint.step] and remove_unread(checkpoint)]
 
 
 async def _in_thread(work: Callable[[Check], T]) -> T:
