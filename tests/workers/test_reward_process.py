@@ -117,6 +117,7 @@ def test_one_process_scores_until_it_is_closed(start: Callable[..., Harness]) ->
     assert process.score("pid again") == pid
     assert process.score("x" * 10**6 + " = 1") == 1.0, "more than the buffer of a pipe"
     assert process.score("alarm") == 0.25, "signals work as in any main thread"
+    assert process.score("assert '127.0.0.1' in os.environ['no_proxy']") == 1.0
     assert process.score("assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())") == 1.0
     assert process.usable
     process.close()
