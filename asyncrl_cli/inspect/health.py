@@ -327,12 +327,14 @@ def _equal_groups(history: _History, _: float, __: bool) -> Symptom:
     if not history.has_equal_rewards or history.is_solved:
         return ()
     reward, groups = history.value("reward/mean") or 0.0, history.groups_per_step
+    remedy = f"{READ_RESPONSES}, and change the reward or `data.train`"
     cause = "the reward gives every response to a prompt the same value"
-    if history.is_binary and reward == 0.0:
+    if history.teaching_groups > history.equal_in_a_row:
+        cause, remedy = "the policy has collapsed to equal responses, or to wrong ones", f"{LOWER_RATE}; {remedy}"
+    elif history.is_binary and reward == 0.0:
         cause = "no response is right: the prompts are too hard, or the reward does not recognize right answers"
     elif history.is_binary and reward == 1.0:
         cause = "every response is right: the prompts are too easy, or the reward accepts everything"
-    remedy = f"{READ_RESPONSES}, and change the reward or `data.train`"
     return f"{groups} of {groups} groups had equal rewards (mean {reward:.3g})", cause, remedy
 
 

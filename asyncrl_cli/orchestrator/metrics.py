@@ -98,6 +98,9 @@ class StepRecorder:
         self._spec = spec
         self._changed_findings: list[HealthFinding] = []
         self._demonstrated_tokens = demonstrated_tokens
+        reporter.health(reported, changed=(), open_findings=self.health.open_findings)
+        for finding in self.health.open_findings:
+            reporter.warn(f"step {reported}: {finding.text}")
         self._publish_every = spec.pipeline.publish_every
         self._task_names = tuple(member.name for member in spec.task.mix)
         self._clock = StepClock(client)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -269,9 +269,14 @@ class Recorded:
 
     def __init__(self) -> None:
         self.findings: list[tuple[str, int, int | None]] = []
+        self.warned: list[str] = []
         self.rows: list[tuple[str, str, str]] = []
 
-    def health(self, _: int, changed: list[HealthFinding], __: list[HealthFinding]) -> None:
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
+
+    def health(self, _: int, changed: Sequence[HealthFinding], open_findings: Sequence[HealthFinding]) -> None:
+        self.open_findings = [finding.rule for finding in open_findings]
         self.findings += [
             (finding.rule, finding.first_step, finding.last_step) for finding in changed if finding.rule == "no_updates"
         ]
@@ -309,6 +314,8 @@ def test_findings_begin_and_end_once_also_after_a_resume() -> None:
     ((kind, part, message),) = reports.rows
     assert (kind, part) == ("health", "no_updates") and "no weight changed, since step 6. " in message
     after = recorder([{"step": step, "train/updates": 0.0} for step in range(1, 13)])
+    assert reports.open_findings == ["no_updates"]
+    assert [text.partition(". ")[0] for text in reports.warned] == ["step 12: no weight changed, since step 6"]
     train(after, 13, 14, 0.0)
     train(after, 15, 17, 1.0)
     assert reports.findings[1:] == [("no_updates", 6, 14)]
