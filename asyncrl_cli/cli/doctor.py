@@ -92,21 +92,23 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
     """
     from dataclasses import asdict
 
-    found: list[Finding] = []
+    results: list[Finding] = []
     try:
         for finding in findings:
-            found.append(finding)
+            results.append(finding)
             if not as_json and finding.status == "ok":  # immediately, because the last checks take long
                 show_finding(finding)
     finally:  # also after Ctrl-C
-        problems = sorted((one for one in found if one.status != "ok"), key=lambda one: one.status == "failure")
+        problems = sorted(
+            (finding for finding in results if finding.status != "ok"), key=lambda finding: finding.status == "failure"
+        )
         for finding in () if as_json else problems:
             show_finding(finding)
-    failures = sum(finding.status == "failure" for finding in found)
+    failures = sum(finding.status == "failure" for finding in results)
     if as_json:
-        echo_json({verdict: not failures, "findings": [asdict(finding) for finding in found]})
+        echo_json({verdict: not failures, "findings": [asdict(finding) for finding in results]})
     elif failures:
-        echo(f"\n{len(found)} checks: {failures} failed, {len(problems) - failures} with a warning")
+        echo(f"\n{len(results)} checks: {failures} failed, {len(problems) - failures} with a warning")
     return not failures
 
 

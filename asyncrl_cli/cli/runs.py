@@ -43,8 +43,8 @@ def runs(
         echo(f"no runs in {runs_dir} yet")
         return
     header = ("run", "phase", "step", "health", "engines", "greedy", "sampled", "took", "started", "settings")
-    first, *lines = table(header, [_cells(row) for row in rows], left=(0, 1, 3, 8, 9))
-    echo(first)
+    header_line, *lines = table(header, [_cells(row) for row in rows], left=(0, 1, 3, 8, 9))
+    echo(header_line)
     for row, line in zip(rows, lines, strict=True):
         echo(line)
         if row["reason"] and row["phase"] not in QUIET:
@@ -78,8 +78,8 @@ def _row(run: RunDirectory) -> dict[str, Any]:
 
 def health_text(rules: Sequence[str]) -> str:
     """The first broken rule and the number of others, or `ok`."""
-    others = f" +{len(rules) - 1}" if len(rules) > 1 else ""
-    return f"{rules[0]}{others}" if rules else "ok"
+    suffix = f" +{len(rules) - 1}" if len(rules) > 1 else ""
+    return f"{rules[0]}{suffix}" if rules else "ok"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

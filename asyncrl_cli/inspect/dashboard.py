@@ -104,13 +104,13 @@ def picture(due: Due, groups_per_cell: int) -> str:
 class Panel:
     """The panel for rich, with sparklines as long and high as the terminal allows."""
 
-    shown: Shown
+    state: Shown
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        shown, height = self.shown, console.size.height
+        state, height = self.state, console.size.height
 
         def line(text: str, wraps: bool = False) -> Text:
             cell = plain_text(text.replace("\n", r"\n"))
@@ -121,62 +121,62 @@ class Panel:
         # rich first shrinks columns without a fixed width, so the labels survive a long line.
         table.add_column(style="dim", width=LABEL_WIDTH)
         table.add_column()
-        table.add_row("now", line(shown.now))
-        if shown.metrics:
-            left = "" if shown.remaining_s is None else f", {duration(shown.remaining_s)} left"
-            table.add_row("step", line(f"{shown.step} of {shown.steps}, weight version {shown.version}{left}"))
-            table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
-        for at, finding in enumerate(shown.findings):
-            table.add_row("" if at else "NOT HEALTHY", line(finding, wraps=height >= TALL))
-        trends = list(_trends(shown, len(METRIC_ROWS) if height >= TALL else SHORT_ROWS)) if shown.metrics else []
-        others = [*(_speed(shown) if shown.metrics else ()), *_buffer(shown)]
-        faults = [" ".join(fault.split()) for fault in shown.faults[-FAULTS:]]
-        free = height - table.row_count - len(trends) - len(others) - len(faults) - 2
+        table.add_row("now", line(state.now))
+        if state.metrics:
+            remaining = "" if state.remaining_s is None else f", {duration(state.remaining_s)} left"
+            table.add_row("step", line(f"{state.step} of {state.steps}, weight version {state.version}{remaining}"))
+            table.add_row("", ProgressBar(total=state.steps, completed=state.step, width=40))
+        for index, finding in enumerate(state.findings):
+            table.add_row("" if index else "NOT HEALTHY", line(finding, wraps=height >= TALL))
+        trends = list(_trends(state, len(METRIC_ROWS) if height >= TALL else SHORT_ROWS)) if state.metrics else []
+        other_rows = [*(_speed(state) if state.metrics else ()), *_buffer(state)]
+        faults = [" ".join(fault.split()) for fault in state.faults[-FAULTS:]]
+        free = height - table.row_count - len(trends) - len(other_rows) - len(faults) - 2
         added = free // max(1, len(trends))  # lines for each trend: further rows, and an empty line below them
         rows = min(MOST_TREND_ROWS, added) if added > 1 else 1
         value_width = max((len(value) for _, value, _ in trends), default=0)
         columns = max(0, options.max_width - LABEL_WIDTH - value_width - 2 * GAP)
         for label, value, values in trends:
-            *above, lowest = sparkline(values[-columns:] if columns else (), rows)
-            for bars in above:
+            *upper_lines, lowest_line = sparkline(values[-columns:] if columns else (), rows)
+            for bars in upper_lines:
                 table.add_row("", line(f"{'':{value_width + GAP}}{bars}".rstrip()))
-            table.add_row(line(label), line(f"{value:{value_width}}{' ' * GAP}{lowest}".rstrip()))
+            table.add_row(line(label), line(f"{value:{value_width}}{' ' * GAP}{lowest_line}".rstrip()))
             if rows > 1:
                 table.add_row()
-        for name, value in others:
+        for name, value in other_rows:
             table.add_row(line(name), line(value))
-        for at, fault in enumerate(faults):
-            table.add_row("" if at else "last faults", line(fault))
+        for index, fault in enumerate(faults):
+            table.add_row("" if index else "last faults", line(fault))
         yield table
 
 
-def _trends(shown: Shown, metric_rows: int) -> Iterator[tuple[str, str, Sequence[float]]]:
+def _trends(state: Shown, metric_rows: int) -> Iterator[tuple[str, str, Sequence[float]]]:
     """Labels, values and earlier values. Any metric may be missing in a run of another version of asyncrl."""
-    m = shown.metrics
-    for at, (name, (label, form)) in enumerate(METRIC_ROWS.items()):
-        if name in m and at < metric_rows:
-            yield label, form.format(m[name]), shown.trends.get(name, ())
-        if at == 0:
-            for kind, values in shown.accuracy.items():
-                kind_label = kind if ":" in kind else f"held-out, {kind}"
-                yield kind_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values
+    m = state.metrics
+    for index, (name, (label, form)) in enumerate(METRIC_ROWS.items()):
+        if name in m and index < metric_rows:
+            yield label, form.format(m[name]), state.trends.get(name, ())
+        if index == 0:
+            for series, values in state.accuracy.items():
+                series_label = series if ":" in series else f"held-out, {series}"
+                yield series_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values
     if "staleness/groups_mean" in m and "staleness/groups_max" in m:
         mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
-        bound = f"{mean:.2f}, max {worst:.0f} of {shown.max_staleness} versions"
-        yield "staleness", bound, shown.trends.get("staleness/groups_mean", ())
+        bound = f"{mean:.2f}, max {worst:.0f} of {state.max_staleness} versions"
+        yield "staleness", bound, state.trends.get("staleness/groups_mean", ())
 
 
-def _speed(shown: Shown) -> Iterator[tuple[str, str]]:
-    m = shown.metrics
+def _speed(state: Shown) -> Iterator[tuple[str, str]]:
+    m = state.metrics
     if "tokens/generated_per_s" in m:
         yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
     known = {"busy": "share/trainer_busy", "MFU": "mfu/end_to_end"}
     busy = [f"{label} {m[name]:.0%}" for label, name in known.items() if name in m]
-    if trainer := ", ".join([*busy, *filter(None, [shown.trainer])]):
+    if trainer := ", ".join([*busy, *filter(None, [state.trainer])]):
         yield "trainer", trainer
     shares = {"busy": "share/engines_busy", "paused": "share/engines_paused"}
     spent = [f"{does} {m[name]:.0%}" for does, name in shares.items() if name in m]
-    if engines := ", ".join(filter(None, [shown.engines, *spent])):
+    if engines := ", ".join(filter(None, [state.engines, *spent])):
         yield "engines", engines
 
 

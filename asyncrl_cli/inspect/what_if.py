@@ -46,11 +46,11 @@ class Reproduced:
 
 
 def no_advice(findings: Sequence[HealthFinding]) -> str:
-    """Return why a run with these findings gets no advice on its speed; empty if it may learn."""
+    """Return why a run with these findings gets no advice on its speed; empty if it learns."""
     for finding in findings:
         if finding.stops_learning and finding.last_step is None:
-            since = f"the run has learned nothing since step {finding.first_step} ({finding.rule})"
-            return f"{since}, so its speed does not matter"
+            since = f"the training has been unhealthy since step {finding.first_step} ({finding.rule})"
+            return f"{since}, which matters more than its speed"
     return ""
 
 

@@ -431,11 +431,11 @@ def test_pages_show_that_a_run_learns_nothing(run: RecordedRun, asyncrl: Any) ->
     assert "No advice" not in asyncrl("staleness", "--what-if", "0")[1]
     write(run, "UPDATE batches SET metrics = json_set(metrics, '$.\"response/truncated_ratio\"', 0.9)")
     lines = asyncrl("inspect", "run")[1].splitlines()
-    assert any(line.startswith("health   since step 1 90% of the responses were truncated") for line in lines)
+    assert any(line.startswith("health   90% of the responses were truncated") for line in lines)
     (finding,) = json.loads(asyncrl("inspect", "run", "--json")[1])["findings"]
     assert (finding["rule"], finding["first_step"], finding["last_step"]) == ("truncated_responses", 1, None)
     out = asyncrl("staleness", "--what-if", "0")[1]
-    assert "No advice: the run has learned nothing since step 1 (truncated_responses)" in " ".join(out.split())
+    assert "No advice: the training has been unhealthy since step 1 (truncated_responses)" in " ".join(out.split())
     assert "smallest that costs no noticeable time" not in out and "limits the speed" not in out
 
 

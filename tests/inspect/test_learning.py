@@ -70,10 +70,10 @@ def test_held_out_accuracy_decides() -> None:
 @pytest.mark.parametrize(
     ("evaluations", "words", "tone"),
     [
-        ([(0, 0.50), (3, 0.55)], "No: since step 2 cut. held-out accuracy (greedy) did not change", "bad"),
+        ([(0, 0.50), (3, 0.55)], "No: cut, since step 2. Held-out accuracy (greedy) did not change", "bad"),
         ([(0, 0.10), (9, 0.9)], "Yes: held-out accuracy (greedy) rose", "plain"),
         ([(0, 0.90), (9, 0.5)], "No: held-out accuracy (greedy) fell", "bad"),
-        ([], "No: since step 2 cut. only 2 steps trained", "bad"),
+        ([], "No: cut, since step 2. Only 2 steps trained", "bad"),
     ],
 )
 def test_verdict_fits_a_finding_that_lasts(evaluations: list[tuple[int, float]], words: str, tone: str) -> None:
@@ -81,7 +81,7 @@ def test_verdict_fits_a_finding_that_lasts(evaluations: list[tuple[int, float]],
     series = [evaluation(*one, 64) for one in evaluations]
     verdict = learned(RISING[:2], series, {}, findings=[found])
     assert verdict[0].startswith(words) and verdict[1] == tone
-    assert (" But since step 2 cut." in verdict[0]) is (tone == "plain")
+    assert (" But cut, since step 2." in verdict[0]) is (tone == "plain")
     over = replace(found, last_step=3)
     assert learned(RISING[:2], series, {}, findings=[over]) == learned(RISING[:2], series, {})
 

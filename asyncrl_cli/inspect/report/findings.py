@@ -46,26 +46,26 @@ HEALTH_LINES = 12
 """Largest number of findings on the card about health."""
 
 
-def healthy(findings: Sequence[HealthFinding], steps: int, ended: bool) -> Answer:
+def healthy(findings: Sequence[HealthFinding], steps: int, is_over: bool) -> Answer:
     """List the findings that last, then those that have ended. ``steps``: number of trained steps."""
     question = "Is it healthy?"
     tone: Tone = "plain"
     lasting = [finding for finding in findings if finding.last_step is None]
     if not steps:
-        return Answer(question, _no_step(ended), "plain")
+        return Answer(question, _no_step(is_over), "plain")
     if not findings:
         return Answer(question, f"Yes: no rule was broken in {counted(steps, 'step')}.", "good")
     if lasting:
-        first, *others = sorted(lasting, key=lambda finding: not finding.stops_learning)
-        others += [finding for finding in findings if finding not in lasting]
-        answer, tone = f"No: {first.text}.", "bad"
+        worst, *other_findings = sorted(lasting, key=lambda finding: not finding.stops_learning)
+        other_findings += [finding for finding in findings if finding not in lasting]
+        answer, tone = f"No: {worst.text}.", "bad"
     else:
-        others = list(findings)
+        other_findings = list(findings)
         answer = f"Yes, in the newest of {counted(steps, 'step')}; before, a rule was broken."
-    more = [f"{finding.summary[:1].upper()}{finding.summary[1:]}." for finding in others[:HEALTH_LINES]]
-    if len(others) > HEALTH_LINES:
-        more.append(f"And {len(others) - HEALTH_LINES} more (`asyncrl inspect run`).")
-    return Answer(question, answer, tone, tuple(more))
+    details = [f"{finding.summary[:1].upper()}{finding.summary[1:]}." for finding in other_findings[:HEALTH_LINES]]
+    if len(other_findings) > HEALTH_LINES:
+        details.append(f"And {len(other_findings) - HEALTH_LINES} more (`asyncrl inspect run`).")
+    return Answer(question, answer, tone, tuple(details))
 
 
 def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> Answer:
@@ -111,19 +111,23 @@ def stale(report: Report, ended: bool) -> Answer:
     return Answer("Was it ever too stale?", text, tone)
 
 
-def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str, is_healthy: bool = True) -> Answer:
-    """Name the failures: ``phase`` and ``reason`` of the run, faults by kind, and the ``first`` fault."""
+def failed(
+    phase: str, reason: str, fault_counts: Mapping[str, int], first_fault: str, is_healthy: bool = True
+) -> Answer:
+    """Name the failures: ``phase`` and ``reason`` of the run, ``fault_counts`` by kind, and the first fault."""
     question = "What failed?"
     ended = f"The run {phase}: {reason}. " if phase in ("failed", "died") and reason else ""
     if phase == "died" and not reason:
         ended = "The run's process died. "
-    if not by_kind and not ended and not is_healthy:
+    if not fault_counts and not ended and not is_healthy:
         return Answer(question, "No part had a fault, but the training is not healthy (see above).", "plain")
-    if not by_kind:
+    if not fault_counts:
         return Answer(question, ended.strip() or "Nothing: no part had a fault.", "bad" if ended else "good")
-    counts = ", ".join(f"{count} × {kind}" for kind, count in by_kind.items())
+    counts = ", ".join(f"{count} × {kind}" for kind, count in fault_counts.items())
     survived = "" if ended else " The run continued after each."
-    return Answer(question, f"{ended}Faults: {counts}; the first: {first}.{survived}", "bad" if ended else "plain")
+    return Answer(
+        question, f"{ended}Faults: {counts}; the first: {first_fault}.{survived}", "bad" if ended else "plain"
+    )
 
 
 SURE = 2.0
@@ -186,13 +190,14 @@ def learned(
         verdict = f"{verdict} {_seen(rewards, spec)}".strip()
     else:
         verdict, tone = _by_reward(rewards, spec)
-    broken = next((one for one in findings if one.stops_learning and one.last_step is None), None)
+    broken = next((finding for finding in findings if finding.stops_learning and finding.last_step is None), None)
     if broken is not None and rewards and tone != "bad":
-        since = f"since step {broken.first_step} {broken.observation}."
+        since = f"{broken.observation}, since step {broken.first_step}."
         if tone == "good" or verdict.startswith("Yes"):
             verdict, tone = f"{verdict} But {since}", "plain"
         else:
-            verdict, tone = f"No: {since} {verdict.removeprefix('Inconclusive: ')}", "bad"
+            comparison = verdict.removeprefix("Inconclusive: ")
+            verdict, tone = f"No: {since} {comparison[:1].upper()}{comparison[1:]}", "bad"
     return Answer("Did it learn?", verdict, tone)
 
 

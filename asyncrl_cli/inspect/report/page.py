@@ -128,8 +128,8 @@ def summarize(run: RunDirectory) -> RunSummary:
             failed(
                 phase,
                 reason=run.state.reason,
-                by_kind=past.failures_by_kind,
-                first=first,
+                fault_counts=past.failures_by_kind,
+                first_fault=first,
                 is_healthy=all(finding.last_step is not None for finding in findings),
             ),
         ),
