@@ -2,8 +2,8 @@
 
 The tools are listed at the start. An episode connects to a server when it first calls one of its tools, and disconnects
 at its end; so each episode has its own process of a stdio server. Results go to the policy as text and images, a tool's
-errors as text. If a server is lost, so is its state: the episode fails with the cause, and is played again from the
-start.
+errors as text. A call that takes too long is such an error, because the policy may have caused it, and an episode that
+fails is played again. If a server is lost, so is its state: the episode fails with the cause.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ CLOSE_S = 4.0
 """Seconds to disconnect from all servers; less than an episode has to clean up (``GRACE_S``)."""
 CLOSED = -32000
 """MCP's error code for a closed connection."""
+TIMED_OUT = -32001
+"""The package's error code for a call that takes too long."""
 
 
 Content = str | list[dict[str, Any]]
@@ -40,7 +42,7 @@ Content = str | list[dict[str, Any]]
 
 
 class ServerLost(Exception):
-    """A server cannot be reached, or stopped answering."""
+    """A server cannot be reached, or closed its connection."""
 
 
 class ToolError(Exception):
@@ -85,7 +87,11 @@ class McpServers:
             except Exception as error:
                 printed.seek(0)
                 last = " ".join(printed.read().splitlines()[-1:])
-                problem = str(_lost(server, error)) + (f"; it printed: {last:.200}" if last else "")
+                timed_out = isinstance(first_cause(error), TimeoutError)
+                lost = f"the MCP server {server!r} did not list its tools within {self.limit_s(server):g} s"
+                problem = (lost if timed_out else str(_lost(server, error))) + (
+                    f"; it printed: {last:.200}" if last else ""
+                )
                 hint = "correct its command or url, or start it"
                 hint = "pip install 'asyncrl[mcp]'" if isinstance(error, ImportError) else hint
                 raise TaskError(problem, location=key, hint=hint) from error
@@ -187,7 +193,12 @@ class McpSession:
                 client = await asyncio.shield(self._clients[server])
             return await client.call_tool(tool, arguments, read_timeout_seconds=limit_s)
         except MCPError as error:
+            if error.code == TIMED_OUT:
+                message = f"the tool {tool!r} of the MCP server {server!r} did not answer within {limit_s:g} s"
+                raise ToolError(message) from error
             raise _lost(server, error) if error.code == CLOSED else ToolError(error.message) from error
+        except TimeoutError as error:
+            raise ServerLost(f"the MCP server {server!r} did not accept a connection within {limit_s:g} s") from error
         except Exception as error:
             raise _lost(server, error) from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import concurrent.futures
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,16 +36,36 @@ SEES_IMAGES: ContextVar[bool] = ContextVar("sees_images", default=False)
 """True if the episode's model sees images."""
 
 
+class EpisodeEnded(Exception):
+    """The episode was cancelled while its environment ran async code."""
+
+
 def awaited(value: Any) -> Any:
-    """Return the value, or the result of an awaitable. In an episode's thread it runs in the episodes' event loop."""
+    """Return the value, or the result of an awaitable. In an episode's thread it runs in the episodes' event loop.
+
+    Raises every exception of the awaitable, and ``EpisodeEnded``.
+    """
     if not inspect.isawaitable(value):
         return value
 
-    async def result() -> Any:
-        return await value
+    async def result() -> tuple[Any, BaseException | None]:
+        try:
+            return await value, None
+        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the loop, and all its episodes
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
+                raise
+            return None, error
 
-    loop = LOOP.get(None)
-    return asyncio.run(result()) if loop is None else asyncio.run_coroutine_threadsafe(result(), loop).result()
+    if (loop := LOOP.get(None)) is None:
+        outcome, error = asyncio.run(result())
+    else:
+        try:
+            outcome, error = asyncio.run_coroutine_threadsafe(result(), loop).result()
+        except concurrent.futures.CancelledError:
+            raise EpisodeEnded from None
+    if error is not None:
+        raise error
+    return outcome
 
 
 class LimitReached(Exception):

@@ -20,9 +20,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from asyncrl_cli.core.errors import TaskError
@@ -32,7 +32,7 @@ from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import RewardResult, Step, Use, as_result
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
 from asyncrl_cli.tasks.mcp_tools import Content, McpServers, McpSession, McpTool, ServerLost
-from asyncrl_cli.tasks.play import awaited
+from asyncrl_cli.tasks.play import EpisodeEnded, awaited
 
 if TYPE_CHECKING:
     from asyncrl_cli.sandbox.commands import BlockingSandbox
@@ -123,9 +123,9 @@ class ToolEnvironment:
             return f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}", False
         try:
             return tool(call["function"]["arguments"]), True
-        except ServerLost:
+        except (ServerLost, EpisodeEnded):
             raise
-        except Exception as error:
+        except BaseException as error:  # a tool may call sys.exit(), or raise CancelledError itself
             return f"Error: {type(error).__name__}: {error}", False
 
 
@@ -133,7 +133,7 @@ class Tool:
     """A function, method, partial or object with ``__call__`` as a tool. ``definition`` is in OpenAI's format.
 
     The docstring's first paragraph describes the tool. It may also describe parameters: by lines ``name: text``, or in
-    Google's, NumPy's or Sphinx's style. A parameter without an annotation takes any JSON value.
+    Google's, NumPy's, Sphinx's, Epydoc's or Javadoc's style. A parameter without an annotation takes any JSON value.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -168,11 +168,15 @@ class Tool:
 
     def __call__(self, arguments: str) -> Content:
         """Call the function. An image (Pillow's, or an ``Image``) or a list with images becomes the parts of a message.
-        Other results become text; dataclasses and pydantic's models become JSON.
+        Other results become text; dataclasses and pydantic's models become JSON, iterators the list of their items.
 
-        Raises pydantic's ``ValueError`` for arguments that do not fit, and the function's exceptions.
+        Raises pydantic's ``ValueError`` for arguments that do not fit, ``TypeError`` for a result without a text, and
+        the function's exceptions.
         """
-        result = awaited(self._call.validate_json(arguments or "{}"))
+        result = self._call.validate_json(arguments or "{}")
+        while inspect.isawaitable(result) or isinstance(result, AsyncIterable):
+            result = awaited(_items(result) if isinstance(result, AsyncIterable) else result)
+        result = list(result) if isinstance(result, Iterator) else result
         values = result if isinstance(result, list | tuple) else [result]
         if not any(map(_is_image, values)):
             return _as_text(result)
@@ -186,10 +190,25 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Image) or is_pillow(value)
 
 
+async def _items(values: AsyncIterable[Any]) -> list[Any]:
+    return [value async for value in values]
+
+
 def _as_text(value: Any) -> str:
     from pydantic_core import to_jsonable_python
 
-    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
+    if isinstance(value, bytes | bytearray):
+        value = value.decode()
+    return (
+        value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=_text), ensure_ascii=False)
+    )
+
+
+def _text(value: Any) -> str:
+    """The text of a value that JSON does not have."""
+    if re.search(r" at 0x[0-9a-f]+>$", text := str(value)):
+        raise TypeError(f"the tool's result has a value of type {type(value).__name__}, which has no text")
+    return text
 
 
 def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Any:
@@ -213,22 +232,31 @@ def _refused(function: Callable[..., Any], problem: str, hint: str) -> TaskError
     return TaskError(problem, location=defined_at(function) or "task.use", hint=hint)
 
 
+_FIELD = "[:@](?:param|parameter|arg|argument|key|keyword)"
+_STYLES = (
+    rf"(\s*)(?:{_FIELD} (?:[^:]* )?)?((?:\w+, *)*\**\w+)(?: *\(.*?\))? *:(.*)",
+    rf"(\s*){_FIELD} +(?:\{{.*?\}} *)?(\w+)(?: *-+)? +(.*)",
+)
+"""A line that describes a parameter: in most styles, and in Javadoc's."""
+
+
 def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
     """A docstring's first paragraph, and its descriptions of these parameters."""
     lines = text.splitlines()
     # In NumPy's style the type follows the colon, and the description is in the lines below.
     numpy = re.search(r"^Parameters\n-+$", text, re.MULTILINE) is not None
     found: dict[str, str] = {}
-    for number, line in enumerate(lines):
-        match = re.fullmatch(r"(\s*)(?::param (?:[^:]* )?)?\**(\w+)(?: *\(.*?\))? *:(.*)", line)
-        if match is None or match[2] not in names or match[2] in found:
+    for (number, line), style in product(enumerate(lines), _STYLES):
+        match = re.fullmatch(style, line)
+        described = {name for name in re.findall(r"\w+", match[2]) if name in names} if match else set()
+        if match is None or not described:
             continue
         deeper = re.compile(rf"{match[1]}\s+\S")
         more = takewhile(deeper.match, lines[number + 1 :])
-        found[match[2]] = " ".join(" ".join(["" if numpy else match[3], *more]).split())
-    first = takewhile(
-        lambda line: line.strip() and not re.match(r"\s*(:param|Args:|Arguments:|Parameters)", line), lines
-    )
+        words = " ".join(" ".join(["" if numpy else match[3], *more]).split())
+        found = dict.fromkeys(described, words) | found
+    sections = rf"\s*({_FIELD} |@\w+|:\w+|((Other |Keyword )?(Args|Arguments|Params|Parameters)|Returns|Raises):?$)"
+    first = takewhile(lambda line: line.strip() and not re.match(sections, line), lines)
     return " ".join(" ".join(first).split()), {name: words for name, words in found.items() if words}
 
 

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import io
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Message, Prompt, with_data_urls
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Step
 from asyncrl_cli.tasks.mix import OneCall
-from asyncrl_cli.tasks.play import LIMITS, play, try_environment
+from asyncrl_cli.tasks.play import LIMITS, LOOP, EpisodeEnded, play, try_environment
 from asyncrl_cli.tasks.tools import Tool, ToolEnvironment, ToolTask
 
 REFUSED = {"error": {"message": "too long", "type": "invalid_request_error", "param": None}}
@@ -365,6 +365,96 @@ def test_an_async_tool_runs_in_the_loop_of_the_episode() -> None:
     assert len(loops) == 3 and len(set(map(id, loops))) == 1
 
 
+async def pages(count: int) -> AsyncIterator[str]:
+    for number in range(count):
+        await asyncio.sleep(0)
+        yield f"page {number}"
+
+
+def lines(count: int) -> Iterator[str]:
+    yield from (f"line {number}" for number in range(count))
+
+
+async def later(count: int) -> AsyncIterator[str]:
+    return pages(count)
+
+
+def squares(count: int) -> Any:
+    return map(float, range(count))
+
+
+def raw(count: int) -> bytes:
+    return b"x" * count
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        (pages, '["page 0", "page 1"]'),
+        (lines, '["line 0", "line 1"]'),
+        (later, '["page 0", "page 1"]'),
+        (squares, "[0.0, 1.0]"),
+        (raw, "xx"),
+    ],
+)
+def test_results_of_generators_iterators_and_bytes_are_read(tool: Callable[..., Any], text: str) -> None:
+    assert Tool(tool)('{"count": 2}') == text
+
+
+@pytest.mark.parametrize("make", [object, lambda: pages, lambda: [pages(1)], lambda: {"a": Station(1.0)}])
+def test_a_result_without_a_text_is_an_error(make: Callable[[], Any]) -> None:
+    def look(city: str) -> Any:
+        return make()
+
+    with pytest.raises(TypeError, match="which has no text"):
+        Tool(look)('{"city": "Paris"}')
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SystemExit("usage"), "Error: SystemExit: usage"),
+        (asyncio.CancelledError(), "Error: CancelledError: "),
+        (KeyboardInterrupt(), "Error: KeyboardInterrupt: "),
+    ],
+)
+def test_a_tool_that_tries_to_end_the_process_is_an_error(is_async: bool, error: BaseException, text: str) -> None:
+    def stop(city: str) -> str:
+        raise error
+
+    async def stop_later(city: str) -> str:
+        raise error
+
+    environment = ToolEnvironment(Prompt("p", "?"), [stop_later if is_async else stop], lambda prompt, text: 1.0)
+    calls = [(environment.tools[0]["function"]["name"], '{"city": "Paris"}')]
+    result, sent = playing(environment, [reply_with(None, *calls), reply_with("Paris")])
+    assert sent[1]["messages"][-1]["content"] == text
+    assert result == RewardResult(1.0, {"tool_calls": 1.0, "tool_errors": 1.0})
+
+
+def test_cancelling_an_episode_cancels_its_async_tool() -> None:
+    async def wait(city: str) -> str:
+        entered.set()
+        await asyncio.Event().wait()
+        return city
+
+    async def test() -> None:
+        LOOP.set(asyncio.get_running_loop())
+        environment = ToolEnvironment(Prompt("p", "?"), [wait], lambda prompt, text: 1.0)
+        before = asyncio.all_tasks()
+        reply = reply_with(None, *[("wait", '{"city": "Paris"}')] * 2)["choices"][0]["message"]
+        call = asyncio.create_task(asyncio.to_thread(environment.step, reply))
+        await entered.wait()
+        for task in asyncio.all_tasks() - before - {call}:
+            task.cancel()
+        with pytest.raises(EpisodeEnded):
+            await call
+
+    entered = asyncio.Event()
+    asyncio.run(test())
+
+
 GOOGLE = """Noon temperature,
 in degrees.
 
@@ -405,7 +495,27 @@ in degrees.
 """
 
 
-@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, SPHINX], ids=["google", "numpy", "sphinx"])
+EPYDOC = """Noon temperature,
+in degrees.
+@param city: in English,
+    without the country
+@type city: str
+@param day: days from today
+@param place: where: exactly
+@return: degrees
+"""
+JAVADOC = """Noon temperature,
+in degrees.
+
+@param {string} city - in English,
+    without the country
+@param day   days from today
+@param place where: exactly
+@returns degrees
+"""
+
+
+@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, SPHINX, EPYDOC, JAVADOC])
 def test_docstrings_of_every_style_describe_the_parameters(docstring: str) -> None:
     def temperature(city: str, place: dict[str, int], day: int = 0) -> float:
         return 0.0
