@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -9,6 +10,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +33,18 @@ def is_replaceable(path: Path) -> bool:
     """True if a new file may replace the path: it is a regular file, or does not exist. Devices, pipes and links
     (`/dev/stdout`) must be written to directly."""
     return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``OSError`` without reading anything
+    else: a pipe would block, and a device or a sparse file may have no end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, more than {limit:,}", str(path))
+        return file.read(limit)
 
 
 @contextmanager

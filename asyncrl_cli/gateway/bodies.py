@@ -46,7 +46,7 @@ class Bodies:
         """
         async with AsyncExitStack() as room:
             data = await self._read(request, room)
-            large = len(data) > LARGE
+            large = len(data) > LARGE or b"base64" in data  # a small image may take long to decode
             render, validate = self._render(large), partial(kind.model_validate_json, data)
             try:
                 body = await render(validate) if large else validate()
