@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
@@ -172,7 +172,8 @@ def malformed(error: ValidationError) -> ApiError:
 
 
 def _location(loc: tuple[str | int, ...]) -> str:
-    return ".".join(str(part) for part in takewhile(lambda part: not TYPE_NAME.fullmatch(str(part)), loc))
+    names = takewhile(lambda name: not TYPE_NAME.fullmatch(name), map(str, loc))
+    return ".".join(name for name, _ in groupby(names))  # pydantic adds a tool's type, which is also its key
 
 
 def install(app: FastAPI) -> None:

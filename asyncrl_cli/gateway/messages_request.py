@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -84,6 +84,23 @@ class ImageBlock(Wire):
     source: ImageSource
 
 
+class DocumentBlock(Wire):
+    """A document or a search result within a tool's result: its text is shown. A block without a text is named."""
+
+    type: Literal["document", "search_result", "tool_reference"]
+
+    def text(self) -> str:
+        fields = self.model_extra or {}
+        source, title = fields.get("source"), fields.get("title")
+        document = source if isinstance(source, Mapping) else {}
+        content = document.get("data") if document.get("type") == "text" else document.get("content")
+        content = content or fields.get("content")
+        blocks = content if isinstance(content, list) else [{"text": content}]
+        texts = [block.get("text") for block in blocks if isinstance(block, Mapping)]
+        visible_texts = [text for text in texts if isinstance(text, str)] or [f"[{self.type}]"]
+        return "\n".join([*(text for text in (title, source) if isinstance(text, str)), *visible_texts])
+
+
 TextContent = Annotated[Text | Annotated[list[TextBlock], MANY], only("text")]
 
 
@@ -92,8 +109,9 @@ class ToolResultBlock(Wire):
     tool_use_id: Text
     content: (
         Annotated[
-            Text | Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], MANY],
-            only("text", "image"),
+            Text
+            | Annotated[list[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]], MANY],
+            only("text", "image", "document", "search_result", "tool_reference"),
         ]
         | None
     ) = None
@@ -266,7 +284,8 @@ def _user(text: str, blocks: Sequence[Any]) -> list[Message]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             error = "Error: " if block.is_error else ""
-            content: Any = error + "".join(_parts(block.content))
+            has_documents = any(isinstance(result, DocumentBlock) for result in block.content or ())
+            content: Any = error + ("\n" if has_documents else "").join(_parts(block.content))
             if isinstance(block.content, list) and (shown := _shown(block.content)):
                 content = [{"type": "text", "text": error}, *shown]
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
@@ -281,9 +300,9 @@ def _shown(blocks: Sequence[Any]) -> list[dict[str, str]]:
     parts = [
         {"type": "image", "image": f"data:{block.source.media_type};base64,{block.source.data}"}
         if isinstance(block, ImageBlock)
-        else {"type": "text", "text": block if isinstance(block, str) else block.text}
+        else {"type": "text", "text": "".join(_parts([block]))}
         for block in blocks
-        if isinstance(block, str | TextBlock | ImageBlock)
+        if isinstance(block, str | TextBlock | ImageBlock | DocumentBlock)
     ]
     return parts if any(part["type"] == "image" for part in parts) else []
 
@@ -303,7 +322,12 @@ def _assistant(text: str, blocks: Sequence[Any]) -> Message:
 def _parts(content: str | Sequence[Any] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
-    return [block.text for block in content or () if isinstance(block, TextBlock)]
+    texts = (
+        block if isinstance(block, str) else block.text() if isinstance(block, DocumentBlock) else block.text
+        for block in content or ()
+        if isinstance(block, str | TextBlock | DocumentBlock)
+    )
+    return list(texts)
 
 
 def _joined(texts: Iterable[str]) -> str:

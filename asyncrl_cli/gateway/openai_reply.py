@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NotRequired
@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.custom_tools import custom_input
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.reply_stream import Part
 from asyncrl_cli.gateway.service import Prompts, token_counts
@@ -49,6 +50,20 @@ class Call(TypedDict):
     function: FunctionCall
 
 
+class CustomInput(TypedDict):
+    name: str
+    input: str
+
+
+class CustomCall(TypedDict):
+    """One call of a tool that takes text."""
+
+    index: NotRequired[int]
+    id: str
+    type: Literal["custom"]
+    custom: CustomInput
+
+
 class AssistantMessage(TypedDict):
     """The model's message. Reasoning, if any, is under both names that servers use for it."""
 
@@ -57,7 +72,7 @@ class AssistantMessage(TypedDict):
     reasoning: NotRequired[str]
     content: str | None
     refusal: None
-    tool_calls: NotRequired[list[Call]]
+    tool_calls: NotRequired[list[Call | CustomCall]]
 
 
 class TopLogprob(TypedDict):
@@ -94,7 +109,7 @@ class Delta(TypedDict, total=False):
     reasoning_content: str
     reasoning: str
     content: str
-    tool_calls: list[Call]
+    tool_calls: list[Call | CustomCall]
 
 
 class ChatChunkChoice(TypedDict):
@@ -178,6 +193,8 @@ class Wanted:
     top_logprobs: bool = False
     usage: bool = False
     """End a stream with the token counts."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools that take text."""
 
 
 class _Answer:
@@ -233,8 +250,11 @@ class ChatAnswer(_Answer):
 
     def closing(self, choice: int, reply: Reply) -> bytes:
         events = self._begin(choice)
-        if calls := _calls(reply):
-            events += self._delta(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]})
+        calls = _calls(reply, self._wanted.custom_tools)
+        for index, call in enumerate(calls):
+            call["index"] = index
+        if calls:
+            events += self._delta(choice, {"tool_calls": calls})
         last: ChatChunkChoice = {
             "index": choice,
             "delta": {},
@@ -256,7 +276,7 @@ class ChatAnswer(_Answer):
         return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _choice(self, index: int, reply: Reply) -> ChatChoice:
-        calls = _calls(reply)
+        calls = _calls(reply, self._wanted.custom_tools)
         message: AssistantMessage = {
             "role": "assistant",
             "content": reply.message.get("content") or (None if calls else ""),
@@ -330,15 +350,15 @@ class TextAnswer(_Answer):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
-def _calls(reply: Reply) -> list[Call]:
-    return [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {"name": call["function"]["name"], "arguments": call["function"]["arguments"]},
-        }
-        for call in reply.message.get("tool_calls") or ()
-    ]
+def _calls(reply: Reply, custom_tools: Collection[str]) -> list[Call | CustomCall]:
+    return [_call(call["id"], call["function"], custom_tools) for call in reply.message.get("tool_calls") or ()]
+
+
+def _call(call_id: str, function: Mapping[str, str], custom_tools: Collection[str]) -> Call | CustomCall:
+    name, arguments = function["name"], function["arguments"]
+    if name in custom_tools and (text := custom_input(arguments)) is not None:
+        return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _usage(prompts: Prompts) -> Usage:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from asyncrl_cli.gateway.custom_tools import custom_arguments, custom_function
 from asyncrl_cli.gateway.errors import unsupported
 from asyncrl_cli.gateway.session import CallOptions
 from asyncrl_cli.gateway.wire import (
@@ -94,6 +96,37 @@ class ToolCall(Wire):
     type: Literal["function"] = "function"
     function: Function
 
+    def plain(self) -> dict[str, Any]:
+        """The call with only the keys of chat templates."""
+        return self.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
+
+
+class CustomInput(Wire):
+    name: Text
+    input: Text
+
+
+class CustomToolCall(Wire):
+    """A call of a tool that takes text."""
+
+    id: Text
+    type: Literal["custom"]
+    custom: CustomInput
+
+    def plain(self) -> dict[str, Any]:
+        function = {"name": self.custom.name, "arguments": custom_arguments(self.custom.input)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def _call_type(call: Any) -> Any:
+    """The tag of a call; without a type it calls a function."""
+    return call.get("type", "function") if isinstance(call, Mapping) else getattr(call, "type", None)
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], Discriminator(_call_type)
+]
+
 
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -103,7 +136,7 @@ class ChatMessage(Wire):
         | None,
         only("text", "image_url"),
     ] = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
+    tool_calls: Annotated[list[AnyToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="For role `assistant`."
     )
     tool_call_id: Text | None = Field(None, description="For role `tool`: the id of the call.")
@@ -120,8 +153,10 @@ class ChatMessage(Wire):
 
     def plain(self) -> dict[str, Any]:
         """The message with only the keys of chat templates."""
-        known = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"}
+        known = {"role", "content", "tool_call_id", "name", "reasoning_content", "reasoning"}
         plain = self.model_dump(exclude_none=True, include=known)
+        if self.tool_calls is not None:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
         if isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content):
             plain["content"] = [
                 {"type": "image", "image": part.image_url.url} if isinstance(part, ImagePart) else part.model_dump()
@@ -142,14 +177,58 @@ class Tool(Wire):
     type: Literal["function"]
     function: FunctionDefinition
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-class NamedFunction(Wire):
+    def as_function(self) -> dict[str, Any]:
+        """The tool in the format of chat templates."""
+        return self.model_dump(exclude_unset=True)
+
+
+class CustomDefinition(Wire):
+    name: ToolName
+    description: Text | None = None
+    format: dict[str, Any] | None = Field(None, description="A grammar is shown to the model, but not enforced.")
+
+
+class CustomTool(Wire):
+    """A tool that takes text. The model sees a function with one argument, `input`."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    def as_function(self) -> dict[str, Any]:
+        grammar = (self.custom.format or {}).get("grammar")
+        definition = grammar.get("definition") if isinstance(grammar, Mapping) else None
+        return custom_function(self.name, self.custom.description, definition)
+
+
+class ToolReference(Wire):
     name: Text
 
 
 class NamedTool(Wire):
-    type: Literal["function"]
-    function: NamedFunction
+    """A tool by its type and name."""
+
+    type: Literal["function", "custom"]
+    function: ToolReference | None = None
+    custom: ToolReference | None = None
+
+    @model_validator(mode="after")
+    def _is_named(self) -> NamedTool:
+        if self.name is None:
+            raise PydanticCustomError("tool", "a tool of type {type} is named by {type}.name", {"type": self.type})
+        return self
+
+    @property
+    def name(self) -> str | None:
+        reference = self.function if self.type == "function" else self.custom
+        return None if reference is None else reference.name
 
 
 class NamedTools(Wire):
@@ -178,7 +257,13 @@ class ChatRequest(OpenAIRequest, ChatBody):
     )
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[Tool | CustomTool, Field(discriminator="type")]],
+            Field(max_length=MAX_TOOLS, fail_fast=True),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
         None,
         description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: other values mean `auto`.",
@@ -197,7 +282,7 @@ class ChatRequest(OpenAIRequest, ChatBody):
     def _tool_choice_fits(self) -> ChatRequest:
         choice = self.tool_choice
         chosen = [choice] if isinstance(choice, NamedTool) else self._allowed() or ()
-        if not {tool.function.name for tool in chosen} <= {tool.function.name for tool in self.tools or ()}:
+        if not {tool.name for tool in chosen} <= {tool.name for tool in self.tools or ()}:
             raise PydanticCustomError("tool_choice", "tool_choice names a function that is not among the tools")
         if bool(self.continue_final_message) != (self.add_generation_prompt is False):
             message = "continue_final_message: true and add_generation_prompt: false need each other"
@@ -213,9 +298,13 @@ class ChatRequest(OpenAIRequest, ChatBody):
         if not self.tools or self.tool_choice == "none":
             return None
         allowed = self._allowed()
-        names = None if allowed is None else {tool.function.name for tool in allowed}
-        offered = [tool for tool in self.tools if names is None or tool.function.name in names]
-        return [tool.model_dump(exclude_unset=True) for tool in offered] or None
+        names = None if allowed is None else {tool.name for tool in allowed}
+        return [tool.as_function() for tool in self.tools if names is None or tool.name in names] or None
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the tools that take text."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     def _allowed(self) -> list[NamedTool] | None:
         return self.tool_choice.allowed_tools.tools if isinstance(self.tool_choice, AllowedTools) else None

@@ -58,6 +58,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
             logprobs=bool(body.logprobs),
             top_logprobs=bool(body.top_logprobs),
             usage=body.with_usage,
+            custom_tools=body.custom_tools,
         )
         options = body.options(body.max_completion_tokens or body.max_tokens)
         return Prepared([rendered], options, ChatAnswer(wanted, service.model, service.chat))

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from asyncrl_cli.gateway.custom_tools import custom_input
 from asyncrl_cli.gateway.errors import ApiError, ResponseFailure
 from asyncrl_cli.gateway.json_values import finite, key
 from asyncrl_cli.gateway.reply_stream import Kind, Part
@@ -304,7 +305,7 @@ def text_item(kind: Kind, stem: str, text: str) -> OutputItem:
 def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str) -> OutputItem:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     own = tools.get(name)
-    text = _custom_input(arguments) if own and isinstance(own.tool, CustomTool) else None
+    text = custom_input(arguments) if own and isinstance(own.tool, CustomTool) else None
     item: OutputItem
     if text is not None:
         item = {"id": f"ctc_{stem}", "type": "custom_tool_call", "call_id": call["id"], "name": name, "input": text}
@@ -320,17 +321,6 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str)
     if own and own.namespace:
         item["name"], item["namespace"] = own.tool.name, own.namespace
     return item
-
-
-def _custom_input(arguments: str) -> str | None:
-    """The input of a custom tool. None if the model wrote other arguments, which are then sent unchanged as a function
-    call, because no sampled text may be lost."""
-    parsed = json.loads(arguments)
-    text = parsed.get("input") if len(parsed) == 1 else None
-    try:
-        return text if isinstance(text, str) and text.encode() is not None else None
-    except UnicodeEncodeError:
-        return None
 
 
 # -- Conversations that clients continue by the id of the last response. They are kept in memory, limited in number and

@@ -9,7 +9,6 @@ this order become one message, and an item out of order begins the next message.
 
 from __future__ import annotations
 
-import json
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from asyncrl_cli.gateway.custom_tools import custom_arguments, custom_function
 from asyncrl_cli.gateway.errors import invalid_value, unsupported
 from asyncrl_cli.gateway.wire import (
     MAX_CALLS,
@@ -48,13 +48,6 @@ ALLOWED = "allowed_tools"
 
 UNFINISHED = ("incomplete", "in_progress")
 """The reply continues an assistant message at the end with one of these states, as in vLLM's server."""
-
-CUSTOM_PARAMETERS: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-}
-"""The parameters of every custom tool, as the model sees them."""
 
 
 class InputPart(Wire):
@@ -187,14 +180,11 @@ class OwnTool:
         return chat_name(self.tool.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
-        """The tool in the format of chat templates. A custom tool's grammar is part of the description."""
-        tool, shown = self.tool, dict[str, Any]()
-        if isinstance(tool, FunctionTool):
-            shown = {"description": tool.description, "parameters": tool.parameters}
-        else:
-            grammar = (tool.format or {}).get("definition")
-            described = [tool.description, f"The input follows this grammar:\n{grammar}" if grammar else None]
-            shown = {"description": "\n\n".join(filter(None, described)) or None, "parameters": CUSTOM_PARAMETERS}
+        """The tool in the format of chat templates."""
+        tool = self.tool
+        if isinstance(tool, CustomTool):
+            return custom_function(self.chat_name, tool.description, (tool.format or {}).get("definition"))
+        shown = {"description": tool.description, "parameters": tool.parameters}
         function = {key: value for key, value in shown.items() if value is not None}
         return {"type": "function", "function": {"name": self.chat_name, **function}}
 
@@ -372,10 +362,7 @@ def _part_of_reply(item: MessageItem | ReasoningItem | FunctionCallItem | Custom
     if isinstance(item, ReasoningItem):
         text = _reasoning(item)
         return None if text is None else ("reasoning_content", text)
-    if isinstance(item, CustomToolCallItem):
-        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
-    else:
-        arguments = item.arguments
+    arguments = custom_arguments(item.input) if isinstance(item, CustomToolCallItem) else item.arguments
     function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
     return "tool_calls", {"id": item.call_id, "type": "function", "function": function}
 

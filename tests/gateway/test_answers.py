@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gateway_stand_ins import MODEL, in_time, served
+from gateway_stand_ins import MODEL, Engine, in_time, served
 
 from tests.gateway.conversation_stand_ins import ask_text
 
@@ -26,6 +26,38 @@ def test_choices_are_separate() -> None:
             async for chunk in await create(**asked, stream=True):
                 streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
             assert streamed == texts
+
+    in_time(test)
+
+
+def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_text() -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: x"}}
+    tool = {"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": grammar}}
+    calls = ['{"name": "patch", "arguments": {"input": "x"}}', '{"name": "patch", "arguments": {"other": 1}}']
+
+    def script(prompt: str, request: Any) -> str:
+        return "done" if "u:ok" in prompt else "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+    async def test() -> None:
+        async with served(Engine(script)) as there:
+            there.session("7-0")
+            create: Any = there.client("7-0").chat.completions.create
+            choice = {"type": "custom", "custom": {"name": "patch"}}
+            ids = {"return_token_ids": True}
+            full = await create(model=MODEL, messages=HELLO, tools=[tool], tool_choice=choice, extra_body=ids)
+            first, second = full.choices[0].message.model_dump()["tool_calls"]
+            assert first["type"] == "custom" and first["custom"] == {"name": "patch", "input": "x"}
+            assert second["type"] == "function" and second["function"]["arguments"] == '{"other": 1}'
+            chunks = [chunk async for chunk in await create(model=MODEL, messages=HELLO, tools=[tool], stream=True)]
+            (delta,) = (chunk.choices[0].delta for chunk in chunks if chunk.choices[0].delta.tool_calls)
+            assert [call.type for call in delta.tool_calls] == ["custom", "function"]
+            reply = full.choices[0].message.model_dump(exclude_none=True)
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in (first, second)]
+            await create(
+                model=MODEL, messages=[*HELLO, reply, *results, {"role": "user", "content": "ok"}], tools=[tool]
+            )
+            begun = [*full.prompt_token_ids, *full.choices[0].token_ids]
+            assert list(there.engine.asked[-1].prompt_ids[: len(begun)]) == begun, "the calls' exact tokens"
 
     in_time(test)
 

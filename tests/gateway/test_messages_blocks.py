@@ -121,6 +121,30 @@ def test_results_of_tools_come_before_the_users_text() -> None:
     assert conversation(*apart, {"role": "user", "content": "now?"}) == [*results, {"role": "user", "content": "now?"}]
 
 
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "one"}}, "one"),
+        ({"type": "document", "title": "T", "source": {"type": "content", "content": "two"}}, "T\ntwo"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "3"}]}}, "3"),
+        ({"type": "document", "title": "T", "source": {"type": "base64", "data": "JVBE"}}, "T\n[document]"),
+        (
+            {"type": "search_result", "source": "a.org", "title": "T", "content": [{"type": "text", "text": "4"}]},
+            "T\na.org\n4",
+        ),
+        ({"type": "tool_reference", "tool_name": "f"}, "[tool_reference]"),
+    ],
+)
+def test_documents_of_a_tools_result_are_shown_as_text_and_others_named(block: Any, shown: str) -> None:
+    content = [{"type": "text", "text": "before"}, block]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    (message,) = conversation({"role": "user", "content": [result]})
+    assert message["content"] == f"before\n{shown}"
+    content.append({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}})
+    (message,) = conversation({"role": "user", "content": [result]})
+    assert [part.get("text") for part in message["content"]] == ["", "before", shown, None]
+
+
 def test_system_prompts() -> None:
     user = {"role": "user", "content": "x"}
     header = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cch=fa690;"
@@ -145,7 +169,6 @@ def test_reasoning_of_another_server_is_not_shown() -> None:
         ("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, "type tool_use"),
         ("assistant", {"type": "tool_result", "tool_use_id": "a"}, "type tool_result"),
         ("assistant", {"type": "server_tool_use", "id": "a", "name": "f", "input": {}}, "type server_tool_use"),
-        ("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}, "type document"),
         ("system", {"type": "image", "source": {}}, "only text"),
     ],
 )
