@@ -14,10 +14,12 @@ from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, chat_of
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.tools import call_message, result_message
 from asyncrl_cli.train.conversations import DATA, Example, RowEncoder, Rows, encode_row
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
@@ -33,6 +35,11 @@ SHOWN_END = 200
 """Largest number of characters of a long prompt's end in a message."""
 REPLY = "The answer is four."
 """An example reply, to find out how the chat template ends a reply."""
+SPECIAL_HINT = (
+    "set data.special_tokens: tokens if messages have the model's own tokens, or data.apply_chat_template: false if "
+    "prompts already have all of the template's tokens"
+)
+BRANCH_HINT = "use a template that only appends (model.chat_template), or conversations with one request"
 NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
 """Special tokens that rewards do not look for: a model's end token, and marks that the gateway reads."""
 
@@ -48,11 +55,13 @@ def check_prompts(
     for a prompt, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
+    special: list[str] = []
     unusable: list[tuple[int, DataError]] = []
     started = time.monotonic()
     for row in _spread(len(prompts)):
         try:
             too_long += encoder.encode(prompts[row]) is None
+            special += filter(None, [encoder.special_text(prompts[row])])
         except DataError as error:
             if isinstance(error.__cause__, TemplateLimitError):  # the other prompts would take as long
                 error.location = locate(row)
@@ -82,6 +91,9 @@ def check_prompts(
     if too_long:
         found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
         hints.append("raise rollout.max_prompt_tokens")
+    if special:
+        found += _stays_text(special)
+        hints.append(SPECIAL_HINT)
     if unusable:
         row, first = unusable[0]
         found += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
@@ -96,19 +108,25 @@ def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float)
     Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
     examples: list[Example] = []
+    special: list[str] = []
     started = time.monotonic()
     for index in _spread(len(rows.prompts)):
         examples.append(encode_row(rows, index, rows.prompts[index], encoder))
+        special += filter(None, [encoder.special_text(rows.prompts[index])])
         if time.monotonic() - started > limit_s:
             break
     tried, too_long = len(examples), sum(len(example.ids) > max_length for example in examples)
     found = f"{len(rows.prompts):,} rows, {tried:,} of them tried"
-    if not too_long:
-        return found, examples
-    found, hint = f"{found}; {too_long:,} are longer than model.max_length and skipped", "raise model.max_length"
+    hints = []
+    if too_long:
+        found += f"; {too_long:,} are longer than model.max_length and skipped"
+        hints.append("raise model.max_length")
     if too_long == tried >= min(ENOUGH, len(rows.prompts)):
-        raise DataError(found, location=DATA, hint=hint)
-    return Warned(found, hint), examples
+        raise DataError(found, location=DATA, hint=hints[0])
+    if special:
+        found += _stays_text(special)
+        hints.append(SPECIAL_HINT)
+    return Warned(found, "; ".join(hints)) if hints else found, examples
 
 
 def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tuple[Result, int]:
@@ -122,11 +140,15 @@ def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tupl
     return Warned(f"{found}; {too_long:,} have a reply longer than rollout.max_response_tokens", hint), max(longest)
 
 
-def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder, tokenizer: Any) -> Result:
+def _stays_text(special: Sequence[str]) -> str:
+    return f"; {len(special):,} have special tokens, such as {special[0]!r}, which stay text"
+
+
+def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder) -> Result:
     """Show a prompt in the model's form: the number of tokens, their text with special tokens and line breaks, images,
     the row's template variables, and the fields for the task.
 
-    Warns if the text already has the chat template's tokens, because the prompt then has them twice.
+    Warns of special tokens that stay text.
     """
     try:
         prompt = prompts[row]
@@ -157,11 +179,8 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder,
         if values:
             texts = (f"{key} {json.dumps(value, ensure_ascii=False, default=dict)}" for key, value in values.items())
             found += f"\n{name}: {', '.join(map(_shortened, texts))}"
-    if encoder.is_templated(prompt) and isinstance(prompt.content, str):
-        special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        if twice := next((token for token in special if token in str(prompt.content)), ""):
-            hint = "set data.apply_chat_template: false if the prompts already have all template tokens"
-            return Warned(f"the text has {twice!r} before the template; {found}", hint)
+    if special := encoder.special_text(prompt):
+        return Warned(f"{special!r} in the row stays text; {found}", SPECIAL_HINT)
     return found
 
 
@@ -209,11 +228,43 @@ def check_template(
     return Warned("; ".join(notes), hint)
 
 
+def check_turns(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:
+    """Warn if the gateway cannot continue a conversation after a text or after a tool call, because the chat template
+    renders the end of a reply differently when other messages follow.
+
+    ``ends``: tokens at which engines end a reply.
+    """
+    chat = ChatFormat(tokenizer, template=template, end_tokens=ends)
+    call = call_message(0, "find", {"city": "Oslo"})
+    turns = {
+        "texts": (Feature.USER, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "Why?"}),
+        "tool calls": (Feature.RESULTS, call, result_message(0, "cold")),
+    }
+    lost = template.abilities().lost
+    broken = [
+        name
+        for name, (feature, reply, answer) in turns.items()
+        if feature not in lost and not any(_continues(chat, reply, answer, end) for end in ends)
+    ]
+    if not broken:
+        return ""
+    fault = f"the template ends {' and '.join(broken)} differently when other messages follow"
+    return Warned(f"{fault}, so each later request of a conversation begins a branch", BRANCH_HINT)
+
+
+def _continues(chat: ChatFormat, reply: Message, answer: Message, end: int) -> bool:
+    try:
+        chat.continue_([answer], None, end, reply)
+    except ChatError:
+        return False
+    return True
+
+
 def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:
     """Return a warning if conversations may have parts that the tokenizer's chat template leaves out."""
     if tokenizer.chat_template is None:  # then only completions are served
         return ""
-    template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
+    template = ChatTemplate.from_spec(spec, tokenizer)
     reasoning = spec.rollout.reasoning_parser is not None
     found = check_template(template, tokenizer, episodic=True, reasoning=reasoning)
     return f"{found.found}. {found.hint}" if isinstance(found, Warned) else ""

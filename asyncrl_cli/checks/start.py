@@ -224,7 +224,7 @@ class StartChecks:
 
     def _chat_template(self, episodic: bool) -> Result:
         spec, tokenizer = self._spec, self._tokenizer
-        template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
+        template = ChatTemplate.from_spec(spec, tokenizer)
         prompts.check_template_kwargs(template, spec.model.chat_template_kwargs)
         shown = prompts.check_template(
             template,
@@ -233,7 +233,9 @@ class StartChecks:
             reasoning=spec.rollout.reasoning_parser is not None,
             required=episodic or spec.data.apply_chat_template or spec.model.chat_template is not None,
         )
-        return joined(prompts.check_reply_end(template, tokenizer, end_tokens(self._model_dir, tokenizer)), shown)
+        ends = end_tokens(self._model_dir, tokenizer)
+        found = joined(prompts.check_reply_end(template, tokenizer, ends), shown)
+        return joined(found, prompts.check_turns(template, tokenizer, ends)) if episodic else found
 
     def _prompt_checks(self, experiment: Experiment) -> Iterator[Check]:
         data, sets = self._spec.data, self._spec.evaluation.sets
@@ -267,7 +269,7 @@ class StartChecks:
         spec, tokenizer = self._spec, self._tokenizer
         encoder = RowEncoder(
             tokenizer,
-            template=ChatTemplate(tokenizer, spec.model.chat_template_kwargs),
+            template=ChatTemplate.from_spec(spec, tokenizer),
             texts_are_chats=spec.data.apply_chat_template and templates_texts(tokenizer),
             ends=end_tokens(self._model_dir, tokenizer),
             spec=start,
@@ -302,11 +304,11 @@ class StartChecks:
         if opening is None:
             return "the agent writes it"
         encoder = PromptEncoder.of(spec, self._tokenizer, openings=True)
-        return prompts.shown_prompt([opening], 0, encoder=encoder, tokenizer=self._tokenizer)
+        return prompts.shown_prompt([opening], 0, encoder=encoder)
 
     def _shown_prompt(self, rows: Sequence[Prompt], row: int) -> Result:
         encoder = PromptEncoder.of(self._spec, self._tokenizer)
-        return prompts.shown_prompt(rows, row, encoder=encoder, tokenizer=self._tokenizer)
+        return prompts.shown_prompt(rows, row, encoder=encoder)
 
     def _model(self) -> str:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"

@@ -4,6 +4,8 @@ Templates disagree about tool calls. Some iterate over the arguments, some join 
 content is none, some take one call at a time. So ``ChatTemplate`` tries a template with short conversations, and then
 uses the form of messages that the template shows completely (decision 0048).
 
+Text in messages is text: special tokens inside it stay text, and a template's date is the spec's.
+
 A template is a program that came with a model. ``tried`` first runs it in a child process with limits on time and
 memory, and ``_Watch`` ends later renderings that take too long.
 """
@@ -24,12 +26,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import StrEnum
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.data.special_tokens import MARK, SpecialTokens, ignoring_marks, special_texts, special_tokens_of
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt, normalized
+from asyncrl_cli.spec.inputs import TEMPLATE_DATE
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -149,6 +156,8 @@ class Abilities:
     """Features that the template leaves out ("") or refuses (its error)."""
     default_system: str = ""
     """The system message that the template adds if there is none."""
+    turn_tokens: frozenset[str] | None = field(default=None, compare=False)
+    """The special tokens that structure turns, so an assistant message cannot have them either; None: all."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """Convert canonical messages to this form."""
@@ -175,15 +184,37 @@ class ChatTemplate:
 
     watch = _Watch()
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        today: date = TEMPLATE_DATE,
+        reads_special: bool = False,
+    ) -> None:
+        """``today``: the date for templates that write one. ``reads_special``: special tokens in messages are tokens
+        (``data.special_tokens``)."""
         self._tokenizer = tokenizer
-        self._variables = variables or {}
+        self.values: Mapping[str, Any] = variables or {}
+        self._today = today
+        self._reads_special = reads_special
         self._known: tuple[object, Abilities] | None = None
         self._read: tuple[object, frozenset[str] | None] | None = None
 
+    @classmethod
+    def from_spec(cls, spec: ExperimentSpec, tokenizer: Any) -> ChatTemplate:
+        """The template of a run's model."""
+        return cls(
+            tokenizer,
+            spec.model.chat_template_kwargs,
+            today=spec.model.chat_template_date,
+            reads_special=spec.data.special_tokens == "tokens",
+        )
+
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = False) -> str:
         """Render messages. With ``reply``, end where the model's reply begins, or after the last character of a final
-        assistant message, which the reply then continues.
+        assistant message, which the reply then continues. Special tokens in messages and tools are marked, so tokenize
+        the text with ``encode``.
 
         Raises ``ChatError`` for malformed messages, for messages that the template refuses, and with ``reply`` for a
         final assistant message without text or with tool calls.
@@ -193,19 +224,52 @@ class ChatTemplate:
         continues = reply and last.get("role") == "assistant"
         if continues and (last.get("tool_calls") or not str(last["content"]).strip()):
             raise ChatError("the assistant message at the end has tool calls, or no text that could be continued")
+        if not self._reads_special:
+            tools = self._special.mark(tools)
+            messages = [self._special_in(message).mark(message) for message in messages]
         return self._rendered(self.abilities().fitted(messages), tools, reply, continues=continues)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize renderings, or parts of them. Raises ``ChatError`` if the tokenizer cannot write a special token as
+        text."""
+        tokenizer = self._ignoring_marks if any(MARK in text for text in texts) else self._tokenizer
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def special_text(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
+        """Return the first special token that stays text in messages or tools; "" if there is none."""
+        if self._reads_special:
+            return ""
+        tokens = (self._special_in(message).find(message) for message in map(self._canonical, messages))
+        return next(filter(None, tokens), "") or self._special.find(tools)
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return special_tokens_of(special_texts(self._tokenizer))
+
+    @cached_property
+    def _ignoring_marks(self) -> Any:
+        return ignoring_marks(self._tokenizer)
+
+    def _special_in(self, message: Message) -> SpecialTokens:
+        """The special tokens that stay text in a message. A model may write any token, so its messages may have those
+        that do not structure turns, such as marks around reasoning."""
+        turn_tokens = self.abilities().turn_tokens if message["role"] == "assistant" else None
+        return self._special if turn_tokens is None else special_tokens_of(turn_tokens)
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """Return the template with more variables. Raises ``ChatError`` for a variable that it does not read."""
         if not variables:
             return self
         known = self.variables() or frozenset()
-        if unknown := next((name for name in variables if name not in known and name not in self._variables), None):
+        if unknown := next((name for name in variables if name not in known and name not in self.values), None):
             hint = f"it reads {', '.join(sorted(known))}" if known else "it reads no variables"
             raise ChatError(f"the chat template does not read {unknown!r}: {did_you_mean(unknown, known, hint)}")
         self.abilities()  # tried just once, with the model's own variables
         other = copy(self)
-        other._variables = {**self._variables, **variables}
+        if not self._reads_special:
+            variables = self._special.mark(variables)
+        other.values = {**self.values, **variables}
         return other
 
     def variables(self) -> frozenset[str] | None:
@@ -252,7 +316,8 @@ class ChatTemplate:
                         add_generation_prompt=reply and not continues,
                         continue_final_message=continues,
                         tokenize=False,
-                        **self._variables,
+                        strftime_now=self._today.strftime,
+                        **self.values,
                     )
                 )
         except (_Ended, MemoryError):
@@ -263,6 +328,18 @@ class ChatTemplate:
             if continues and "continue_final_message" in str(error):
                 raise ChatError("the chat template changes the assistant message that it should continue") from error
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
+
+    def _turn_tokens(self, texts: Sequence[Message], calls: Sequence[Message], results: int) -> frozenset[str] | None:
+        """The special tokens around the ``texts``, and after the ``calls`` of tools, which end with ``results``."""
+        try:
+            rendering = self._rendered(texts, None, reply=False)
+            if results:
+                through = self._rendered(calls[:-results], None, reply=False)
+                rendering += self._rendered(calls, None, reply=False).removeprefix(through)
+        except ChatError:
+            return None
+        always = {getattr(self._tokenizer, f"{name}_token", None) for name in ("bos", "eos", "pad")}
+        return frozenset(token for token in special_texts(self._tokenizer) if token in always or token in rendering)
 
     def _found(self) -> Abilities:
         lost: dict[Feature, str] = {}
@@ -337,13 +414,16 @@ class ChatTemplate:
                 if shown(Feature.TEXT, called(separate, _CALLS[0], content=_TEXT), *marks):
                     form = separate
             shown(Feature.REASONING, called(form, _CALLS[0], reasoning=_REASONING), _REASONING)
+        system = [_SYSTEM] if first or Feature.SYSTEM not in lost else []
+        texts = base.fitted([*system, _USER, {"role": "assistant", "content": _TEXT}, _USER])
+        turn_tokens = self._turn_tokens(texts, [*first, *called(form, _CALLS[0])], len(results[:1]))
         default = ""
         if not lost.keys() & {Feature.USER, Feature.NO_SYSTEM, Feature.SYSTEM}:
             plain = text(base.fitted([_USER]))
             begin, _, end = text(base.fitted([_SYSTEM, _USER])).partition(_SYSTEM["content"])
             if begin and plain.startswith(begin) and plain.endswith(end):
                 default = plain[len(begin) : len(plain) - len(end)]  # the text in place of a system message
-        return replace(form, lost=lost, default_system=default)
+        return replace(form, lost=lost, default_system=default, turn_tokens=turn_tokens)
 
 
 class TemplateLimitError(ChatError):
@@ -393,9 +473,18 @@ def _check_constants(template: str) -> None:
 def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[str, Any]]:
     """Return a prompt's messages, and its row's tools and template variables.
 
-    Raises ``ChatError`` for a row with media, and for malformed tools and variables.
+    Raises ``ChatError`` for a row with media, and for malformed calls, tools and variables.
     """
     messages = prompt.messages
+    for message_number, message in enumerate(messages, start=1):
+        try:
+            calls = normalized(message).get("tool_calls", ())
+        except ChatError as error:
+            raise ChatError(f"message {message_number}: {error}") from None
+        for function in (call["function"] for call in calls):
+            if not isinstance(arguments := function["arguments"], Mapping | str):
+                fault = f"message {message_number} calls {function['name']!r} with arguments of type"
+                raise ChatError(f'{fault} {type(arguments).__name__}, not an object such as {{"city": "Oslo"}}')
 
     def unwritten(column: str) -> Any:
         """The column's value, which may be JSON text; None if it is empty, or already in the prompt's text."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -13,7 +14,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.core.files import read_regular
+from asyncrl_cli.data.special_tokens import ignoring_marks
+from asyncrl_cli.records.images import Image, PixelError, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 
 MARK = "<image>"
@@ -21,6 +24,9 @@ MARK = "<image>"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MOST_PIXELS = 2**26
 """Larger images are refused before decoding: a file of a few kilobytes may decode to gigabytes."""
+
+MOST_BYTES = 2**28
+"""Larger files of images are refused before they are read."""
 
 _NAMES = ("image", "image_url", "url", "path")
 """Keys that may name an image in a message part, or in a mapping of an image column."""
@@ -86,18 +92,26 @@ def loaded(prompt: Prompt, folder: Path) -> Prompt:
     return replace(prompt, content=content, images=tuple(images))
 
 
-def embedded(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Image]]:
-    """Replace the images in messages, given as data URLs, by digests; returns messages, and images by digest. Raises
-    ``ImageError`` also for files and other URLs, which are not read."""
-    images: dict[str, Image] = {}
+def embedded(
+    messages: Sequence[Message], max_pixels: int, check_count: Callable[[int], None]
+) -> tuple[list[Message], dict[str, Image]]:
+    """Replace the images in messages, given as data URLs, by digests; returns messages, and images by digest.
+
+    Raises ``ImageError`` also for an image with more pixels, and for files and other URLs, which are not read; and the
+    errors of ``check_count``, which gets the number of images before one is decoded.
+    """
+    urls, images = named_images(messages), dict[str, Image]()
+    for number, url in enumerate(urls, start=1):
+        if not url.startswith("data:"):
+            raise ImageError(
+                f"image {number} is not a data URL ({url:.80}), and nothing is downloaded: send it in base64"
+            )
+    check_count(len(urls))
 
     def canonical(part: Any) -> Any:
         if not is_image(part):
             return part
-        name, url = f"image {len(images) + 1}", part["image"]
-        if not url.startswith("data:"):
-            raise ImageError(f"{name} is not a data URL ({url:.80}), and nothing is downloaded: send it in base64")
-        image = _from_data_url(url, name)
+        image = _from_data_url(part["image"], f"image {len(images) + 1}", max_pixels)
         images[image.digest] = image
         return {"type": "image", "image": image.digest}
 
@@ -110,7 +124,7 @@ def embedded(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Imag
     return found, images
 
 
-def checked(data: bytes, name: str = "the image") -> Image:
+def checked(data: bytes, name: str = "the image", max_pixels: int = MOST_PIXELS) -> Image:
     """Return the image with these encoded bytes, if it can be decoded. Raises ``ImageError``, which uses ``name``."""
     from PIL import Image as Pillow
     from PIL import UnidentifiedImageError
@@ -118,15 +132,19 @@ def checked(data: bytes, name: str = "the image") -> Image:
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as opened:
             width, height = opened.size
-            if width * height > MOST_PIXELS:
-                raise ImageError(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
-            # A camera's JPEG may have a preview as its second frame.
-            if (frames := getattr(opened, "n_frames", 1)) > 1 and opened.format != "MPO":
-                raise ImageError(f"{name} is animated: it has {frames} frames")
+            if width * height > max_pixels:
+                raise ImageError(f"{name} has {width} x {height} pixels, more than {max_pixels:,}")
+            # A camera's JPEG may have a preview as its second frame. Counting the frames would read all of them.
+            with suppress(EOFError):
+                if opened.format != "MPO":
+                    opened.seek(1)
+                    raise ImageError(f"{name} is animated: it has more than one frame")
         found = Image.of(data)
         found.decoded()
     except ImageError:
         raise
+    except PixelError as error:
+        raise ImageError(f"{name} has {error}") from None
     except UnidentifiedImageError:
         raise ImageError(f"{name} is not an image of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's readers raise anything for broken files
@@ -142,7 +160,7 @@ class ImageTokens:
         """Limits: images in a conversation, and pixels of each."""
         self._folder = folder
         self.max_images = max_images
-        self._max_pixels = max_pixels
+        self.max_pixels = max_pixels
 
     @cached_property
     def _processor(self) -> Any:
@@ -152,6 +170,7 @@ class ImageTokens:
             found = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
             if not hasattr(found, "image_processor"):  # without a processor it returns a tokenizer
                 raise ValueError("the model has none")
+            found.tokenizer = ignoring_marks(found.tokenizer)
         except Exception as error:  # transformers raises anything for wrong files
             reason = " ".join(str(error).split())
             fault = f"no processor for images can be loaded from {self._folder}: {reason}"
@@ -175,9 +194,9 @@ class ImageTokens:
         self.check_count(len(images))
         pixels = [image.decoded() for image in images]
         for number, (width, height) in enumerate((one.size for one in pixels), start=1):
-            if width * height > self._max_pixels:
+            if width * height > self.max_pixels:
                 size = f"{width} x {height} = {width * height:,} pixels"
-                raise ChatError(f"image {number} has {size}, more than data.image_max_pixels ({self._max_pixels:,})")
+                raise ChatError(f"image {number} has {size}, more than data.image_max_pixels ({self.max_pixels:,})")
         try:
             found = self._processor(text=[text], images=[pixels], add_special_tokens=False)
         except (ValueError, IndexError, StopIteration) as error:
@@ -230,12 +249,12 @@ def _named(value: Any) -> Any:
     return value
 
 
-def _from_data_url(url: str, name: str) -> Image:
+def _from_data_url(url: str, name: str, max_pixels: int = MOST_PIXELS) -> Image:
     header, _, text = url.partition(",")
     try:
         if not header.endswith(";base64"):
             raise ValueError("it is not base64")
-        return checked(base64.b64decode(text, validate=True), name)
+        return checked(base64.b64decode(text, validate=True), name, max_pixels)
     except ValueError as error:
         raise error if isinstance(error, ImageError) else ImageError(f"{name} is not a data URL: {error}") from None
 
@@ -252,7 +271,7 @@ def _read(value: Any, folder: Path, number: int) -> Image:
         raise ImageError(f"{name} is a URL ({value:.80}), and nothing is downloaded: save it, and give its path")
     path = folder / (unquote(urlsplit(value).path) if value.startswith("file://") else value)
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise ImageError(f"{name} ({path}) cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return checked(data, f"{name} ({path})")

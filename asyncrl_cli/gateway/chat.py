@@ -24,6 +24,7 @@ import numpy as np
 
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.special_tokens import plain_ids
 from asyncrl_cli.gateway.parsers import (
     FORMS,
     HERMES,
@@ -58,24 +59,24 @@ class ChatFormat:
         reasoning_parser_name: str | None = None,
         *,
         end_tokens: frozenset[int] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
         shows_special: bool = False,
         images: ImageTokens | None = None,
     ) -> None:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``:
         ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's end tokens
-        (``response_text.end_tokens``); by default the tokenizer's only. ``template_kwargs``:
-        ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``. ``images``: encodes
-        messages with images.
+        (``response_text.end_tokens``); by default the tokenizer's only. ``template``: by
+        default the tokenizer's, without variables. ``shows_special``: ``task.special_tokens`` is ``shown``. ``images``:
+        encodes messages with images.
 
         Raises ``ParserError``. A parser of vLLM imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
         self._images = images or ImageTokens("", 0, 0)
-        self.max_images = self._images.max_images
+        self.max_images, self.max_pixels = self._images.max_images, self._images.max_pixels
         self.check_images = self._images.check_count
-        self.template_kwargs: Mapping[str, Any] = template_kwargs or {}
-        self._template = ChatTemplate(tokenizer, template_kwargs)
+        self._template = template or ChatTemplate(tokenizer)
+        self.template_kwargs: Mapping[str, Any] = self._template.values
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply includes its end token."""
         self._tools = tool_parser(tool_parser_name, tokenizer, reasoning_parser_name is not None)
@@ -146,6 +147,10 @@ class ChatFormat:
         if calls := (normalized(reply) if reply else {}).get("tool_calls"):
             fixed = fixed | {"tool_calls": calls[:1] if self._template.abilities().one_call else calls}
             before = text([question, fixed], tools)
+            if not before.endswith(turn_end) and last_token is not None and last_token in self.end_tokens:
+                # A template may end calls with another token than texts (gpt-oss).
+                _, end, space = before.rpartition(self.decode([last_token], special=True))
+                turn_end = end + space if end and not space.strip() else turn_end
         full = text([question, fixed, *messages], tools, reply=True)
         if _FIXED_REPLY in before:
             before, full = _after(before, _FIXED_REPLY), _after(full, _FIXED_REPLY)
@@ -223,21 +228,21 @@ class ChatFormat:
 
     def _encode_with(self, text: str, messages: Sequence[Message], images: Mapping[str, Image] | None) -> Tokens:
         digests = image_digests(messages)
+        _check_unicode(text)
         if not digests:
-            return Tokens(self.encode(text), ())
+            return Tokens(self._template.encode([text])[0], ())
         return Tokens(*self._images.encode(text, [(images or {})[digest] for digest in digests]))
 
     def encode(self, text: str, begins: bool = False) -> list[int]:
-        """Tokenize a text. ``begins``: the text begins a sequence, so the tokenizer's begin token is added, if it has
-        one.
+        """Tokenize a text without the template. ``begins``: the text begins a sequence, so the tokenizer's begin token
+        is added, if it has one.
 
         Raises ``ChatError`` for text that is not Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ChatError(f"the text is not Unicode: {error}") from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=begins)["input_ids"]
+        _check_unicode(text)
+        if begins:
+            return plain_ids(self._tokenizer, [text])[0]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
@@ -278,6 +283,13 @@ class ChatFormat:
             return found.content
         text = sent.lstrip()
         return sent.removesuffix(text) + found.content if found.content.startswith(text) else sent
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ChatError(f"the text is not Unicode: {error}") from error
 
 
 def _after(text: str, mark: str) -> str:

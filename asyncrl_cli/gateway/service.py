@@ -26,7 +26,7 @@ from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Se
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.wire import ChatBody, encoded
 from asyncrl_cli.gateway.wire import Request as Body
-from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.records.prompt import ChatError, Message
 
 Prompts = Sequence[Sequence[Reply]]
 """The replies to each prompt of a request."""
@@ -151,8 +151,8 @@ async def render_chat(
     if ends_with_reply != body.continues(ends_with_reply):
         raise invalid_value(f"{param}: {body.how_to_end}", param)
     try:
-        messages, images = await render(partial(embedded, messages))
-    except ImageError as error:
+        messages, images = await render(partial(embedded, messages, session.max_pixels, session.admit_images))
+    except (ChatError, ImageError) as error:
         raise invalid_value(f"{param}: {error}", param) from None
     return await session.render_chat(
         messages,

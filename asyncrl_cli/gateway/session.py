@@ -29,7 +29,7 @@ from asyncrl_cli.gateway.reply_stream import FieldStream, Part
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
-from asyncrl_cli.records.prompt import ChatError, Message, image_digests
+from asyncrl_cli.records.prompt import ChatError, Message
 from asyncrl_cli.rollout.continuation import stopped_at
 from asyncrl_cli.rollout.open_requests import OnSegments
 from asyncrl_cli.rollout.response_text import cut
@@ -306,6 +306,18 @@ class Session:
 
     # -- rendering a call
 
+    @property
+    def max_pixels(self) -> int:
+        """Largest number of pixels of an image."""
+        return self._chat.max_pixels
+
+    def admit_images(self, count: int) -> None:
+        """Raise ``ApiError`` for more images than a conversation may have, and ``ChatError`` if it may have none."""
+        if count > self._chat.max_images > 0:  # a limit of the episode, like its length
+            message = f"{count} images, more than model.max_images ({self._chat.max_images})"
+            raise self._refused("max_images_exceeded", message)
+        self._chat.check_images(count)
+
     async def render_chat(
         self,
         messages: Sequence[Message],
@@ -329,11 +341,6 @@ class Session:
             conversation = await render(partial(Conversation.of, messages, tools, given))
             self._refuse_flood(conversation.characters)
             chat = self._chat
-            count = len(image_digests(conversation.messages))
-            if count > chat.max_images > 0:  # a limit of the episode, like its length
-                message = f"{count} images, more than model.max_images ({chat.max_images})"
-                raise self._refused("max_images_exceeded", message)
-            chat.check_images(count)
             if variables or continues:
                 chat = await render(partial(chat.varied, variables or {}, continues))
             begun = conversation.messages[-1] if continues else None

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.gateway.actor import GatewaySetup, Generation, Incoming, Outgoing, SessionEnd, SessionOpening
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -201,7 +202,7 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
         spec.rollout.tool_parser,
         spec.rollout.reasoning_parser,
         end_tokens=end_tokens(model_folder, tokenizer),
-        template_kwargs=spec.model.chat_template_kwargs,
+        template=ChatTemplate.from_spec(spec, tokenizer),
         shows_special=spec.task.special_tokens == "shown",
         images=ImageTokens(model_folder, spec.model.max_images, spec.data.image_max_pixels),
     )

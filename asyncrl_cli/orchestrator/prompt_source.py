@@ -12,6 +12,7 @@ from asyncrl_cli.core.errors import ConfigError, DataError, RunError
 from asyncrl_cli.data.chat_template import VARIABLES, ChatTemplate, Feature, Tools, chat_of
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.data.special_tokens import plain_ids
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt, image_digests
@@ -45,18 +46,19 @@ class PromptEncoder:
         episodic: bool = False,
         *,
         apply_chat_template: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
         images: ImageTokens | None = None,
         shows_all: bool = True,
     ) -> None:
         """``episodic``: rollouts are episodes, so the task writes the model's input. ``apply_chat_template``: render
-        texts with the template if there is one. ``template_kwargs``: the template's variables. ``images`` encodes
-        prompts with images. ``shows_all``: refuse a prompt with parts that the template leaves out."""
+        texts with the template if there is one. ``template``: by default the tokenizer's, without variables.
+        ``images`` encodes prompts with images. ``shows_all``: refuse a prompt with parts that the template leaves
+        out."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
-        self._template = ChatTemplate(tokenizer, template_kwargs)
+        self._template = template or ChatTemplate(tokenizer)
         self._images = images or ImageTokens("", 0, 0)
         self._shows_all = shows_all
         self.sees_images = self._images.max_images > 0
@@ -69,7 +71,7 @@ class PromptEncoder:
             spec.model.max_length if openings else spec.rollout.max_prompt_tokens,
             episodic,
             apply_chat_template=spec.data.apply_chat_template,
-            template_kwargs=spec.model.chat_template_kwargs,
+            template=ChatTemplate.from_spec(spec, tokenizer),
             images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
             shows_all=not openings,
         )
@@ -127,19 +129,22 @@ class PromptEncoder:
             if missing := next((digest for digest in digests if digest not in known), ""):
                 raise ChatError(f"its messages name the image {missing!r:.80}, which is not one of its `images`")
             return self._images.encode(text, [known[digest] for digest in digests])
-        ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
-        return ids, ()
+        return self._template.encode([text])[0] if templated else plain_ids(self._tokenizer, [text])[0], ()
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
-        if not isinstance(content, str) and len(content) > 1 and content[0]["role"] == "system":
-            with suppress(ChatError):  # then the system message is not the only problem
-                self._template.text(content[1:], reply=True)
-                return "the template takes no system message: remove `system`, and put its text into the user's message"
+        first = None if isinstance(content, str) else content[0]["role"]
+        if first == "system" and Feature.SYSTEM in self._template.abilities().lost:
+            return "the template takes no system message: remove `system`, and put its text into the user's message"
         return "fix the row or remove it, or use another chat template (model.chat_template)"
 
     def is_templated(self, prompt: Prompt) -> bool:
         """True if the chat template renders this prompt."""
         return self._texts_are_chats or not isinstance(prompt.content, str)
+
+    def special_text(self, prompt: Prompt) -> str:
+        """The first special token in the prompt's messages or tools that stays text; "" if there is none."""
+        messages, tools, _ = chat_of(prompt)
+        return self._template.special_text(messages, tools) if self.is_templated(prompt) else ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """A prompt's text, with special tokens."""

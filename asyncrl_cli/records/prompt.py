@@ -134,7 +134,7 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # templates print an agent's malformed arguments unchanged
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else {}
     named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return named | ({"id": call["id"]} if call.get("id") else {})
 

@@ -24,6 +24,7 @@ FIXED = {
     "data.curriculum": "the journal records the position in it",
     "data.shuffle": "the journal records the position in this order",
     "data.apply_chat_template": "recorded prompts were rendered like this",
+    "data.special_tokens": "recorded prompts were tokenized like this",
     "rollout.group_size": "recorded groups have this size",
     "rollout.max_prompt_tokens": "it decides which prompts are skipped",
     "rollout.max_response_tokens": "recorded rollouts were truncated there",

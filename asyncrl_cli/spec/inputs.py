@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -150,8 +152,15 @@ class LoraSpec(Section):
         return next((rank for rank in SLOT_RANKS if rank >= self.rank), self.rank)
 
 
+TEMPLATE_DATE = date(2026, 1, 1)
+"""Default of ``model.chat_template_date``."""
 FROZEN: Sequence[Literal["vision"]] = ("vision",)
 """Default of ``model.freeze``."""
+
+
+def is_template_name(text: str) -> bool:
+    """True if a ``model.chat_template`` that is no file may be the name of a tokenizer's template."""
+    return re.fullmatch(r"[\w-]+", text) is not None
 
 
 class ModelSpec(Section):
@@ -169,10 +178,13 @@ class ModelSpec(Section):
     max_length: Count = 1024
     """Longest sequence in tokens: prompt and response together."""
     chat_template: Annotated[Text | None, SystemPath] = None
-    """A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file)."""
+    """A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file), or the name of
+    one of the tokenizer's templates, such as `tool_use`. Default: its template, or the one named `default`."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`: for prompts, episodes and `asyncrl serve`.
     A variable that the template does not read is refused."""
+    chat_template_date: date = Field(TEMPLATE_DATE, strict=False)
+    """The date for chat templates that write today's date, so that a run has the same prompts every day."""
 
     max_images: NonNegative = 0
     """Largest number of images in a conversation; 0: text only. Images need a model with a vision tower, and
@@ -253,6 +265,9 @@ class DataSpec(Section):
     """Render a text prompt as a user message with the model's chat template. `false`: use it as plain text, for base
     models and for texts that already have the template's tokens. Models without a chat template always get plain text,
     and chat messages always go through the template."""
+    special_tokens: Literal["text", "tokens"] = "text"
+    """Special tokens such as `<|im_start|>` inside messages and tools. `text`: they stay text, so no message can forge
+    another. `tokens`: they become the model's tokens. Prompts without the template always have tokens."""
     image_max_pixels: Count = 16_777_216
     """Largest number of pixels of an image; rows with larger images are refused. The model's processor scales images
     down to its own limit."""

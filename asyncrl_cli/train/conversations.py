@@ -20,6 +20,7 @@ from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.rows import value_at
 from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.data.special_tokens import plain_ids
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Prompt, image_digests, to_json
 from asyncrl_cli.spec.inputs import WarmStart
@@ -82,8 +83,8 @@ class RowEncoder:
                 before, own = self.images.encode(context, [known[digest] for digest in digests])
                 placed += [replace(one, offset=len(ids) + one.offset) for one in own]
             else:
-                before = self.tokenizer(context, add_special_tokens=not templated)["input_ids"]
-            tokens = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
+                before = self.template.encode([context])[0] if templated else plain_ids(self.tokenizer, [context])[0]
+            tokens = self.template.encode([reply])[0]
             sampled = until_end(tokens, self.ends)
             if sampled is None and number < len(pieces):
                 raise ChatError("the chat template ends a reply with another token than the model; use train_on: last")
@@ -94,6 +95,14 @@ class RowEncoder:
         if learned[0]:
             raise ChatError("there is no text before the reply")
         return Example(ids, learned, tuple(placed))
+
+    def special_text(self, prompt: Prompt) -> str:
+        """Return the first special token in the row's messages that stays text; "" if there is none."""
+        messages, tools, _ = chat_of(prompt)
+        reply = prompt.fields.get(self.spec.response_column or "", "")
+        if isinstance(prompt.content, str) and not self.texts_are_chats:
+            return ""
+        return self.template.special_text([*messages, {"role": "assistant", "content": reply}], tools)
 
     def _pieces(self, prompt: Prompt) -> list[tuple[str, bool, str, list[str]]]:
         """For each learned reply: the text before it, whether the template wrote that, the reply with its end, and the

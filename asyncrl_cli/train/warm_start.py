@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.special_tokens import plain_ids
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import WarmStart
@@ -66,16 +67,13 @@ def warm_start(
     seed: int,
     directory_out: Path,
     progress: Progress | None = None,
-    chat_template: str | None = None,
-    apply_chat_template: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
-    seeing: ExperimentSpec | None = None,
+    run: ExperimentSpec | None = None,
 ) -> None:
     """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
 
     ``source``: a task with demonstrations, or the rows of ``spec.data``; ``max_length``: the longest one, in tokens.
-    ``chat_template``, ``apply_chat_template`` and ``template_kwargs`` are the spec's keys. ``seeing``: the whole spec
-    of a run with images. Sets the process's number of threads while it runs.
+    ``run``: the whole spec, for the chat template and images; by default there is no image, and the tokenizer has its
+    own template. Sets the process's number of threads while it runs.
 
     Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite, and
     ``DataError`` like ``encode_rows``.
@@ -87,10 +85,11 @@ def warm_start(
             hint="give the task a method demonstration(rng, clean), name rows in model.warm_start.data, or remove "
             "model.warm_start",
         )
-    tokenizer = load_tokenizer(model_dir_in, chat_template)
+    tokenizer = load_tokenizer(model_dir_in, run.model.chat_template if run else None)
     ends = end_tokens(model_dir_in, tokenizer)
-    template = ChatTemplate(tokenizer, template_kwargs)
-    texts_are_chats = apply_chat_template and templates_texts(tokenizer)
+    template = ChatTemplate.from_spec(run, tokenizer) if run else ChatTemplate(tokenizer)
+    texts_are_chats = (run is None or run.data.apply_chat_template) and templates_texts(tokenizer)
+    seeing = run if run and run.model.max_images else None
     with without_progress_bars():
         model = model_class(seeing is not None).from_pretrained(model_dir_in, dtype=torch.float32)
     vision: Vision | None = None
@@ -186,13 +185,14 @@ def _tokenized(
         return []
     tokenizer = chat.tokenizer
     prompts, responses, templated = zip(*map(chat.texts, demonstrations), strict=True)
-    encoded = {  # templates write the tokenizer's first token themselves
-        kind: iter(tokenizer(texts, add_special_tokens=not kind)["input_ids"])
-        for kind in set(templated)
-        if (texts := [prompt for prompt, other in zip(prompts, templated, strict=True) if other is kind])
+    encode = chat.template.encode
+    encoded = {
+        by_template: iter(encode(texts) if by_template else plain_ids(tokenizer, texts))
+        for by_template in set(templated)
+        if (texts := [prompt for prompt, other in zip(prompts, templated, strict=True) if other is by_template])
     }
-    prompt_ids = [next(encoded[kind]) for kind in templated]
-    response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+    prompt_ids = [next(encoded[by_template]) for by_template in templated]
+    response_ids = encode(responses)
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
         ids = [*prompt, *(until_end(response, ends) or [*response, tokenizer.eos_token_id])]

@@ -19,6 +19,7 @@ from asyncrl_cli.checks.prompts import (
     check_reply_end,
     check_template,
     check_template_kwargs,
+    check_turns,
     shown_prompt,
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
@@ -77,10 +78,12 @@ def test_a_text_is_unchanged_without_a_template_or_if_the_spec_says_so() -> None
 
 def test_the_gateway_writes_the_same_prompt_as_the_encoder() -> None:
     loaded, variables = tokenizer(), {"enable_thinking": False}
-    ids = PromptEncoder(loaded, 99, template_kwargs=variables).encode(TEXT)
+    ids = PromptEncoder(loaded, 99, template=ChatTemplate(loaded, variables)).encode(TEXT)
     assert (
         list(ids or ())
-        == ChatFormat(loaded, template_kwargs=variables).render([{"role": "user", "content": TEXT.content}]).ids
+        == ChatFormat(loaded, template=ChatTemplate(loaded, variables))
+        .render([{"role": "user", "content": TEXT.content}])
+        .ids
     )
     assert loaded.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
@@ -124,9 +127,9 @@ def test_tools_calls_and_results_of_a_row_are_as_the_gateway_writes_them() -> No
 
 def test_variables_of_a_row_and_a_message_at_the_end_reach_the_prompt(tmp_path: Path) -> None:
     loaded = tokenizer()
+    own = {"template": ChatTemplate(loaded, {"enable_thinking": False})}
     quiet = Prompt("row", "2 + 2?", {"chat_template_kwargs": {"enable_thinking": False}})
-    assert rendered(loaded, quiet) == rendered(loaded, TEXT, template_kwargs={"enable_thinking": False})
-    own = {"template_kwargs": {"enable_thinking": False}}
+    assert rendered(loaded, quiet) == rendered(loaded, TEXT, **own)
     assert rendered(loaded, Prompt("row", "2 + 2?", {"chat_template_kwargs": '{"enable_thinking": true}'}), **own) == (
         rendered(loaded, TEXT)
     )
@@ -249,6 +252,21 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     assert ChatTemplate(tokenizer(marked)).variables() == {"x"}
 
 
+def test_a_template_that_cannot_continue_a_conversation_is_a_warning() -> None:
+    loaded = tokenizer()
+    ends = frozenset({loaded.eos_token_id})
+    assert check_turns(ChatTemplate(loaded), loaded, ends) == ""
+    loaded.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}{{ ';' if loop.last and m.tool_calls else eos_token }}{% endfor %}"
+    )
+    found = check_turns(ChatTemplate(loaded), loaded, ends)
+    assert isinstance(found, Warned) and "ends tool calls differently when other messages follow" in found.found
+    loaded.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token if loop.last else '' }}{% endfor %}"
+    found = check_turns(ChatTemplate(loaded), loaded, ends)
+    assert isinstance(found, Warned) and "ends texts and tool calls differently" in found.found
+
+
 def reply_end(loaded: Any, ends: frozenset[int]) -> Result:
     return check_reply_end(ChatTemplate(loaded), loaded, ends)
 
@@ -270,17 +288,15 @@ def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() ->
 
 def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens() -> None:
     loaded = tokenizer()
-    found = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99), tokenizer=loaded)
+    found = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99))
     count = len(PromptEncoder(loaded, 99).encode(TEXT) or ())
     shown = json.dumps("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
     assert found == f"{count} tokens, by the chat template: {shown}"
-    plain = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False), tokenizer=loaded)
+    plain = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False))
     assert str(plain).endswith(' tokens, plain text: "2 + 2?"')
     variables = {"chat_template_kwargs": {"enable_thinking": False}}
     begun = Prompt("row", (ASKED, {"role": "assistant", "content": "It is"}), {"answer": "4", **variables})
-    first, continues, *values = str(
-        shown_prompt([TEXT, begun], 1, encoder=PromptEncoder(loaded, 99), tokenizer=loaded)
-    ).split("\n")
+    first, continues, *values = str(shown_prompt([TEXT, begun], 1, encoder=PromptEncoder(loaded, 99))).split("\n")
     assert first.endswith('It is"') and "continues the assistant message" in continues
     assert values == [
         "variables of the row: enable_thinking false",
@@ -288,11 +304,14 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens(
     ]
 
 
-def test_a_text_that_has_the_templates_tokens_already_is_a_warning() -> None:
+def test_special_tokens_in_a_text_stay_text_with_a_warning() -> None:
     loaded = tokenizer()
     twice = Prompt("twice", "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
-    found = shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99), tokenizer=loaded)
-    assert isinstance(found, Warned) and "apply_chat_template" in found.hint
-    assert isinstance(
-        shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False), tokenizer=loaded), str
-    )
+    found = shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99))
+    assert isinstance(found, Warned) and "'<|im_start|>' in the row stays text" in found.found
+    assert "data.special_tokens" in found.hint and "data.apply_chat_template" in found.hint
+    checked = check_prompts([twice, TEXT], PromptEncoder(loaded, 99), location="data.train", limit_s=9.0, locate=str)
+    assert isinstance(checked, Warned) and "; 1 have special tokens, such as '<|im_start|>'" in checked.found
+    reading = PromptEncoder(loaded, 99, template=ChatTemplate(loaded, reads_special=True))
+    assert isinstance(check_prompts([twice], reading, location="data.train", limit_s=9.0, locate=str), str)
+    assert isinstance(shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False)), str)

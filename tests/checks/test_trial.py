@@ -108,7 +108,7 @@ def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -
     assert opening is not None
     tokenizer = AutoTokenizer.from_pretrained(TEMPLATES / "saved-model/model")
     encoder = PromptEncoder(tokenizer, max_tokens=1000)
-    shown = str(shown_prompt([opening], 0, encoder=encoder, tokenizer=tokenizer))
+    shown = str(shown_prompt([opening], 0, encoder=encoder))
     for text in (
         "Noon temperature in degrees Celsius.",
         "days from today",
@@ -118,7 +118,7 @@ def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -
         assert text in shown
     no_tools = PromptEncoder(tokenizer, max_tokens=1000, shows_all=False)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    assert str(shown_prompt([opening], 0, encoder=no_tools, tokenizer=tokenizer)).endswith(
+    assert str(shown_prompt([opening], 0, encoder=no_tools)).endswith(
         "\ntools, which the chat template does not show: temperature"
     )
     broken = TaskSpec(use="tried_task:Broken")

@@ -104,7 +104,9 @@ def test_the_documented_change_for_two_cores_is_valid(
     page = (DATA.parents[1] / "docs/from-verl.md").read_text(encoding="utf-8")
     small = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "extends:" in block)
     if trainer == "trl":
-        small = small.replace("verl.yaml", "trl.yaml").replace('"{question}"}', '"{question}", split: null, config: null}')
+        small = small.replace("verl.yaml", "trl.yaml").replace(
+            '"{question}"}', '"{question}", split: null, config: null}'
+        )
     (home / "my-task/small.yaml").write_text(small)
     code, out, err = asyncrl("validate-spec", "my-task/small.yaml")
     assert code == 0, err

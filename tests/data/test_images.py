@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -23,7 +26,7 @@ from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.rows import ImagePrompts
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptEncoder, PromptSource
-from asyncrl_cli.records.images import Image, ImageCache
+from asyncrl_cli.records.images import Image, ImageCache, PixelError, data_url
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from, to_json
 from asyncrl_cli.spec.inputs import ModelInit, SplitSpec
 from asyncrl_cli.train.model.initial import write_model_stub
@@ -133,8 +136,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"prompt": "?", "images": "none.png"}, r"image 1 \(.*none\.png\) cannot be read: No such file"),
     "no image": ({"prompt": "?", "images": "rows.jsonl"}, "not an image of a known format"),
     "truncated": ({"prompt": "?", "images": "cut.png"}, r"image 1 \(.*cut\.png\) is broken"),
-    "animated": ({"prompt": "?", "images": "moves.gif"}, "animated: it has 2 frames"),
+    "animated": ({"prompt": "?", "images": "moves.gif"}, "animated: it has more than one frame"),
     "bomb": ({"prompt": "?", "images": "bomb.png"}, "9000 x 9000 pixels, more than"),
+    "pipe": ({"prompt": "?", "images": "pipe.png"}, r"pipe\.png\) cannot be read: it is not a regular file"),
+    "device": ({"prompt": "?", "images": "/dev/zero"}, "it is not a regular file"),
+    "folder": ({"prompt": "?", "images": "pictures"}, "cannot be read: (it is not a regular file|Is a directory)"),
+    "sparse": (
+        {"prompt": "?", "images": "sparse.png"},
+        "cannot be read: it has 1,099,511,627,776 bytes",
+    ),
     "too few marks": ({"prompt": "<image>?", "images": ["a", "b"]}, "2 images, and 1 places for them"),
     "too many marks": ({"prompt": "<image><image>?", "images": "a"}, "1 images, and 2 places for them"),
     "URL": ({"prompt": "?", "images": "https://a.org/b.png"}, "nothing is downloaded"),
@@ -148,12 +158,59 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_images_are_refused_with_file_and_line(folder: Path, kind: str) -> None:
     (folder / "cut.png").write_bytes(picture("red", 300, 300, compress_level=0)[:5000])
     (folder / "moves.gif").write_bytes(animation())
+    if kind == "pipe":
+        os.mkfifo(folder / "pipe.png")
+    if kind == "sparse":
+        (folder / "sparse.png").touch()
+        os.truncate(folder / "sparse.png", 2**40)
     if kind == "bomb":
         (folder / "bomb.png").write_bytes(picture("white", 9000, 9000))
     row, message = WRONG[kind]
     with pytest.raises(DataError, match=message) as caught:
         rows_of(folder, {"prompt": "fine"}, row)[1]
     assert caught.value.location == f"{folder / 'rows.jsonl'}:2"
+
+
+def encoded_pixels(pixels: Any, kind: str, mode: str | None = None, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Pillow.fromarray(np.asarray(pixels), mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("number_type", ["<u2", ">u2"])
+def test_grey_pixels_of_16_bits_keep_their_brightness(kind: str, number_type: str) -> None:
+    values = [0, 128, 129, 0x6464, 0xFFFF]
+    data = encoded_pixels(np.array([values], number_type), kind)
+    assert checked(data).decoded().tobytes() == bytes(np.repeat([0, 0, 1, 100, 255], 3).tolist())
+
+
+def test_transparent_grey_pixels_of_16_bits_are_white() -> None:
+    data = encoded_pixels(np.array([[7, 0x6464]], np.uint16), "PNG", transparency=7)
+    assert checked(data).decoded().tobytes() == bytes([255] * 3 + [100] * 3)
+
+
+def test_pixels_without_a_known_range_are_refused_with_their_mode() -> None:
+    for pixels, mode in ((np.array([[0.5]], np.float32), "F"), (np.array([[70_000]], np.int32), "I")):
+        with pytest.raises(ImageError, match=f"the image has pixels of mode {mode}: save it as RGB"):
+            checked(encoded_pixels(pixels, "TIFF"))
+        with pytest.raises(PixelError, match=f"pixels of mode {mode}"):
+            data_url(Pillow.fromarray(pixels))
+    inverted = encoded_pixels(np.array([[7]], np.uint16), "TIFF", tiffinfo={262: 0})
+    with pytest.raises(ImageError, match="grey pixels of an unusual form"):
+        checked(inverted)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("1", "PNG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG"), ("YCbCr", "TIFF")],
+)
+def test_a_picture_of_every_common_mode_is_read(mode: str, kind: str) -> None:
+    file = io.BytesIO()
+    made = Pillow.new("RGB", (8, 8), "white").convert(mode)
+    made.save(file, kind)
+    assert checked(file.getvalue()).decoded().getpixel((4, 4)) == (255, 255, 255)
+    assert checked(base64.b64decode(data_url(made).partition(",")[2])).decoded().getpixel((4, 4)) == (255, 255, 255)
 
 
 def test_a_photograph_with_a_preview_is_not_animated() -> None:
@@ -236,11 +293,16 @@ def test_images_beyond_a_limit_are_refused_with_its_key(model: str, limits: dict
         encoder(model, **limits).encode(two_images())
 
 
-def test_a_placeholder_in_the_rows_text_is_refused(model: str) -> None:
+def test_a_placeholder_in_the_rows_text_stays_text(model: str) -> None:
     mark = AutoProcessor.from_pretrained(model).image_token
-    prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text(mark))), {}, (Image.of(RED),))
-    with pytest.raises(DataError, match="1 images"):
-        encoder(model).encode(prompt)
+    forged, plain = (
+        encoder(model).encode_with_images(
+            Prompt("p", tuple(user(image(Image.of(RED).digest), text(words))), {}, (Image.of(RED),))
+        )
+        for words in (f"a{mark}b", "a")
+    )
+    assert forged and plain and forged.images == plain.images
+    assert encoder(model).decode(forged.ids[forged.images[0].end :]).endswith(f"a{mark}b")
 
 
 def test_a_template_that_shows_no_image_is_refused(model: str) -> None:

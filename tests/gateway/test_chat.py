@@ -154,6 +154,24 @@ def test_a_turn_rendered_differently_when_more_follows_is_refused() -> None:
             ChatFormat(tokenizer).continue_(after, None, 1)
 
 
+def test_a_turn_of_calls_may_end_with_another_token_than_a_text() -> None:
+    """As in gpt-oss."""
+    tokenizer = character_tokenizer(64)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'assistant' %}{{ '!' if m.tool_calls else '.' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    call, end = (tokenizer.convert_tokens_to_ids(mark) for mark in "!.")
+    chat = ChatFormat(tokenizer, end_tokens=frozenset({call, end}))
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    assert chat.decode(chat.continue_([result], None, call, called("1+1")).ids) == "t:2a:"
+    assert chat.decode(chat.continue_([{"role": "user", "content": "b"}], None, end).ids) == "u:ba:"
+    with pytest.raises(ChatError, match="differently"):
+        chat.continue_([result], None, end, called("1+1"))
+
+
 def test_equivalent_messages_are_equal() -> None:
     one = called("1+1") | {"content": ""}
     other = json.loads(json.dumps(called("1+1"))) | {"refusal": None, "audio": None, "annotations": [], "name": None}

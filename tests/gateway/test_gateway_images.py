@@ -174,6 +174,8 @@ def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFor
         ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], "is not a data URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}], "image 1"),
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}], "image 1 is broken"),
+        ([{"type": "image_url", "image_url": {"url": url(picture("red", 1100, 1100)[:60])}}], "more than 1,048,576"),
+        ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}] * 3, "3 images, more than model.max_images (2)"),
     ],
 )
 def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatFormat, content: Any, why: str) -> None:
@@ -210,7 +212,7 @@ def test_an_episode_ends_with_its_reward_when_it_has_too_many_images(chat: ChatF
 def test_image_for_a_model_of_text_is_refused_by_the_key_that_allows_it() -> None:
     async def test() -> None:
         async with served() as there:
-            content = [{"type": "image_url", "image_url": {"url": url(RED)}}]
+            content = [{"type": "image_url", "image_url": {"url": url(RED[:60])}}]  # broken, and never decoded
             answer = await there.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
             assert answer.status_code == 400 and "model.max_images is 0" in answer.json()["error"]["message"]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.checks.finding import Warned
 from asyncrl_cli.checks.prompts import check_special_tokens
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
 from asyncrl_cli.gateway.reply_stream import Part, divided
@@ -100,9 +101,10 @@ def test_where_the_prompt_closes_the_reasoning_a_reply_is_content() -> None:
         "{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}a:<think>{% if off %}\n</think>{% endif %}{% endif %}"
     )
-    on = ChatFormat(thinking_tokenizer(template), None, "qwen3")
+    loaded = thinking_tokenizer(template)
+    on = ChatFormat(loaded, None, "qwen3")
     assert on.parse([1], on.encode("why</think>so"))["reasoning_content"] == "why"
-    off = ChatFormat(thinking_tokenizer(template), None, "qwen3", template_kwargs={"off": True})
+    off = ChatFormat(loaded, None, "qwen3", template=ChatTemplate(loaded, {"off": True}))
     assert off.parse([1], off.encode("so")) == {"role": "assistant", "content": "so"}
 
 

@@ -263,7 +263,9 @@ def test_requests_set_variables_of_the_template(path: str) -> None:
     tokenizer.chat_template = "{{ tone }}" + tokenizer.chat_template
 
     async def test() -> None:
-        async with served(Engine(chat=ChatFormat(tokenizer, template_kwargs={"tone": "soft "}))) as there:
+        async with served(
+            Engine(chat=ChatFormat(tokenizer, template=ChatTemplate(tokenizer, {"tone": "soft "})))
+        ) as there:
             there.session("7-0")
             for tone in (None, "loud "):
                 more = {} if tone is None else {"chat_template_kwargs": {"tone": tone}}

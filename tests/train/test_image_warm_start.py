@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_the_model_learns_to_answer_by_the_image(tmp_path: Path, source: str) ->
         seed=0,
         directory_out=tmp_path / "out",
         progress=lambda done, total, loss, skipped: losses.append(loss),
-        seeing=spec_of(),
+        run=spec_of(),
     )
     assert losses[-1] < 0.1
     assert answers(tmp_path / "out") == {"red": "r", "blue": "b"}
@@ -101,7 +102,7 @@ def test_threads_change_nothing_and_the_frozen_tower_stays(tmp_path: Path) -> No
     for threads in (1, 2):
         settings = WarmStart(steps=3, batch_size=12, warmup_steps=1, threads=threads)
         out = tmp_path / str(threads)
-        warm_start(tmp_path / "in", Colours(), settings, 64, 0, out, seeing=spec_of())  # type: ignore[arg-type]
+        warm_start(tmp_path / "in", Colours(), settings, 64, 0, out, run=spec_of())  # type: ignore[arg-type]
     before, one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "1", "2"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     changed = {name for name in one if not torch.equal(one[name], before[name])}
@@ -112,7 +113,13 @@ def test_threads_change_nothing_and_the_frozen_tower_stays(tmp_path: Path) -> No
 
 def test_a_demonstration_with_more_images_than_allowed_is_named(tmp_path: Path) -> None:
     saved_model("qwen2_5_vl", tmp_path / "in")
-    rows: Any = Colours()
+
+    class Twice(Colours):
+        def demonstration(self, rng: random.Random, clean: bool) -> Any:
+            prompt = conversation("red")
+            return replace(prompt, content=(prompt.content[0], *prompt.content))
+
+    rows: Any = Twice()
     settings = WarmStart(steps=1, batch_size=12)
-    with pytest.raises(UserError, match=r"the demonstration '(red|blue)' cannot be encoded: .*model.max_images is 0"):
-        warm_start(tmp_path / "in", rows, settings, 64, 0, tmp_path / "out", seeing=spec_of(max_images=0))
+    with pytest.raises(UserError, match=r"the demonstration 'red' cannot be encoded: 2 images, more than model.max_im"):
+        warm_start(tmp_path / "in", rows, settings, 64, 0, tmp_path / "out", run=spec_of())

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.rollout.response_text import end_tokens
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
+from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer, with_chat_template
 
 TOKENIZER = character_tokenizer(256)
 
@@ -50,6 +52,29 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_saved_tokenizer_does_the_same(loaded: Any, text: str) -> None:
     assert loaded.encode(text) == TOKENIZER.encode(text)
     assert loaded.decode(loaded.encode(text)) == text
+
+
+def test_a_named_template_is_chosen_and_without_a_name_the_default(tmp_path: Path) -> None:
+    saved = character_tokenizer(256)
+    saved.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "tools: {{ messages[0].content }}"}
+    saved.save_pretrained(tmp_path / "named")
+    assert (tmp_path / "named/additional_chat_templates/tool_use.jinja").exists()
+    config = json.loads((tmp_path / "named/tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in saved.chat_template.items()]
+    saved.save_pretrained(tmp_path / "listed", save_jinja_files=False)
+    (tmp_path / "listed/tokenizer_config.json").write_text(json.dumps(config))
+    for folder in ("named", "listed"):
+        for name, text in ((None, "hi"), ("default", "hi"), ("tool_use", "tools: hi")):
+            form = ChatTemplate(load_tokenizer(tmp_path / folder, name))
+            assert form.text([{"role": "user", "content": "hi"}]) == text
+        with pytest.raises(ConfigError, match="no chat template named 'rag'") as refused:
+            load_tokenizer(tmp_path / folder, "rag")
+        assert "default, tool_use" in refused.value.hint
+    with pytest.raises(ConfigError, match="no chat template named 'rag'"):
+        with_chat_template(character_tokenizer(256), "rag")
+    del saved.chat_template["default"]
+    with pytest.raises(ConfigError, match="no chat template named 'default'"):
+        with_chat_template(saved, None)
 
 
 def test_chat_messages_stand_one_behind_the_other(loaded: Any) -> None:

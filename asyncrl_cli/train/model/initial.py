@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.files import atomic_folder
+from asyncrl_cli.core.files import atomic_folder, read_regular
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec
+from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec, is_template_name
 from asyncrl_cli.spec.rules.model import SIZES, TEXT_CONFIG, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
@@ -41,7 +41,13 @@ from asyncrl_cli.train.model.image_models import (
     set_image_tokens,
 )
 from asyncrl_cli.train.model.saving import copy_generation_config, copy_processor, save_model
-from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer, load_tokenizer, with_chat_template
+from asyncrl_cli.train.model.tokenizer import (
+    CHAT_TEMPLATE,
+    TEMPLATE_BYTES,
+    character_tokenizer,
+    load_tokenizer,
+    with_chat_template,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -69,9 +75,10 @@ def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
         own = spec.model.init is not None and spec.model.init.tokenizer == CHARACTERS
         if spec.data.apply_chat_template and not (own and spec.model.chat_template is None):
             model["apply_chat_template"] = True  # to demonstrations; ``CHAT_TEMPLATE`` does not change texts
+        model["special_tokens"] = spec.data.special_tokens
     model["chat_template"] = CHAT_TEMPLATE  # has no effect on a saved tokenizer
-    if spec.model.chat_template is not None:
-        model["chat_template"] = Path(spec.model.chat_template).read_text()
+    if (text := spec.model.chat_template) is not None:
+        model["chat_template"] = text if is_template_name(text) else read_regular(text, TEMPLATE_BYTES).decode()
     facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
@@ -136,10 +143,7 @@ def prepare_model(
                     seed=spec.seed,
                     directory_out=folder,
                     progress=progress,
-                    chat_template=model.chat_template,
-                    apply_chat_template=spec.data.apply_chat_template,
-                    template_kwargs=model.chat_template_kwargs,
-                    seeing=spec if model.max_images else None,
+                    run=spec,
                 )
     except OSError as error:
         if final.is_dir():  # another run made the same model at the same time

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.files import read_regular
+from asyncrl_cli.spec.inputs import is_template_name
 from asyncrl_cli.train.model.image_models import VISION_TOKENS, VisionTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+TEMPLATE_BYTES = 2**20
+"""Larger files of chat templates are refused."""
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
@@ -74,7 +78,7 @@ def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> 
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
-    """Load the tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
+    """Load the tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``.
 
     Raises ``ConfigError``, and the error of transformers if there is no tokenizer.
     """
@@ -84,15 +88,26 @@ def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
 
 
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
-    """Replace the tokenizer's template by the file ``chat_template``. Raises ``ConfigError``."""
+    """Give the tokenizer one template: the file ``chat_template``, or the one of this name. Raises ``ConfigError``."""
     from jinja2 import TemplateSyntaxError
 
     from asyncrl_cli.data.chat_template import syntax_tree
 
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if templates and (chat_template or "default") in templates:
+        tokenizer.chat_template = templates[chat_template or "default"]
+        return tokenizer
+    if (templates and chat_template is None) or (chat_template is not None and is_template_name(chat_template)):
+        names = ", ".join(templates)
+        raise ConfigError(
+            f"the tokenizer has no chat template named {chat_template or 'default'!r}",
+            location="model.chat_template",
+            hint=f"name one of its templates ({names}), or a Jinja file" if names else "name a Jinja file",
+        )
     if chat_template is None:
         return tokenizer
     try:
-        tokenizer.chat_template = Path(chat_template).read_text()
+        tokenizer.chat_template = read_regular(chat_template, TEMPLATE_BYTES).decode()
         syntax_tree(tokenizer.chat_template)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
