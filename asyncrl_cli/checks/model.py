@@ -19,6 +19,8 @@ from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+MIN_VOCABULARY = 0.9
+"""Smallest share of a model's token ids that its tokenizer has. Published models pad their vocabulary by up to 2 %."""
 MOST_LAYERS = 1000
 """Limit on a model's layers, above every real model. Building 100,000 layers takes minutes, even without weights."""
 
@@ -94,12 +96,20 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {one_line(error)}"
         raise ConfigError(message, location=key, hint=hint) from error
     vocabulary = model.get_input_embeddings().num_embeddings
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])  # ids may have gaps
+    tokens = tokenizer.get_vocab()
+    token, largest = max(tokens.items(), key=lambda item: item[1])  # ids may have gaps
     if largest >= vocabulary:
         raise ConfigError(
             f"the tokenizer's token {token!r} has the id {largest}, and the model embeds {vocabulary} tokens",
             location=key,
             hint="use the tokenizer that belongs to the model",
+        )
+    if len(tokens) < MIN_VOCABULARY * vocabulary:
+        raise ConfigError(
+            f"the model has {vocabulary} token ids, and its tokenizer has only {len(tokens)} of them: the others have "
+            "no text",
+            location=key,
+            hint="use the tokenizer that belongs to the model, or resize the model (resize_token_embeddings)",
         )
     _check_positions(config, spec.model.max_length, "the model")
     if spec.algorithm.router_replay:

@@ -33,6 +33,8 @@ NEVER_CORRECT = 0.005
 """Mean of rewards of 0 or 1 below which a run has no reward to learn from. Sparse rewards that teach are above it."""
 TRUNCATED, TRUNCATED_CALM = 0.2, 0.1
 """Share of truncated responses that begins and ends a finding. Measured in healthy runs: up to 0.004."""
+UNKNOWN = 1e-3
+"""Share of sampled tokens that the tokenizer does not have."""
 KL, KL_CALM = 0.5, 0.25
 """KL(behaviour ‖ proximal) in nats. PPO (arXiv 1707.06347) aims at 0.003 to 0.03. Measured in runs that learn: up to
 0.03 at a staleness of 2, and 0.35 at 8; in runs that collapse: 1 to 15."""
@@ -380,6 +382,16 @@ def _truncated(history: _History, share: float, begun: bool) -> Symptom:
     )
 
 
+def _unknown_tokens(_: _History, share: float, __: bool) -> Symptom:
+    if share <= UNKNOWN:
+        return ()
+    return (
+        f"{share:.1%} of the sampled tokens have no text",
+        "the model samples ids that its tokenizer does not have",
+        "use the tokenizer that belongs to the model, or train the model on texts first",
+    )
+
+
 def _policy_moved(_: _History, kl: float, begun: bool) -> Symptom:
     if kl <= (KL_CALM if begun else KL):
         return ()
@@ -485,6 +497,7 @@ RULES = (
     Rule("no_updates", "train/updates", _no_updates, True, _steps(3)),
     Rule("updates_skipped", "train/updates_skipped", _updates_skipped, False),
     Rule("truncated_responses", "response/truncated_ratio", _truncated, True, _steps(2)),
+    Rule("unknown_tokens", "response/unknown_tokens", _unknown_tokens, False),
     Rule("policy_moved", "correction/kl_behaviour", _policy_moved, True),
     Rule("logprob_gap", "engine/logprob_gap_max", _logprob_gap, False),
     Rule("limited_weights", "correction/importance_capped_fraction", _limited_weights, False, _steps(3)),

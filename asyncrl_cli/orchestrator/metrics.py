@@ -131,6 +131,7 @@ class StepRecorder:
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
+        metrics["response/unknown_tokens"] = unknown_tokens(taken.batch, self._prompts.encoder.vocabulary)
         if self._demonstrated_tokens:
             metrics["response/demonstrated_max"] = float(self._demonstrated_tokens)
         if self._prompts.unusable:
@@ -232,6 +233,12 @@ def step_metrics(
             "response/branches_mean": float(np.mean([len(rollout.branches) for rollout in episodes])),
         }
     return metrics | report.metrics
+
+
+def unknown_tokens(batch: TrainingBatch, vocabulary: int) -> float:
+    """Share of a batch's sampled tokens that the tokenizer does not have. Its ids are below ``vocabulary``."""
+    sequences = [sequence for group in batch.groups for rollout in group.rollouts for sequence in rollout.sequences]
+    return float(np.mean(np.concatenate([sequence.ids[sequence.sampled] for sequence in sequences]) >= vocabulary))
 
 
 def speed_metrics(spec: ExperimentSpec, report: StepReport, window: Mapping[str, float]) -> dict[str, float]:

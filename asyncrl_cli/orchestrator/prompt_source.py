@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from asyncrl_cli.core.errors import ConfigError, DataError, RunError
@@ -75,6 +76,11 @@ class PromptEncoder:
             images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
             shows_all=not openings,
         )
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """1 more than the tokenizer's largest token id."""
+        return 1 + int(max(self._tokenizer.get_vocab().values()))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
         """The token ids from ``encode_with_images``."""

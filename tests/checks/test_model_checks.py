@@ -107,17 +107,20 @@ def test_models_that_engines_cannot_load_are_refused(kind: str) -> None:
     assert refused.value.location == "model.path"
 
 
-def test_a_token_beyond_the_models_embedding_is_refused() -> None:
+def test_a_tokenizer_with_more_tokens_or_far_fewer_than_the_model_is_refused() -> None:
     from transformers import Qwen3Config
 
     spec = load_spec(QUICKSTART).spec
-    vocabulary = {"a": 0, "b": 1, "<added>": 200}
+    vocabulary = {str(token): token for token in range(179)} | {"<added>": 200}
     tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
     config = Qwen3Config(**SMALL | {"vocab_size": 200})
     with pytest.raises(ConfigError, match=r"token '<added>' has the id 200, and the model embeds 200"):
         check_model(spec, config, tokenizer)
     vocabulary["<added>"] = 199
     check_model(spec, config, tokenizer)
+    del vocabulary["0"]
+    with pytest.raises(ConfigError, match="the model has 200 token ids, and its tokenizer has only 179 of them"):
+        check_model(spec, config, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,8 @@ def test_adapters_that_engines_would_not_apply_are_refused(
     config = AutoConfig.for_model(architecture, **SMALL | ARCHITECTURES[architecture])
     spec = load_spec(QUICKSTART, [f"model.lora={lora}", *overrides]).spec
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext() as error:
-        check_model(spec, config, SimpleNamespace(get_vocab=lambda: {"a": SMALL["vocab_size"] - 1}))
+        vocabulary = {str(token): token for token in range(SMALL["vocab_size"])}
+        check_model(spec, config, SimpleNamespace(get_vocab=lambda: vocabulary))
     assert not refused or (error.value.location, error.value.hint[:16]) == ("model.lora.serve", "set it to merged")
 
 

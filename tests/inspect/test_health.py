@@ -28,6 +28,7 @@ HEALTHY = {
     "reward/uniform_groups": 0.25,
     "response/tokens_mean": 25.0,
     "response/truncated_ratio": 0.0,
+    "response/unknown_tokens": 0.0,
     "train/updates": 1.0,
     "train/updates_skipped": 0.0,
     "train/gradient_norm": 0.2,
@@ -92,6 +93,7 @@ BAD: dict[str, tuple[str, str, dict[str, Any], Changes]] = {
     "zero gradient": ("no_updates", "algorithm.advantage", SPEC, {"train/gradient_norm": 0.0}),
     "no finite update": ("updates_skipped", "learning_rate", SPEC, IDLE | {"train/updates_skipped": 1.0}),
     "short limit": ("truncated_responses", "max_response_tokens", SPEC, {"response/truncated_ratio": 0.97}),
+    "another tokenizer": ("unknown_tokens", "tokenizer", SPEC, {"response/unknown_tokens": 0.01}),
     "learning rate 0.3": ("policy_moved", "learning_rate", SPEC, {"correction/kl_behaviour": 3.6}),
     "wrong engine": ("logprob_gap", "engine_args", SPEC, {"engine/logprob_gap_max": 0.02}),
     "coarse engine": (

@@ -439,6 +439,7 @@ class Encoder:
     """Prompt ``p7`` has the tokens (7, 7); the text of tokens is their numbers."""
 
     sees_images = False
+    vocabulary = 2**31
 
     def encode_with_images(self, prompt: Prompt) -> Encoded:
         return Encoded((int(prompt.uid[1:]),) * 2)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import pytest
 from stand_ins import client_over, rollout, spec
 
 from asyncrl_cli.inspect.health import HealthFinding
-from asyncrl_cli.orchestrator.metrics import StepClock, StepRecorder, batch_digest, speed_metrics, step_metrics
+from asyncrl_cli.orchestrator.metrics import (
+    StepClock,
+    StepRecorder,
+    batch_digest,
+    speed_metrics,
+    step_metrics,
+    unknown_tokens,
+)
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
@@ -119,6 +127,12 @@ WINDOW = window(2.0, 500.0, 1.5, 0.5, 0.25, 0.125, 0.0625, 2.0)
 
 
 COUNTS = Counts(0, 0, 0, 0, 0, 0)
+
+
+def test_sampled_tokens_that_the_tokenizer_lacks_are_counted() -> None:
+    ids = [token for group in GROUPS for rollout in group.rollouts for token in rollout.ids.tolist()]
+    for vocabulary in range(max(ids) + 2):
+        assert unknown_tokens(BATCH, vocabulary) == sum(token >= vocabulary for token in ids) / len(ids)
 
 
 def test_the_numbers_of_a_step() -> None:
@@ -262,6 +276,7 @@ class Recorded:
     """A buffer, a source of prompts and a reporter that keep nothing."""
 
     filter, skipped, unusable = None, 0, 0
+    encoder = SimpleNamespace(vocabulary=100)
 
     async def trained(self, record: Any) -> None: ...
 
