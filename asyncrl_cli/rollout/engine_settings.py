@@ -33,7 +33,9 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "NUMBA_NUM_THREADS": "1",  # its pool would give OpenMP a thread for each core: the engine took four times as long
+    # Numba, which guesses tokens, sets OpenMP's threads of the whole process, by default one for each core: the engine
+    # took four times as long.
+    "NUMBA_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 ENVIRONMENT = {
@@ -67,7 +69,7 @@ def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
     rollout = spec.rollout
     if rollout.gpus_per_engine:
         return ENVIRONMENT | (EXACT_PRODUCTS if rollout.dtype == "float32" else {})
-    own = {"OMP_NUM_THREADS": str(rollout.threads_per_engine)}
+    own = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(rollout.threads_per_engine))
     if not rollout.engine_args.get("enforce_eager", True):
         own["TORCHDYNAMO_DISABLE"] = "0"
     return ENVIRONMENT | CPU_ENVIRONMENT | own
