@@ -124,7 +124,7 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
         if engine.beside_trainer:
             text.append(f"         {engine.beside_trainer:.0%} longer while the trainer trains next to it")
     else:
-        text.append("engine   not recorded: rollouts take as long as they took, whatever runs next to them")
+        text.append("engine   not recorded: every rollout takes its recorded time, however many run next to it")
     text += [
         f"trainer  {trainer.per_step_s:.3g} s a step + {1e6 * trainer.per_token_s:.3g} us a token; residual "
         f"{trainer.residual:.0%} of a step, over {trainer.steps}",

@@ -136,7 +136,7 @@ def with_what_if(page: Page, found: Reproduced, max_staleness: int, reason: str 
     header = ("what if", "bound", "step", "trainer waits", "mean staleness", "max")
     ratio = outcomes[max_staleness].step_s / found.outcome.step_s
     if predicted is not None:
-        claims = [f"With bound {max_staleness}, a step would take {less(1 - ratio)} time than with bound {bound}."]
+        claims = [f"With bound {max_staleness}, steps would take {less(1 - ratio)} time than with bound {bound}."]
         claims += [] if reason else [bound_text(predicted), limit_text(predicted)]
     else:
         claims = [

@@ -147,11 +147,8 @@ def free_bound(bounds: Mapping[int, float]) -> int:
 def limit_text(found: Prediction) -> str:
     """Name the limit of the speed, and the remedy."""
     if (part := found.limit) is None:
-        return (
-            f"No single part limits the speed: whichever is improved, a step would take at most {NOTICEABLE:.0%} less "
-            "time."
-        )
-    return f"{IMPROVED[part].limit}, a step would take {less(found.savings[part])} time. {IMPROVED[part].remedy}"
+        return f"No single part limits the speed: improving one of them saves at most {NOTICEABLE:.0%} of the time."
+    return f"{IMPROVED[part].limit}, steps would take {less(found.savings[part])} time. {IMPROVED[part].remedy}"
 
 
 def bound_text(found: Prediction) -> str:
@@ -159,7 +156,7 @@ def bound_text(found: Prediction) -> str:
     free, own = found.free, found.bound
     enough = f"max_staleness {free} is the smallest that costs no noticeable time (at most {NOTICEABLE:.0%})"
     if free > own:
-        return f"{enough}: a step would take {less(1 - found.bounds[free] / found.bounds[own])} than with {own}."
+        return f"{enough}: steps would take {less(1 - found.bounds[free] / found.bounds[own])} time than with {own}."
     return f"{enough}." if free == own else f"{enough}; {own} is set."
 
 

@@ -512,7 +512,7 @@ def test_what_if_estimates_the_step_time(run: RecordedRun, asyncrl: Any) -> None
     assert (recorded["max_staleness"], as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 2, 0)
     assert as_it_would["step_s"] > as_it_was["step_s"]
     assert estimate["time_relative_to_own_bound"] == as_it_would["step_s"] / as_it_was["step_s"]
-    assert estimate["assumptions"] and ("With bound 0, a step would take" in out) is estimate["reproduced"]
+    assert estimate["assumptions"] and ("With bound 0, steps would take" in out) is estimate["reproduced"]
 
 
 def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:

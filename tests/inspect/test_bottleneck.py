@@ -24,7 +24,7 @@ from asyncrl_cli.inspect.report.evidence import (
 from asyncrl_cli.inspect.report.page import summarize
 from asyncrl_cli.journal.ledger import Batch, Ledger
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.plan.prediction import advice
 from asyncrl_cli.records.groups import BufferSettings
@@ -157,7 +157,7 @@ def test_the_engines_limited_the_quickstart_and_every_command_says_so(
     limit, _, bound, _ = advice(found.prediction)
     answer = found.answers[2]
     assert answer.answer == limit and bound in answer.more
-    assert limit.startswith("The engines limit the speed: with twice as many, a step would take 3")
+    assert limit.startswith("The engines limit the speed: with twice as many, steps would take 3")
     for command in (
         ("staleness", "--what-if", "4"),
         ("plan", str(SPEC), "--calibrate-from", "latest"),
@@ -167,6 +167,14 @@ def test_the_engines_limited_the_quickstart_and_every_command_says_so(
             main()
         printed = " ".join(capsys.readouterr().out.split())
         assert limit in printed and bound in printed, command
+    journal = open_for_writing(run.path / FILE)
+    journal.execute("UPDATE batches SET metrics = json_set(metrics, '$.\"response/truncated_ratio\"', 0.9)")
+    journal.close()
+    with pytest.raises(SystemExit):
+        main()  # the last command again
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "advice none: the training has been unhealthy since step 1 (truncated_responses)" in printed
+    assert limit not in printed and bound not in printed and "helps" not in printed
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

@@ -141,7 +141,7 @@ def test_page_of_a_healthy_run_gives_advice_on_speed(tmp_path: Path, monkeypatch
     answers = {answer.question: answer for answer in summary.answers}
     assert answers["Is it healthy?"].answer == "Yes: no rule was broken in 12 steps."
     limit = answers["What limited its speed?"].answer
-    assert limit.startswith("The engines limit the speed: with twice as many, a step would take 50% less time.")
+    assert limit.startswith("The engines limit the speed: with twice as many, steps would take 50% less time.")
     assert answers["What failed?"].answer == "Nothing: no part had a fault."
 
 

@@ -183,7 +183,7 @@ def test_the_limit_is_the_part_that_shortens_a_step_most(part: str) -> None:
     found = predict(of, 30_000, Devices(2, 1, 4), steps=12)
     assert found.limit == part, found.savings
     limit, _, bound, helps = advice(found)
-    assert f"a step would take {found.savings[found.limit]:.0%} less time." in limit
+    assert f"steps would take {found.savings[found.limit]:.0%} less time." in limit
     assert bound.startswith(f"max_staleness {found.free} is the smallest that costs no noticeable time")
     # The advice has a single source: the bound is the limit exactly if a larger bound is proposed.
     assert (found.free > found.bound) is (found.savings["bound"] > NOTICEABLE)
