@@ -134,7 +134,7 @@ def opening_prompt(environment: Environment, prompt: Prompt) -> Prompt:
     images: dict[str, Image] = {}
 
     def with_digest(content: Any) -> Any:
-        if content["type"] != "image_url":
+        if content.get("type") != "image_url":
             return content
         image = Image.of(base64.b64decode(content["image_url"]["url"].partition(",")[2]))
         images[image.digest] = image
