@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,8 +59,13 @@ def as_result(value: Any) -> RewardResult:
     return value if isinstance(value, RewardResult) else RewardResult(value)
 
 
+LARGEST = 1e15
+"""Limit on the size of rewards and metrics: sums of squares over a step must fit in float32, where advantages are."""
+
+
 def finite(value: object) -> float | None:
-    """Convert any library's real number, or one-element array or tensor, to a finite float; None for anything else."""
+    """Convert any library's real number, or one-element array or tensor, to a float of at most ``LARGEST`` in size;
+    None for anything else."""
     try:
         # NumPy's booleans, arrays and PyTorch's tensors are not Python's numbers; item() converts them.
         value = value.item() if hasattr(value, "item") else value
@@ -70,7 +74,7 @@ def finite(value: object) -> float | None:
         number = float(value)  # type: ignore[arg-type]
     except Exception:  # too large, an array with several elements, a symbol
         return None
-    return number + 0.0 if math.isfinite(number) else None  # adding 0.0 turns -0.0 into 0.0
+    return number + 0.0 if abs(number) <= LARGEST else None  # adding 0.0 turns -0.0 into 0.0
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Message, Prompt, normalized, with_data_urls
 from asyncrl_cli.records.rewards import Turn
-from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step, finite
+from asyncrl_cli.tasks.base import LARGEST, Environment, ModelAccess, RewardResult, Step, finite
 
 if TYPE_CHECKING:
     import aiohttp
@@ -169,7 +169,9 @@ def _step(environment: Environment, reply: Message) -> tuple[Step, float | None]
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is not a Step")
     if (number := finite(step.reward)) is None and step.reward is not None:
-        raise TypeError(f"step returned the reward {step.reward!r:.200}, which is not a finite number or None")
+        raise TypeError(
+            f"step returned the reward {step.reward!r:.200}, which is not a finite number or None (at most {LARGEST:g})"
+        )
     return step, number
 
 

@@ -19,7 +19,7 @@ from asyncrl_cli.core.user_code import defined_at, raised_at
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from asyncrl_cli.tasks.base import as_result, finite, scores_groups
+from asyncrl_cli.tasks.base import LARGEST, as_result, finite, scores_groups
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.tasks.play import awaited
 
@@ -31,7 +31,7 @@ Answer = Scored | RewardFailure | tuple[Scored, ...]
 
 FORMS = (
     "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response, or None for a "
-    "response that cannot be scored"
+    f"response that cannot be scored; numbers are at most {LARGEST:g} in size"
 )
 """The valid return values of a reward, for messages."""
 METRIC_NAME = re.compile(r"(?=.{1,120}\Z)(?!\.\.?(/|\Z))[\w.\- ]+(/(?!\.\.?(/|\Z))[\w.\- ]+)*")
