@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.files import LFS_HINT, lfs_pointer
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.sizing.config import ask_hub, cached_config, one_line, saved_config
 from asyncrl_cli.sizing.model import REFERENCE, SizedModel, sized, without_weights
@@ -36,6 +37,8 @@ def _check_saved(path: str, location: str) -> Result:
     folder = Path(path)
     if not folder.is_absolute():
         return _check_hub_model(path, location)
+    if folder.is_dir() and (pointer := lfs_pointer(folder)) is not None:
+        raise ConfigError(f"{pointer} is a Git LFS pointer, not the file itself", location=location, hint=LFS_HINT)
     if not (folder / "config.json").is_file():
         hint = "name a folder that `save_pretrained` wrote, or a hub id"
         raise ConfigError(f"{folder} has no config.json", location=location, hint=hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +27,13 @@ SPREAD = 1000
 """Number of evenly spread prompts in one pass over a split. A pass may be cut short by the time limit."""
 ENOUGH = 100
 """A split is refused if at least this many prompts were tried and none can be used, even if others were not tried."""
+BLANK = "with a blank prompt or message"
+SOLUTION_COLUMNS = ("answer", "solution", "completion", "response", "output", "target", "chosen")
+"""Usual names of solutions, also in rows for supervised training."""
+REPLY_COLUMNS = ("completion", "response", "chosen")
+"""Names that only rows for supervised training or preferences use."""
+SHORTEST_SOLUTION = 20
+"""Characters; a prompt may have a shorter text by chance."""
 SHOWN_CHARACTERS = 1000
 """Largest number of characters of a prompt's beginning in a message."""
 FIELD_CHARACTERS = 60
@@ -45,9 +52,15 @@ NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
 
 
 def check_prompts(
-    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, limit_s: float, locate: Callable[[int], str]
+    prompts: Sequence[Prompt],
+    encoder: PromptEncoder,
+    location: str,
+    limit_s: float,
+    locate: Callable[[int], str],
+    unread: Collection[str] = (),
 ) -> Result:
-    """Check that prompts can be encoded, and are short enough.
+    """Check that prompts can be encoded, and are short enough. Warns of blank prompts, and of rows for supervised
+    training: the prompt has the solution, or there is one in a column that is ``unread`` by the task.
 
     Tries all prompts, or as many evenly spread ones as ``limit_s`` seconds allow. The number depends on the machine's
     load, so a prompt that a run would skip is only a warning. ``locate`` gives the location of a row, counted from 0.
@@ -57,11 +70,18 @@ def check_prompts(
     tried = too_long = 0
     special: list[str] = []
     unusable: list[tuple[int, DataError]] = []
+    signs: dict[str, list[int]] = {}
+    endings: dict[str, int] = {}
     started = time.monotonic()
     for row in _spread(len(prompts)):
         try:
-            too_long += encoder.encode(prompts[row]) is None
-            special += filter(None, [encoder.special_text(prompts[row])])
+            prompt = prompts[row]
+            too_long += encoder.encode(prompt) is None
+            special += filter(None, [encoder.special_text(prompt)])
+            for sign in _signs_of_other_use(prompt, unread):
+                signs.setdefault(sign, []).append(row)
+            if (final := prompt.messages[-1])["role"] == "assistant":
+                endings.setdefault(_plain_text(final), row)
         except DataError as error:
             if isinstance(error.__cause__, TemplateLimitError):  # the other prompts would take as long
                 error.location = locate(row)
@@ -98,7 +118,34 @@ def check_prompts(
         row, first = unusable[0]
         found += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
         hints.append(first.hint)
+    if len(endings) > 1:  # a beginning of the response is usually the same in all rows
+        signs["with different assistant messages at the end, which the response continues"] = list(endings.values())
+    for sign, numbers in signs.items():
+        found += f"; {counted(len(numbers), 'row')} {sign}, such as {locate(numbers[0])}"
+    if signs.keys() - {BLANK}:
+        hints.append("rows for supervised training belong in model.warm_start.data; prompts must not have the solution")
+    if BLANK in signs:
+        hints.append("fill in the blank texts, or remove the rows")
     return Warned(found, "; ".join(hints)) if hints else found
+
+
+def _plain_text(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(piece.get("text", "") if piece.get("type") == "text" else piece) for piece in content)
+
+
+def _signs_of_other_use(prompt: Prompt, unread: Collection[str]) -> Iterator[str]:
+    """Yield the signs that a row is not meant as a prompt."""
+    texts = [_plain_text(message) for message in prompt.messages if not message.get("tool_calls")]
+    if not all(map(str.strip, texts)):
+        yield BLANK
+    for column in SOLUTION_COLUMNS:
+        solution = prompt.fields.get(column)
+        if isinstance(solution, str) and len(solution) >= SHORTEST_SOLUTION and solution in "\n".join(texts):
+            yield f"with the text of `{column}` in the prompt"
+    yield from (f"with a `{column}`, which the task does not read" for column in unread if prompt.fields.get(column))
 
 
 def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> tuple[Result, list[Example]]:

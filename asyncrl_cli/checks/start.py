@@ -257,12 +257,16 @@ class StartChecks:
                     yield Check(check, partial(self._shown_prompt, rows, row), (location,))
 
     def _prompts(self, location: str, rows: Sequence[Prompt], split: SplitSpec) -> Result:
+        task = self._spec.task
+        is_ready = task.use is not None and ":" not in task.use  # the user's own task may read any column
+        unread = [name for name in prompts.REPLY_COLUMNS if is_ready and name not in str(task.options)]
         return prompts.check_prompts(
             rows,
             PromptEncoder.of(self._spec, self._tokenizer),
             location=location,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
             locate=partial(row_location, split, self._search_path, location, rows),
+            unread=unread,
         )
 
     def _demonstrations(self, start: WarmStart) -> Result:

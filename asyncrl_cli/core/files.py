@@ -18,6 +18,22 @@ from typing import BinaryIO
 
 from asyncrl_cli.core.errors import ConfigError
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of a file that Git LFS leaves in place of a large one until `git lfs pull`."""
+LFS_HINT = "run `git lfs pull` in its repository"
+
+
+def lfs_pointer(path: Path) -> Path | None:
+    """Return the first Git LFS pointer: the file itself, or one in the folder or its folders; None without one."""
+    files = sorted([*path.glob("*"), *path.glob("*/*")]) if path.is_dir() else [path]
+    return next((file for file in files if file.is_file() and is_pointer(file)), None)
+
+
+def is_pointer(file: Path) -> bool:
+    """Return True if a file is a Git LFS pointer."""
+    with file.open("rb") as opened:
+        return opened.read(len(POINTER)) == POINTER
+
 
 def require_folder(path: str | Path, location: str) -> None:
     """Raise ``ConfigError`` with this host's name if a folder does not exist here. ``location``: the spec's key."""

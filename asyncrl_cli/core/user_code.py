@@ -196,8 +196,10 @@ def as_import(target: str) -> str:
 
 
 def _module(name: str, folder: Path | None, location: str, error_type: type[ConfigError]) -> ModuleType:
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if folder is not None:
+        _refuse_hiding(folder, error_type)
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
@@ -213,6 +215,19 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
             message = f"module {name} needs {missing!r}, which is not installed"
             hint = "install it in this environment"
         raise error_type(message, location=location, hint=hint) from error
+
+
+def _refuse_hiding(folder: Path, error_type: type[ConfigError]) -> None:
+    """Refuse a file that would be imported in place of Python's module or an installed one, in workers, too. Packages
+    may be the user's own, installed a second time, so only Python's names are refused for them."""
+    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    for entry in sorted(folder.iterdir()):
+        if entry.suffix != ".py" and not (entry / "__init__.py").is_file():
+            continue
+        library = "Python's" if entry.stem in sys.stdlib_module_names else "the installed"
+        if library == "Python's" or (entry.suffix and PathFinder.find_spec(entry.stem, installed)):
+            fault = f"{entry.name} next to the spec hides {library} module `{entry.stem}`"
+            raise error_type(fault, location=str(entry), hint="rename it, and its imports")
 
 
 def _place(module: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.files import read_regular
+from asyncrl_cli.core.files import LFS_HINT, POINTER, read_regular
 from asyncrl_cli.data.special_tokens import ignoring_marks
 from asyncrl_cli.records.images import Image, PixelError, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
@@ -274,4 +274,6 @@ def _read(value: Any, folder: Path, number: int) -> Image:
         data = read_regular(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise ImageError(f"{name} ({path}) cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if data.startswith(POINTER):
+        raise ImageError(f"{name} ({path}) is a Git LFS pointer, not the file itself: {LFS_HINT}")
     return checked(data, f"{name} ({path})")

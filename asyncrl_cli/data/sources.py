@@ -18,12 +18,14 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from json.decoder import WHITESPACE  # type: ignore[attr-defined]  # typeshed lacks it
 from pathlib import Path
 from typing import IO, Any, cast
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.core.files import LFS_HINT, lfs_pointer
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
 from asyncrl_cli.data.rows import ImagePrompts, JoinedPrompts, RowForm, kind
@@ -67,7 +69,14 @@ def read_source(
     return JoinedPrompts(parts)
 
 
+def _refuse_pointer(form: RowForm) -> None:
+    with suppress(OSError):  # reading reports it
+        if (pointer := lfs_pointer(Path(form.source))) is not None:
+            raise DataError("is a Git LFS pointer, not the file itself", location=str(pointer), hint=LFS_HINT)
+
+
 def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
+    _refuse_pointer(form)
     match kind_of(form.source):
         case "parquet":
             return read_parquet(Path(form.source), size, form)
@@ -235,6 +244,8 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
     name, _, revision = form.source.removeprefix(HUB).partition("@")
     hub = form.source.startswith(HUB)
     split = spec.split or "train" if hub else spec.split
+    if not hub:
+        _refuse_pointer(form)
     try:
         if hub:
             found = datasets.load_dataset(name, spec.config, split=split, revision=revision or None)

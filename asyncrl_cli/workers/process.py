@@ -235,7 +235,8 @@ class WorkerProcess:
             answer: Loaded | TaskError = await self._ask(self._load, START_S)
         except ProcessLost as lost:
             log = "episode-worker-*.log" if self._load.work is Work.EPISODES else "scorer.log"
-            raise TaskError(f"loading {name} failed: {lost}", location=location, hint=f"see logs/{log}") from None
+            hint = "import the task's module with Python to see why" if self._quiet else f"see {log} in the run's logs"
+            raise TaskError(f"loading {name} failed: {lost}", location=location, hint=hint) from None
         except TimeoutError:
             reason = f"loading {name} took more than {START_S:.0f} s"
             raise TaskError(reason, location=location, hint="make its import faster") from None

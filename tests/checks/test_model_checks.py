@@ -74,6 +74,37 @@ def test_a_split_without_a_usable_prompt_is_refused(first: str, says: str) -> No
         assert refused.value.hint
 
 
+SOLUTION = "3 times 4 is 12, plus 2 is 14."
+USER = {"role": "user", "content": "2 + 2?"}
+
+
+@pytest.mark.parametrize(
+    ("contents", "fields", "warning"),
+    [
+        ([" \n", "b"], {}, "1 row with a blank prompt or message, such as rows.jsonl:0"),
+        ([(USER, {"role": "assistant", "content": " "}, USER), "b"], {}, "1 row with a blank prompt or message"),
+        (["a " + SOLUTION, "b"], {"answer": SOLUTION}, "1 row with the text of `answer` in the prompt"),
+        (["a", "b"], {"completion": "14"}, "2 rows with a `completion`, which the task does not read"),
+        (
+            [(USER, {"role": "assistant", "content": "4"}), (USER, {"role": "assistant", "content": "5"})],
+            {},
+            "2 rows with different assistant messages at the end",
+        ),
+        ([(USER, {"role": "assistant", "content": "So"})] * 2, {}, ""),
+        ([(USER, {"role": "assistant", "content": "", "tool_calls": [{}]}, USER)], {}, ""),
+        (["12 + 2 = ", "b"], {"answer": "2"}, ""),
+    ],
+)
+def test_rows_that_are_hardly_meant_as_prompts_get_a_warning(contents: Any, fields: Any, warning: str) -> None:
+    rows = [Prompt(str(number), content, fields) for number, content in enumerate(contents)]
+    encoder: Any = SimpleNamespace(encode=lambda prompt: (1,))
+    checked = check_prompts(
+        rows, encoder, location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format, unread=["completion"]
+    )
+    assert isinstance(checked, Warned) == bool(warning)
+    assert not warning or (warning in str(checked) and isinstance(checked, Warned) and checked.hint)
+
+
 def test_the_time_of_the_check_is_shown_to_a_tenth_of_a_second() -> None:
     assert ", 1 of them tried in 0.0 s" in str(check([FINE] * 9, AT_ONCE_S))
 
@@ -147,7 +178,11 @@ def test_a_teacher_with_other_ids_is_refused_with_the_first_difference(
     tokenizer = SimpleNamespace(get_vocab=lambda: own)
     with pytest.raises(ConfigError, match="has no weights"):
         check_teacher(spec, tokenizer)
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"model.safetensors is a Git LFS pointer") as refused:
+        check_teacher(spec, tokenizer)
+    assert refused.value.location == "algorithm.reference_path" and "git lfs pull" in str(refused.value.hint)
+    (tmp_path / "model.safetensors").write_text("")
     if says:
         with pytest.raises(ConfigError, match=says) as refused:
             check_teacher(spec, tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import sysconfig
 import threading
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_other_errors_pass_and_other_threads_have_no_limit() -> None:
 )
 def test_names_of_files_have_a_form_for_imports(target: str, expected: str) -> None:
     assert as_import(target) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [("random.py", "Python's"), ("tokenizers.py", "the installed"), ("json/__init__.py", "Python's")],
+)
+def test_a_module_next_to_the_spec_that_hides_a_library_is_refused(tmp_path: Path, name: str, library: str) -> None:
+    (tmp_path / "my_rewards.py").write_text("def reward(prompt, response): return 1.0\n")
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml/__init__.py").touch()  # may be the user's own package
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    module = name.partition(".")[0].partition("/")[0]
+    with pytest.raises(ConfigError, match=rf"hides {library} module `{module}`") as refused:
+        import_named("my_rewards:reward", tmp_path, location="task.use", hint="")
+    assert refused.value.location == str(tmp_path / name.partition("/")[0]) and "rename" in refused.value.hint
+    assert str(tmp_path) not in sys.path
 
 
 def test_a_file_in_place_of_a_module_is_refused_with_the_right_form(tmp_path: Path) -> None:

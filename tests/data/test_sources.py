@@ -500,6 +500,29 @@ def test_equal_rows_of_one_line_have_their_own_uids_and_lines_may_have_the_suffi
     assert [prompt.content for prompt in read("rows.json", tmp_path)] == ["a", "b"]
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "pointer"),
+    [(f"rows{suffix}", f"rows{suffix}") for suffix in (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz")]
+    + [("saved", "saved/train/data-00000.arrow")],
+)
+def test_a_git_lfs_pointer_is_named(path: str, pointer: str, tmp_path: Path) -> None:
+    (tmp_path / pointer).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / pointer).write_text(POINTER)
+    with pytest.raises(DataError, match="is a Git LFS pointer") as refused:
+        read(path, tmp_path)
+    assert refused.value.location == str(tmp_path / pointer) and "git lfs pull" in refused.value.hint
+
+
+def test_an_image_that_is_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_text(POINTER)
+    as_jsonl([{"prompt": "<image>What?", "images": ["cat.png"]}], tmp_path)
+    with pytest.raises(DataError, match=r"image 1 .*cat.png.* is a Git LFS pointer.*`git lfs pull`"):
+        list(read("rows.jsonl", tmp_path, image_column="images"))
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: str) -> None:
     name = compressed(as_jsonl, suffix)([{"prompt": str(number)} for number in range(9)], tmp_path)

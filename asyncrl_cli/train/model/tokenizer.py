@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.files import read_regular
+from asyncrl_cli.core.files import LFS_HINT, POINTER, read_regular
 from asyncrl_cli.spec.inputs import is_template_name
 from asyncrl_cli.train.model.image_models import VISION_TOKENS, VisionTokens
 
@@ -107,7 +107,10 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
     if chat_template is None:
         return tokenizer
     try:
-        tokenizer.chat_template = read_regular(chat_template, TEMPLATE_BYTES).decode()
+        template = read_regular(chat_template, TEMPLATE_BYTES)
+        if template.startswith(POINTER):
+            raise ConfigError(f"{chat_template} is a Git LFS pointer", location="model.chat_template", hint=LFS_HINT)
+        tokenizer.chat_template = template.decode()
         syntax_tree(tokenizer.chat_template)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
