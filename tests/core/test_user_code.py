@@ -115,8 +115,8 @@ def test_names_of_files_have_a_form_for_imports(target: str, expected: str) -> N
 )
 def test_a_module_next_to_the_spec_that_hides_a_library_is_refused(tmp_path: Path, name: str, library: str) -> None:
     (tmp_path / "my_rewards.py").write_text("def reward(prompt, response): return 1.0\n")
-    (tmp_path / "yaml").mkdir()
-    (tmp_path / "yaml/__init__.py").touch()  # may be the user's own package
+    (tmp_path / "test.py").touch()
+    (tmp_path / "agents.py").touch()  # a package of that name may be installed, but nothing here imports it
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     module = name.partition(".")[0].partition("/")[0]
