@@ -97,7 +97,7 @@ USER = {"role": "user", "content": "2 + 2?"}
 )
 def test_rows_that_are_hardly_meant_as_prompts_get_a_warning(contents: Any, fields: Any, warning: str) -> None:
     rows = [Prompt(str(number), content, fields) for number, content in enumerate(contents)]
-    encoder: Any = SimpleNamespace(encode=lambda prompt: (1,))
+    encoder: Any = SimpleNamespace(encode=lambda prompt: (1,), special_text=lambda prompt: "")
     checked = check_prompts(
         rows, encoder, location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format, unread=["completion"]
     )
