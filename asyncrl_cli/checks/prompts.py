@@ -188,7 +188,7 @@ def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tupl
 
 
 def _stays_text(special: Sequence[str]) -> str:
-    return f"; {len(special):,} have special tokens, such as {special[0]!r}, which stay text"
+    return f"; {counted(len(special), 'row')} with special tokens, such as {special[0]!r}, which stay text"
 
 
 def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder) -> Result:

@@ -311,7 +311,7 @@ def test_special_tokens_in_a_text_stay_text_with_a_warning() -> None:
     assert isinstance(found, Warned) and "'<|im_start|>' in the row stays text" in found.found
     assert "data.special_tokens" in found.hint and "data.apply_chat_template" in found.hint
     checked = check_prompts([twice, TEXT], PromptEncoder(loaded, 99), location="data.train", limit_s=9.0, locate=str)
-    assert isinstance(checked, Warned) and "; 1 have special tokens, such as '<|im_start|>'" in checked.found
+    assert isinstance(checked, Warned) and "; 1 row with special tokens, such as '<|im_start|>'" in checked.found
     reading = PromptEncoder(loaded, 99, template=ChatTemplate(loaded, reads_special=True))
     assert isinstance(check_prompts([twice], reading, location="data.train", limit_s=9.0, locate=str), str)
     assert isinstance(shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False)), str)
