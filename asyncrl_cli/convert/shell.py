@@ -1,23 +1,24 @@
 """Parses the part of bash that scripts which start a trainer use. ``script.py`` evaluates the result.
 
-Each character is read a bounded number of times, and brackets are nested at most ``MAX_DEPTH`` deep.
+Brackets and blocks are nested at most ``MAX_DEPTH`` deep, which also bounds how often a character is read.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MAX_DEPTH = 40
-_BLANK = re.compile(r"(?:[ \t]|\\\n)+")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_BLANK = re.compile(r"(?:[ \t]|\\\n|(?<![^\s;&|()])\#[^\n]*)+")
 _REDIRECT = re.compile(r"(?:\d*(?:<<<|<<-?|<>|>>|>\||[<>]&?)|&>>?)[ \t]*")
 _LITERAL = re.compile(r"[^\s'\"\\$`|;&<>()]+")
 _QUOTED = re.compile(r"[^\"\\$`]+")
+_SEPARATORS = re.compile(r"[ \t\n|;&<>()]+")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _OPERATOR = re.compile(r"&&|\|\||;;&?|;&|\|&|[;&|()\n]")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_KEYWORD = re.compile(r"(?:\[\[|[{}!]|[a-z]+)(?=[\s;&|()]|\Z)|\(\(")
 _BRACES = re.compile(r"\{[^{}]*\}")
 _CLOSES = {"$(": ")", "${": "}", "(": ")", '"': '"', "`": "`"}
 
@@ -30,51 +31,48 @@ class ShellSyntaxError(Exception):
         self.line = line
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """`$NAME`, `${…}`, `$(…)` or `$((…))`. ``text``: as written. ``body``: without the brackets."""
+class Expansion(NamedTuple):
+    """`$NAME`, `${…}`, `$(…)`, `$((…))` or `{…,…}`. ``text``: as in the script. ``body``: without the brackets."""
 
-    kind: Literal["parameter", "command", "sum", "braces"]
+    form: Literal["parameter", "command", "sum", "braces"]
     body: str
     text: str
-    quoted: bool
+    is_quoted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+Segments = tuple[str | Expansion, ...]
+
+
+class Word(NamedTuple):
     """A word before its expansion. ``array``: the words of `name=(…)`."""
 
     raw: str
     line: int
-    pieces: tuple[str | Expansion, ...]
-    array: tuple[Word, ...] | None = None
+    segments: Segments
+    array: list[Word] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A simple command with its assignments. Redirections and here documents are dropped."""
+class Command(NamedTuple):
+    """A simple command with its assignments, without redirections and here documents."""
 
     line: int
     words: list[Word]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     """Commands with the operator before each: `&&`, `||` or `|`. The first command has none, or `!`."""
 
     nodes: list[tuple[str, Node]]
 
 
-@dataclass(frozen=True, slots=True)
-class Branches:
+class Branches(NamedTuple):
     """`if` with its `elif` and `else`, which has an empty test."""
 
     line: int
     branches: list[tuple[list[Node], list[Node]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Cases:
+class Cases(NamedTuple):
     """`case`, with the patterns of each branch."""
 
     line: int
@@ -82,9 +80,8 @@ class Cases:
     branches: list[tuple[list[Word], list[Node]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """`for` with its variable and words, or `while`, `until` and `select` without."""
+class Loop(NamedTuple):
+    """`for` with its variable and words, or a loop without: `while`, `until`."""
 
     line: int
     variable: str
@@ -92,170 +89,147 @@ class Loop:
     body: list[Node]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """`{ …; }` or `( … )`, which has its own variables; with a ``name``, the definition of a function."""
 
     body: list[Node]
-    subshell: bool = False
+    is_subshell: bool = False
     name: str = ""
 
 
 Node = Command | Chain | Branches | Cases | Loop | Group
 
 
-@dataclass(slots=True)
 class Parser:
-    """Reads ``text``. ``first_line``: the line of its first character."""
+    """Reads ``text``, whose first character is in the line ``line``. Raises ``ShellSyntaxError``."""
 
-    text: str
-    first_line: int = 1
-    depth: int = 0
-    _at: int = 0
-    _here: list[str] = field(default_factory=list)
-    _breaks: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._breaks = [found.start() for found in re.finditer("\n", self.text)]
+    def __init__(self, text: str, line: int = 1) -> None:
+        self._text = text
+        self._first_line = line
+        self._breaks = [line_break.start() for line_break in re.finditer("\n", text)]
+        self._position = 0
+        self._depth = 0
+        self._documents: list[str] = []  # ends of the here documents that follow the next line break
 
     def script(self) -> list[Node]:
-        """Return the commands of the text. Raises ``ShellSyntaxError``."""
-        nodes = self._commands(())
-        if self._at < len(self.text):
-            raise self._error(f"unexpected `{self.text[self._at]}`")
+        """Return the commands of the text."""
+        nodes = self._commands()
+        if self._position < len(self._text):
+            raise self._error(f"unexpected `{self._text[self._position]}`")
         return nodes
 
-    def pieces(self, *, quoted: bool) -> tuple[str | Expansion, ...]:
-        """Return the pieces of the entire text: inside double quotes, or outside, where blanks stay, too."""
-        found: list[str | Expansion] = []
-        while self._at < len(self.text):
-            if not quoted and (space := re.compile(r"[\s|;&<>()]+").match(self.text, self._at)):
-                self._at = space.end()
-                found.append(space[0])
-            elif quoted and self.text[self._at] == '"':
-                self._at += 1
-            else:
-                found += self._piece(quoted)
-        return tuple(found)
+    def segments(self, *, is_quoted: bool) -> Segments:
+        """Return the segments of the text within double quotes, or outside, where separators stay, too."""
+        segments: list[str | Expansion] = []
+        while self._position < len(self._text):
+            if not is_quoted and (separators := _SEPARATORS.match(self._text, self._position)):
+                self._position = separators.end()
+                segments.append(separators[0])
+            elif not (is_quoted and self._accept('"')):
+                segments += self._segment(is_quoted)
+        return tuple(segments)
 
     def _line(self) -> int:
-        return self.first_line + bisect(self._breaks, self._at - 1)
+        return self._first_line + bisect(self._breaks, self._position - 1)
 
     def _error(self, message: str) -> ShellSyntaxError:
         return ShellSyntaxError(message, self._line())
 
     def _skip(self) -> None:
-        while True:
-            if blank := _BLANK.match(self.text, self._at):
-                self._at = blank.end()
-            elif self.text.startswith("#", self._at):
-                end = self.text.find("\n", self._at)
-                self._at = len(self.text) if end < 0 else end
-            else:
-                return
+        if blank := _BLANK.match(self._text, self._position):
+            self._position = blank.end()
+
+    def _accept(self, text: str) -> bool:
+        """Read the text if it is next. After a line break, also read its here documents."""
+        if not self._text.startswith(text, self._position):
+            return False
+        self._position += len(text)
+        while text == "\n" and self._documents:
+            end = re.compile(rf"^\t*{re.escape(self._documents.pop(0))}(?:\n|\Z)", re.MULTILINE)
+            document = end.search(self._text, self._position)
+            self._position = document.end() if document else len(self._text)
+        return True
 
     def _operator(self) -> str:
-        """The operator at the current position, or nothing. Also reads past here documents."""
         self._skip()
-        operator = _OPERATOR.match(self.text, self._at)
-        return operator[0] if operator and not _REDIRECT.match(self.text, self._at) else ""
+        operator = _OPERATOR.match(self._text, self._position)
+        return operator[0] if operator and not _REDIRECT.match(self._text, self._position) else ""
 
-    def _take(self, text: str) -> None:
-        self._at += len(text)
-        while text == "\n" and self._here:
-            end = re.compile(rf"^\t*{re.escape(self._here.pop(0))}(?:\n|\Z)", re.MULTILINE).search(self.text, self._at)
-            self._at = end.end() if end else len(self.text)
+    def _keyword(self) -> str:
+        self._skip()
+        keyword = _KEYWORD.match(self._text, self._position)
+        return keyword[0] if keyword else ""
 
     def _newlines(self) -> None:
         while self._operator() == "\n":
-            self._take("\n")
+            self._accept("\n")
 
-    def _commands(self, ends: tuple[str, ...]) -> list[Node]:
+    def _expect(self, word: str) -> None:
+        self._newlines()
+        if word != ")" and self._operator() == ";":
+            self._accept(";")
+            self._newlines()
+        if not self._accept(word):
+            raise self._error(f"`{word}` is missing")
+
+    def _commands(self, *ends: str) -> list[Node]:
         """The commands up to one of the words or operators ``ends``, which is not read."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
             raise self._error(f"blocks are nested more than {MAX_DEPTH} deep")
         nodes: list[Node] = []
         while True:
             while (operator := self._operator()) in ("\n", ";", "&"):
-                self._take(operator)
-            if self._at >= len(self.text) or operator in ends or self._keyword() in ends:
+                self._accept(operator)
+            if self._position >= len(self._text) or operator in ends or self._keyword() in ends:
                 break
-            if operator and operator != "(":
-                if not ends:
-                    raise self._error(f"unexpected `{operator}`")
-                break
+            if operator not in ("", "("):
+                raise self._error(f"unexpected `{operator}`")
             nodes.append(self._chain())
-        self.depth -= 1
+        self._depth -= 1
+        return nodes
+
+    def _block(self, end: str) -> list[Node]:
+        nodes = self._commands(end)
+        self._expect(end)
         return nodes
 
     def _chain(self) -> Node:
-        negated = self._keyword() == "!"
-        if negated:
-            self._expect("!")
-        chain = [("!" if negated else "", self._node())]
+        is_negated = self._keyword() == "!" and self._accept("!")
+        nodes = [("!" if is_negated else "", self._node())]
         while (operator := self._operator()) in ("&&", "||", "|", "|&"):
-            self._take(operator)
+            self._accept(operator)
             self._newlines()
-            chain.append((operator.removesuffix("&") if operator == "|&" else operator, self._node()))
-        return chain[0][1] if len(chain) == 1 and not negated else Chain(chain)
-
-    def _keyword(self) -> str:
-        """The unquoted word at the current position."""
-        self._skip()
-        found = re.compile(r"(?:\[\[|\(\(|[{}!]|[a-z]+)(?=[\s;&|()]|\Z)|\(\(").match(self.text, self._at)
-        return found[0] if found else ""
-
-    def _expect(self, word: str) -> None:
-        self._newlines()
-        if self._operator() == ";":
-            self._take(";")
-            self._newlines()
-        if not self.text.startswith(word, self._at):
-            raise self._error(f"`{word}` is missing")
-        self._at += len(word)
+            nodes.append((operator.replace("|&", "|"), self._node()))
+        return nodes[0][1] if len(nodes) == 1 and not is_negated else Chain(nodes)
 
     def _node(self) -> Node:
-        line, keyword = self._line(), self._keyword()
-        if keyword == "((":
-            return self._command(line)
-        if self._operator() == "(":
-            self._take("(")
-            group = Group(self._commands((")",)), subshell=True)
-            self._expect(")")
-            return self._redirected(group)
-        if keyword == "{":
-            self._at += 1
-            group = Group(self._commands(("}",)))
-            self._expect("}")
-            return self._redirected(group)
-        if keyword in ("if", "case", "for", "while", "until", "select"):
-            self._at += len(keyword)
-            if keyword in ("if", "case"):
-                return self._redirected(self._if(line) if keyword == "if" else self._case(line))
-            return self._redirected(self._loop(line, keyword))
-        if keyword == "function":
-            self._at += len(keyword)
-        return self._command(line, function=keyword == "function")
-
-    def _redirected(self, node: Node) -> Node:
+        keyword, line = self._keyword(), self._line()
+        node: Node
+        if keyword != "((" and self._operator() == "(":
+            self._accept("(")
+            node = Group(self._block(")"), is_subshell=True)
+        elif keyword == "{":
+            self._accept(keyword)
+            node = Group(self._block("}"))
+        elif keyword in ("if", "case", "for", "while", "until"):
+            self._accept(keyword)
+            node = self._if(line) if keyword == "if" else self._case(line) if keyword == "case" else self._loop(keyword)
+        else:
+            return self._command()
         while self._redirect():
             pass
         return node
 
     def _if(self, line: int) -> Node:
         branches = []
-        while True:
-            test = self._commands(("then",))
-            self._expect("then")
-            branches.append((test, self._commands(("elif", "else", "fi"))))
-            if self._keyword() != "elif":
-                break
-            self._at += len("elif")
-        if self._keyword() == "else":
-            self._at += len("else")
-            branches.append(([], self._commands(("fi",))))
-        self._expect("fi")
+        keyword = "elif"
+        while keyword == "elif":
+            branches.append((self._block("then"), self._commands("elif", "else", "fi")))
+            keyword = self._keyword()
+            self._expect(keyword or "fi")
+        if keyword == "else":
+            branches.append(([], self._block("fi")))
         return Branches(line, branches)
 
     def _case(self, line: int) -> Node:
@@ -264,179 +238,151 @@ class Parser:
         branches: list[tuple[list[Word], list[Node]]] = []
         self._newlines()
         while self._keyword() != "esac":
-            if self._operator() == "(":
-                self._take("(")
+            self._accept("(")
             patterns = [self._word()]
-            while self._operator() == "|":
-                self._take("|")
+            while self._operator() == "|" and self._accept("|"):
                 patterns.append(self._word())
             self._expect(")")
-            branches.append((patterns, self._commands((";;", ";&", ";;&", "esac"))))
-            if self._operator().startswith(";"):
-                self._take(self._operator())
+            branches.append((patterns, self._commands(";;", ";&", ";;&", "esac")))
+            self._accept(self._operator())
             self._newlines()
         self._expect("esac")
         return Cases(line, subject, branches)
 
-    def _loop(self, line: int, keyword: str) -> Node:
-        variable, words = "", list[Word]()
-        if keyword in ("for", "select"):
-            if self._keyword() == "((":
-                self._at = self._end(self._at + 1, "(")
-            else:
-                variable = self._word().raw
-                self._newlines()
-                if self._keyword() == "in":
-                    self._at += len("in")
-                    while not self._operator() and self._at < len(self.text):
-                        words.append(self._word())
+    def _loop(self, keyword: str) -> Node:
+        line, variable, words = self._line(), "", list[Word]()
+        if keyword == "for" and self._keyword() == "((":
+            self._position = self._end(self._position + 1, "(")
+        elif keyword == "for":
+            variable = self._word().raw
+            self._newlines()
+            if self._keyword() == "in" and self._accept("in"):
+                while not self._operator() and self._position < len(self._text):
+                    words.append(self._word())
         else:
-            self._commands(("do",))
+            self._commands("do")
         self._expect("do")
-        body = self._commands(("done",))
-        self._expect("done")
-        return Loop(line, variable if keyword == "for" else "", words, body)
+        return Loop(line, variable, words, self._block("done"))
 
-    def _command(self, line: int, *, function: bool = False) -> Node:
+    def _command(self) -> Node:
+        is_function = self._keyword() == "function" and self._accept("function")
         words: list[Word] = []
-        in_test = False
-        while True:
-            operator = self._operator()
-            if self._at >= len(self.text):
-                break
-            if self.text.startswith("((", self._at) and not words:
-                start, self._at = self._at, self._end(self._at + 1, "(")
-                raw = self.text[start : self._at]
-                return Command(line, [Word(raw, line, pieces=(raw,))])
-            if operator and in_test and operator != "\n":
-                self._at += len(operator)
-                words.append(Word(operator, line, pieces=(operator,)))
-                continue
-            if (operator == "(" and len(words) == 1) or (operator == "\n" and function):
-                if operator == "(":
-                    self._take("(")
+        self._skip()
+        line, start = self._line(), self._position
+        if self._text.startswith("((", start):
+            self._position = self._end(start + 1, "(")
+            raw = self._text[start : self._position]
+            return Command(line, [Word(raw, line, segments=(raw,))])
+        while self._position < len(self._text):
+            operator, in_test = self._operator(), bool(words) and words[0].raw == "[[" and words[-1].raw != "]]"
+            if in_test and operator not in ("", "\n"):
+                self._accept(operator)
+                words.append(Word(operator, line, segments=(operator,)))
+            elif len(words) == 1 and (operator == "(" or is_function):
+                if self._accept("("):
                     self._expect(")")
                 self._newlines()
+                self._depth += 1
+                if self._depth > MAX_DEPTH:
+                    raise self._error(f"blocks are nested more than {MAX_DEPTH} deep")
                 body = self._node()
+                self._depth -= 1
                 return Group([body], name=words[0].raw)
-            if operator or (function and len(words) == 1 and self._keyword() == "{"):
-                if operator or not words:
-                    break
-                return Group([self._node()], name=words[0].raw)
-            if not in_test and self._redirect():
-                continue
-            words.append(self._word())
-            in_test = words[0].raw == "[[" and words[-1].raw != "]]"
-        if not words and self._operator():
-            return Command(line, [])
+            elif operator or self._position >= len(self._text):
+                break
+            elif in_test or not self._redirect():
+                words.append(self._word())
         return Command(line, words)
 
     def _redirect(self) -> bool:
-        """Read past a redirection. The text of a here document follows the next line break."""
+        """Read a redirection, if it is next."""
         self._skip()
-        redirect = _REDIRECT.match(self.text, self._at)
+        redirect = _REDIRECT.match(self._text, self._position)
         if not redirect:
             return False
-        if self.text[redirect.end() : redirect.end() + 1] == "(":  # process substitution
-            self._at = self._end(redirect.end() + 1, "(")
+        self._position = redirect.end()
+        if self._accept("("):  # process substitution
+            self._position = self._end(self._position, "(")
             return True
-        self._at = redirect.end()
-        target = self._word()
-        operator = redirect[0].strip()
-        if operator.lstrip("0123456789") in ("<<", "<<-"):
-            self._here.append(re.sub(r"['\"\\]", "", target.raw))
+        target = self._word().raw
+        if redirect[0].strip(" \t0123456789") in ("<<", "<<-"):
+            self._documents.append(re.sub(r"['\"\\]", "", target))
         return True
 
     def _word(self) -> Word:
         self._skip()
-        start, line = self._at, self._line()
-        pieces: list[str | Expansion] = []
-        while self._at < len(self.text) and self.text[self._at] not in " \t\n|;&<>()":
-            if self.text.startswith("\\\n", self._at):
-                self._at += 2
-                if self._at >= len(self.text) or self.text[self._at] in " \t\n":
-                    break
-                continue
-            pieces += self._piece(False)
-            raw = self.text[start : self._at]
-            if self.text.startswith("(", self._at) and ASSIGNMENT.fullmatch(raw):
-                self._at += 1
-                return Word(raw, line, pieces=(raw,), array=tuple(self._array()))
-        if self._at == start:
-            unexpected = self.text[self._at : self._at + 1].strip() or "end of the line"
-            raise self._error(f"unexpected {unexpected if len(unexpected) > 1 else f'`{unexpected}`'}")
-        return Word(self.text[start : self._at], line, pieces=tuple(pieces))
+        start, line = self._position, self._line()
+        segments: list[str | Expansion] = []
+        while self._position < len(self._text) and not _SEPARATORS.match(self._text, self._position):
+            segments += self._segment(is_quoted=False)
+            raw = self._text[start : self._position]
+            if ASSIGNMENT.fullmatch(raw) and self._accept("("):
+                array = []
+                self._newlines()
+                while self._operator() != ")":
+                    array.append(self._word())
+                    self._newlines()
+                self._accept(")")
+                return Word(raw, line, (raw,), array)
+        if self._position == start:
+            raise self._error(f"unexpected `{self._text[start : start + 1].strip() or 'end of the line'}`")
+        return Word(self._text[start : self._position], line, tuple(segments))
 
-    def _array(self) -> list[Word]:
-        words: list[Word] = []
-        while True:
-            self._newlines()
-            if self._operator() == ")":
-                self._at += 1
-                return words
-            words.append(self._word())
-
-    def _piece(self, quoted: bool) -> list[str | Expansion]:
-        """The pieces that begin at the current character."""
-        text, at = self.text, self._at
-        character = text[at]
-        if literal := (_QUOTED if quoted else _LITERAL).match(text, at):
-            self._at = literal.end()
-            if not quoted and any("," in braces or ".." in braces for braces in _BRACES.findall(literal[0])):
-                return [Expansion("braces", literal[0], text=literal[0], quoted=True)]
-            return [literal[0]]
-        if character == "\\":
-            self._at += 2
-            escaped = text[at + 1 : at + 2]
-            if escaped == "\n":
-                return []
-            return [escaped if not quoted or escaped in '$`"\\' else f"\\{escaped}"]
-        if character == "'" or (text.startswith("$'", at) and not quoted):
-            end = text.find("'", at + (2 if character == "$" else 1))
-            if end < 0:
+    def _segment(self, is_quoted: bool) -> Segments:
+        """The segments that begin at the current character."""
+        text, start = self._text, self._position
+        if literal := (_QUOTED if is_quoted else _LITERAL).match(text, start):
+            self._position = literal.end()
+            is_list = any("," in braces or ".." in braces for braces in _BRACES.findall(literal[0]))
+            return (Expansion("braces", "", literal[0], True) if is_list and not is_quoted else literal[0],)
+        if self._accept("\\"):
+            escaped = text[start + 1 : start + 2]
+            self._position += 1
+            return () if escaped == "\n" else (escaped if not is_quoted or escaped in '$`"\\' else f"\\{escaped}",)
+        if not is_quoted and (self._accept("'") or self._accept("$'")):
+            content_start = self._position
+            self._position = text.find("'", content_start) + 1
+            if not self._position:
+                self._position = start
                 raise self._error("unclosed quote")
-            self._at = end + 1
-            return [text[at + 1 : end].removeprefix("'")]
-        if character == '"':
-            self._at = self._end(at + 1, '"')
-            inner = Parser(text[at + 1 : self._at - 1], self.first_line + bisect(self._breaks, at))
-            return list(inner.pieces(quoted=True)) or [""]
-        if character == "`" or text.startswith(("$(", "${"), at):
-            opening = "`" if character == "`" else text[at : at + 2]
-            self._at = self._end(at + len(opening), opening)
-            whole = text[at : self._at]
-            body = whole[len(opening) : -1]
-            kind: Literal["parameter", "command", "sum"] = "parameter" if opening == "${" else "command"
+            return (text[content_start : self._position - 1],)
+        if self._accept('"'):
+            line = self._line()
+            self._position = self._end(start + 1, '"')
+            return Parser(text[start + 1 : self._position - 1], line).segments(is_quoted=True) or ("",)
+        opening = "`" if text.startswith("`", start) else text[start : start + 2]
+        if opening in ("`", "$(", "${"):
+            self._position = self._end(start + len(opening), opening)
+            expansion = text[start : self._position]
+            body = expansion[len(opening) : -1]
             if opening == "$(" and body.startswith("(") and body.endswith(")"):
-                kind, body = "sum", body[1:-1]
-            return [Expansion(kind, body, text=whole, quoted=quoted)]
-        if character == "$" and (name := _NAME.match(text, at + 1)):
-            self._at = name.end()
-            return [Expansion("parameter", name[0], text=text[at : self._at], quoted=quoted)]
-        self._at += 1
-        return [character]
+                return (Expansion("sum", body[1:-1], expansion, is_quoted),)
+            return (Expansion("parameter" if opening == "${" else "command", body, expansion, is_quoted),)
+        name = _NAME.match(text, start + 1) if text[start] == "$" else None
+        self._position = name.end() if name else start + 1
+        return (Expansion("parameter", name[0], text[start : name.end()], is_quoted) if name else text[start],)
 
-    def _end(self, at: int, opening: str) -> int:
-        """The position after the bracket or quote that closes ``opening``, whose content begins at ``at``."""
-        text, stack = self.text, [_CLOSES[opening]]
-        while at < len(text):
-            character, step = text[at], 1
+    def _end(self, position: int, opening: str) -> int:
+        """The position after the bracket or quote that closes ``opening``, whose content begins at ``position``."""
+        text, stack = self._text, [_CLOSES[opening]]
+        while position < len(text):
+            character, step = text[position], 1
             in_quotes = next((closing for closing in reversed(stack) if closing in '")'), "") == '"'
             if character == "\\":
                 step = 2
             elif character == stack[-1]:
                 stack.pop()
                 if not stack:
-                    return at + 1
+                    return position + 1
             elif character == "'" and not in_quotes:
-                end = text.find("'", at + 1)
-                step = (end if end >= 0 else len(text)) + 1 - at
-            elif text.startswith(("$(", "${"), at):
-                stack.append(_CLOSES[text[at : at + 2]])
+                closing_quote = text.find("'", position + 1)
+                step = (closing_quote if closing_quote >= 0 else len(text)) + 1 - position
+            elif text.startswith(("$(", "${"), position):
+                stack.append(_CLOSES[text[position : position + 2]])
                 step = 2
             elif character in '"`' or (character == "(" and stack[-1] == ")"):
                 stack.append(_CLOSES[character])
             if len(stack) > MAX_DEPTH:
                 raise self._error(f"brackets are nested more than {MAX_DEPTH} deep")
-            at += step
+            position += step
         raise self._error("unclosed quote or bracket")

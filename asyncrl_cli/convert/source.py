@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl_cli.convert.script import ShellText, Unknown, trainer_command
+from asyncrl_cli.convert.script import ShellText, trainer_command
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.flatten import flatten
 
@@ -39,10 +39,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         sizes: dict[int, int] = self.__dict__.setdefault("sizes", {})
-        event, before = self.peek_event(), self.values  # type: ignore[no-untyped-call]
+        event, old_count = self.peek_event(), self.values  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self.values += sizes.get(id(node), MAX_VALUES) if isinstance(event, yaml.AliasEvent) else 1
-        sizes[id(node)] = self.values - before
+        sizes[id(node)] = self.values - old_count
         if self.values > MAX_VALUES:
             raise yaml.composer.ComposerError(None, None, "too many values, or an alias of itself", event.start_mark)
         return node
@@ -77,7 +77,7 @@ class Source:
 
         Raises ``ConfigError`` for a value that only a run of a script gives.
         """
-        name, value = self._first(names)
+        name, value = self._lookup(names)
         if isinstance(value, ShellText):
             unknown, variable = value.unknown(), value.unknown().variable
             argument = f"{name}=VALUE" if "." in name else f"--{name} VALUE"
@@ -94,22 +94,22 @@ class Source:
         A variable that the script does not set becomes `${env:NAME}`, with a remark. Of a name, other unknown pieces
         are left out.
         """
-        name, value = self._first(names)
+        name, value = self._lookup(names)
         if not isinstance(value, ShellText):
             return value
         is_name = key in NAMES
         texts = []
-        for piece in value.pieces:
-            if isinstance(piece, Unknown) and not is_name and not piece.variable:
-                return self.get(name)
-            if isinstance(piece, Unknown):
-                texts.append("" if is_name else f"${{env:{piece.variable}}}")
-                self.remark(key, f"{piece.reason}: {'left out' if is_name else 'export it, or write the path'}")
+        for segment in value.segments:
+            if isinstance(segment, str):
+                texts.append(segment)
+            elif is_name or segment.variable:
+                texts.append("" if is_name else f"${{env:{segment.variable}}}")
+                self.remark(key, f"{segment.reason}: {'left out' if is_name else 'export it, or write the path'}")
             else:
-                texts.append(piece)
+                return self.get(name)
         return parse_value("".join(texts)) or None
 
-    def _first(self, names: Iterable[str]) -> tuple[str, Any]:
+    def _lookup(self, names: Iterable[str]) -> tuple[str, Any]:
         for values in (self.given, self.defaults):
             for name in names:
                 if values.get(name) is not None and values.get(name) != "???":
@@ -146,25 +146,30 @@ class Source:
         if text not in self.remarks.setdefault(key, []):
             self.remarks[key].append(text)
 
-    def _resolved(self, name: str, value: Any, given: Mapping[str, Any], depth: int) -> Any:
+    def _resolved(self, name: str, value: Any, configuration: Mapping[str, Any], depth: int) -> Any:
         """The value with references to other keys replaced. References to unknown keys stay."""
         if not isinstance(value, str) or "${" not in value or isinstance(value, ShellText) or depth == 0:
             return value
 
-        def target(found: re.Match[str]) -> Any:
-            other = name.rpartition(".")[0] + found[1] if found[1].startswith(".") else found[1]
-            default = found[0] if found[2] is None else parse_value(found[2])
-            if other not in given and found[2] is None:
-                return found[0]
-            result = self._resolved(other if other in given else name, given.get(other, default), given, depth - 1)
+        def target(reference: re.Match[str]) -> Any:
+            target_key = name.rpartition(".")[0] + reference[1] if reference[1].startswith(".") else reference[1]
+            default = reference[0] if reference[2] is None else parse_value(reference[2])
+            if target_key not in configuration and reference[2] is None:
+                return reference[0]
+            result = self._resolved(
+                target_key if target_key in configuration else name,
+                configuration.get(target_key, default),
+                configuration,
+                depth - 1,
+            )
             self._resolved_size += 1 + len(result) if isinstance(result, str) else 1
             if self._resolved_size > MAX_VALUES:
                 raise ConfigError("the references to other keys are too long", location=short(name))
             return result
 
-        if whole := _REFERENCE.fullmatch(value):
-            return target(whole)
-        return _REFERENCE.sub(lambda found: str(target(found)), value)
+        if reference := _REFERENCE.fullmatch(value):
+            return target(reference)
+        return _REFERENCE.sub(lambda reference: str(target(reference)), value)
 
 
 SHELL_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -241,19 +246,19 @@ def read_file(path: str, instead: str = "") -> dict[str, Any]:
     return flat
 
 
-def content(path: str, kind: str) -> bytes:
+def content(path: str, file_type: str) -> bytes:
     """Return the bytes of a regular file of limited size: a pipe could block. Raises ``ConfigError``."""
     hint = "name a file that exists"
     try:
         status = os.stat(path)
-        largest = MAX_BYTES // 4 if kind == "script" else MAX_BYTES
+        largest = MAX_BYTES // 4 if file_type == "script" else MAX_BYTES
         if stat.S_ISREG(status.st_mode) and status.st_size <= largest:
             return Path(path).read_bytes()
         reason, hint = f"it is no regular file of at most {largest:,} bytes", "paste the command or its arguments"
         reason = "Is a directory" if stat.S_ISDIR(status.st_mode) else reason
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-    raise ConfigError(f"the {kind} cannot be read: {reason}", location=short(path), hint=hint)
+    raise ConfigError(f"the {file_type} cannot be read: {reason}", location=short(path), hint=hint)
 
 
 def parse_value(text: str) -> Any:

@@ -116,7 +116,7 @@ def read_program(path: str) -> Arguments:
             return ast.literal_eval(resolved)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             unknown = Unknown(short(ast.unparse(node)), f"line {node.lineno} computes it")
-            return ShellText.of((unknown,), f"{path}:{node.lineno}")
+            return ShellText.of_segments((unknown,), f"{path}:{node.lineno}")
 
     def functions(node: ast.expr) -> Any:
         resolved = constants.get(node.id, node) if isinstance(node, ast.Name) else node
