@@ -32,7 +32,7 @@ def fine(prompt, response):
     print("a reward prints")
     return float(response == prompt["answer"])
 def parts(prompt, response):
-    return {"score": 1.0, "format": 0.5}
+    return {"score": float(response == prompt["answer"]), "format": 0.5}
 def constant(prompt, response):
     return 0.5
 def nothing(prompt, response):
