@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -77,7 +76,6 @@ def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run:
 
 def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:
     assert all(row["staleness/tokens_max"] == 0 for row in rows(sync_run, "metrics.jsonl"))
-    assert json.loads((sync_run / "state.json").read_text())["findings"] == [], "it learns"
 
 
 @pytest.mark.parametrize(
