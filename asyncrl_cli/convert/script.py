@@ -159,6 +159,7 @@ class _Script:
         self.line = 1
         self.calls: list[_Call] = []
         self._path = path
+        self._variables = variables  # they replace unknown values that the script sets
         self._functions: dict[str, Group] = {}
         self._arguments: list[Value] = []
         self._doubt = ""  # why the current commands may not run, or may run several times
@@ -338,7 +339,10 @@ class _Script:
         return True
 
     def _set(self, name: str, values: list[Value]) -> None:
-        self._values[name] = [self._unknown(f"${name}", f"sets {name} {self._doubt}")] if self._doubt else values
+        values = [self._unknown(f"${name}", f"sets {name} {self._doubt}")] if self._doubt else values
+        if name in self._variables and any(map(_is_unknown, values)):
+            values = [(self._variables[name],)]
+        self._values[name] = values
 
     def _assign(self, word: Word) -> None:
         """Assign a variable; other words of `export` and `declare` have no effect."""

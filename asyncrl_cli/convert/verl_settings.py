@@ -170,8 +170,8 @@ def settings(s: Source) -> dict[str, Any]:
     }
 
 
-def _sizes(s: Source, longest: int, *, has_images: bool) -> dict[str, Any]:
-    """Devices, batches, versions and steps. ``longest``: tokens of the longest prompt and response together."""
+def _sizes(s: Source, max_tokens: int, *, has_images: bool) -> dict[str, Any]:
+    """Devices, batches, versions and steps. ``max_tokens``: tokens of the longest prompt and response together."""
     mode = _mode(s)
     in_turn = mode in ("sync", "colocate_async")  # all GPUs generate, and then all GPUs train
     fully_async = mode == "fully_async"
@@ -237,9 +237,9 @@ def _sizes(s: Source, longest: int, *, has_images: bool) -> dict[str, Any]:
     if 0 < largest < devices.ranks:
         s.remark("trainer.ranks", f"{devices.ranks} GPUs are more than the {largest} rollouts of a minibatch")
         devices = devices._replace(ranks=largest)
-    tokens = longest * max(s.count(f"{A}ppo_micro_batch_size_per_gpu"), 1)
+    tokens = max_tokens * max(s.count(f"{A}ppo_micro_batch_size_per_gpu"), 1)
     if s.flag(f"{A}use_dynamic_bsz"):
-        tokens = max(per_sequence * s.count(f"{A}ppo_max_token_len_per_gpu"), longest)
+        tokens = max(per_sequence * s.count(f"{A}ppo_max_token_len_per_gpu"), max_tokens)
     divides = devices.ranks % per_sequence == 0
     if not divides:
         gpus = f"verl divides a sequence over {per_sequence} GPUs"
@@ -443,8 +443,8 @@ def _task(s: Source, in_turns: bool) -> str:
 
 def _held_out(s: Source, image_column: Any) -> dict[str, Any]:
     """`data.eval.path` is the first file. The other files are `evaluation.sets`, each named after its folder."""
-    found = s.text("data.eval.path", "data.val_files")
-    files = [str(path) for path in found] if isinstance(found, list) else [str(found)] if found else []
+    held_out = s.text("data.eval.path", "data.val_files")
+    files = [str(path) for path in held_out] if isinstance(held_out, list) else [str(held_out)] if held_out else []
     if not files:
         own = [f"data.eval.{key}" for key in ("path", "size", "prompt_column", "image_column")]
         return dict.fromkeys([*own, "evaluation.every", "evaluation.sets"])

@@ -151,6 +151,8 @@ def test_no_value_of_the_environment_gets_into_the_words(tmp_path: Path, monkeyp
     found = words([str(script)], OVERRIDE)
     assert found[-3:] == ["a.b=$MY_API_KEY", "c.d=none", f"e.f={os.environ['HOME']}/data"]
     assert words([str(script), "MY_API_KEY=mine"], OVERRIDE)[-3:-1] == ["a.b=mine", "c.d=mine"]
+    script.write_text(f"N=$(nproc)\nM=3\n{PROGRAM} a.b=$N c.d=$M\n")
+    assert words([str(script), "N=8", "M=8"], OVERRIDE)[-2:] == ["a.b=8", "c.d=3"]
 
 
 @pytest.mark.parametrize("end", ["\\\n\n", "\\ \n", "\\\n  # a comment\n", "\n"])
