@@ -227,7 +227,6 @@ class _History:
     """The metrics of a run's steps that rules compare with each other, and the keys of its spec that they read."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
-        algorithm = value_at(spec, "algorithm") or {}
         self.spec = spec
         self.step = 0
         self.metrics: Mapping[str, float] = {}
@@ -242,15 +241,15 @@ class _History:
         self.is_binary = True  # every reward so far was 0 or 1
         self.equal_groups = self.teaching_groups = 0
         self.equal_in_a_row = 0
-        self.groups_per_step = setting(spec, "pipeline.groups_per_step", 1)
-        self.rollouts_per_step = self.groups_per_step * setting(spec, "rollout.group_size", 1)
+        self.groups_per_step = max(1, setting(spec, "pipeline.groups_per_step", 1))
+        self.rollouts_per_step = self.groups_per_step * max(1, setting(spec, "rollout.group_size", 1))
         # Such a model must first learn to end its responses.
         self.has_random_weights = value_at(spec, "model.init") is not None and not value_at(spec, "model.warm_start")
         self.critic_warmup = setting(spec, "algorithm.critic.warmup_steps", 0)
         # A distilled policy does not learn from rewards.
-        self.has_rewards = algorithm.get("reward_coef", 1.0) > 0
-        uniform, estimator = algorithm.get("uniform_groups", "skip"), algorithm.get("advantage", "group_norm")
-        self.compares_groups = self.has_rewards and (uniform != "train" or estimator in GROUP_ESTIMATORS)
+        self.has_rewards = value_at(spec, "algorithm.reward_coef") != 0
+        uniform, estimator = (value_at(spec, f"algorithm.{key}") for key in ("uniform_groups", "advantage"))
+        self.compares_groups = self.has_rewards and (uniform != "train" or estimator in (None, *GROUP_ESTIMATORS))
         # Otherwise different steps have different kinds of prompts.
         prompts_change = value_at(spec, "data.curriculum") or value_at(spec, "data.filter")
         self.is_comparable = self.has_rewards and not prompts_change and uniform != "reject"

@@ -276,5 +276,13 @@ def test_findings_change_only_in_their_last_step(simulated: list[Metrics], run_s
     assert health(simulated, run_spec) == watch.findings
 
 
+@given(
+    st.dictionaries(st.sampled_from(sorted(SPEC)), st.sampled_from([None, 3, "x", [], {"group_size": 0, "dtype": 1}]))
+)
+def test_specs_that_no_run_writes_raise_nothing(sections: dict[str, Any]) -> None:
+    equal = HEALTHY | {"reward/uniform_groups": 1.0}
+    assert health([HEALTHY] * 3 + [equal] * 20, sections)
+
+
 def test_rules_have_different_names() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES) >= 12
