@@ -224,7 +224,7 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
 
 def _refuse_hiding(folder: Path, error_type: type[ConfigError]) -> None:
     """Refuse a module that would be imported in place of Python's or of a library's module, in workers, too."""
-    for entry in sorted(folder.iterdir()):
+    for entry in sorted(folder.glob("*")):
         if entry.stem == "test" or entry.stem not in sys.stdlib_module_names | _library_modules():
             continue  # no library imports Python's own tests
         if entry.suffix == ".py" or (entry / "__init__.py").is_file():
