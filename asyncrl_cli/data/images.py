@@ -100,7 +100,8 @@ def embedded(
     Raises ``ImageError`` also for an image with more pixels, and for files and other URLs, which are not read; and the
     errors of ``check_count``, which gets the number of images before one is decoded.
     """
-    urls, images = named_images(messages), dict[str, Image]()
+    urls = [part["image"] for message in messages for part in _parts(message) if is_image(part)]
+    images: dict[str, Image] = {}
     for number, url in enumerate(urls, start=1):
         if not url.startswith("data:"):
             raise ImageError(

@@ -174,6 +174,7 @@ def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFor
         ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], "is not a data URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}], "image 1"),
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}], "image 1 is broken"),
+        ([{"type": "image_url", "image_url": {"url": ""}}], "image 1 is not a data URL"),
         ([{"type": "image_url", "image_url": {"url": url(picture("red", 1100, 1100)[:60])}}], "more than 1,048,576"),
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}] * 3, "3 images, more than model.max_images (2)"),
     ],
