@@ -33,7 +33,6 @@ SMALLEST = {
     "looking.py": "--rollouts 1024",
     "memory.py": "--only quickstart",
     "plan.py": "--steps 20 --only sync",
-    "plan_published.py": "",
     "sampling.py": "--requests 2",
     "sandboxes.py": "--sandboxes 1 --commands 4",
     "shared_prefixes.py": "--prompts 10 --rounds 1 --models quickstart",

@@ -1,7 +1,9 @@
-"""`asyncrl plan`: predicts the step time of a spec. Needs no GPU; only `--calibrate` starts processes."""
+"""`asyncrl plan`: predicts the step time of a spec from a measured run. Only `--calibrate` starts processes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +13,14 @@ from asyncrl_cli.cli.arguments import AsJson, Overrides, RunsDir, run_names
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
-    from asyncrl_cli.cli.plan_sources import Source
     from asyncrl_cli.inspect.pages import Page
+    from asyncrl_cli.plan.comparison import Line
+    from asyncrl_cli.plan.from_journal import Calibration
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 
-SPREAD = 0.6
-"""Default standard deviation of the logarithm of response lengths, if no run is measured."""
+CALIBRATION_STEPS = 10
+"""Steps that `--calibrate` trains after filling the buffer three times."""
 
 
 def plan(
@@ -35,44 +38,6 @@ def plan(
             autocompletion=run_names,
         ),
     ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Compare splits of --gpus, staleness bounds and concurrency.")
-    ] = False,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=2, help="With --search: GPUs to split.")
-    ] = None,
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="KIND", help="Without a measurement: use this GPU's data sheet.")
-    ] = "h100",
-    mean_tokens: Annotated[
-        float | None,
-        typer.Option(
-            "--mean-tokens",
-            metavar="N",
-            min=1,
-            help="Without a measurement: mean response length in tokens. Default: half of rollout.max_response_tokens.",
-            show_default=False,
-        ),
-    ] = None,
-    spread: Annotated[
-        float,
-        typer.Option(
-            "--spread",
-            metavar="SIGMA",
-            min=0,
-            max=3,
-            help="Without a measurement: standard deviation of the logarithm of the length.",
-        ),
-    ] = SPREAD,
-    model_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--model-config",
-            metavar="FOLDER",
-            help="The folder of the model's config.json. Default: found by its name.",
-            show_default=False,
-        ),
-    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -88,102 +53,149 @@ def plan(
     """Predict a spec's step time, the waiting time on each side, and the groups' staleness.
 
     The simulation uses the same ledger as a real run (docs/planning.md). Speeds and lengths come from a run
-    (--calibrate, --calibrate-from), or are estimated from data sheets. Exit code: 0 with a prediction; 2 when there is
-    nothing to predict from, or when the simulation does not reproduce the measured run within 10 %.
+    (--calibrate-from), or from a few steps that are trained here (--calibrate). Exit code: 0 with a prediction; 2 when
+    nothing is measured, or when the simulation does not reproduce the measured run within 10 %.
     """
-    from asyncrl_cli.cli.plan_sources import Assumed, calibration_run, data_sheet_source, measured_source
+    from asyncrl_cli.core.errors import ConfigError
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.load import load_spec
 
     if calibrate and calibrate_from is not None:
         raise typer.BadParameter("cannot be combined with --calibrate-from", param_hint="--calibrate")
-    if search is (gpus is None):
-        raise typer.BadParameter("--search and --gpus belong together", param_hint="--search")
     loaded = load_spec(spec, overrides or ()).spec
     # Before measuring: a wrong run id must be reported first.
     compared = find_run(runs_dir, compare) if compare is not None else None
-    run = find_run(runs_dir, calibrate_from) if calibrate_from is not None else None
     if calibrate:
         run = calibration_run(spec, overrides or ())
-    assumed = Assumed(gpu, mean_tokens=mean_tokens, spread=spread, config_folder=model_config)
-    source = measured_source(loaded, run, assumed) if run is not None else data_sheet_source(loaded, assumed)
-    pages = {} if source.page is None else {"calibration": source.page}
-    if gpus is not None:
-        pages["search"] = _searched(loaded, source, gpus)
+    elif calibrate_from is not None:
+        run = find_run(runs_dir, calibrate_from)
     else:
-        pages |= _predicted(loaded, source=source, calibration=run, run=compared)
+        raise ConfigError(
+            "nothing is measured, so nothing can be predicted",
+            location="asyncrl plan",
+            hint="use a run of this spec on the same kind of machine (--calibrate-from RUN), or measure (--calibrate)",
+        )
+    pages = predicted_pages(loaded, calibration_run=run, compared_run=compared)
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
     else:
         echo("\n\n".join("\n".join(page.lines) for page in pages.values()))
 
 
-def _predicted(
-    spec: ExperimentSpec, source: Source, calibration: RunDirectory | None, run: RunDirectory | None
+def predicted_pages(
+    spec: ExperimentSpec, calibration_run: RunDirectory, compared_run: RunDirectory | None
 ) -> dict[str, Page]:
-    """The prediction, the machine's speed since the ``calibration``, and a comparison with ``run``'s measurements."""
-    from asyncrl_cli.cli.plan_sources import measure
-    from asyncrl_cli.inspect.plan_page import comparison_page, machine_page, plan_page
+    """Return the measurements, the prediction, the machine's speed since then, and a comparison with another run.
+
+    Raises ``ConfigError`` if the simulation does not reproduce the measured run, or if that run's measurements do not
+    hold for the spec.
+    """
+    from asyncrl_cli.inspect.health import health
+    from asyncrl_cli.inspect.plan_page import calibration_page, comparison_page, machine_page, plan_page
+    from asyncrl_cli.inspect.resolved import resolved_spec
+    from asyncrl_cli.inspect.what_if import no_advice
+    from asyncrl_cli.journal.history import metrics_rows
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE
+    from asyncrl_cli.orchestrator.actors import buffer_settings
     from asyncrl_cli.plan.comparison import compare, error_parts
     from asyncrl_cli.plan.prediction import Devices, predict, spans
-    from asyncrl_cli.plan.scenario import shares_host
+    from asyncrl_cli.plan.scenario import planned_scenario, shares_host
     from asyncrl_cli.runs.manifest import SPEED
-    from asyncrl_cli.sizing.parts import Role
     from asyncrl_cli.spec.load import load_recorded
     from asyncrl_cli.system.processors import processor_speed
 
-    memory = source.memory(spec)
-    planned = source.planned(spec, memory.cache.tokens if memory and memory.cache else None)
-    gpus = [device for device in memory.devices if device.role is not Role.HOST] if memory else []
+    measured_spec = load_recorded(calibration_run.path).spec
+    measured = measure(calibration_run, measured_spec)
+    pages = {"calibration": calibration_page(calibration_run.run_id, measured, _reproduced(calibration_run, measured))}
+    planned = planned_scenario(spec, settings=buffer_settings(spec), measured=measured, of_run=measured_spec)
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
-    page = plan_page(
-        spec.name,
-        predicted=predicted,
-        by_length=by_length,
-        planned=planned,
-        memory=gpus,
-        reason=source.no_advice,
-    )
-    pages = {"plan": page}
-    if calibration is not None and shares_host(spec):
+    with snapshot(calibration_run.path / FILE) as connection:
+        reason = no_advice(health(metrics_rows(connection), resolved_spec(calibration_run)))
+    pages["plan"] = plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, reason=reason)
+    if shares_host(spec):
         # A run to compare with recorded the machine's speed when it started.
-        now = processor_speed() if run is None else run.manifest.get(SPEED)
-        pages["machine"] = machine_page(calibration, now, predicted.outcome.step_s)
-    if run is not None:
-        happened = measure(run, load_recorded(run.path).spec)
+        now = processor_speed() if compared_run is None else compared_run.manifest.get(SPEED)
+        pages["machine"] = machine_page(calibration_run, now, predicted.outcome.step_s)
+    if compared_run is not None:
+        happened = measure(compared_run, load_recorded(compared_run.path).spec)
         parts = error_parts(planned.scenario, happened)
         lines = compare(predicted.outcome, happened.observed)
         pages["comparison"] = comparison_page(
-            run.run_id, lines=lines, parts=parts, own_s=predicted.outcome.step_s + parts["together"]
+            compared_run.run_id, lines=lines, parts=parts, own_s=predicted.outcome.step_s + parts["together"]
         )
     return pages
 
 
-def _searched(spec: ExperimentSpec, source: Source, gpus: int) -> Page:
+def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
+    """Read lengths and costs from a run's journal. Raises ``ConfigError`` if the journal has too few steps."""
     from asyncrl_cli.core.errors import ConfigError
-    from asyncrl_cli.inspect.plan_page import search_page
-    from asyncrl_cli.plan.search import allocations, search
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE
+    from asyncrl_cli.plan.from_journal import calibrate
+    from asyncrl_cli.plan.scenario import shares_host
 
-    if not spec.rollout.gpus_per_engine or not spec.trainer.gpus_per_rank:
-        raise ConfigError(
-            "the spec uses no GPUs, so there is nothing to split",
-            location="rollout.gpus_per_engine",
-            hint="set rollout.gpus_per_engine and trainer.gpus_per_rank to 1",
-        )
-    rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size
-    found = search(
-        spec,
-        candidates=list(allocations(gpus, rollouts, source.engine_gpus)),
-        model=source.model,
-        gpu_bytes=source.gpu_bytes,
-        scenario_of=lambda own, kv_tokens: source.planned(own, kv_tokens).scenario,
+    with snapshot(run.path / FILE) as connection:
+        try:
+            return calibrate(connection, shares_host(spec))
+        except ValueError as error:
+            hint = "measure a run with more trained steps, and fewer evaluations and checkpoints"
+            raise ConfigError(str(error), location=run.run_id, hint=hint) from None
+
+
+def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
+    """Train a few steps with one engine and as few trainer ranks as possible. Batches are scaled to the ranks."""
+    from asyncrl_cli.cli.output import start_checks
+    from asyncrl_cli.cli.running import drive
+    from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.plan.scenario import shares_host
+    from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.runs.manifest import describe_start
+    from asyncrl_cli.spec.load import dump_spec, load_spec
+    from asyncrl_cli.system.processors import processor_speed
+
+    spec = load_spec(path, overrides).spec
+    pipeline, trainer = spec.pipeline, spec.trainer
+    ranks = lcm(trainer.sequence_parallel, trainer.expert_parallel)
+    steps = 3 * (pipeline.max_staleness + 2) * pipeline.publish_every + CALIBRATION_STEPS
+    loaded = load_spec(
+        path,
+        [
+            *overrides,
+            "rollout.engines=1",
+            f"trainer.ranks={ranks}",
+            f"pipeline.groups_per_step={max(2, pipeline.groups_per_step * ranks // trainer.ranks)}",
+            f"stop.steps={steps}",
+            "stop.epochs=null",
+            "evaluation.every=0",
+            "checkpoints.every=0",
+        ],
     )
-    if not found.best:
-        raise ConfigError(
-            f"none of {found.too_large} allocations fits into the memory of {gpus} GPUs",
-            location="--gpus",
-            hint="`asyncrl validate-spec --memory` shows what takes the memory",
-        )
-    return search_page(gpus, found, source.planned(spec, None).guesses, source.no_advice)
+    with start_checks(loaded.spec, path.absolute().parent) as checks:
+        experiment = checks.experiment()
+    speed = processor_speed() if shares_host(loaded.spec) else None
+    run = RunDirectory.create(loaded.spec.runs_dir, f"{loaded.spec.name}-calibration")
+    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path, speed))
+    drive(experiment, run, Start(), quiet=True)
+    return run
+
+
+def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
+    """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
+    from asyncrl_cli.core.errors import ConfigError
+    from asyncrl_cli.inspect.plan_page import comparison_table
+    from asyncrl_cli.inspect.resolved import resolved_spec
+    from asyncrl_cli.inspect.what_if import reproduced
+
+    reproduction = reproduced(resolved_spec(run), measured)
+    if reproduction.misfit is None:
+        return reproduction.lines
+    echo("\n".join(comparison_table("its own steps", reproduction.lines)), err=True)
+    raise ConfigError(
+        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; "
+        f"the largest difference: {reproduction.misfit}",
+        location=run.run_id,
+        hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
+    )

@@ -1,4 +1,4 @@
-"""The pages of `asyncrl plan`: the prediction, its basis, a comparison with a run, and the best allocations of GPUs."""
+"""The pages of `asyncrl plan`: the prediction, its basis, and a comparison with a run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.inspect.pages import WIDTH, Page, number, paragraph, table
+from asyncrl_cli.inspect.pages import WIDTH, Page, number, table
 from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, less, limit_text, savings_text
 from asyncrl_cli.plan.scenario import Planned
-from asyncrl_cli.plan.search import Found
 from asyncrl_cli.plan.simulator import Outcome
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import SPEED
-from asyncrl_cli.sizing.parts import Device, shown
 
 SAME_SPEED = 0.05
 """Smaller differences in processor speed are not reported."""
@@ -36,18 +34,12 @@ TRAINER = {
 
 
 def plan_page(
-    name: str,
-    predicted: Prediction,
-    by_length: Mapping[float, float],
-    planned: Planned,
-    memory: Sequence[Device],
-    reason: str = "",
+    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: Planned, reason: str = ""
 ) -> Page:
     """Show a prediction for the spec of this name.
 
     Args:
         by_length: seconds per step, by the factor on lengths.
-        memory: the memory of its GPUs, if known.
         reason: why there is no advice.
     """
     title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
@@ -84,9 +76,6 @@ def plan_page(
             f"         {savings_text(predicted)}",
             f"helps    {changes_text(predicted)}",
         ]
-    for device in memory:
-        capacity = "" if device.capacity is None else f" of {shown(device.capacity)}"
-        lines.append(f"memory   {device.name}: {shown(device.total)}{capacity}, estimated ({device.count} alike)")
     lines += [f"guess    {guess}" for guess in guesses]
     document = {
         "title": title,
@@ -102,10 +91,6 @@ def plan_page(
         "savings": dict(predicted.savings),
         "changes": [] if reason else [asdict(change) for change in predicted.changes],
         "no_advice": reason,
-        "memory": [
-            {"device": device.name, "count": device.count, "bytes": device.total, "capacity": device.capacity}
-            for device in memory
-        ],
         "guesses": list(guesses),
     }
     return Page(document, _wrapped(lines))
@@ -190,57 +175,6 @@ def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
                 f"a step of about {_seconds(slower * step_s)} instead of {_seconds(step_s)}"
             )
     return Page(document, _wrapped([f"machine  {text}"]))
-
-
-def search_page(gpus: int, found: Found, guesses: Sequence[str], reason: str = "") -> Page:
-    """Show the best allocations of ``gpus``, the fastest first. ``reason``: why there is no advice."""
-    header = ("engines", "GPUs each", "ranks", "S", "slots", "step s", "tokens/s", "trainer trains", "engines idle",
-              "rank's memory", "cache tokens")  # fmt: skip
-    rows = [
-        (
-            str(one.allocation.engines),
-            str(one.allocation.engine_gpus),
-            str(one.allocation.ranks),
-            str(one.allocation.max_staleness),
-            str(one.allocation.slots),
-            f"{one.outcome.step_s:.1f}",
-            number(round(one.outcome.trained_tokens)),
-            f"{one.outcome.share('training'):.0%}",
-            f"{one.outcome.engines_idle:.0%}",
-            "-" if one.trainer_memory is None else f"{one.trainer_memory:.0%}",
-            "-" if one.kv_tokens is None else number(one.kv_tokens),
-        )
-        for one in found.best
-    ]
-    lines = [
-        f"{counted(found.simulated, 'allocation')} of {gpus} GPUs simulated; more that do not fit into memory: "
-        f"{found.too_large}. The best:",
-        "",
-        *table(header, rows, left=()),
-    ]
-    if reason:
-        lines += ["", *paragraph(f"advice   none: {reason}")]
-    elif found.best:
-        lines += ["", *(f"--set {setting}" for setting in found.best[0].allocation.settings())]
-    lines += [line for guess in guesses for line in paragraph(f"guess    {guess}")]
-    document = {
-        "gpus": gpus,
-        "no_advice": reason,
-        "simulated": found.simulated,
-        "too_large": found.too_large,
-        "best": [
-            {
-                "allocation": asdict(one.allocation),
-                "set": one.allocation.settings(),
-                "outcome": outcome_document(one.outcome),
-                "trainer_memory_share": one.trainer_memory,
-                "cache_tokens": one.kv_tokens,
-            }
-            for one in found.best
-        ],
-        "guesses": list(guesses),
-    }
-    return Page(document, lines)
 
 
 def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:

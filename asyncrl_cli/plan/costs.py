@@ -1,6 +1,6 @@
 """The costs of engines, trainer and publishes in seconds. docs/planning.md has the formulas and their sources.
 
-Constants are measured (plan/from_journal.py) or come from data sheets (plan/guess.py). Pure.
+Constants are measured (plan/from_journal.py). Pure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class EngineCost:
 
     iteration: Callable[[int], float]
     per_context_token_s: float = 0.0
-    prefill_s: float = 0.0  # per token of a prompt; all sequences of the engine wait during prefill
-    kv_tokens: int | None = None  # capacity of the key-value cache; None if it is never reached
     beside_trainer: float = 0.0  # relative slowdown of an iteration while the trainer trains on the same processors
 
 
@@ -45,32 +43,20 @@ def iterations_in(base_s: float, growth_s: float, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
-    """A training step: ``per_step_s + per_token_s · tokens in the loss``.
-
-    The second term is at least ``longest_token_s · tokens of the longest sequence``, which more ranks do not shorten.
-    """
+    """A training step: ``per_step_s + per_token_s · tokens in the loss``."""
 
     per_step_s: float
     per_token_s: float
     trained_share: float = 1.0  # share of a batch's tokens that are in the loss
-    longest_token_s: float = 0.0
     beside_engines: float = 0.0  # relative slowdown of a step while engines generate on the same processors
 
-    def seconds(self, tokens: int, longest: int) -> float:
-        """Return the seconds of a step while engines are idle.
-
-        ``tokens``: of all rollouts, including prompts. ``longest``: of the longest rollout.
-        """
-        return self.per_step_s + max(self.per_token_s * tokens * self.trained_share, self.longest_token_s * longest)
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds of a step while engines are idle. ``tokens``: of all rollouts, including prompts."""
+        return self.per_step_s + self.per_token_s * tokens * self.trained_share
 
     def faster(self, factor: float) -> TrainerCost:
         """Return a trainer that is ``factor`` times as fast."""
-        return replace(
-            self,
-            per_step_s=self.per_step_s / factor,
-            per_token_s=self.per_token_s / factor,
-            longest_token_s=self.longest_token_s / factor,
-        )
+        return replace(self, per_step_s=self.per_step_s / factor, per_token_s=self.per_token_s / factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +81,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All measurements or assumptions of a run, except its lengths."""
+    """All measurements of a run, except its lengths."""
 
     engine: EngineCost
     trainer: TrainerCost

@@ -14,9 +14,6 @@ from math import inf
 
 from asyncrl_cli.plan.costs import EngineCost, iterations_in, seconds_of
 
-RESUME_BELOW = 0.95
-"""A waiting sequence starts if the cache is then at most this full."""
-
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -32,7 +29,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """An engine. While it reads prompts or loads weights, its clock ``at`` is ahead of the simulation's clock."""
+    """An engine. While it loads weights, its clock ``at`` is ahead of the simulation's clock."""
 
     cost: EngineCost
     slots: int
@@ -96,21 +93,14 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Start a sequence, or let it wait for a slot. Call ``advance`` first."""
-        if self.halted or len(self.running) >= self.slots or not self._has_room(sequence):
+        if self.halted or len(self.running) >= self.slots:
             self.waiting.append(sequence)
         else:
             self._start(sequence)
 
     def admit_waiting(self) -> None:
-        """Start waiting sequences while there is room. Before that, preempt the newest while the cache is too full."""
-        limit = self.cost.kv_tokens
-        while limit is not None and self.context > limit and len(self.running) > 1:
-            _, newest = self.running.popitem()
-            done = self.iterations - newest.started
-            self.context -= newest.context + done
-            newest.context, newest.missing = int(newest.context + done), newest.missing - done
-            self.waiting.appendleft(newest)
-        while self.waiting and not self.halted and len(self.running) < self.slots and self._has_room(self.waiting[0]):
+        """Start waiting sequences while there are free slots."""
+        while self.waiting and not self.halted and len(self.running) < self.slots:
             self._start(self.waiting.popleft())
 
     def stall(self, seconds: float) -> None:
@@ -129,7 +119,6 @@ class Engine:
             self.context -= sequence.context + (self.iterations - sequence.started)
 
     def _start(self, sequence: Sequence) -> None:
-        self.at += self.cost.prefill_s * sequence.context
         self._next += 1
         sequence.started = self.iterations
         sequence.ends = self.iterations + sequence.missing
@@ -142,10 +131,6 @@ class Engine:
         self.iterations += iterations
         self.context += number * iterations
         self.tokens += number * iterations
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        limit = self.cost.kv_tokens
-        return limit is None or not self.running or self.context + sequence.context <= RESUME_BELOW * limit
 
     def _rates(self, number: int) -> tuple[float, float]:
         base = self._bases.get(number)

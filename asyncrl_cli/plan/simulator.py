@@ -40,19 +40,6 @@ class Scenario:
     weight_update: WeightUpdate = "keep"
     partial_rollouts: bool = False  # engines stop when a batch is complete, and continue with the new weights
 
-    def scaled(self, share: float) -> Scenario:
-        """Return a smaller run, which is simulated faster: ``share`` of the engines, trainer and groups in a step.
-
-        Its steps take the same time. With a share below 1/4 the outcome can differ by 10 %.
-        """
-        trainer = self.costs.trainer
-        return replace(
-            self,
-            settings=replace(self.settings, groups_per_step=max(1, round(share * self.settings.groups_per_step))),
-            engines=max(1, round(share * self.engines)),
-            costs=replace(self.costs, trainer=replace(trainer, per_token_s=trainer.per_token_s / share)),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -162,8 +149,7 @@ class Simulation:
                 self._halt(True)
             self._admit()
             tokens = sum(group.tokens for group in lengths)
-            longest = max(rollout.prompt + rollout.response for group in lengths for rollout in group.rollouts)
-            yield from self._train_batch(costs.trainer.seconds(tokens, longest))
+            yield from self._train_batch(costs.trainer.seconds(tokens))
             if (step + 1) % self._every == 0:
                 yield from self._publish()
             if self._scenario.partial_rollouts:
@@ -379,16 +365,12 @@ class Simulation:
             for engine in self._engines:
                 self._drained(engine)
             return
-        longest = 0.0
+        stall_s = self._costs.publish.stall_s
         for engine in self._engines:
             engine.advance(self._now)
-            stall = self._costs.publish.stall_s
-            if self._scenario.weight_update == "recompute":
-                stall += self._costs.engine.prefill_s * engine.context
-            engine.stall(stall)
-            longest = max(longest, stall)
+            engine.stall(stall_s)
             self._schedule(engine)
-        self._at(self._now + longest, self._served)
+        self._at(self._now + stall_s, self._served)
 
     def _drained(self, engine: Engine) -> None:
         """With ``drain``, an engine loads when it has no rollout; all serve the version when the last has loaded it."""

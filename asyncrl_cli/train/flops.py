@@ -16,26 +16,24 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's data sheet: bytes of memory, bytes per second, and dense operations per second in both dtypes."""
+    """A GPU's data sheet: dense operations per second in both dtypes."""
 
-    memory: float
-    bandwidth: float
     flops: float  # bfloat16, accumulated in float32
     float32_flops: float | None = None  # without TF32, as torch computes by default; None: not in the data sheet
 
 
 GPUS = {
-    "a100": Gpu(80e9, 2.04e12, 312e12, 19.5e12),
-    "h100": Gpu(80e9, 3.35e12, 989e12, 67e12),
-    "h100-pcie": Gpu(80e9, 2.0e12, 756e12, 51e12),
-    "h100-nvl": Gpu(94e9, 3.9e12, 835e12, 60e12),
-    "h200": Gpu(141e9, 4.8e12, 989e12, 67e12),
-    "h200-nvl": Gpu(141e9, 4.8e12, 835e12, 60e12),
-    "h20": Gpu(96e9, 4.0e12, 148e12, 44e12),
-    "b200": Gpu(180e9, 8.0e12, 2250e12),
-    "l40s": Gpu(48e9, 0.864e12, 362e12, 91.6e12),
-    "rtx-4090": Gpu(24e9, 1.008e12, 165e12, 82.6e12),
-    "mi300x": Gpu(192e9, 5.3e12, 1307e12, 163.4e12),
+    "a100": Gpu(312e12, 19.5e12),
+    "h100": Gpu(989e12, 67e12),
+    "h100-pcie": Gpu(756e12, 51e12),
+    "h100-nvl": Gpu(835e12, 60e12),
+    "h200": Gpu(989e12, 67e12),
+    "h200-nvl": Gpu(835e12, 60e12),
+    "h20": Gpu(148e12, 44e12),
+    "b200": Gpu(2250e12),
+    "l40s": Gpu(362e12, 91.6e12),
+    "rtx-4090": Gpu(165e12, 82.6e12),
+    "mi300x": Gpu(1307e12, 163.4e12),
 }
 """From the vendors' data sheets, without sparsity. A name without a form factor is the fastest variant (SXM)."""
 

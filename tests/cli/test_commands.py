@@ -295,6 +295,12 @@ def test_a_runs_folder_that_cannot_be_written(asyncrl: Command, tmp_path: Path) 
     assert str(tmp_path / "file") in shown
 
 
+def test_a_plan_takes_one_measurement(asyncrl: Command, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    done = asyncrl("plan", "spec.yaml", "--calibrate", "--calibrate-from", "latest")
+    assert done.code == 2 and "--calibrate: cannot be combined with --calibrate-from" in done.err
+
+
 def test_a_plan_reports_a_missing_run_before_missing_measurements(asyncrl: Command, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     assert "nothing is measured" in refused(asyncrl("plan", "spec.yaml"), 2)

@@ -20,10 +20,10 @@ from asyncrl_cli.plan.costs import (
     iterations_in,
     seconds_of,
 )
-from asyncrl_cli.plan.lengths import GroupLengths, LengthModel, RolloutLength, describe, scaled
+from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength, describe, scaled
 from asyncrl_cli.plan.prediction import with_bound
 from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate
-from tests.plan.scenarios import COSTS, lengths, scenario, settings
+from tests.plan.scenarios import COSTS, LengthModel, lengths, scenario, settings
 
 pytestmark = pytest.mark.slow
 
@@ -147,13 +147,6 @@ def test_contention_on_one_host_slows_other_work() -> None:
     assert deliver(8) == pytest.approx(4 + 8, abs=2.5 / 4 * 2)
 
 
-def test_a_full_cache_makes_sequences_wait() -> None:
-    of = scenario(settings(8, 4), slots=64)
-    small = replace(of, costs=replace(of.costs, engine=replace(of.costs.engine, kv_tokens=600)))
-    assert simulate(small).step_s > 1.2 * simulate(of).step_s
-    assert simulate(small).running < 12
-
-
 def test_engines_without_places_for_a_group_are_refused() -> None:
     with pytest.raises(ValueError, match="no places"):
         simulate(scenario(settings(group_size=4), slots=3))
@@ -215,13 +208,6 @@ def test_mean_staleness_follows_littles_law() -> None:
         outcome = simulation.run()
         counts = simulation.ledger.counts()
         assert mean_age(outcome.staleness) == pytest.approx((counts.running + counts.finished) / 8 - 0.5, abs=0.6)
-
-
-def test_a_quarter_of_the_cluster_takes_as_long() -> None:
-    groups = lengths(400, 0.7, 2000, number=1024)
-    for bound in (1, 4):
-        whole = scenario(settings(64, bound), groups, engines=16, slots=32)
-        assert simulate(whole.scaled(0.25), 60).step_s == pytest.approx(simulate(whole, 60).step_s, rel=0.03)
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 1e-2), st.floats(0.0, 1e4))
