@@ -1,6 +1,6 @@
 """The cost of sandboxes for commands: to start, to keep, to run a command in, and to close them.
 
-    python benchmarks/sandboxes.py --sandboxes 64 --kind bubblewrap
+    python benchmarks/sandboxes.py --sandboxes 64
 
 The memory is the proportional set size (PSS) of all processes of a sandbox: a page that N processes share counts 1/N
 for each. A command's processor time includes all processes, also the command `true` and its shell. The next column has
@@ -19,15 +19,15 @@ from contextlib import AsyncExitStack
 
 import psutil
 
-from asyncrl_cli.sandbox.commands import Kind, ShellSandbox, open_sandbox
+from asyncrl_cli.sandbox.commands import ShellSandbox, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 
 GATEWAY = "http://127.0.0.1:9/v1"
 
 
-async def opened(stack: AsyncExitStack, count: int, kind: Kind) -> list[ShellSandbox]:
+async def opened(stack: AsyncExitStack, count: int) -> list[ShellSandbox]:
     """Start ``count`` sandboxes at the same time."""
-    settings = SandboxSpec(kind=kind)
+    settings = SandboxSpec()
     return await asyncio.gather(
         *(stack.enter_async_context(open_sandbox(settings, gateway=GATEWAY)) for _ in range(count))
     )
@@ -44,15 +44,15 @@ def processor_s(pids: list[int]) -> float:
     return float(sum(one.user + one.system + one.children_user + one.children_system for one in times))
 
 
-async def measure(count: int, commands: int, kind: Kind) -> None:
+async def measure(count: int, commands: int) -> None:
     """Print the rows of a table."""
     async with AsyncExitStack() as stack:  # loads programs into the page cache and imports modules
-        await opened(stack, 2, kind)
+        await opened(stack, 2)
     threads = os.cpu_count()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     async with AsyncExitStack() as stack:
-        sandboxes = await opened(stack, count, kind)
+        sandboxes = await opened(stack, count)
         print(f"{count} sandboxes started, s, {threads} cores | {time.perf_counter() - began:.2f}")
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         print(f"processes of one | {len(pids) / count:.1f}")
@@ -82,9 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sandboxes", type=int, default=64)
     parser.add_argument("--commands", type=int, default=1280)
-    parser.add_argument("--kind", choices=("bubblewrap", "gvisor"), default="bubblewrap")
     arguments = parser.parse_args()
-    asyncio.run(measure(arguments.sandboxes, arguments.commands, arguments.kind))
+    asyncio.run(measure(arguments.sandboxes, arguments.commands))
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ from asyncrl_cli.checks.machine import (
 from asyncrl_cli.core.errors import ConfigError, TaskError
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
-from asyncrl_cli.sandbox.commands import WORK_FOLDER, Kind
+from asyncrl_cli.sandbox.commands import WORK_FOLDER
 from asyncrl_cli.sandbox.judge import Check as UnitTest
 from asyncrl_cli.sandbox.judge import Limits, run
-from asyncrl_cli.sandbox.trial import HINTS, choose, problem
+from asyncrl_cli.sandbox.trial import HINTS, check_judge, problem
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
 from asyncrl_cli.system.memory import available_memory
 
@@ -114,8 +114,7 @@ def _checks(runs_dir: Path, quick: bool, deeply: bool) -> Iterator[Check]:
     yield Check("journal", lambda: _measure_journal(existing(runs_dir)))
     yield Check("ports", _check_ports)
     yield Check("sandbox", check_sandbox)
-    yield Check("sandbox for commands", lambda: check_commands("bubblewrap"))
-    yield Check("sandbox in gVisor", lambda: check_commands("gvisor"))
+    yield Check("sandbox for commands", check_commands)
     yield Check("file limits", lambda: check_files(*resource.getrlimit(resource.RLIMIT_NOFILE)))
     yield Check("compiler", lambda: check_compiler(compiler, headers, bool(gpus)))
     for name in () if quick else ("vLLM", "DeepSpeed", "Ray"):
@@ -261,37 +260,31 @@ def _check_ports() -> str:
 def check_sandbox() -> Result:
     """Judge one right, one wrong and one hostile solution, as the task `unit_tests` does."""
     try:
-        kind = choose()
+        check_judge("bubblewrap")
         right, wrong = (
-            run(f"def f(x): return {value}", tests=[UnitTest("assert f(1) == 2")], limits=Limits(), kind=kind)
+            run(f"def f(x): return {value}", tests=[UnitTest("assert f(1) == 2")], limits=Limits(), kind="bubblewrap")
             for value in ("x + 1", "x")
         )
         cheated, held = run(
             HOSTILE,
             tests=[UnitTest("assert f(1) == 2"), UnitTest("assert escapes() == []")],
             limits=Limits(),
-            kind=kind,
+            kind="bubblewrap",
         )
     except (TaskError, OSError) as error:
-        hint = getattr(error, "hint", None) or "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)"
+        hint = getattr(error, "hint", None) or HINTS["bubblewrap"]
         return Warned(f"none, so the task unit_tests is refused: {error}", hint)
     if (right, wrong, cheated, held) != ([True], [False], False, True):
         answers = f"right {right[0]}, wrong {wrong[0]}, hostile {cheated}, held back {held}"
-        raise ConfigError(f"{kind} judges wrongly: {answers}", hint="do not use the task unit_tests here")
-    found = f"{kind}: judged a right, a wrong and a hostile solution"
-    if kind != "bubblewrap":
-        return f"{found}; task.sandbox, and hiding which files exist, need bubblewrap"
-    return found
+        raise ConfigError(f"bubblewrap judges wrongly: {answers}", hint="do not use the task unit_tests here")
+    return "bubblewrap: judged a right, a wrong and a hostile solution"
 
 
-def check_commands(kind: Kind) -> Result:
-    """Run one command in a sandbox of this ``kind``, as `task.sandbox` does."""
-    if kind == "gvisor" and shutil.which("runsc") is None:
-        return "runsc is not installed; only task.sandbox with kind: gvisor needs it"
-    if reason := problem(kind):
-        refused = "task.sandbox" if kind == "bubblewrap" else f"kind: {kind}"
-        return Warned(f"none, so {refused} is refused: {reason}", HINTS[kind])
-    return f"{kind}: a command ran in {WORK_FOLDER}"
+def check_commands() -> Result:
+    """Run one command in a sandbox, as `task.sandbox` does."""
+    if reason := problem("bubblewrap"):
+        return Warned(f"none, so task.sandbox is refused: {reason}", HINTS["bubblewrap"])
+    return f"bubblewrap: a command ran in {WORK_FOLDER}"
 
 
 def check_files(soft: int, hard: int) -> Result:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl_cli.sandbox import confine, gvisor, processes
+from asyncrl_cli.sandbox import confine, processes
 from asyncrl_cli.spec.inputs import SandboxSpec
 
 WORK_FOLDER = "/sandbox"
@@ -194,15 +194,12 @@ def for_code(disk_mb: int) -> Sequence[str]:
 
 def for_commands(settings: SandboxSpec, visible: Mapping[str, str], accounts: Mapping[str, int]) -> list[str]:
     """bwrap with its arguments for commands. ``accounts``: paths of small files, with descriptors of their content."""
-    in_gvisor = settings.kind == "gvisor"
     return [
-        # For gVisor, bwrap's own process comes first: gVisor cannot kill it, and the kernel ends all others with it.
-        *_namespaces(as_first_process=not in_gvisor),
+        *_namespaces(as_first_process=True),
         *_devices(),
         *("--proc", "/proc"),
         *("--perms", "0755", "--dir", "/run"),
         *_memory_folder("/tmp", settings.disk_mb),
-        *(_memory_folder(gvisor.SOCKET_FOLDER, 1, "0755") if in_gvisor else ()),
         *_memory_folder(WORK_FOLDER, settings.disk_mb),
         *("--perms", "0755", "--dir", "/etc"),
         *(word for path, file in accounts.items() for word in ("--perms", "0444", "--file", str(file), path)),
@@ -216,8 +213,6 @@ def visible_to_commands(settings: SandboxSpec) -> dict[str, str]:
     own = (sys.prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     bound = {path: path for path in (*PROGRAMS, *DATA_OF_PROGRAMS, *own) if os.path.exists(path)}
     bound |= {os.path.abspath(path): os.path.realpath(path) for path in settings.readable}
-    if settings.kind == "gvisor":
-        bound[gvisor.PROGRAM] = os.path.realpath(shutil.which("runsc") or "runsc")
     return bound | _own_modules()
 
 
@@ -253,9 +248,9 @@ def _devices() -> Iterable[str]:
     yield from ("--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev")
 
 
-def _memory_folder(path: str, size_mb: int, mode: str = "1777") -> tuple[str, ...]:
-    """An empty folder in memory; the default ``mode`` lets every user write to it."""
-    return "--perms", mode, "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path
+def _memory_folder(path: str, size_mb: int) -> tuple[str, ...]:
+    """An empty folder in memory that every user may write to."""
+    return "--perms", "1777", "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path
 
 
 def _bindings(bound: Mapping[str, str]) -> Iterable[str]:

@@ -1,5 +1,5 @@
-"""Sandboxes for commands, as the worker uses them: a process of bwrap, and a socket to the supervisor inside it (or
-inside gVisor). The spec sets the kind and the limits (``SandboxSpec``).
+"""Sandboxes for commands, as the worker uses them: a process of bwrap, and a socket to the supervisor inside it. The
+spec sets the kind and the limits (``SandboxSpec``).
 
 async with open_sandbox(SandboxSpec(), gateway=model.base_url) as sandbox:
     await sandbox.write_file("fix.py", b"print(1 + 1)")
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
-from asyncrl_cli.sandbox import bubblewrap, confine, filters, gvisor, processes, supervisor, wire, work_files
+from asyncrl_cli.sandbox import bubblewrap, confine, filters, supervisor, wire, work_files
 from asyncrl_cli.sandbox.bubblewrap import WORK_FOLDER, SandboxError
 from asyncrl_cli.spec.inputs import SandboxSpec
 
@@ -38,13 +38,9 @@ GRACE_S = 30.0
 """Seconds that a command's result may be late on a busy machine, after the command's time limit."""
 FILE_S = 60.0
 END_S = 10.0
-GVISOR_LOOK_S = 1.0
-"""Seconds between two checks of gVisor's memory; most commands end before the first."""
-GVISOR_MB = 256
-"""MiB that gVisor may use in addition to the memory and files of its processes."""
 PIECE = 2**16
 
-Kind = Literal["bubblewrap", "gvisor", "none"]
+Kind = Literal["bubblewrap", "none"]
 Stopped = Literal["", "time", "memory", "disk", "processes"]
 T = TypeVar("T")
 
@@ -114,35 +110,22 @@ class ShellSandbox:
 
     def _started(self, control: int) -> bubblewrap.Process:
         """Start bwrap, or without a sandbox the supervisor itself."""
-        kind = self._settings.kind
-        if kind == "none":
+        if self._settings.kind == "none":
             root = str(bubblewrap.PACKAGES)
             command = bubblewrap.python(supervisor.__name__, root, [str(control)])
             return bubblewrap.Process(command, passed=[control], environment={})
-        for program in ("bwrap", "runsc") if kind == "gvisor" else ("bwrap",):
-            if shutil.which(program) is None:
-                raise SandboxError(f"{program} is not installed")
-        taken = bubblewrap.unused_uid()
-        uid, further = (gvisor.USER, gvisor.SYSTEM_CALLS) if kind == "gvisor" else (taken, frozenset[str]())
+        if shutil.which("bwrap") is None:
+            raise SandboxError("bwrap is not installed")
+        uid = bubblewrap.unused_uid()
         confinement = confine.Confinement(
             limits={"RLIMIT_DATA": self._settings.memory_mb * confine.MEGABYTE, "RLIMIT_NOFILE": OPEN_FILES},
             uid=uid,
             processes=self._settings.processes + 1,
-            filter=base64.b64encode(filters.for_commands(further)).decode(),
+            filter=base64.b64encode(filters.for_commands()).decode(),
         )
         self._order["confinement"] = asdict(confinement)
         visible = bubblewrap.visible_to_commands(self._settings)
-        command = bubblewrap.python(supervisor.__name__, bubblewrap.OWN, ["0" if kind == "gvisor" else str(control)])
-        if kind == "gvisor":
-            container = gvisor.container(
-                command,
-                capabilities=bubblewrap.CAPABILITIES,
-                disk_mb=self._settings.disk_mb,
-                folder=WORK_FOLDER,
-                visible=visible,
-            )
-            words = [str(control), str(taken), "relay" if self._relay else "", json.dumps(container)]
-            command = bubblewrap.python(gvisor.__name__, bubblewrap.OWN, words)
+        command = bubblewrap.python(supervisor.__name__, bubblewrap.OWN, [str(control)])
         files: dict[str, int] = {}
         try:
             for path, text in _accounts(uid or 1000).items():
@@ -174,7 +157,7 @@ class ShellSandbox:
         loop.add_reader(self._control, readable.set_result, None)
         readable.add_done_callback(lambda _: loop.remove_reader(self._control))
         await readable
-        message = wire.packed([gvisor.LISTENING])
+        message = wire.packed([supervisor.LISTENING])
         first, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
         listening = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         rest = await self._read(len(message) - len(first)) if first else b""
@@ -198,8 +181,7 @@ class ShellSandbox:
         answer = await self._ask(order, time_s + GRACE_S)
         try:
             status, stopped, output = answer
-            # A caller that cancels gets no answer, so this stop came from `_stop_for_memory`.
-            limit = cast("Stopped", "memory" if stopped == supervisor.CANCELLED else stopped.decode())
+            limit = cast("Stopped", stopped.decode())
             return CommandResult(None if limit else int(status), output.decode(errors="replace"), limit)
         except ValueError as error:
             raise SandboxError(f"an invalid answer from the sandbox: {error}") from error
@@ -248,8 +230,6 @@ class ShellSandbox:
     async def _exchange(self, order: Sequence[bytes], time_s: float) -> list[bytes]:
         async with self._turn:
             self._current = asyncio.current_task()
-            watched = order[0] == b"run" and self._settings.kind == "gvisor"
-            watch = asyncio.create_task(self._stop_for_memory()) if watched else None
             try:
                 async with asyncio.timeout(time_s):
                     await self._send(order)
@@ -262,25 +242,9 @@ class ShellSandbox:
                 raise SandboxError(f"the sandbox has ended: {error or 'no answer'}") from error
             finally:
                 self._current = None
-                if watch is not None:
-                    watch.cancel()
         if kind == b"error":
             raise OSError(int(fields[0]), fields[1].decode(errors="replace"))
         return fields
-
-    async def _stop_for_memory(self) -> None:
-        """Stop the command if gVisor uses too much memory.
-
-        The supervisor counts only the processes inside. Many files, pipes and sockets use gVisor's own memory, which is
-        visible only in gVisor's processes on this machine.
-        """
-        most = (self._settings.memory_mb + 2 * self._settings.disk_mb + GVISOR_MB) * confine.MEGABYTE
-        used = 0
-        while used <= most:
-            await asyncio.sleep(GVISOR_LOOK_S)
-            used = await asyncio.to_thread(processes.memory_below, self._process.pid)
-        with suppress(OSError):
-            await self._send([b"stop"])
 
     async def _send(self, fields: Sequence[bytes]) -> None:
         async with self._sending:

@@ -258,14 +258,10 @@ class Peer(Codec):
 def run_confined(serve: Callable[[dict[str, Any]], None]) -> None:
     """Read an order (JSON) from standard input, confine this process accordingly, and serve it. Does not return."""
     order = json.loads(sys.stdin.buffer.read())
-    confinement, view = confine.Confinement(**order["confinement"]), confine.View(**order["view"])
-    os.chdir(view.folder)
-    if confinement.uid and order["landlock"]:
-        view = confine.by_descriptors(view)
-        os.environ["HOME"] = os.environ["TMPDIR"] = order["view"]["folder"] = view.folder
-    confine.confine(confinement, view if order["landlock"] else None)
+    os.chdir(order["folder"])
+    confine.confine(confine.Confinement(**order["confinement"]))
     del sys.path[0]  # the folder of this package, which unreviewed code must not import from
-    sys.path.extend(view.packages)
+    sys.path.extend(order["packages"])
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)

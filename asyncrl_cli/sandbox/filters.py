@@ -83,11 +83,9 @@ def for_code() -> bytes:
     rules += [_rule("prctl", _equal(0, value)) for value in THREAD_NAME]
     rules.append(_rule("clone", _masked(0, CLONE_THREAD, CLONE_THREAD)))
     for argument, name in ((1, "open"), (2, "openat")):
-        # Landlock before version 3 does not check truncation: O_TRUNC would empty a file that may only be read. A
-        # file without a name (O_TMPFILE) would be missed where files are measured by name.
+        # No files without a name (O_TMPFILE), which no solution needs.
         for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
-            mask = os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC)
-            rules.append(_rule(name, _masked(argument, mask, mode)))
+            rules.append(_rule(name, _masked(argument, os.O_ACCMODE | UNNAMED, mode)))
     rules.append(_rule("prlimit64", _equal(0, 0)))
     # Event loops wake themselves through a socket pair. No other sockets, and no address to send to.
     rules.append(_rule("socketpair", _equal(0, AF_UNIX), _masked(1, SOCK_TYPE, SOCK_STREAM)))
@@ -96,8 +94,8 @@ def for_code() -> bytes:
 
 
 @functools.cache
-def for_commands(further: frozenset[str] = frozenset()) -> bytes:
-    """The program for a shell and its programs, with ``further`` system calls. Raises ``OSError`` without libseccomp.
+def for_commands() -> bytes:
+    """The program for a shell and its programs. Raises ``OSError`` without libseccomp.
 
     Commands may start processes, send signals (they see only their own namespace), use sockets (their network is
     private), and change the mode and times of files (their writable file systems are private, too). The program refuses
@@ -105,7 +103,7 @@ def for_commands(further: frozenset[str] = frozenset()) -> bytes:
     modules. It also refuses memory that belongs to no process (memfd, System V, message queues), because the
     supervisor could not count it.
     """
-    rules = [_rule(name) for name in ALLOWED | FOR_COMMANDS | further]
+    rules = [_rule(name) for name in ALLOWED | FOR_COMMANDS]
     rules += [_rule("ioctl", _equal(1, value)) for value in (*IOCTL, *FURTHER_IOCTL)]
     rules.append(_rule("clone", _masked(0, CLONE_NAMESPACES, 0)))
     rules.append(_rule("prlimit64", _equal(0, 0)))

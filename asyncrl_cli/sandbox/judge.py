@@ -6,11 +6,9 @@ The two processes share only two pipes (``exchange``). The code sees no test, ex
 and arguments of the calls that it must make. The kinds of sandbox:
 
 - ``bubblewrap``: bwrap starts the process in new namespaces without a network, in an empty file system with Python and
-  its packages, read-only, and one writable folder in memory.
-- ``seccomp``: for machines without namespaces. Landlock closes the file system except the same files and a folder.
-- ``none``: nothing is confined, but the limits on time, memory, files and threads hold.
-
-In the first two, seccomp refuses every system call that ``filters`` does not list.
+  its packages, read-only, and one writable folder in memory. seccomp refuses every system call that ``filters`` does
+  not list.
+- ``none``: nothing is confined, but the limits on time, memory, the size of a file, and threads hold.
 
 Invariants: when ``run`` returns, no process of the code lives, and its files are gone. A sandbox that does not start
 raises ``SandboxError``; it never counts as wrong code.
@@ -19,7 +17,6 @@ raises ``SandboxError``; it never counts as wrong code.
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import os
 import select
@@ -36,7 +33,7 @@ from asyncrl_cli.sandbox.bubblewrap import SandboxError
 
 __all__ = ["Check", "Kind", "Limits", "SandboxError", "run"]
 
-Kind = Literal["bubblewrap", "seccomp", "none"]
+Kind = Literal["bubblewrap", "none"]
 START_S = 30.0
 """Seconds that a start may take on a busy machine."""
 LOOK_S = 0.05
@@ -45,7 +42,6 @@ OPEN_FILES = 64
 """Descriptors that the code may open. Their pipes hold up to 2 MiB, in addition to the memory limit."""
 MOST_FILES = 10_000
 """Files and folders that the code may make."""
-CAP_SYS_PTRACE = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +127,7 @@ class _Process(bubblewrap.Process):
         """``folder``: the writable folder, "" with bubblewrap."""
         in_memory = kind == "bubblewrap"
         uid = 0 if kind == "none" else bubblewrap.unused_uid()
-        view = confine.View(
-            readable=[*bubblewrap.readable()],
-            packages=[*bubblewrap.packages()],
-            folder="/tmp" if in_memory else folder,
-            removes=not uid or _sees_other_users(),
-        )
+        folder = folder or "/tmp"
         confinement = confine.Confinement(
             limits={
                 "RLIMIT_FSIZE": limits.disk_mb * confine.MEGABYTE,
@@ -148,12 +139,8 @@ class _Process(bubblewrap.Process):
             filter="" if kind == "none" else base64.b64encode(filters.for_code()).decode(),
         )
         passed = [order[name] for name in ("reading", "writing", "report") if name in order]
-        order |= {"confinement": asdict(confinement), "view": asdict(view), "landlock": kind == "seccomp"}
+        order |= {"confinement": asdict(confinement), "folder": folder, "packages": [*bubblewrap.packages()]}
         order["memory"] = limits.memory_mb * confine.MEGABYTE
-        if uid and not in_memory:
-            os.chown(folder, uid, uid)
-        self._folder = os.path.realpath(folder) if kind == "seccomp" else None
-        self._hidden: set[int] = set()
         self._limits = limits
         stdin = bubblewrap.file_of(json.dumps(order).encode())
         try:
@@ -162,8 +149,8 @@ class _Process(bubblewrap.Process):
                 bubblewrap.for_code(limits.disk_mb) if in_memory else (),
                 passed=passed,
                 environment={
-                    "HOME": view.folder,
-                    "TMPDIR": view.folder,
+                    "HOME": folder,
+                    "TMPDIR": folder,
                     "PATH": "/usr/bin:/bin",
                     "LANG": "C.UTF-8",
                     "OMP_NUM_THREADS": "1",
@@ -190,43 +177,4 @@ class _Process(bubblewrap.Process):
             with suppress(OSError):
                 files = os.statvfs(f"/proc/{self.pid}/root/tmp")
                 return files.f_files - files.f_ffree > MOST_FILES
-        return self._folder is not None and self._uses_too_much(self._folder)
-
-    def _uses_too_much(self, folder: str) -> bool:
-        """True if the files in its folder, and removed files that it still has open, are too many or too large.
-
-        The size of a file that is removed and closed but still mapped is unknown. So a file in this state at two checks
-        counts as too large.
-        """
-        names = [os.path.join(folder, name) for name in os.listdir(folder)]
-        mapped: set[int] = set()
-        with suppress(OSError):
-            names += [f"/proc/{self.pid}/fd/{name}" for name in os.listdir(f"/proc/{self.pid}/fd")]
-            mapped = _removed_and_mapped(self.pid, folder)
-        found: dict[int, int] = {}
-        for name in names:
-            with suppress(OSError):  # it has just been removed or closed
-                entry = os.stat(name, follow_symlinks=not name.startswith(folder))
-                if name.startswith(folder) or entry.st_nlink == 0:
-                    found[entry.st_ino] = entry.st_blocks * 512
-        before, self._hidden = self._hidden, mapped - found.keys()
-        too_large = sum(found.values()) > self._limits.disk_mb * confine.MEGABYTE
-        return too_large or len(found) > MOST_FILES or bool(before & self._hidden)
-
-
-def _removed_and_mapped(pid: int, folder: str) -> set[int]:
-    """Inodes of a folder's removed files that a process has mapped."""
-    found = set()
-    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-        fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
-        if len(fields) == 6 and fields[5].startswith(folder) and fields[5].endswith(" (deleted)"):
-            found.add(int(fields[4]))
-    return found
-
-
-@functools.cache
-def _sees_other_users() -> bool:
-    """True if this process may read the open files of another user's process."""
-    status = Path("/proc/self/status").read_text()
-    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)
+        return False

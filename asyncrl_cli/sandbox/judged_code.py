@@ -28,7 +28,7 @@ def _serve(order: dict[str, Any]) -> None:
     code = Code(order)
     code.send(["ready"])
     sys.argv = ["solution.py"]
-    sys.path.insert(0, order["view"]["folder"])
+    sys.path.insert(0, order["folder"])
     silence(order)
     while True:
         _, *question = code.receive()

@@ -22,7 +22,7 @@ FEWEST_FREE = 16
 AGAIN_S = 0.002
 
 
-def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
+def exceeded(alone: bool, memory: int, most: int) -> bytes:
     """Return the limit that has been reached, or b"": ``memory`` in bytes, ``most`` processes and threads."""
     resident, threads, pids = 0, 0, []
     for pid in _others(alone):
@@ -36,9 +36,9 @@ def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
     if threads >= most:
         return b"processes"
     # Resident sizes count shared pages several times. Proportional sizes do not, but cost more, so they come second.
-    if resident > memory and (_of_gvisor() if in_gvisor else sum(map(_proportional, pids))) > memory:
+    if resident > memory and sum(map(_proportional, pids)) > memory:
         return b"memory"
-    if alone and not in_gvisor and int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MOST_SOCKETS:
+    if alone and int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MOST_SOCKETS:
         return b"memory"
     return b""
 
@@ -94,11 +94,6 @@ def _others(alone: bool) -> Iterator[int]:
     yield from below(os.getpid())
 
 
-def memory_below(pid: int) -> int:
-    """Bytes of memory that a process's descendants use."""
-    return sum(map(_proportional, below(pid)))
-
-
 def below(pid: int) -> Iterator[int]:
     """Ids of a process's descendants."""
     found = [pid]
@@ -123,12 +118,6 @@ def _proportional(pid: int) -> int:
         return int(_file(f"/proc/{pid}/statm").split()[1]) * PAGE
     except (OSError, IndexError):
         return 0
-
-
-def _of_gvisor() -> int:
-    """Bytes of all processes in gVisor, each page counted once: gVisor has no proportional sizes."""
-    lines = _file("/proc/meminfo").splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"AnonPages:"))
 
 
 def _file(path: str) -> bytes:

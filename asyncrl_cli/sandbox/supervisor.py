@@ -1,6 +1,6 @@
 """The first process in a sandbox. It runs one command at a time, watches it, and reads and writes files.
 
-If bwrap or gVisor starts it as root, it takes an unused user id. It confines itself before it answers. It ends when the
+If bwrap starts it as root, it takes an unused user id. It confines itself before it answers. It ends when the
 socket to the worker closes, which the kernel does however the worker ends; and the kernel ends all processes of a
 namespace with the first one (decision 0021).
 
@@ -18,13 +18,14 @@ import sys
 import time
 from typing import Any
 
-from asyncrl_cli.sandbox import confine, gvisor, processes, work_files
+from asyncrl_cli.sandbox import confine, processes, work_files
 from asyncrl_cli.sandbox.wire import packed, received
 
 WATCH_S = 0.05
 """Seconds between two checks of a command's memory, processes and files; most commands end before the first."""
 SHELLS = ("/bin/bash", "/bin/sh")
-READY, CANCELLED = b"ready", b"cancelled"
+READY, CANCELLED, LISTENING = b"ready", b"cancelled", b"listening"
+BACKLOG = 128
 CANNOT_RUN = 126
 """A shell's exit status for a command that it cannot run."""
 CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
@@ -77,27 +78,21 @@ class Supervisor:
         self._memory = order["memory_mb"] * confine.MEGABYTE
         self._most: int = order["processes"]
         self._alone = order["kind"] != "none"
-        self._in_gvisor = order["kind"] == "gvisor"
         self._environment: dict[str, str] = order["environment"]
         self._shell = next(path for path in SHELLS if os.path.exists(path))
         self._disks = (self._folder, "/tmp") if self._alone else ()
         self._woken = _wake_when_children_end()
         os.chdir(self._folder)
-        listening = gvisor.listen(order["port"]) if order["port"] else None
-        if listening is not None and not self._in_gvisor:
-            gvisor.hand_over(control, listening)
+        if order["port"]:
+            _hand_over(control, order["port"])
         if self._alone:
             confinement = confine.Confinement(**order["confinement"])
             if confinement.uid:
                 os.chown(self._folder, confinement.uid, confinement.uid)
-            if self._in_gvisor:
-                gvisor.share_memory_in_tmp()
-            confine.confine(confinement, view=None, take_user=gvisor.become_user if self._in_gvisor else None)
+            confine.confine(confinement)
             confine.hide_memory()
         else:
             confine.adopt_orphans()
-        if listening is not None and self._in_gvisor:
-            gvisor.copy_to_worker(listening)
         control.sendall(packed([READY]))
 
     def serve(self) -> None:
@@ -160,8 +155,6 @@ class Supervisor:
         return [b"done", b"%d" % status, stopped, output.text()]
 
     def _started(self, command: list[str], environment: dict[str, str], output: int) -> int:
-        if self._in_gvisor:
-            return gvisor.started(command, environment, output)
         null = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
         both = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
         return os.posix_spawn(
@@ -200,15 +193,24 @@ class Supervisor:
             if (now := time.monotonic()) >= deadline:
                 return None, b"time"
             if now >= look:
-                if limit := processes.exceeded(self._alone, self._in_gvisor, self._memory, most=self._most):
+                if limit := processes.exceeded(self._alone, self._memory, self._most):
                     return None, limit
                 if not full_before and processes.full(self._disks):
                     return None, b"disk"
                 look = time.monotonic() + WATCH_S
 
 
+def _hand_over(control: socket.socket, port: int) -> None:
+    """Listen at a port of 127.0.0.1, and pass the socket to the worker, which accepts the connections."""
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(BACKLOG)
+        socket.send_fds(control, [packed([LISTENING])], [listening.fileno()])
+
+
 def _wake_when_children_end() -> int:
-    """Return a descriptor that becomes readable when a child ends (gVisor lacks ``pidfd_open``)."""
+    """Return a descriptor that becomes readable when a child ends."""
     reading, writing = os.pipe()
     for descriptor in (reading, writing):
         os.set_blocking(descriptor, False)

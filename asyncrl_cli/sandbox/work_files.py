@@ -62,11 +62,7 @@ def _opened(root: str, path: str, flags: int) -> Iterator[int]:
             if flags & os.O_CREAT:
                 with suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=folder)
-            below = opened(part, _FOLDER, folder)
-            if not os.path.samestat(os.fstat(below), os.stat(part, dir_fd=folder, follow_symlinks=False)):
-                # A link: gVisor follows links to folders in spite of O_NOFOLLOW.
-                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            folder = below
+            folder = opened(part, _FOLDER, folder)
         file = opened(name, flags | _FILE, folder)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.EINVAL, "not a file", path)

@@ -281,9 +281,8 @@ class SandboxSpec(Section):
     A `command` runs inside; agents, environments and tools get it as `sandbox`. See docs/agents.md.
     """
 
-    kind: Literal["bubblewrap", "gvisor", "none"] = "bubblewrap"
-    """`bubblewrap`: separate namespaces. `gvisor`: also gVisor's separate kernel; every node needs its `runsc`. `none`:
-    no confinement; commands may do everything that your user may do."""
+    kind: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`bubblewrap`: separate namespaces. `none`: no confinement; commands may do everything that your user may do."""
     time_s: Seconds = 60.0
     """Time limit of a command in seconds. The task `command` uses `task.episode.timeout_s` instead."""
     memory_mb: MemoryMB = 1024

@@ -105,7 +105,7 @@ def test_more_memory_is_never_worse(first: int, second: int) -> None:
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     findings = list(examine(tmp_path / "not" / "there", quick=True))
-    assert len({finding.check for finding in findings}) == len(findings) == 17
+    assert len({finding.check for finding in findings}) == len(findings) == 16
     assert list(tmp_path.iterdir()) == []
     by_check = {finding.check: finding for finding in findings}
     assert by_check["journal"].status in ("ok", "warning") and "a commit takes" in by_check["journal"].found
@@ -170,7 +170,7 @@ def test_quick_and_deep_choose_the_checks(tmp_path: Path, monkeypatch: pytest.Mo
 
     def found(quick: bool = False, deeply: bool = False) -> list[tuple[str, str]]:
         """The findings that follow the quick checks. This test does not make the quick checks."""
-        checks = list(doctor._checks(tmp_path, quick, deeply))[17:]
+        checks = list(doctor._checks(tmp_path, quick, deeply))[16:]
         return [(one.check, one.found) for one in findings_of(checks)]
 
     assert found() == [("vLLM", "vLLM"), ("DeepSpeed", "DeepSpeed"), ("Ray", "Ray")]

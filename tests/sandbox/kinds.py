@@ -1,4 +1,4 @@
-"""The kinds of sandbox for commands, marks for tests that need bubblewrap or root, and a run as another user."""
+"""Marks for tests that need bubblewrap or root, and a run as another user."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ import pytest
 from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.trial import problem
 
-_PROBLEMS = {kind: problem(kind) for kind in ("bubblewrap", "gvisor")}
-_SKIPS = {
-    kind: pytest.mark.skipif(bool(problem), reason=f"no {kind} sandbox here: {problem}")
-    for kind, problem in _PROBLEMS.items()
-}
-KINDS = [pytest.param(kind, marks=skip) for kind, skip in _SKIPS.items()]
-GVISOR_ROTATES = [KINDS[0], pytest.param("gvisor", marks=[_SKIPS["gvisor"], pytest.mark.rotating])]
-"""For tests that run the same code with both kinds, except for the program that is started."""
-NEEDS_BUBBLEWRAP = _SKIPS["bubblewrap"]
+_PROBLEM = problem("bubblewrap")
+NEEDS_BUBBLEWRAP = pytest.mark.skipif(bool(_PROBLEM), reason=f"no sandbox here: {_PROBLEM}")
 NEEDS_ROOT = pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user"
 )

@@ -17,44 +17,22 @@ import psutil
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.sandbox import bubblewrap, judge, trial
+from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
-from asyncrl_cli.sandbox.trial import choose
+from asyncrl_cli.sandbox.trial import check_judge
 from tests.sandbox import attacks as hostile
-from tests.sandbox.kinds import NEEDS_ROOT, run_as_ordinary_user
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, NEEDS_BUBBLEWRAP]
 
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=0.5, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(hostile.__file__)
 
 
-def works(kind: Kind) -> bool:
-    try:
-        return choose(kind) == kind
-    except TaskError:
-        return False
-
-
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.skipif(not works(kind), reason=f"no {kind} here"))
-    for kind in ("bubblewrap", "seccomp")
-]
-
-SECCOMP_ROTATES = [KINDS[0], pytest.param(*KINDS[1].values, marks=[*KINDS[1].marks, pytest.mark.rotating])]
-"""For cheats, which no sandbox prevents: the exchange of messages does, and it is the same for both kinds."""
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
-
-
-def passes(code: str, *tests: str, limits: Limits = LIMITS, kind: Kind | None = None) -> list[bool]:
-    return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits, kind or choose())
+def passes(code: str, *tests: str, limits: Limits = LIMITS, kind: Kind = "bubblewrap") -> list[bool]:
+    return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +42,11 @@ def nothing_is_left() -> Any:
     assert [process for process in psutil.Process().children(recursive=True) if process not in before] == []
 
 
-def test_no_process_is_left_where_orphans_are_adopted(kind: Kind) -> None:
+def test_no_process_is_left_where_orphans_are_adopted() -> None:
     script = (
         "import psutil\nfrom asyncrl_cli.system.process_tree import adopt_orphans\n"
         "from asyncrl_cli.sandbox.judge import Check, Limits, run\nadopt_orphans()\n"
-        f"print(run('x = 1', [Check('assert x == 1')], Limits(), {kind!r}))\n"
+        "print(run('x = 1', [Check('assert x == 1')], Limits(), 'bubblewrap'))\n"
         "print(psutil.Process().children(recursive=True))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -84,14 +62,14 @@ def attacks(outside: Path, owner: int) -> str:
     return code.replace("OWNER = 1 ", f"OWNER = {owner} ")
 
 
-def successful_attacks(outside: Path, kind: Kind) -> list[str]:
+def successful_attacks(outside: Path) -> list[str]:
     code = attacks(outside, os.getpid())
     names = [attack.__name__ for attack in hostile.ATTACKS]
-    passed = run(code, [Check(f"assert {name}() == ''") for name in names], LIMITS, kind)
+    passed = run(code, [Check(f"assert {name}() == ''") for name in names], LIMITS, "bubblewrap")
     successful = [name for name, harmless in zip(names, passed, strict=True) if not harmless]
     for name in (attack.__name__ for attack in hostile.FATAL):
         # The sandbox may have killed it: then it reports no success either.
-        if run(code, [Check(f"assert {name}() != ''")], LIMITS, kind) == [True]:
+        if run(code, [Check(f"assert {name}() != ''")], LIMITS, "bubblewrap") == [True]:
             successful.append(name)
     return successful
 
@@ -104,18 +82,18 @@ def outside(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_no_attack_escapes_as_root(kind: Kind, outside: Path) -> None:
-    assert successful_attacks(outside, kind) == []
+def test_no_attack_escapes_as_root(outside: Path) -> None:
+    assert successful_attacks(outside) == []
     assert sorted(path.name for path in outside.iterdir()) == ["secret", "writable"]
 
 
 @NEEDS_ROOT
-def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
+def test_no_attack_escapes_as_an_ordinary_user() -> None:
     result = run_as_ordinary_user(
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
         "from tests.sandbox.test_judged_code import *;"
         "folder = TemporaryDirectory(dir='/var/tmp'); outside.__wrapped__(Path(folder.name));"
-        f"assert os.getuid() == 65534; print(successful_attacks(Path(folder.name), {kind!r}))"
+        "assert os.getuid() == 65534; print(successful_attacks(Path(folder.name)))"
     )
     assert result.stdout.strip() == "[]", result.stderr
 
@@ -191,9 +169,8 @@ TESTS = (
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("kind", SECCOMP_ROTATES)
-def test_only_right_answers_pass(cheat: str, kind: Kind) -> None:
-    assert passes(CHEATS[cheat], *TESTS, kind=kind) == [False] * len(TESTS)
+def test_only_right_answers_pass(cheat: str) -> None:
+    assert passes(CHEATS[cheat], *TESTS) == [False] * len(TESTS)
 
 
 CHEATS_WITH_TESTS = {
@@ -237,18 +214,17 @@ CHEATS_WITH_TESTS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS_WITH_TESTS)
-@pytest.mark.parametrize("kind", SECCOMP_ROTATES)
-def test_code_cannot_change_the_result_of_a_test(cheat: str, kind: Kind) -> None:
+def test_code_cannot_change_the_result_of_a_test(cheat: str) -> None:
     code, test = CHEATS_WITH_TESTS[cheat]
-    assert passes(code, test, kind=kind) == [False]
+    assert passes(code, test) == [False]
 
 
 @pytest.mark.parametrize("error", ["unittest.SkipTest", "unittest.case._ShouldStop", "SystemExit"])
 def test_code_cannot_end_a_test_of_unittest_early(error: str) -> None:
     test = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(), 2)"
     code = f"import unittest\ndef f(): raise {error}"
-    assert run(code, [Check(test, "T.test_a")], LIMITS, choose()) == [False]
-    assert run("def f(): return 2", [Check(test, "T.test_a")], LIMITS, choose()) == [True]
+    assert run(code, [Check(test, "T.test_a")], LIMITS, "bubblewrap") == [False]
+    assert run("def f(): return 2", [Check(test, "T.test_a")], LIMITS, "bubblewrap") == [True]
 
 
 def test_failed_assertions_are_not_shown_to_the_code() -> None:
@@ -289,12 +265,12 @@ def f(x): return before or seen()
 # -- what code can do
 
 
-def test_each_test_passes_or_fails_independently(kind: Kind) -> None:
+def test_each_test_passes_or_fails_independently() -> None:
     tests = ("assert f() == 1", "assert f() == 2", "f(3)", "import sys; sys.exit(0)", "assert f.__name__ == 'f'")
-    assert passes("def f(): return 1", *tests, kind=kind) == [True, False, False, False, True]
-    assert passes("def f(: return 1", kind=kind) == [False]
-    assert passes("raise ValueError", kind=kind) == [False]
-    assert passes("print('x' * 10**7)\ndef f(): return 1", kind=kind) == [True]
+    assert passes("def f(): return 1", *tests) == [True, False, False, False, True]
+    assert passes("def f(: return 1") == [False]
+    assert passes("raise ValueError") == [False]
+    assert passes("print('x' * 10**7)\ndef f(): return 1") == [True]
 
 
 CLASSES = """
@@ -418,17 +394,17 @@ USES = [
 ]
 
 
-def test_code_may_use_all_of_python(kind: Kind) -> None:
-    passed = passes(CLASSES, *USES, kind=kind)
+def test_code_may_use_all_of_python() -> None:
+    passed = passes(CLASSES, *USES)
     assert [use for use, right in zip(USES, passed, strict=True) if not right] == USES[-1:]
 
 
-def test_results_are_read_while_tests_run(kind: Kind) -> None:
+def test_results_are_read_while_tests_run() -> None:
     checks = [Check("f()")] * 70_000  # more than a pipe can hold
-    assert all(run("f = lambda: 1", [*checks[:10], *[Check("pass")] * 69_990], LIMITS, kind))
+    assert all(run("f = lambda: 1", [*checks[:10], *[Check("pass")] * 69_990], LIMITS, "bubblewrap"))
 
 
-def test_files_are_private_and_limited(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_private_and_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where no other process makes or removes a sandbox
     code = """
 import tempfile
@@ -443,8 +419,8 @@ def write():
     except OSError:
         pass
 """
-    bounded = passes(code, "write()\nassert 8 * 2**20 < written < 17 * 2**20", "assert False", kind=kind)
-    assert bounded == ([True, False] if kind == "bubblewrap" else [False, False]), "it was killed by the limit"
+    bounded = passes(code, "write()\nassert 8 * 2**20 < written < 17 * 2**20", "assert False")
+    assert bounded == [True, False]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -479,35 +455,18 @@ def keep(file): return libc.mmap(None, 4096, 1, FLAGS, file.fileno(), 0)
     ],
     ids=["mapped, shared", "mapped, private", "mapped and open", "open"],
 )
-def test_removed_files_that_still_take_space_are_counted(keep: str, kind: Kind) -> None:
+def test_removed_files_that_still_take_space_are_counted(keep: str) -> None:
     limits = Limits(time_s=20.0, memory_mb=512, disk_mb=8, processes=16)
-    assert passes(HIDDEN_FILES + keep, "assert f(5) == 1", limits=limits, kind=kind) == [False]
+    assert passes(HIDDEN_FILES + keep, "assert f(5) == 1", limits=limits) == [False]
     enough = Limits(time_s=20.0, memory_mb=512, disk_mb=64, processes=16)
     if "libc" not in keep:
-        assert passes(HIDDEN_FILES + keep, "assert f(0.2) == 1", limits=enough, kind=kind) == [True]
+        assert passes(HIDDEN_FILES + keep, "assert f(0.2) == 1", limits=enough) == [True]
 
 
-def test_no_space_is_taken_without_writing(kind: Kind) -> None:
+def test_no_space_is_taken_without_writing() -> None:
     code = "import os\ndef f(): return os.posix_fallocate(os.open('x', os.O_CREAT | os.O_RDWR), 0, 2**20)"
     test = "try: f()\nexcept OSError: pass\nelse: assert False"
-    assert passes(code, test, kind=kind) == [True]
-
-
-def test_files_cannot_be_removed_where_removed_ones_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.getuid() != 0 or not works("seccomp"):
-        pytest.skip("needs root and Landlock")
-    monkeypatch.setattr(judge, "_sees_other_users", lambda: False)
-    code = """
-import os
-def f():
-    open("x", "w").close()
-    for act in (lambda: os.unlink("x"), lambda: os.rename("x", "y"), lambda: os.open(".", os.O_TMPFILE | os.O_RDWR)):
-        try: act()
-        except OSError: continue
-        return 0
-    return 1
-"""
-    assert passes(code, kind="seccomp") == [True]
+    assert passes(code, test) == [True]
 
 
 @pytest.mark.parametrize(
@@ -523,26 +482,26 @@ def f():
     ],
     ids=["sleeps", "is busy", "takes memory", "holds the lock", "starts threads", "ignores signals"],
 )
-def test_resources_are_limited(code: str, kind: Kind) -> None:
-    assert passes(code + "\ndef f(): return 1", limits=SHORT, kind=kind) == [False]
+def test_resources_are_limited(code: str) -> None:
+    assert passes(code + "\ndef f(): return 1", limits=SHORT) == [False]
 
 
-def test_threads_of_other_processes_do_not_count(kind: Kind) -> None:
+def test_threads_of_other_processes_do_not_count() -> None:
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(40)]
     for thread in threads:
         thread.start()
     code = "import threading\ndef f():\n    t = threading.Thread(target=int)\n    t.start(); t.join()\n    return 1"
     try:
-        assert passes(code, limits=Limits(processes=4), kind=kind) == [True]
+        assert passes(code, limits=Limits(processes=4)) == [True]
     finally:
         stop.set()
 
 
-def test_judged_code_ends_with_its_owner(kind: Kind) -> None:
+def test_judged_code_ends_with_its_owner() -> None:
     code = "import threading, time\nfor _ in range(5): threading.Thread(target=time.sleep, args=(600,)).start()\n"
     code += "while True: pass"
-    script = f"from asyncrl_cli.sandbox.judge import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
+    script = f"from asyncrl_cli.sandbox.judge import *; run({code!r}, [Check('')], Limits(time_s=600), 'bubblewrap')"
     with tempfile.TemporaryDirectory() as temporary:  # a killed owner does not remove its files
         os.chmod(temporary, 0o711)
         owner = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": temporary})
@@ -555,12 +514,12 @@ def test_judged_code_ends_with_its_owner(kind: Kind) -> None:
         assert psutil.wait_procs(started, 20)[1] == []
 
 
-def test_concurrent_sandboxes_are_independent(kind: Kind) -> None:
+def test_concurrent_sandboxes_are_independent() -> None:
     results: dict[int, list[bool]] = {}
 
     def one(number: int) -> None:
         code = f"open('mine', 'x').write('{number}')\ndef read(): return open('mine').read()"
-        results[number] = passes(code, f"assert read() == '{number}'", kind=kind)
+        results[number] = passes(code, f"assert read() == '{number}'")
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -570,7 +529,7 @@ def test_concurrent_sandboxes_are_independent(kind: Kind) -> None:
     assert results == {number: [True] for number in range(4)}
 
 
-def test_a_process_with_many_open_files_can_judge(kind: Kind) -> None:
+def test_a_process_with_many_open_files_can_judge() -> None:
     """`select` does not accept descriptors of 1024 and above."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 1200:
@@ -581,7 +540,7 @@ def test_a_process_with_many_open_files_can_judge(kind: Kind) -> None:
     try:
         while not opened or opened[-1] < 1030:
             opened.append(os.open(os.devnull, os.O_RDONLY))
-        assert passes("def f(): return 1", kind=kind) == [True]
+        assert passes("def f(): return 1") == [True]
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -599,9 +558,9 @@ def programs(folder: Path, **scripts: str) -> str:
 
 
 @pytest.fixture
-def fresh_choice() -> Any:
-    """Clear the cached choice of a sandbox before and after the test."""
-    cached = (trial.choose, bubblewrap.for_code, bubblewrap.readable)
+def fresh_check() -> Any:
+    """Clear cached results before and after the test."""
+    cached = (check_judge, bubblewrap.for_code, bubblewrap.readable)
     for function in cached:
         function.cache_clear()
     yield
@@ -609,36 +568,30 @@ def fresh_choice() -> Any:
         function.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.usefixtures("fresh_check")
 def test_a_sandbox_that_does_not_start_is_not_wrong_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", programs(tmp_path, bwrap="echo 'bwrap: no permissions' >&2; exit 1"))
     with pytest.raises(SandboxError, match="bubblewrap sandbox did not start: bwrap: no permissions"):
         passes("def f(): return 1", kind="bubblewrap")
     monkeypatch.setattr(bubblewrap, "LIBRARIES", ("/nowhere",))
-    with pytest.raises(TaskError, match=r"no sandbox .*bubblewrap: .*no permissions"):
-        choose("bubblewrap")
+    with pytest.raises(TaskError, match=r"no sandbox .*no permissions"):
+        check_judge("bubblewrap")
 
 
-@pytest.mark.usefixtures("fresh_choice")
-def test_seccomp_replaces_bubblewrap_and_without_both_the_task_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("fresh_check")
+def test_task_is_refused_without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    if works("seccomp"):
-        choose.cache_clear()
-        assert choose() == "seccomp"
-    choose.cache_clear()
-    monkeypatch.setattr(trial.confine, "landlock_version", lambda: 0)
-    with pytest.raises(TaskError, match="bwrap is not installed; seccomp: this kernel has no Landlock") as refusal:
-        choose()
-    assert "sandbox: none" in str(refusal.value.hint)
-    assert choose("none") == "none"
+    with pytest.raises(TaskError, match="bwrap is not installed") as refusal:
+        check_judge("bubblewrap")
+    assert "apt install bubblewrap" in str(refusal.value.hint) and "sandbox: none" in str(refusal.value.hint)
+    check_judge("none")
     assert passes("def f(): return 1", kind="none") == [True]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_code_never_runs_as_root_of_the_machine() -> None:
-    script = "from asyncrl_cli.sandbox.trial import *\ntry: choose()\nexcept Exception as error: print(error)"
+    attempt = "try: check_judge('bubblewrap')\nexcept Exception as error: print(error)"
+    script = f"from asyncrl_cli.sandbox.trial import *\n{attempt}"
     alone = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     result = subprocess.run(alone, capture_output=True, text=True, check=False)
     if "unshare" in result.stderr:
@@ -646,6 +599,8 @@ def test_code_never_runs_as_root_of_the_machine() -> None:
     assert "root cannot become another user" in result.stdout, result.stderr
 
 
-def test_an_unknown_sandbox_is_refused() -> None:
-    with pytest.raises(TaskError, match=re.escape("there is no sandbox 'docker'")):
-        choose("docker")  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", ["docker", "seccomp", "auto"])
+def test_an_unknown_sandbox_is_refused(kind: str) -> None:
+    with pytest.raises(TaskError, match=re.escape(f"there is no sandbox {kind!r}")) as refusal:
+        check_judge(kind)  # type: ignore[arg-type]
+    assert refusal.value.hint == "choose one of bubblewrap, none"

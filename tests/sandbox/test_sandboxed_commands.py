@@ -1,4 +1,4 @@
-"""A sandbox for commands runs them, and withstands attacks by commands: with and without gVisor."""
+"""A sandbox for commands runs them, and withstands attacks by commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ import pytest
 
 from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
-from asyncrl_cli.sandbox.commands import BlockingSandbox, Kind, open_sandbox
+from asyncrl_cli.sandbox.commands import BlockingSandbox, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from tests.sandbox.kinds import GVISOR_ROTATES, KINDS, NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, NEEDS_BUBBLEWRAP]
 
 SETTINGS = SandboxSpec(time_s=30.0, memory_mb=256, processes=32, disk_mb=16, network="none")
 Opener = Callable[..., Any]
@@ -37,22 +37,16 @@ def replace(settings: SandboxSpec, **changes: Any) -> SandboxSpec:
     return settings.model_copy(update=changes)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
-
-
 @pytest.fixture(scope="module")
-def opened(kind: Kind) -> Iterator[Opener]:
-    """Opens sandboxes of a kind, with an event loop in a separate thread."""
+def opened() -> Iterator[Opener]:
+    """Opens sandboxes, with an event loop in a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     @contextmanager
     def opens(settings: SandboxSpec = SETTINGS, gateway: str | None = None) -> Iterator[BlockingSandbox]:
-        manager = open_sandbox(settings if settings.kind == "none" else replace(settings, kind=kind), gateway=gateway)
+        manager = open_sandbox(settings, gateway=gateway)
         sandbox = asyncio.run_coroutine_threadsafe(manager.__aenter__(), loop).result()
         try:
             yield BlockingSandbox(sandbox, loop)
@@ -145,7 +139,6 @@ def test_commands_of_one_sandbox_take_turns(sandbox: BlockingSandbox) -> None:
     assert sandbox.run("cat count").output == "12\n"
 
 
-@NEEDS_BUBBLEWRAP
 def test_a_cancelled_command_is_stopped_and_the_next_gets_its_own_answer() -> None:
     async def play() -> list[str]:
         async with open_sandbox(SETTINGS) as sandbox:
@@ -246,8 +239,7 @@ ATTACKS = {
     "other users": "su -c id; python -c 'import os; os.setuid(0)' && echo root; chown 0 . && echo chown",
     "mounts": "mount -t tmpfs none /tmp && echo mounted; unshare -rm true && echo unshared",
     "new namespaces": "python -c 'import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))' | grep -x 0",
-    "devices": "mknod d b 8 0 && echo made; ls /dev | grep -v -x -e null -e zero -e random -e urandom -e shm "
-    "-e fd -e full -e fuse -e net -e ptmx -e pts -e stderr -e stdin -e stdout -e tty",  # of gVisor, not of this machine
+    "devices": "mknod d b 8 0 && echo made; ls /dev | grep -v -x -e null -e zero -e random -e urandom -e shm",
     "own modules": "touch /box/x && echo made; echo >> /box/asyncrl_cli/sandbox/wire.py && echo wrote",
     "kernel settings": "echo 1 > /proc/sys/kernel/panic && echo set; echo b > /proc/sysrq-trigger && echo set",
     "the clock": "date -s 2000-01-01 >/dev/null && echo set",
@@ -300,12 +292,9 @@ CALLS = {
 }
 
 
-def test_commands_cannot_read_the_supervisors_start(kind: Kind, sandbox: BlockingSandbox) -> None:
+def test_commands_cannot_read_the_supervisors_start(sandbox: BlockingSandbox) -> None:
     output = sandbox.run("(cat /proc/1/environ /proc/1/maps; ls /proc/1/fd) 2>/dev/null").output
-    if kind == "gvisor":  # it shows all processes: no process of this machine is among them
-        assert output.startswith("HOME=/root\0")
-    else:
-        assert output == ""
+    assert output == ""
 
 
 def test_system_calls_that_lead_out_do_not_exist(sandbox: BlockingSandbox) -> None:
@@ -373,37 +362,29 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def limited(opened: Opener) -> Iterator[BlockingSandbox]:
-    """A sandbox for all limits but memory: gVisor keeps memory for a while, and it would count for later commands."""
+    """A sandbox with a short time limit."""
     with opened(replace(SETTINGS, time_s=0.5)) as one:
         yield one
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_limits_stop_a_command(kind: Kind, opened: Opener, limited: BlockingSandbox, name: str) -> None:
+def test_limits_stop_a_command(limited: BlockingSandbox, name: str) -> None:
     command, limit = LIMITS[name]
-    with opened() if limit == "memory" else nullcontext(limited) as sandbox:
-        result = sandbox.run(command, time_s=None if limit == "time" else 30.0)
-        assert (result.stopped, result.status) == (limit, None)
-        if (kind, name) == ("gvisor", "sockets"):
-            return  # gVisor itself had that memory, and keeps it for a while: the next command may be stopped, too
-        line = "rm -f file /tmp/file; echo it works on"
-        assert sandbox.run(line, time_s=30.0).output == "it works on\n"
-        processes = sandbox.run("ls -d /proc/[0-9]* | wc -l", time_s=30.0).output
-        assert processes <= "4\n"  # the supervisor and this line's processes
+    result = limited.run(command, time_s=None if limit == "time" else 30.0)
+    assert (result.stopped, result.status) == (limit, None)
+    line = "rm -f file /tmp/file; echo it works on"
+    assert limited.run(line, time_s=30.0).output == "it works on\n"
+    processes = limited.run("ls -d /proc/[0-9]* | wc -l", time_s=30.0).output
+    assert processes <= "4\n"  # the supervisor and this line's processes
 
 
-def test_one_process_cannot_have_more_memory_than_all(kind: Kind, sandbox: BlockingSandbox) -> None:
+def test_one_process_cannot_have_more_memory_than_all(sandbox: BlockingSandbox) -> None:
     result = sandbox.run("python -c 'import time; bytearray(400 << 20); time.sleep(600)'")
-    if kind == "gvisor":  # one process has no limit: the sum is too large some milliseconds later
-        assert result.stopped == "memory"
-    else:
-        assert "MemoryError" in result.output
+    assert "MemoryError" in result.output
 
 
-def test_files_without_content_are_bounded(kind: Kind, opened: Opener) -> None:
+def test_files_without_content_are_bounded(opened: Opener) -> None:
     """File names need memory in the kernel."""
-    if kind == "gvisor":
-        pytest.skip("gVisor counts no files: their memory is its own, which has a bound (as for sockets)")
     with opened() as sandbox:
         line = "python -c 'import itertools\nfor i in itertools.count(): open(str(i), \"w\").close()'"
         assert sandbox.run(line, time_s=60.0).stopped == "disk"
@@ -422,7 +403,6 @@ def test_output_without_end_is_bounded(sandbox: BlockingSandbox) -> None:
 ORDINARY = """
 import asyncio, os, sys
 from tests.sandbox.test_sandboxed_commands import *
-SETTINGS = replace(SETTINGS, kind=sys.argv[1])
 assert os.getuid() == 65534
 
 async def main():
@@ -442,9 +422,8 @@ asyncio.run(main())
 
 
 @NEEDS_ROOT
-@pytest.mark.parametrize("kind", GVISOR_ROTATES, scope="module")
-def test_confinement_holds_for_an_ordinary_user(kind: Kind) -> None:
-    result = run_as_ordinary_user(ORDINARY, kind)
+def test_confinement_holds_for_an_ordinary_user() -> None:
+    result = run_as_ordinary_user(ORDINARY)
     assert result.stderr == ""
     assert result.stdout.strip() == str([]) + " " + str(["x/sandbox\nagent\n", "processes", "disk", "end\n"])
 
@@ -617,21 +596,21 @@ from asyncrl_cli.sandbox.commands import open_sandbox
 
 LINE = "setsid sleep 161803 & echo began > /dev/tcp/127.0.0.1/18181; (trap '' TERM HUP; sleep 161803)"
 
-async def main(kind):
+async def main():
     def began(reader, writer):
         print("began", flush=True)
     server = await asyncio.start_server(began, "127.0.0.1", 0)
     gateway = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    managers = [open_sandbox(SandboxSpec(kind=kind), gateway=gateway) for _ in range(2)]
+    managers = [open_sandbox(SandboxSpec(), gateway=gateway) for _ in range(2)]
     opened = [await one.__aenter__() for one in managers]
     await asyncio.gather(*(one.run(LINE) for one in opened))
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main())
 """
 
 
-def test_nothing_is_left_when_the_worker_is_killed(kind: Kind, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, kind]
+def test_nothing_is_left_when_the_worker_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED]
     worker = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE)
     try:
         assert worker.stdout is not None
@@ -640,7 +619,7 @@ def test_nothing_is_left_when_the_worker_is_killed(kind: Kind, tmp_path: Path) -
     finally:
         worker.kill()
         worker.communicate()
-    # bwrap, the supervisor, two commands; or bwrap twice, and at least three processes of gVisor.
+    # For each sandbox bwrap, the supervisor and two commands.
     assert len(children) >= 2 * 4
     _, left = psutil.wait_procs(children, timeout=60)
     assert left == []

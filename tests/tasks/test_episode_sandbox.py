@@ -21,14 +21,12 @@ import pytest
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure
-from asyncrl_cli.sandbox import trial
-from asyncrl_cli.sandbox.commands import Kind
 from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play, Played
-from tests.sandbox.kinds import GVISOR_ROTATES, KINDS, NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = [
     pytest.mark.slow,
@@ -148,9 +146,8 @@ def play(folder: Path, access: ModelAccess, spec: dict[str, Any], timeout_s: flo
     ("use", "reward"),
     [("agent", 0.5), ("either", 0.75), ("Agent", 5.0), ("Place", 1.0), ("Shell", 1.0), ("OnlyJudge", 7.0)],
 )
-@pytest.mark.parametrize("kind", GVISOR_ROTATES)
-def test_a_parameter_sandbox_gets_it(folder: Path, access: ModelAccess, kind: Kind, use: str, reward: float) -> None:
-    played = play(folder, access, {"use": f"sandboxed_tasks:{use}", "sandbox": {"kind": kind}})
+def test_a_parameter_sandbox_gets_it(folder: Path, access: ModelAccess, use: str, reward: float) -> None:
+    played = play(folder, access, {"use": f"sandboxed_tasks:{use}", "sandbox": {}})
     assert not isinstance(played.score, RewardFailure), played
     assert played.score is not None
     assert played.score.reward == reward
@@ -190,37 +187,6 @@ def test_a_machine_without_bubblewrap_is_refused_with_a_hint(folder: Path, monke
     load_task(spec.model_copy(update={"sandbox": SandboxSpec(kind="none")}), folder)
 
 
-def fake_runsc(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """A program that prints its version, and cannot start anything."""
-    (folder / "runsc").write_text(
-        f'#!/bin/sh\ntest "$1" = --version && echo {version} || echo "no rights" >&2; exit 1\n'
-    )
-    (folder / "runsc").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-@pytest.mark.parametrize(
-    ("version", "complaint"),
-    [
-        ("runsc version 0.0~20221219.0", "20221219 is too old: 20240729 is the oldest version that works"),
-        ("runsc version release-20240729.0", "the sandbox has not started: no rights"),
-        ("runsc version VERSION_MISSING", "the sandbox has not started: no rights"),
-        (None, "is not installed"),
-    ],
-)
-def test_gvisor_that_does_not_start_is_refused_with_a_hint(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, complaint: str
-) -> None:
-    if version is None:
-        monkeypatch.setattr(trial.shutil, "which", lambda name: None if name == "runsc" else f"/usr/bin/{name}")
-    else:
-        fake_runsc(folder, monkeypatch, version)
-    spec = TaskSpec(use="sandboxed_tasks:agent", sandbox=SandboxSpec(kind="gvisor"))
-    with pytest.raises(TaskError, match=complaint) as caught:
-        load_task(spec, folder)
-    assert "apt install runsc" in (caught.value.hint or "")
-
-
 COMMAND = """
 import json, os, subprocess, sys
 assert os.getcwd() == "/sandbox/cwd" and os.environ["ASYNCRL_SCRATCH"] == "/sandbox"
@@ -239,12 +205,11 @@ except OSError:
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_command_runs_inside(folder: Path, access: ModelAccess, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def test_a_command_runs_inside(folder: Path, access: ModelAccess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEC_SECRET", "1")
     (folder / "agent.py").write_text(COMMAND)
     options = {"command": 'python "$ASYNCRL_FOLDER/agent.py"'}
-    played = play(folder, access, {"use": "command", "options": options, "sandbox": {"kind": kind}})
+    played = play(folder, access, {"use": "command", "options": options, "sandbox": {}})
     assert not isinstance(played.score, RewardFailure), played
     assert played.score is not None
     assert (played.score.reward, dict(played.score.metrics)) == (0.5, {"words": 3})
@@ -266,16 +231,15 @@ def test_a_command_that_fails_inside_says_how(folder: Path, access: ModelAccess,
     assert complaint in str(played.score)
 
 
-@pytest.mark.parametrize("kind", GVISOR_ROTATES)
-def test_an_episode_that_takes_too_long_leaves_nothing(folder: Path, access: ModelAccess, kind: Kind) -> None:
-    spec = {"use": "command", "options": {"command": "sleep 600"}, "sandbox": {"time_s": 0.1, "kind": kind}}
+def test_an_episode_that_takes_too_long_leaves_nothing(folder: Path, access: ModelAccess) -> None:
+    spec = {"use": "command", "options": {"command": "sleep 600"}, "sandbox": {"time_s": 0.1}}
     played = play(folder, access, spec, timeout_s=1.0)
     assert isinstance(played.score, RewardFailure)
     assert "had not ended after 1 s" in str(played.score)
     assert not played.stuck
     # Zombies that this process adopted do not count.
     left = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
-    assert [one for one in left if one.name() in ("sleep", "bwrap", "runsc-sandbox")] == []
+    assert [one for one in left if one.name() in ("sleep", "bwrap")] == []
 
 
 OWNER = """
@@ -285,27 +249,24 @@ from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.actors import EpisodeActor
 
-async def main(folder, kind):
+async def main(folder):
     options = {"command": "setsid sleep 141421 & sleep 141421"}
-    spec = TaskSpec.model_validate({"use": "command", "options": options, "sandbox": {"kind": kind}})
+    spec = TaskSpec.model_validate({"use": "command", "options": options, "sandbox": {}})
     actor = EpisodeActor("worker", spec, folder, folder)
     access = ModelAccess("http://127.0.0.1:9/v1", "key", "policy", "1-0")
     await asyncio.gather(*(actor.play(str(n), Prompt(str(n), "hello", {}), access, False) for n in range(3)))
 
-asyncio.run(main(*sys.argv[1:]))
+asyncio.run(main(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("kind", GVISOR_ROTATES)
 @pytest.mark.parametrize("killed", ["the owner of the worker", "the worker"])
-def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Path, killed: str, kind: Kind) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), kind])
+def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Path, killed: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)])
     started: list[psutil.Process] = []
-    # Processes in gVisor are not visible on this machine: there, gVisor's own processes are counted.
-    name, count = ("sleep", 6) if kind == "bubblewrap" else ("runsc-sandbox", 3)
     try:
         programs: dict[psutil.Process, list[str]] = {}
-        while sum(program[:1] == [name] for program in programs.values()) < count:
+        while sum(program[:1] == ["sleep"] for program in programs.values()) < 6:
             assert owner.poll() is None
             programs = living(owner.pid)
             time.sleep(0.02)

@@ -13,8 +13,8 @@ import time
 from dataclasses import replace
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.sandbox.judge import Check, Limits, run
-from asyncrl_cli.sandbox.trial import Wanted, choose
+from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
+from asyncrl_cli.sandbox.trial import check_judge
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.ready.matching import texts_field
 
@@ -43,7 +43,7 @@ class UnitTests:
         memory_mb: int = 1024,
         disk_mb: int = 64,
         processes: int = 32,
-        sandbox: Wanted = "auto",
+        sandbox: Kind = "bubblewrap",
     ) -> None:
         """docs/tasks.md describes the options. ``time_s``, the limit for the code and all its tests, should be below
         ``task.reward_timeout_s``.
@@ -57,10 +57,11 @@ class UnitTests:
         self._field = field
         self._partial = partial
         self._limits = Limits(time_s=time_s, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes)
-        self._sandbox = choose(sandbox)
+        check_judge(sandbox)
+        self._sandbox = sandbox
         self._to_try, self._try_s = ROWS_TRIED, TRY_S
         if self._sandbox != "bubblewrap":
-            print(f"unit_tests: the model's code runs in the sandbox `{self._sandbox}`", file=sys.stderr)
+            print("unit_tests: the model's code runs without a sandbox (`sandbox: none`)", file=sys.stderr)
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise ``MissingField`` for a row without tests, ``SyntaxError`` for invalid tests, and ``UnusableTests`` for
