@@ -30,7 +30,7 @@ from repository import BUG_KINDS, EXAMPLES, MODULE, README, BugKind, Repository,
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult, ShellSandbox
 from asyncrl_cli.sandbox.judge import Check, Kind, Limits, SandboxError, run
-from asyncrl_cli.sandbox.trial import Wanted, choose
+from asyncrl_cli.sandbox.trial import check_judge
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 from asyncrl_cli.tasks.ready.command import CWD, Command
@@ -76,7 +76,7 @@ class Bugfix(ToolTask):
         partial: bool = False,
         careful: float = 0.2,
         time_s: float = 10.0,
-        sandbox: Wanted = "auto",
+        sandbox: Kind = "bubblewrap",
     ) -> None:
         """Args:
             functions: number of functions in a repository.
@@ -107,7 +107,8 @@ class Bugfix(ToolTask):
         self._partial = partial
         self._careful = careful
         self._limits = Limits(time_s)
-        self._kind = choose(sandbox)
+        check_judge(sandbox)
+        self._kind = sandbox
         make_repository(random.Random(0), self._shape)  # raises if no repository fits the options
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
