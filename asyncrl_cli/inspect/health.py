@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.resolved import setting, value_at
+from asyncrl_cli.spec.algorithm import GROUP_BASELINES
 
 CALM_STEPS = 3
 """A finding ends after this many steps in a row without its symptom."""
@@ -61,8 +62,6 @@ USUAL_STEPS = 50
 READ_RESPONSES = "read responses with `asyncrl inspect buffer`"
 LOWER_RATE = "lower `trainer.optimizer.learning_rate`"
 LOWER_RATE_OR_STALENESS = f"{LOWER_RATE} or `pipeline.max_staleness`"
-GROUP_ESTIMATORS = ("group_norm", "group_mean", "leave_one_out")
-"""Advantages that are 0 in a group with equal rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +248,7 @@ class _History:
         # A distilled policy does not learn from rewards.
         self.has_rewards = value_at(spec, "algorithm.reward_coef") != 0
         uniform, estimator = (value_at(spec, f"algorithm.{key}") for key in ("uniform_groups", "advantage"))
-        self.compares_groups = self.has_rewards and (uniform != "train" or estimator in (None, *GROUP_ESTIMATORS))
+        self.compares_groups = self.has_rewards and (uniform != "train" or estimator in (None, *GROUP_BASELINES))
         # Otherwise different steps have different kinds of prompts.
         prompts_change = value_at(spec, "data.curriculum") or value_at(spec, "data.filter")
         self.is_comparable = self.has_rewards and not prompts_change and uniform != "reject"

@@ -48,6 +48,8 @@ GAE = "gae"
 """The advantage estimator that needs a critic."""
 RUNNING_BASELINE = "running_baseline"
 """The advantage estimator that compares a rollout with its prompt's earlier rollouts; for groups of one."""
+GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
+"""Advantage estimators that compare a rollout with its group's other rollouts; 0 in a group with equal rewards."""
 TURN_BASELINES = ("turn_norm", "turn_mean")
 """Advantage estimators that compare a turn with the same turn of the group's other rollouts."""
 
@@ -170,9 +172,9 @@ class AlgorithmSpec(Section):
     preset: AlgorithmName = "grpo"
     """The algorithm. `ppo` has a critic. `distill` (on-policy distillation) needs a teacher in `reference_path`: the
     reverse KL divergence to the teacher replaces the reward. `single_rollout` needs `rollout.group_size: 1`."""
-    advantage: Annotated[
-        str, _Named("group_norm", "group_mean", "leave_one_out", *TURN_BASELINES, RUNNING_BASELINE, "none", GAE)
-    ] = _algorithm("advantage", "group_norm")
+    advantage: Annotated[str, _Named(*GROUP_BASELINES, *TURN_BASELINES, RUNNING_BASELINE, "none", GAE)] = _algorithm(
+        "advantage", "group_norm"
+    )
     """The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `turn_norm` and
     `turn_mean` (rewards from an environment's turn onwards, compared with the group's), `running_baseline` (a single
     rollout, compared with the prompt's earlier rewards, normalized over the step), `none` (the rewards that follow),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl_cli.spec.algorithm import GAE, RUNNING_BASELINE, TURN_BASELINES, AlgorithmSpec
+from asyncrl_cli.spec.algorithm import GAE, GROUP_BASELINES, RUNNING_BASELINE, TURN_BASELINES, AlgorithmSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.rules.model import MIXTURES
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
-"""Advantage estimators that compare a rollout with its group's other rollouts."""
 
 REPLAYED = MIXTURES
 """Architectures that support `router_replay`, as in ``train.model.router_replay.ROUTERS``."""
