@@ -300,19 +300,6 @@ def _check_local_store(uri: str) -> None:
         raise ConfigError(f"{folder} is not writable for this user", location="tracking.uri", hint=hint)
 
 
-def check_notify(spec: ExperimentSpec) -> Result:
-    """Check that the environment variable with the webhook's URL is set, and that the command's program exists."""
-    webhook = spec.notify.webhook
-    if webhook is not None and webhook.startswith("env:"):
-        name = webhook.removeprefix("env:")
-        if not os.environ.get(name, "").startswith(("http://", "https://")):
-            found = f"the environment variable {name} has no http address"
-            return Warned(found, f"set {name}, or remove notify.webhook")
-    if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
-        return Warned(f"there is no program {missing}", "correct notify.command, or install it")
-    return "off" if webhook is None and spec.notify.command is None else "configured"
-
-
 def check_upload(spec: ExperimentSpec) -> Result:
     """Check that fsspec supports the protocol of `checkpoints.upload`, or that the command's program exists."""
     target, protocol = spec.checkpoints.upload, spec.checkpoints.upload_protocol

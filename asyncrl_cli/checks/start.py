@@ -58,9 +58,7 @@ PROMPT_CHECKS = frozenset(
     {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", *SHOWN_PROMPTS}
 )
 """The checks that show the prompts in the model's form."""
-TRAINING_CHECKS = frozenset(
-    {"memory", "runs folder", "tracking", "notify", "data.train", "memory with weights", "algorithm"}
-)
+TRAINING_CHECKS = frozenset({"memory", "runs folder", "tracking", "data.train", "memory with weights", "algorithm"})
 """The checks that an evaluation without training does not need."""
 CLUSTER_CHECKS = frozenset({"model files", "tokenizer", "model", "cluster"})
 """The checks of the cluster's hosts, and the checks that find the model's size, because it decides on their memory."""
@@ -148,7 +146,6 @@ class StartChecks:
         if spec.model.max_images:
             yield Check("images", machine.check_images)
         yield Check("tracking", self._tracking)
-        yield Check("notify", lambda: machine.check_notify(spec))
         yield Check("upload", lambda: machine.check_upload(spec))
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)

@@ -1,6 +1,6 @@
 """Monitors: objects that are notified of a run's events.
 
-The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors. Users can write more
+The console, MLflow, Ray's metrics, TensorBoard and Weights & Biases are monitors. Users can write more
 (``tracking.monitors``). ``reporter`` calls them, and ensures that no monitor delays or ends a run.
 """
 

@@ -24,7 +24,6 @@ from asyncrl_cli.journal.events import STALL
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
-from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings, start_all
@@ -86,7 +85,6 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
     """
     recorder = Recorder(run, console.warn)
     reporter = Reporter(recorder, console)
-    reporter.join(Notifier(experiment.spec.notify, run, reporter.warn))
     for monitor in experiment.monitors:
         reporter.join(monitor, in_thread=True)
 
@@ -95,13 +93,13 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
             console.warn(f"{run.run_id}: {missing}")
 
     def end(ending: Ending) -> None:
-        # Does not wait for the disk: the notice must be sent even if nothing can be written any more.
+        # Does not wait for the disk: the monitors must hear of the end even if nothing can be written any more.
         recorder.update(phase=ending.phase, reason=ending.reason)
         for wait in (partial(reporter.finish, ending), close_files):
             try:
                 wait()
             except KeyboardInterrupt:
-                console.warn("interrupted while waiting for files and notices of the run's end")
+                console.warn("interrupted while waiting for files and monitors of the run's end")
         console.status(ending.phase)
 
     try:

@@ -96,7 +96,7 @@ class Uploads:
                 values = {"RUN_ID": self._run.run_id, "CHECKPOINT": str(checkpoint.folder), "STEP": str(step)}
                 environment = os.environ | {f"ASYNCRL_{name}": value for name, value in values.items()}
                 limit_s = LIMIT_S + checkpoint.size / BYTES_PER_S
-                run_command(self._target, environment, stdin=b"", log=self._run.path / LOG, limit_s=limit_s)
+                run_command(self._target, environment, log=self._run.path / LOG, limit_s=limit_s)
         except Exception as error:  # file systems raise any error, and the run continues
             failure = hide(str(error) or type(error).__name__)
             text = f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -404,23 +404,6 @@ class TrackingSpec(Section):
     the spec or on Python's path."""
 
 
-Notice = Literal["finish", "failure", "stall"]
-
-
-class NotifySpec(Section):
-    """Notifications about the run. If delivery fails, the run shows a warning and continues."""
-
-    webhook: str | None = Field(None, pattern=r"^(https?://\S+|env:[A-Za-z_][A-Za-z0-9_]*)$")
-    """URL that gets a POST request with JSON. `env:NAME` reads the URL from that environment variable, which keeps it
-    out of the run's folder, MLflow and reports."""
-    command: Text | None = None
-    """A shell command. It has `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` in its
-    environment, the webhook's JSON on its standard input, and 30 s to finish."""
-    on: list[Notice] = Field(list(get_args(Notice)))
-    """Events to notify of: `finish` (the last step is done), `failure` (the run failed), `stall` (the run has made no
-    progress for half of `pipeline.stall_minutes`)."""
-
-
 class NodeSelector(Section):
     """The nodes of a joined cluster that may be used. Without `nodes` and `labels`, all may be used."""
 
@@ -508,8 +491,6 @@ class ExperimentSpec(Section):
     """The journal."""
     tracking: TrackingSpec = Field(default_factory=TrackingSpec)
     """Experiment tracking."""
-    notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Notifications of the run's end and of stalls."""
     cluster: ClusterSpec = Field(default_factory=ClusterSpec)
     """Ray."""
     stop: StopSpec = Field(examples=[{"steps": 100}])

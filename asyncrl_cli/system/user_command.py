@@ -1,4 +1,4 @@
-"""Runs a user's shell command, which for example sends a notice or copies a checkpoint."""
+"""Runs a user's shell command, which for example copies a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 COMMAND = "ASYNCRL_COMMAND"
 
 
-def run_command(command: str, environment: Mapping[str, str], stdin: bytes, log: Path, limit_s: float) -> None:
+def run_command(command: str, environment: Mapping[str, str], log: Path, limit_s: float) -> None:
     """Run a command to its end; its output is appended to ``log``.
 
     After ``limit_s`` seconds its processes are killed. Raises ``TimeoutError`` then, and ``OSError`` if it fails.
@@ -20,14 +20,14 @@ def run_command(command: str, environment: Mapping[str, str], stdin: bytes, log:
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
         process = subprocess.Popen(
             ["sh", "-c", f'eval "${COMMAND}"'],  # not in the arguments, which every user of the machine can read
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**environment, COMMAND: command},
             start_new_session=True,
         )
         try:
-            process.communicate(stdin, timeout=limit_s)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

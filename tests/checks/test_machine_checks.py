@@ -186,21 +186,13 @@ def test_a_server_that_does_not_answer_is_doubtful_and_its_password_stays_secret
     assert machine.check_tracking(away, ask=False) == "MLflow at 127.0.0.1"
 
 
-def test_a_webhook_from_an_unset_variable_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_HOOK", raising=False)
-    found = machine.check_notify(changed("notify", webhook="env:NO_HOOK"))
-    assert isinstance(found, Warned) and "NO_HOOK" in found.found
-    monkeypatch.setenv("NO_HOOK", "https://example.com")
-    assert machine.check_notify(changed("notify", webhook="env:NO_HOOK")) == "configured"
-
-
 @pytest.mark.parametrize(
     ("command", "missing"),
     [("nosuchprogram --now", True), ("/nosuch/program", True), ("cd / && ls", False), ("A=1 nosuch", False)],
 )
-def test_a_notice_by_a_program_that_is_not_there_is_doubtful(command: str, missing: bool) -> None:
-    found = machine.check_notify(changed("notify", command=command))
-    assert isinstance(found, Warned) == missing
+def test_an_upload_by_a_program_that_is_not_there_is_doubtful(command: str, missing: bool) -> None:
+    result = machine.check_upload(changed("checkpoints", upload=command))
+    assert isinstance(result, Warned) == missing
 
 
 def test_a_local_store_of_mlflow_needs_its_folder(tmp_path: Path) -> None:

@@ -229,12 +229,12 @@ def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
     def fails(_: object) -> str:
         raise ZeroDivisionError("an unexpected value")
 
-    monkeypatch.setattr(machine, "check_notify", fails)
-    with pytest.raises(ConfigError, match="notify: the check failed: ZeroDivisionError: an unexpected value"):
+    monkeypatch.setattr(machine, "check_upload", fails)
+    with pytest.raises(ConfigError, match="upload: the check failed: ZeroDivisionError: an unexpected value"):
         check("")
     with StartChecks(load_spec("spec.yaml").spec, Path(), print) as checks:
         found = {finding.check: finding.status for finding in checks.findings()}
-    assert found["notify"] == "failure"
+    assert found["upload"] == "failure"
     assert found["algorithm"] == "ok"
 
 
@@ -248,11 +248,11 @@ def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
         return ['["fine"]'], ""
 
     monkeypatch.setattr(engine, "run_program", run)
-    monkeypatch.setenv("HOOK_OF_A_TEST", "https://example.com/sesame")
-    loaded = load_spec("spec.yaml", ["notify.webhook=${env:HOOK_OF_A_TEST}"])
+    monkeypatch.setenv("ADDRESS_OF_A_TEST", "https://example.com/sesame")
+    loaded = load_spec("spec.yaml", ["tracking.uri=${env:ADDRESS_OF_A_TEST}"])
     with StartChecks(loaded.spec, Path(), print, thorough=True, references=loaded.references) as checks:
         assert checks._engine() == "fine"
-    assert "${env:HOOK_OF_A_TEST}" in written[0]
+    assert "${env:ADDRESS_OF_A_TEST}" in written[0]
     assert "sesame" not in written[0]
 
 

@@ -7,8 +7,11 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -132,14 +135,25 @@ def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path:
 # -- the user's monitors
 
 
-def test_the_example_of_the_documentation_works(tmp_path: Path) -> None:
+def test_the_example_of_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = Queue[Any]()
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
     page = (DOCS / "watching.md").read_text()
     code = next(block for block in page.split("```python\n")[1:] if "(Monitor)" in block).split("```")[0]
     (tmp_path / "my_monitors_example.py").write_text(code)
-    run, notes, warnings = report({"monitors": ["my_monitors_example:Rewards"]}, tmp_path, tmp_path)
-    assert warnings == []
-    assert (run.path / "rewards.csv").read_text() == "1,0.25\n2,0.5\n3,0.75\n"
-    assert notes == {"Rewards": f"{run.path}/rewards.csv"}
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("SLACK_WEBHOOK", f"http://127.0.0.1:{server.server_port}/")
+        _, notes, warnings = report({"monitors": ["my_monitors_example:Slack"]}, tmp_path, tmp_path)
+        server.shutdown()
+    assert (notes, warnings) == ({"Slack": "Slack has it"}, [])
+    assert received.get_nowait() == {"text": "run-1 finished"}
 
 
 BROKEN = """

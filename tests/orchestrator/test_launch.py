@@ -21,7 +21,6 @@ from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import SIGNALS, Interrupted, Stop, until_stopped
 from asyncrl_cli.orchestrator.launch import _save_before_leaving
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.spec.sections import NotifySpec
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +149,7 @@ class RecordingView(Monitor):
 
 
 def ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, notify: NotifySpec, hit: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, hit: bool
 ) -> tuple[RunDirectory, RecordingView]:
     """A run with work that ends with ``cause``. With ``hit``, Ctrl-C arrives while the cluster ends."""
 
@@ -172,7 +171,7 @@ def ended(
     monkeypatch.setattr(launch, "_run", work)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     directory, view = RunDirectory.create(tmp_path, "test"), RecordingView()
-    experiment: Any = SimpleNamespace(spec=SimpleNamespace(notify=notify), monitors=())
+    experiment: Any = SimpleNamespace(spec=None, monitors=())
     try:
         with pytest.raises(type(cause)) if cause is not None else nullcontext():
             launch.run_experiment(experiment, directory, view, launch.Start())
@@ -186,18 +185,15 @@ def ended(
 def test_ctrl_c_after_the_work_does_not_change_its_result(
     cause: Exception | None, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, _ = ended(tmp_path, monkeypatch, cause, NotifySpec(), hit=True)
+    directory, _ = ended(tmp_path, monkeypatch, cause, hit=True)
     assert directory.state.phase == phase
 
 
-def test_an_error_is_shown_before_notices_are_waited_for_and_ctrl_c_does_not_lose_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wait(notifier: Any) -> None:
+def test_ctrl_c_while_monitors_finish_does_not_lose_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(reporter: Any, ending: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch.Notifier, "wait", wait)
-    monkeypatch.setattr(launch.Notifier, "pending", True)
-    directory, view = ended(tmp_path, monkeypatch, RunError("out of memory"), NotifySpec(), hit=False)
+    monkeypatch.setattr(launch.Reporter, "finish", finish)
+    directory, view = ended(tmp_path, monkeypatch, RunError("out of memory"), hit=False)
     assert directory.state.phase == "failed"
-    assert "out of memory" in view.warned[0] and "interrupted while waiting" in view.warned[1]
+    assert "interrupted while waiting" in view.warned[0]

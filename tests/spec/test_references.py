@@ -39,7 +39,7 @@ task:
 data: {eval: {path: "${env:HELD_OUT}"}}
 rollout: {engines: "${env:ENGINES}", engine_args: {hf_token: "${env:API_KEY}"}}
 tracking: {uri: "https://me:${env:API_KEY}@mlflow.example.com"}
-notify: {command: "tell ${env:WHOM:-no one at all}"}
+checkpoints: {upload: "send ${env:WHOM:-to no one}"}
 stop: {steps: 3}
 """
 
@@ -89,8 +89,8 @@ def test_a_run_keeps_its_model_and_takes_a_new_secret(
     monkeypatch.setenv("API_KEY", "another-secret")
     spec = load_spec(again).spec
     assert (spec.name, spec.task.options["key"]) == ("from-maths", "another-secret")
-    changed = load_spec(again, ["notify.command=say ${env:API_KEY}"])
-    assert check_changes(spec, changed.spec, changed.references) == ["notify.command=say ${env:API_KEY}"]
+    changed = load_spec(again, ["checkpoints.upload=send ${env:API_KEY}"])
+    assert check_changes(spec, changed.spec, changed.references) == ["checkpoints.upload=send ${env:API_KEY}"]
     monkeypatch.delenv("API_KEY")
     with pytest.raises(SpecError) as error:
         load_spec(again)
@@ -103,7 +103,7 @@ def test_a_run_keeps_its_model_and_takes_a_new_secret(
     [
         "stop.steps=${env:API_KEY}",
         "pipeline.mode=${env:API_KEY}",
-        "notify.webhook=${env:API_KEY}",
+        "tracking.monitors=[${env:API_KEY}]",
         "trainer.ranks=!!int ${env:API_KEY}",
         "rollout.max_running_rollouts=[https://me:${env:API_KEY}@host]",
     ],
@@ -121,8 +121,8 @@ def test_no_page_of_a_run_shows_a_password(tmp_path: Path, monkeypatch: pytest.M
     uri, hook = "https://me:opensesame@mlflow.example.com/x", "https://hooks.example.com/services/opensesame"
     file = tmp_path / "spec.yaml"
     file.write_text(
-        "model: {init: {architecture: llama, config: {}}}\ntask: {use: chain_sum}\nstop: {steps: 3}\n"
-        f"tracking: {{uri: '{uri}'}}\nnotify: {{webhook: '{hook}'}}\n"
+        "model: {init: {architecture: llama, config: {}}}\nstop: {steps: 3}\n"
+        f"task: {{use: chain_sum, options: {{webhook: '{hook}'}}}}\ntracking: {{uri: '{uri}'}}\n"
     )
     loaded = load_spec(file)
     run = RunDirectory.create(tmp_path / "runs", "test")
@@ -130,7 +130,7 @@ def test_no_page_of_a_run_shows_a_password(tmp_path: Path, monkeypatch: pytest.M
     assert load_spec(run.path / "spec.yaml").spec == loaded.spec
     shown: dict[str, Any] = resolved_spec(run)
     assert shown["tracking"]["uri"] == "https://***@mlflow.example.com/x"
-    assert shown["notify"]["webhook"] == "https://hooks.example.com/***"
+    assert shown["task"]["options"]["webhook"] == "https://hooks.example.com/***"
     assert "opensesame" not in str(parameters(shown))
     outbox = Outbox(run, uri, "mine")
     outbox.note(step=3)
@@ -138,7 +138,9 @@ def test_no_page_of_a_run_shows_a_password(tmp_path: Path, monkeypatch: pytest.M
     assert Outbox(run, uri, "mine").sent.step == 3
     modes = {name: stat.S_IMODE((run.path / name).stat().st_mode) for name in ("spec.yaml", "mlflow.json")}
     assert modes == {"spec.yaml": 0o600, "mlflow.json": 0o600}
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "train", "--set", f"tracking.uri={uri}", f"notify.webhook={hook}"])
+    monkeypatch.setattr(
+        sys, "argv", ["asyncrl", "train", "--set", f"tracking.uri={uri}", f"task.options.webhook={hook}"]
+    )
     assert "opensesame" not in str(describe_start(file)["command"])
 
 
