@@ -348,7 +348,7 @@ def test_another_schema_is_refused_and_not_changed(
     before = path.read_bytes()
     with pytest.raises(JournalError, match=f"schema {number}, and this asyncrl reads only schema {SCHEMA}") as caught:
         use(path)
-    assert caught.value.hint == "use the asyncrl that wrote it"
+    assert caught.value.hint == "use the asyncrl that wrote it; manifest.json next to it has the version"
     assert caught.value.location == str(path)
     assert path.read_bytes() == before
 

@@ -22,6 +22,7 @@ def forked_cores() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "get_mp_context", utils.get_mp_context)  # restored afterwards
         patch.setattr(EngineCoreProc, "process_output_sockets", EngineCoreProc.process_output_sockets)
-        patch.setattr("torch._dynamo.config.disable", True)  # another test may have imported vLLM without this setting
+        # Another test may have imported vLLM without this setting, or deleted it by a patch that has ended.
+        patch.setattr("torch._dynamo.config.disable", True, raising=False)
         fork_core()
         yield

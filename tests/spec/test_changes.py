@@ -35,6 +35,7 @@ FIXED = (
     "data.curriculum",
     "data.shuffle",
     "data.apply_chat_template",
+    "data.special_tokens",
     "rollout.group_size",
     "rollout.max_prompt_tokens",
     "rollout.max_response_tokens",
@@ -51,7 +52,7 @@ FREE_ALL_THE_SAME = (
 MIX: dict[str, Any] = BEFORE | {
     "task": {
         "mix": [
-            {"name": "a", "use": "unit_tests", "options": {"sandbox": "auto"}},
+            {"name": "a", "use": "unit_tests", "options": {"sandbox": "bubblewrap"}},
             {"name": "b", "use": "chain_sum", "options": {"max_terms": 3}},
         ]
     },
@@ -192,7 +193,7 @@ def test_changes_are_reported_in_order_with_their_new_values() -> None:
 
 
 def test_the_sandbox_of_a_task_may_change() -> None:
-    task = {"use": "unit_tests", "options": {"sandbox": "auto"}}
+    task = {"use": "unit_tests", "options": {"sandbox": "bubblewrap"}}
     before, after = (validated(BEFORE | {"task": task | {"options": chosen}}) for chosen in ({}, {"sandbox": "none"}))
     assert check_changes(before, after) == ["task.options.sandbox=none"]
     assert check_changes(after, before) == ["task.options.sandbox=None"]

@@ -19,7 +19,7 @@ from asyncrl_cli.system.network import LOOPBACK, PROXIES, WITHOUT_PROXY, bypass_
 CLIENTS: dict[str, Callable[[str], object]] = {
     "httpx": httpx.get,
     "requests": requests.get,
-    "urllib": urllib.request.urlopen,
+    "urllib": lambda url: urllib.request.build_opener().open(url),  # urlopen keeps the proxies of its first call
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -300,6 +301,7 @@ def test_memory_that_the_host_does_not_have_is_an_error(monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     with closing(Replica(SLOTS, RANKS)) as replica:
+        gc.collect()  # closes files of earlier tests
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(os, "posix_fallocate", full)
         for use in (lambda: replica.begin(0), lambda: fetch(replica, 0)):
