@@ -32,6 +32,7 @@ from asyncrl_cli.convert.shell import (
     Word,
 )
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.files import read_regular
 
 MAX_WORK = 1 << 17
 """Limit of the characters of all expanded values, and of commands and words, which count 20 and 10."""
@@ -43,7 +44,13 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Div: lambda dividend, divisor: abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1),
     ast.Mod: lambda dividend, divisor: abs(dividend) % abs(divisor) * (1 if dividend >= 0 else -1),
 }
+_ENVIRONMENT_SCRIPT = re.compile(
+    r"/(?:usr|opt|etc)/.*|(?:.*/)?(?:activate|conda\.sh|\.bashrc)|\$\(.*(?:conda|mamba) .*\)"
+)
+"""Scripts that set up programs, and no variables of a trainer's command."""
 _DECLARATIONS = ("export", "readonly", "declare", "local", "typeset")
+_OUTSIDE = ("HOME", "PWD", "0", "BASH_SOURCE")
+"""Variables that have a value before the script begins."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -154,7 +161,7 @@ def trainer_command(
 
 class _Script:
     def __init__(self, path: str, variables: Mapping[str, str]) -> None:
-        outside = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
+        outside = dict(zip(_OUTSIDE, (os.path.expanduser("~"), os.getcwd(), path, path), strict=True))
         self._values: dict[str, list[Value]] = {name: [(value,)] for name, value in (outside | dict(variables)).items()}
         self.line = 1
         self.calls: list[_Call] = []
@@ -164,6 +171,7 @@ class _Script:
         self._arguments: list[Value] = []
         self._doubt = ""  # why the current commands may not run, or may run several times
         self._output: list[str | Unknown] | None = None  # of a command whose output is substituted
+        self._unread = ""  # why any variable may be set
         self._cost = 0
         self._depth = 0
 
@@ -296,6 +304,8 @@ class _Script:
             path = os.path.normpath(os.path.join(folder, target)) if folder and target else None
             self._set("PWD", [(path,) if path else self._unknown("$PWD", "changes the folder")])
             return None if self._output is None else True
+        elif name in ("source", ".", "eval"):
+            return self._source(name, values[1:])
         elif name in self._functions and self._depth < 20:
             outer_arguments, self._arguments = self._arguments, values[1:]
             self._depth += 1
@@ -308,6 +318,31 @@ class _Script:
             return self._print(name, values[1:], arguments)
         else:
             self.calls.append(_Call(self.line, values))
+        return None
+
+    def _source(self, name: str, values: list[Value]) -> bool | None:
+        """Run the commands of another file, or of `eval`. If they cannot be read, they may set any variable."""
+        values = values if name == "eval" else values[:1]
+        source = " ".join("".join(str(getattr(segment, "text", segment)) for segment in value) for value in values)
+        if _ENVIRONMENT_SCRIPT.fullmatch(source):
+            return True
+        text = None
+        if not any(map(_is_unknown, values)) and self._depth < 20:
+            text = source if name == "eval" else None
+            with suppress(OSError, ValueError):
+                folder = _text(self._values["PWD"][0]) or "."
+                text = text or read_regular(os.path.join(folder, source), MAX_WORK).decode(errors="surrogateescape")
+        line, self._depth = self.line, self._depth + 1
+        try:
+            if text is not None:
+                return self.run(Parser(text, line).script())
+        except (ShellSyntaxError, _Exit):
+            pass
+        finally:
+            self.line, self._depth = line, self._depth - 1
+        self._unread = f"line {line} runs `{name} {source[:40]}`, which is not here and may set"
+        for variable in self._values.keys() - {*_OUTSIDE}:
+            self._set(variable, [(Unknown(f"${variable}", f"{self._unread} {variable}"),)])
         return None
 
     def _change(self, words: list[str]) -> None:
@@ -421,6 +456,8 @@ class _Script:
             return [(str(len(values) if is_count else len(_text(values[0]) or "") if values else 0),)]
         if values is not None and name not in ("@", "*") and (index or "[0]")[1:2] == "0":
             values = values[:1]
+        if values is None and self._unread and re.match(r"[A-Za-z_]", name):
+            values = [(Unknown(expansion.text, f"{self._unread} {name}"),)]
         if change and change[-1] in "-=+?":
             is_empty = not values or (change[0] == ":" and _text(values[0]) == "")
             if change[-1] == "+":

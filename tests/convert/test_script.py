@@ -45,6 +45,8 @@ SCRIPTS = {
     "documents": f"cat <<-A >x <<'B'\n\t$(( 1\n\tA\nif '\nB\npython3 - <<<\"x\" || true\n{PROGRAM} a.b={{1}}\n",
     "nested": 'A="${X:-"${Y:-"a b"}/c"}"\nB=${X:-${Y:-d e}}\n'
     f'{PROGRAM} "a.b=$A" c.d="$B" e.f="$A$B" g.h=${{A:+1}}\n',
+    "evaluated": f"A=1; eval 'A=2; B=3'; eval C=$B\n{PROGRAM} a.b=$A c.d=$B e.f=$C\n",
+    "sourced": f"A=1\nsource values.sh; . /opt/venv/bin/activate\n{PROGRAM} a.b=$A c.d=${{B:-5}} e.f=${{C:-6}}\n",
     "positions": f"ENGINE=${{1:-vllm}}\n{PROGRAM} a.b=$ENGINE c.d=$(pwd)/x e.f=`pwd` g.h=$PWD\n",
 }
 
@@ -72,6 +74,7 @@ def test_a_script_gives_the_words_of_bash(
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "run.sh"
     script.write_text(SCRIPTS[name])
+    (tmp_path / "values.sh").write_text("A=7\nB=$((A + 1))\n")
     found = words([str(script)], OVERRIDE)
     assert found[found.index("-m") :] == words_of_bash(script, programs)
 
@@ -211,6 +214,11 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"for N in $(ls); do\n{PROGRAM} trainer.n=$N\ndone", "line 1 is set by a loop"),
         (f"{PROGRAM} trainer.n=${{N/a/b}}", "line 1 has ${N/a/b}"),
         (f"{PROGRAM} trainer.n=$1", "the script does not set 1"),
+        (f"source a.sh\n{PROGRAM} trainer.n=${{N:-8}}", "line 1 runs `source a.sh`, which is not here and may set N"),
+        (
+            f'N=8\neval "$(tool env)"\n{PROGRAM} trainer.n=$N',
+            "line 2 runs `eval $(tool env)`, which is not here and may set N",
+        ),
         (f"{PROGRAM} trainer.n=$((2 ** 70))", "line 1 has $((2 ** 70))"),
     ],
 )
