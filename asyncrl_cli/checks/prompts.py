@@ -94,9 +94,9 @@ def check_prompts(
         seconds = time.monotonic() - started
         if seconds > limit_s:
             break
-    found = f"{len(prompts):,} prompts"
+    summary = f"{len(prompts):,} prompts"
     if tried < len(prompts):
-        found += f", {tried:,} of them tried in {seconds:.1f} s"
+        summary += f", {tried:,} of them tried in {seconds:.1f} s"
     if too_long + len(unusable) == tried and tried >= min(ENOUGH, len(prompts)):
         if unusable:
             row, first = unusable[0]
@@ -109,24 +109,24 @@ def check_prompts(
         )
     hints = []
     if too_long:
-        found += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
+        summary += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
         hints.append("raise rollout.max_prompt_tokens")
     if special:
-        found += _stays_text(special)
+        summary += _stays_text(special)
         hints.append(SPECIAL_HINT)
     if unusable:
         row, first = unusable[0]
-        found += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
+        summary += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
         hints.append(first.hint)
     if len(endings) > 1:  # a beginning of the response is usually the same in all rows
         signs["with different assistant messages at the end, which the response continues"] = list(endings.values())
-    for sign, numbers in signs.items():
-        found += f"; {counted(len(numbers), 'row')} {sign}, such as {locate(numbers[0])}"
+    for sign, rows in signs.items():
+        summary += f"; {counted(len(rows), 'row')} {sign}, such as {locate(rows[0])}"
     if signs.keys() - {BLANK}:
         hints.append("rows for supervised training belong in model.warm_start.data; prompts must not have the solution")
     if BLANK in signs:
         hints.append("fill in the blank texts, or remove the rows")
-    return Warned(found, "; ".join(hints)) if hints else found
+    return Warned(summary, "; ".join(hints)) if hints else summary
 
 
 def _plain_text(message: Message) -> str:
@@ -163,28 +163,31 @@ def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float)
         if time.monotonic() - started > limit_s:
             break
     tried, too_long = len(examples), sum(len(example.ids) > max_length for example in examples)
-    found = f"{len(rows.prompts):,} rows, {tried:,} of them tried"
+    summary = f"{len(rows.prompts):,} rows, {tried:,} of them tried"
     hints = []
     if too_long:
-        found += f"; {too_long:,} are longer than model.max_length and skipped"
+        summary += f"; {too_long:,} are longer than model.max_length and skipped"
         hints.append("raise model.max_length")
     if too_long == tried >= min(ENOUGH, len(rows.prompts)):
-        raise DataError(found, location=DATA, hint=hints[0])
+        raise DataError(summary, location=DATA, hint=hints[0])
     if special:
-        found += _stays_text(special)
+        summary += _stays_text(special)
         hints.append(SPECIAL_HINT)
-    return Warned(found, "; ".join(hints)) if hints else found, examples
+    return Warned(summary, "; ".join(hints)) if hints else summary, examples
 
 
 def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tuple[Result, int]:
     """Check that demonstrated replies fit ``rollout.max_response_tokens``; returns the longest one's tokens, too."""
-    longest = [max(len(list(run)) for is_learned, run in groupby(one.learned) if is_learned) for one in examples]
-    too_long = sum(tokens > max_response_tokens for tokens in longest)
-    found = f"{counted(len(examples), 'demonstration')} tried, replies of up to {max(longest):,} tokens"
+    reply_lengths = [
+        max(len(list(tokens)) for is_learned, tokens in groupby(example.learned) if is_learned) for example in examples
+    ]
+    longest_reply = max(reply_lengths)
+    too_long = sum(tokens > max_response_tokens for tokens in reply_lengths)
+    summary = f"{counted(len(examples), 'demonstration')} tried, replies of up to {longest_reply:,} tokens"
     if not too_long:
-        return found, max(longest)
-    hint = f"raise rollout.max_response_tokens to {max(longest):,}"
-    return Warned(f"{found}; {too_long:,} have a reply longer than rollout.max_response_tokens", hint), max(longest)
+        return summary, longest_reply
+    hint = f"raise rollout.max_response_tokens to {longest_reply:,}"
+    return Warned(f"{summary}; {too_long:,} have a reply longer than rollout.max_response_tokens", hint), longest_reply
 
 
 def _stays_text(special: Sequence[str]) -> str:
@@ -208,27 +211,27 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder)
     messages, tools, variables = chat_of(prompt)
     text = encoder.decode(ids)
     by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
-    found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}"
+    summary = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}"
     if len(text) > SHOWN_CHARACTERS:  # the end is where the reply begins
         end = json.dumps(text[SHOWN_CHARACTERS:][-SHOWN_END:], ensure_ascii=False)
-        found += f" … {end} ({len(text):,} characters)"
+        summary += f" … {end} ({len(text):,} characters)"
     if tools:
         names = [str(tool["function"]["name"]) for tool in tools]
         hidden = "" if all(name in text for name in names) else ", which the chat template does not show"
-        found += f"\ntools{hidden}: {', '.join(names)}"
-    for number, placed in enumerate(encoded.images, start=1):
+        summary += f"\ntools{hidden}: {', '.join(names)}"
+    for image_number, placed in enumerate(encoded.images, start=1):
         width, height = placed.image.decoded().size
-        found += f"\nimage {number}: {width} x {height} pixels, {placed.length} tokens, {placed.image.digest}"
+        summary += f"\nimage {image_number}: {width} x {height} pixels, {placed.length} tokens, {placed.image.digest}"
     if messages[-1]["role"] == "assistant":
-        found += "\nthe response continues the assistant message at the end"
+        summary += "\nthe response continues the assistant message at the end"
     fields = {name: value for name, value in prompt.fields.items() if not tools or name != "tools"}
     for name, values in (("variables of the row", variables), ("fields for the task", fields)):
         if values:
             texts = (f"{key} {json.dumps(value, ensure_ascii=False, default=dict)}" for key, value in values.items())
-            found += f"\n{name}: {', '.join(map(_shortened, texts))}"
+            summary += f"\n{name}: {', '.join(map(_shortened, texts))}"
     if special := encoder.special_text(prompt):
-        return Warned(f"{special!r} in the row stays text; {found}", SPECIAL_HINT)
-    return found
+        return Warned(f"{special!r} in the row stays text; {summary}", SPECIAL_HINT)
+    return summary
 
 
 def _shortened(text: str) -> str:
@@ -247,27 +250,27 @@ def check_template(
     if tokenizer.chat_template is None and not episodic:
         return ""
     try:
-        found = template.tried()
-        if required and Feature.USER in found.lost:
-            raise ChatError(f"the chat template does not show a user's message{_because(found.lost[Feature.USER])}")
+        trial = template.tried()
+        if required and Feature.USER in trial.lost:
+            raise ChatError(f"the chat template does not show a user's message{_because(trial.lost[Feature.USER])}")
     except ChatError as error:
         hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
         raise ConfigError(str(error), location="model.chat_template", hint=hint) from None
     notes = []
     if episodic:
-        first = found.lost.keys() & {Feature.NO_SYSTEM}
+        first = trial.lost.keys() & {Feature.NO_SYSTEM}
         hello = [{"role": role, "content": "Hello"} for role in (("system", "user") if first else ("user",))]
         notes.append(json.dumps(template.text(hello, reply=True), ensure_ascii=False))
     lost = []
     if templates_texts(tokenizer):  # models with the built-in template learn from demonstrations
         wanted = set(Feature) if reasoning else set(Feature) - {Feature.REASONING}
-        lost = [f"{feature}{_because(why)}" for feature, why in found.lost.items() if feature in wanted]
+        lost = [f"{feature}{_because(why)}" for feature, why in trial.lost.items() if feature in wanted]
     if lost:
         notes.append(f"the template does not show {', '.join(lost)}")
-    if found.one_call and Feature.PARALLEL not in found.lost:
+    if trial.one_call and Feature.PARALLEL not in trial.lost:
         notes.append("it takes one tool call per message, and gets further calls as separate messages")
-    if found.default_system:
-        system = json.dumps(found.default_system[:SHOWN_CHARACTERS], ensure_ascii=False)
+    if trial.default_system:
+        system = json.dumps(trial.default_system[:SHOWN_CHARACTERS], ensure_ascii=False)
         notes.append(f"without a system message it writes {system}")
     if not (lost and episodic):
         return "; ".join(notes)
@@ -313,8 +316,8 @@ def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:
         return ""
     template = ChatTemplate.from_spec(spec, tokenizer)
     reasoning = spec.rollout.reasoning_parser is not None
-    found = check_template(template, tokenizer, episodic=True, reasoning=reasoning)
-    return f"{found.found}. {found.hint}" if isinstance(found, Warned) else ""
+    result = check_template(template, tokenizer, episodic=True, reasoning=reasoning)
+    return f"{result.found}. {result.hint}" if isinstance(result, Warned) else ""
 
 
 def _because(why: str) -> str:
@@ -342,21 +345,21 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
     """Warn if engines do not stop at the token that ends a reply in the chat template, because every reply would then
     continue to ``max_response_tokens``."""
     shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
-    found = f"replies end at {shown}"
+    summary = f"replies end at {shown}"
     if tokenizer.chat_template is None:
-        return found
+        return summary
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": REPLY}]
     try:
         text = template.text(messages)
     except ChatError:  # the template may need prompts of another form
-        return found
+        return summary
     written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
     # Some templates leave the end to the next message, and some write text that no model has as an end token.
     if not ends.isdisjoint(written) or not written or written[0] not in tokenizer.added_tokens_decoder:
-        return found
+        return summary
     end = tokenizer.convert_ids_to_tokens(written[0])
     hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
-    return Warned(f"{found}, and the chat template ends a reply with {end!r}", hint)
+    return Warned(f"{summary}, and the chat template ends a reply with {end!r}", hint)
 
 
 def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
@@ -367,12 +370,12 @@ def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
     names = map(str, tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer))))
     marks = [name for name in names if re.fullmatch(r"</[\w:.-]+>", name) and name not in NO_MARKS]
     shown = "shown" if setting == "shown" else "hidden"
-    found = f"{shown} in the text of responses"
+    summary = f"{shown} in the text of responses"
     if setting is not None or not marks:
-        return found
-    found = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {found}: rewards cannot read them"
+        return summary
+    summary = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {summary}: rewards cannot read them"
     hint = "set task.special_tokens: shown if a reward reads them, otherwise hidden"
-    return Warned(found, hint)
+    return Warned(summary, hint)
 
 
 def _spread(count: int) -> Iterator[int]:
