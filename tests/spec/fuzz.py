@@ -82,7 +82,7 @@ def try_case(case: Case, report: Report, schema: Draft202012Validator, by_comman
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     started = time.process_time()
     try:
-        loaded = load_spec(case.path, case.overrides)
+        loaded = load_spec(case.path, case.overrides, user_code=True)
         valid, problems = True, loaded.warnings
     except SpecError as error:
         str(error)

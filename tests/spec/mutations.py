@@ -67,7 +67,11 @@ class Mutator:
         self.texts = [path.read_text(encoding="utf-8") for path in bases]
         self.trees = [yaml.safe_load(text) for text in self.texts]
         self.ordinary = [parent[name] for tree in self.trees for parent, name in nodes(tree)]
-        for file in [*ROOT.glob("specs/*"), *ROOT.glob("templates/*/*.jsonl")]:  # files that the specs refer to
+        for file in [
+            *ROOT.glob("specs/*"),
+            *ROOT.glob("templates/*/*.jsonl"),
+            *ROOT.glob("templates/*/*.py"),
+        ]:  # files that the specs refer to
             shutil.copy(file, folder)
         self.kinds: list[Callable[[], Case]] = [
             *(
