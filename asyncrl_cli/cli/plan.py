@@ -62,7 +62,7 @@ def plan(
 
     if calibrate and calibrate_from is not None:
         raise typer.BadParameter("cannot be combined with --calibrate-from", param_hint="--calibrate")
-    loaded = load_spec(spec, overrides or ()).spec
+    experiment_spec = load_spec(spec, overrides or ()).spec
     # Before measuring: a wrong run id must be reported first.
     compared = find_run(runs_dir, compare) if compare is not None else None
     if calibrate:
@@ -75,7 +75,7 @@ def plan(
             location="asyncrl plan",
             hint="use a run of this spec on the same kind of machine (--calibrate-from RUN), or measure (--calibrate)",
         )
-    pages = predicted_pages(loaded, calibration_run=run, compared_run=compared)
+    pages = predicted_pages(experiment_spec, calibration_run=run, compared_run=compared)
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
     else:
@@ -106,9 +106,11 @@ def predicted_pages(
     from asyncrl_cli.system.processors import processor_speed
 
     measured_spec = load_recorded(calibration_run.path).spec
-    measured = measure(calibration_run, measured_spec)
-    pages = {"calibration": calibration_page(calibration_run.run_id, measured, _reproduced(calibration_run, measured))}
-    planned = planned_scenario(spec, settings=buffer_settings(spec), measured=measured, of_run=measured_spec)
+    calibration = measure(calibration_run, measured_spec)
+    pages = {
+        "calibration": calibration_page(calibration_run.run_id, calibration, _reproduced(calibration_run, calibration))
+    }
+    planned = planned_scenario(spec, settings=buffer_settings(spec), measured=calibration, of_run=measured_spec)
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
@@ -117,14 +119,17 @@ def predicted_pages(
     pages["plan"] = plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, reason=reason)
     if shares_host(spec):
         # A run to compare with recorded the machine's speed when it started.
-        now = processor_speed() if compared_run is None else compared_run.manifest.get(SPEED)
-        pages["machine"] = machine_page(calibration_run, now, predicted.outcome.step_s)
+        current_speed = processor_speed() if compared_run is None else compared_run.manifest.get(SPEED)
+        pages["machine"] = machine_page(calibration_run, current_speed, predicted.outcome.step_s)
     if compared_run is not None:
-        happened = measure(compared_run, load_recorded(compared_run.path).spec)
-        parts = error_parts(planned.scenario, happened)
-        lines = compare(predicted.outcome, happened.observed)
+        comparison = measure(compared_run, load_recorded(compared_run.path).spec)
+        error_seconds = error_parts(planned.scenario, comparison)
+        lines = compare(predicted.outcome, comparison.observed)
         pages["comparison"] = comparison_page(
-            compared_run.run_id, lines=lines, parts=parts, own_s=predicted.outcome.step_s + parts["together"]
+            compared_run.run_id,
+            lines=lines,
+            parts=error_seconds,
+            own_s=predicted.outcome.step_s + error_seconds["together"],
         )
     return pages
 
@@ -182,14 +187,14 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     return run
 
 
-def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
+def _reproduced(run: RunDirectory, calibration: Calibration) -> tuple[Line, ...]:
     """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
     from asyncrl_cli.core.errors import ConfigError
     from asyncrl_cli.inspect.plan_page import comparison_table
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.what_if import reproduced
 
-    reproduction = reproduced(resolved_spec(run), measured)
+    reproduction = reproduced(resolved_spec(run), calibration)
     if reproduction.misfit is None:
         return reproduction.lines
     echo("\n".join(comparison_table("its own steps", reproduction.lines)), err=True)

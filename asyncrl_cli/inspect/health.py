@@ -148,7 +148,7 @@ class HealthWatch:
 
     @property
     def open_findings(self) -> list[HealthFinding]:
-        """The findings whose symptoms last."""
+        """The findings that have not ended."""
         return [finding for finding in self.findings if finding.last_step is None]
 
     @property
