@@ -32,11 +32,13 @@ import numpy as np
 from common import header, row
 
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.rows import LazyPrompts
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Placement, Rollout, RolloutRequest, Segment
@@ -50,7 +52,6 @@ from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 GROUP_SIZE = 8
 LONGEST = 4

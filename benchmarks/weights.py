@@ -71,11 +71,11 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
     """Seconds of each phase on one host, and bytes."""
     from transformers import AutoModelForCausalLM
 
+    from asyncrl_cli.data.tokenizer import load_tokenizer
     from asyncrl_cli.rollout.engine import Engine
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.model.lora import add_adapters
     from asyncrl_cli.train.model.probe import probe_ids
-    from asyncrl_cli.train.model.tokenizer import load_tokenizer
     from asyncrl_cli.train.shards import adapter_layout, adapter_shards, engine_layout, shards, write_shard
     from asyncrl_cli.weights.layout import size_of
     from asyncrl_cli.weights.manifest import Manifest

@@ -136,8 +136,8 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
 def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
     """Check that the model in ``algorithm.reference_path`` can score the policy's tokens: it exists, each token has the
     same id in both tokenizers, and sequences fit."""
+    from asyncrl_cli.data.tokenizer import load_tokenizer
     from asyncrl_cli.train.model.sequence_parallel import check_config
-    from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
     path = spec.algorithm.reference_path
     assert path is not None

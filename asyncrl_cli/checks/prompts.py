@@ -14,14 +14,14 @@ from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, chat_of
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
+from asyncrl_cli.data.tokenizer import templates_texts
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.tools import call_message, result_message
 from asyncrl_cli.train.conversations import DATA, Example, RowEncoder, Rows, encode_row
-from asyncrl_cli.train.model.tokenizer import templates_texts
 
 SPREAD = 1000
 """Number of evenly spread prompts in one pass over a split. A pass may be cut short by the time limit."""

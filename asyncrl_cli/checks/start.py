@@ -29,13 +29,14 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.sources import row_location
+from asyncrl_cli.data.tokenizer import templates_texts
 from asyncrl_cli.gateway.parsers import check_reasoning_parser, check_tool_parser
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.extras import load_monitors
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
 from asyncrl_cli.rollout.response_text import end_tokens
@@ -47,7 +48,6 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
 from asyncrl_cli.tasks.base import DemonstrationTask
 from asyncrl_cli.train.conversations import RowEncoder, Rows
-from asyncrl_cli.train.model.tokenizer import templates_texts
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Time limit, in seconds, for trying the prompts of a split."""
@@ -207,8 +207,8 @@ class StartChecks:
         with large_imports():
             import transformers.models.auto.modeling_auto  # noqa: F401
 
+        from asyncrl_cli.data.tokenizer import load_tokenizer, without_progress_bars
         from asyncrl_cli.train.model.initial import model_stub
-        from asyncrl_cli.train.model.tokenizer import load_tokenizer, without_progress_bars
 
         def load() -> Any:
             self._model_dir = str(model_stub(self._spec, self._folder))

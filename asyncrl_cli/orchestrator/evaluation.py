@@ -16,11 +16,11 @@ from typing import Any
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.core.intervals import Interval, clustered_error, mean_interval, share_interval
 from asyncrl_cli.core.seeds import derive_seed
+from asyncrl_cli.data.prompt_encoder import Encoded, PromptEncoder
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.episodes import Episodes
-from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptEncoder
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.groups import Opening

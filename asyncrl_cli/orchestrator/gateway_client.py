@@ -193,8 +193,8 @@ class _Link:
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
     """The chat format of the model in a folder. Raises ``UserError`` for an invalid parser or chat template."""
+    from asyncrl_cli.data.tokenizer import load_tokenizer
     from asyncrl_cli.rollout.response_text import end_tokens
-    from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model_folder, spec.model.chat_template)
     return ChatFormat(

@@ -18,6 +18,8 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.data.prompt_encoder import PromptEncoder, first_prompts
+from asyncrl_cli.data.tokenizer import load_tokenizer
 from asyncrl_cli.inspect.health import HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.events import STALL
@@ -34,7 +36,7 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.nodes import why_gone
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource, first_prompts
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
@@ -48,7 +50,6 @@ from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.probe import prompt_tokens
-from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may take to save a checkpoint."""

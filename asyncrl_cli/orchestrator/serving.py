@@ -161,7 +161,7 @@ def use_engines(
         ]
 
         async def run(temporary: Path) -> T:
-            from asyncrl_cli.train.model.tokenizer import load_tokenizer
+            from asyncrl_cli.data.tokenizer import load_tokenizer
 
             status("reading the model")
             folder = await asyncio.to_thread(served.model, temporary / "model")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.episodes import Episodes, EpisodeWorkers
 from asyncrl_cli.orchestrator.evaluation import HeldOut, encoded
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient

@@ -32,6 +32,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.special_tokens import plain_ids
+from asyncrl_cli.data.tokenizer import load_tokenizer, templates_texts, without_progress_bars
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import WarmStart
@@ -43,7 +44,6 @@ from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.train.model.images import Vision, freeze, states
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
-from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts, without_progress_bars
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""

@@ -141,12 +141,12 @@ class TrainerWorker:
         """
         import torch
 
+        from asyncrl_cli.data.tokenizer import load_tokenizer
         from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.algorithms.objective import Objective
         from asyncrl_cli.train.model.lora import base_bits
         from asyncrl_cli.train.model.reference import Copy, load_reference
-        from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
         from asyncrl_cli.train.old_logprobs import Learner
         from asyncrl_cli.train.shards import adapter_layout, engine_layout
@@ -272,9 +272,9 @@ class TrainerWorker:
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
+        from asyncrl_cli.data.tokenizer import load_tokenizer
         from asyncrl_cli.train.model.lora import full_weights
         from asyncrl_cli.train.model.saving import save_while_gathered
-        from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.shards import engine_layout
 
         # Collective: ranks that write nothing must iterate, too.

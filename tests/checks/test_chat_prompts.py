@@ -25,13 +25,13 @@ from asyncrl_cli.checks.prompts import (
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data import chat_template
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import SplitSpec
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.train.warm_start import _Chat, _tokenized
 
 pytestmark = pytest.mark.slow

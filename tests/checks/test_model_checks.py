@@ -14,8 +14,8 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.model import check_model, check_served, check_teacher
 from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, shown_prompt
 from asyncrl_cli.core.errors import ConfigError, DataError
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.orchestrator.evaluation import encoded
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.engine_settings import adapted_names
 from asyncrl_cli.spec.inputs import LoraSpec

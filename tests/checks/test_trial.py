@@ -14,7 +14,7 @@ from asyncrl_cli.checks.prompts import shown_prompt
 from asyncrl_cli.checks.start import StartChecks
 from asyncrl_cli.checks.trial import opening_prompt, try_task
 from asyncrl_cli.core.errors import ConfigError, TaskError
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.load import load_spec

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from asyncrl_cli.data.tokenizer import CHARACTERS, EOS, PAD, UNK
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
 from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from asyncrl_cli.data import chat_template
 from asyncrl_cli.data.chat_template import Abilities, ChatTemplate, Feature, TemplateLimitError, chat_of
 from asyncrl_cli.data.special_tokens import MARK, ignoring_marks, plain_ids
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.records.prompt import ChatError, Prompt
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.gateway.conversation_stand_ins import CALC, CHATML
 
 pytestmark = pytest.mark.slow

@@ -23,14 +23,15 @@ from transformers import AutoProcessor, AutoTokenizer
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, checked, with_column
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.rows import ImagePrompts
 from asyncrl_cli.data.sources import read_source
-from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptEncoder, PromptSource
+from asyncrl_cli.data.tokenizer import character_tokenizer
+from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptSource
 from asyncrl_cli.records.images import Image, ImageCache, PixelError, data_url
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from, to_json
 from asyncrl_cli.spec.inputs import ModelInit, SplitSpec
 from asyncrl_cli.train.model.initial import write_model_stub
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.data.pictures import animation, picture
 from tests.small_models import IMAGE_MODELS
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.session import CallOptions, OnPart, Reply, Session
@@ -18,7 +19,6 @@ from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.rollout.continuation import split_by_version
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 CALC: dict[str, Any] = {
     "type": "function",

@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import openai
 
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits
@@ -25,7 +26,6 @@ from asyncrl_cli.gateway.session import Limits, Session
 from asyncrl_cli.gateway.sessions import Sessions, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import GatewaySpec
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.gateway.conversation_stand_ins import end_of
 
 MODEL = "tiny"

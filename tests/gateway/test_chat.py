@@ -13,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.tokenizer import CHARACTERS, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.json_values import key
 from asyncrl_cli.gateway.parsers import ParserError, hermes, tool_parser, vllm_tool_parser
 from asyncrl_cli.gateway.reply_stream import INCOMPLETE, TextStream
 from asyncrl_cli.records.prompt import ChatError, normalized
 from asyncrl_cli.rollout.response_text import cut
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 from tests.gateway.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
 pytestmark = pytest.mark.slow

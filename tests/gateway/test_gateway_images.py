@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.tokenizer import load_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import session_url
 from asyncrl_cli.records.images import Image
@@ -19,7 +20,6 @@ from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.tasks.base import ModelAccess, Step
 from asyncrl_cli.tasks.play import play
 from asyncrl_cli.train.model.initial import write_model_stub
-from asyncrl_cli.train.model.tokenizer import load_tokenizer
 from tests.data.pictures import picture
 from tests.gateway.gateway_stand_ins import MODEL, Engine, in_time, key_of, served
 from tests.small_models import IMAGE_MODELS

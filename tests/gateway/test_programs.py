@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import session_url
 from asyncrl_cli.records.generation import RolloutRequest
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.e2e.gateway.installed import AGENTS, installed
 from tests.e2e.gateway.program_sessions import compare
 from tests.gateway.gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, key_of, served

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.session import CallOptions, Limits, Session
@@ -17,7 +18,6 @@ from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import split_by_version
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.gateway.conversation_stand_ins import (
     CALC,
     HashModel,

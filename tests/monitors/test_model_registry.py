@@ -141,7 +141,7 @@ def test_transformers_and_pyfunc_load_the_version_as_it_was_saved(run: RunDirect
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from asyncrl_cli.train.model.tokenizer import character_tokenizer
+    from asyncrl_cli.data.tokenizer import character_tokenizer
 
     torch.manual_seed(0)
     tokenizer = character_tokenizer(64)

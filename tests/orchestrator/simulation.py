@@ -24,6 +24,7 @@ from stand_in_hosts import StandInAgent, StandInHosts, layout
 from stand_ins import Actor, Here, ReadyGroup, StandInProcess, kill, prompts, remote, watchdog
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
+from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import Monitor
@@ -35,7 +36,7 @@ from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
 from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.metrics import batch_digest
-from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptSource
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.records.generation import (

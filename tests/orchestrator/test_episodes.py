@@ -15,6 +15,7 @@ from stand_ins import StandInGateway, run, spec
 from stand_ins import turns as turns_of_the_loop
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
@@ -28,7 +29,6 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import Response
 from tests.gateway.conversation_stand_ins import ask_chat, end_of

@@ -19,10 +19,10 @@ from stand_ins import StandInEngine, actors, client_over, collecting, prompts, r
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.intervals import wilson
+from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, Series, mean_pass_at, pass_at
 from asyncrl_cli.orchestrator.offline import offline
-from asyncrl_cli.orchestrator.prompt_source import Encoded
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt

@@ -12,7 +12,7 @@ import numpy as np
 from stand_ins import Here, kill, run, segment
 from test_rollout_scheduler import Harness
 
-from asyncrl_cli.orchestrator.prompt_source import Encoded
+from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from asyncrl_cli.records.groups import Waiting

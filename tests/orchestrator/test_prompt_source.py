@@ -7,9 +7,10 @@ from stand_ins import prompts
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
-from asyncrl_cli.orchestrator.prompt_source import MAX_SKIPS_IN_A_ROW, UNUSABLE_NAMED, PromptEncoder, PromptSource
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
+from asyncrl_cli.data.tokenizer import character_tokenizer
+from asyncrl_cli.orchestrator.prompt_source import MAX_SKIPS_IN_A_ROW, UNUSABLE_NAMED, PromptSource
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer(256)
 CHAT = Prompt("chat", ({"role": "user", "content": "2+2="},))

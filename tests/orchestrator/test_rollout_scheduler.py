@@ -31,10 +31,11 @@ from stand_ins import (
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptSource
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.tokenizer import VISION_TOKENS, character_tokenizer
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.train.model.image_models import VISION_TOKENS
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from tests.data.pictures import picture
 from tests.e2e.conftest import Runs

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.data.tokenizer import load_tokenizer
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.initial import model_key, model_stub, prepare_model
-from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = {"architecture": "qwen3", "config": {**SIZES, "num_key_value_heads": 1, "head_dim": 8}}

@@ -259,7 +259,7 @@ def test_a_critic_sees_images(loaded: tuple[Any, Path]) -> None:
 
 def test_places_from_the_encoder_are_the_models_placeholders(loaded: tuple[Any, Path]) -> None:
     from asyncrl_cli.data.images import ImageTokens
-    from asyncrl_cli.train.model.image_models import VISION_TOKENS
+    from asyncrl_cli.data.tokenizer import VISION_TOKENS
     from tests.train.pictures import IMAGE_TOKENS
 
     model, folder = loaded

@@ -10,17 +10,16 @@ import torch
 import yaml
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.data.tokenizer import VISION_TOKENS, character_tokenizer
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.rules.model import VISION_LANGUAGE
-from asyncrl_cli.train.model.image_models import VISION_TOKENS
 from asyncrl_cli.train.model.initial import (
     build_initial_model,
     prepare_model,
     write_model_stub,
     write_weights,
 )
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.conftest import not_writable
 from tests.small_models import IMAGE_MODELS, LANGUAGE
 
@@ -159,7 +158,7 @@ def test_vision_language_models_load_with_their_processor_and_see_images(tmp_pat
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts
+    from asyncrl_cli.data.tokenizer import load_tokenizer, templates_texts
 
     config = IMAGE_MODELS[architecture]
     build_initial_model(ModelInit(architecture=architecture, config=config), 128, 0, tmp_path)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.train.model.probe import (
     LEAST_TOKENS,
     PROBE_TOKENS,
@@ -14,7 +15,6 @@ from asyncrl_cli.train.model.probe import (
     probe_ids,
     prompt_tokens,
 )
-from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer(256)
 IDS = st.lists(st.integers(3, 98), min_size=1, max_size=60)

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from asyncrl_cli.data.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.train.model import saving
 from asyncrl_cli.train.model.initial import build_initial_model, copy_model_stub
 from asyncrl_cli.train.model.lora import full_weights
 from asyncrl_cli.train.model.saving import GENERATION_CONFIG, save_model, save_while_gathered
-from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.shards import engine_layout
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import ModelInit, WarmStart
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.initial import build_initial_model
-from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.warm_start import (
     IGNORED,
     _accumulate_gradients,

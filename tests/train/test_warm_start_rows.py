@@ -15,11 +15,11 @@ from asyncrl_cli.checks.finding import Warned
 from asyncrl_cli.checks.prompts import check_replies, check_rows
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.train.conversations import RowEncoder, Rows, encode_rows
-from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class VisionTokens:
-    """An architecture's tokens for images."""
-
-    names: Mapping[str, str]
-    """Special tokens by their names in the processor; with `_id` appended, these are the names in the config."""
-    mark: str
-    """Stands for an image in a chat template's text. The processor replaces it with the image's placeholders."""
-
-
-_QWEN = VisionTokens(
-    {
-        "vision_start_token": "<|vision_start|>",
-        "vision_end_token": "<|vision_end|>",
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-    },
-    mark="<|vision_start|><|image_pad|><|vision_end|>",
-)
-GEMMA = "gemma3"
-VISION_TOKENS = {
-    GEMMA: VisionTokens(
-        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
-        mark="<start_of_image>",
-    ),
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-}
-"""By architecture, as in ``spec.rules.model.VISION_LANGUAGE``."""
+from asyncrl_cli.data.tokenizer import GEMMA, VISION_TOKENS
 
 
 def model_class(images: bool) -> Any:

@@ -27,27 +27,27 @@ from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import atomic_folder, read_regular
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.data.tokenizer import (
+    CHAT_TEMPLATE,
+    GEMMA,
+    TEMPLATE_BYTES,
+    VISION_TOKENS,
+    character_tokenizer,
+    load_tokenizer,
+    with_chat_template,
+)
 from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec, is_template_name
 from asyncrl_cli.spec.rules.model import SIZES, TEXT_CONFIG, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.image_models import (
-    GEMMA,
-    VISION_TOKENS,
     model_class,
     name_tower,
     save_processor,
     set_image_tokens,
 )
 from asyncrl_cli.train.model.saving import copy_generation_config, copy_processor, save_model
-from asyncrl_cli.train.model.tokenizer import (
-    CHAT_TEMPLATE,
-    TEMPLATE_BYTES,
-    character_tokenizer,
-    load_tokenizer,
-    with_chat_template,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

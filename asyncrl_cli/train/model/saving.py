@@ -45,7 +45,7 @@ def save_model(model: Any, source: str | Path, folder: str | Path, **options: An
     """
     from transformers import GenerationConfig
 
-    from asyncrl_cli.train.model.tokenizer import without_progress_bars
+    from asyncrl_cli.data.tokenizer import without_progress_bars
 
     kept = _saved_file(source, GENERATION_CONFIG)
     text = None if kept is None else kept.read_bytes()

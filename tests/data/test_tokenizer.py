@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer, with_chat_template
 from asyncrl_cli.rollout.response_text import end_tokens
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer, load_tokenizer, with_chat_template
 
 TOKENIZER = character_tokenizer(256)
 

@@ -7,18 +7,49 @@ text of printable ASCII and newlines. Nothing is merged, added, normalised or cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import LFS_HINT, POINTER, read_regular
 from asyncrl_cli.spec.inputs import is_template_name
-from asyncrl_cli.train.model.image_models import VISION_TOKENS, VisionTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTokens:
+    """An architecture's tokens for images."""
+
+    names: Mapping[str, str]
+    """Special tokens by their names in the processor; with `_id` appended, these are the names in the config."""
+    mark: str
+    """Stands for an image in a chat template's text. The processor replaces it with the image's placeholders."""
+
+
+_QWEN = VisionTokens(
+    {
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+    },
+    mark="<|vision_start|><|image_pad|><|vision_end|>",
+)
+GEMMA = "gemma3"
+VISION_TOKENS = {
+    GEMMA: VisionTokens(
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        mark="<start_of_image>",
+    ),
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+}
+"""By architecture, as in ``spec.rules.model.VISION_LANGUAGE``."""
 
 TEMPLATE_BYTES = 2**20
 """Larger files of chat templates are refused."""
