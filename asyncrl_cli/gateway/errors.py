@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 CLIENT_GONE = 499
-"""Metrics count a request under this status if its client has disconnected. Never sent."""
+"""Status of a request whose client has disconnected. Never sent."""
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -177,10 +177,10 @@ def _location(loc: tuple[str | int, ...]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Make an application answer expected errors. ``metrics.Watched`` answers unexpected ones."""
+    """Make an application answer all errors in the format of the request's API."""
 
     async def refused(request: Request, error: Exception) -> Response:
         return error_response(request.scope, error)
 
-    for kind in (ApiError, GenerationFailed, HTTPException):
-        app.add_exception_handler(kind, refused)
+    for error_type in (ApiError, GenerationFailed, HTTPException, Exception):
+        app.add_exception_handler(error_type, refused)

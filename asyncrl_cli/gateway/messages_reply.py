@@ -27,7 +27,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 BlockOut = dict[str, Any]
-"""A block of a reply, in the format of requests (``openapi.ITEMS``). A thinking block also has a ``signature``."""
+"""A block of a reply, in the format of requests. A thinking block also has a ``signature``."""
 
 
 class MessageUsage(TypedDict):

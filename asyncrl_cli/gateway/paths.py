@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.errors import invalid_value, is_anthropic, new_request_id
 from asyncrl_cli.gateway.messages_reply import MessagesAnswer, TokenCount
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
@@ -36,7 +35,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
     router = APIRouter()
     _add_models(router, service, session_of)
 
-    def add(path: str, kind: type[B], prepare: Prepare[B], description: str, described: dict[str, Any]) -> None:
+    def add(path: str, kind: type[B], prepare: Prepare[B]) -> None:
         async def reply(request: Request, named: Annotated[Session | None, Depends(session_of)]) -> Response:
             async with service.bodies.read(request, kind) as (body, render):
                 session = service.session_for(named, body)
@@ -48,7 +47,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
             )
 
         name = path.strip("/").replace("/", "_")
-        router.add_api_route(path, reply, methods=["POST"], name=name, description=description, **described)
+        router.add_api_route(path, reply, methods=["POST"], name=name)
 
     async def chat(session: Session, body: ChatRequest, render: Render) -> Prepared:
         messages = [message.plain() for message in body.messages]
@@ -110,12 +109,12 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
         )
         return Prepared([rendered], options, answer)
 
-    add("/chat/completions", ChatRequest, chat, "The model's reply to a conversation.", openapi.CHAT)
-    add("/completions", CompletionRequest, completion, "Text that continues a prompt.", openapi.COMPLETION)
-    add("/responses", ResponsesRequest, response, "The model's response to a text or to items.", openapi.RESPONSES)
-    add("/messages", MessagesRequest, message, "The model's reply in Anthropic's format.", openapi.MESSAGES)
+    add("/chat/completions", ChatRequest, chat)
+    add("/completions", CompletionRequest, completion)
+    add("/responses", ResponsesRequest, response)
+    add("/messages", MessagesRequest, message)
 
-    @router.post("/messages/count_tokens", **openapi.COUNT_TOKENS)
+    @router.post("/messages/count_tokens")
     async def count_tokens(
         request: Request, response: Response, session: Annotated[Session | None, Depends(session_of)]
     ) -> TokenCount:
@@ -134,7 +133,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 
 
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
-    """Add the paths for models. Anthropic's clients get Anthropic's format; the OpenAPI document has OpenAI's."""
+    """Add the paths for models. Anthropic's clients get Anthropic's format."""
     openais: Model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
     anthropics = {
         "type": "model",
@@ -149,14 +148,14 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
             return JSONResponse(anthropic, headers={"request-id": new_request_id()})
         return JSONResponse(openai)
 
-    @router.get("/models", response_model=ModelList, responses=openapi.MODELS)
+    @router.get("/models")
     async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The served model."""
         listed: ModelList = {"object": "list", "data": [openais]}
         entries = {"data": [anthropics], "has_more": False, "first_id": service.model, "last_id": service.model}
         return answer(request, listed, entries)
 
-    @router.get("/models/{model:path}", response_model=Model, responses=openapi.MODELS)
+    @router.get("/models/{model:path}")
     async def model(request: Request, model: str, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The model with this name."""
         service.check_model(session, model)

@@ -33,7 +33,7 @@ from asyncrl_cli.gateway.wire import event
 from asyncrl_cli.records.prompt import Message
 
 OutputItem = dict[str, Any]
-"""An item of a reply, in the format of requests, with an id and a status (``openapi.ITEMS``)."""
+"""An item of a reply, in the format of requests, with an id and a status."""
 
 
 class ResponseUsage(TypedDict):

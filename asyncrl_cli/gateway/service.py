@@ -20,7 +20,6 @@ from asyncrl_cli.data.images import ImageError, embedded
 from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
-from asyncrl_cli.gateway.metrics import Metrics
 from asyncrl_cli.gateway.reply_stream import Part
 from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
 from asyncrl_cli.gateway.sessions import Sessions
@@ -112,7 +111,6 @@ class Service:
     bodies: Bodies
     generations: set[asyncio.Task[Prompts]] = field(default_factory=set)
     """Running generations."""
-    metrics: Metrics = field(default_factory=Metrics)
 
     def check_model(self, session: Session | None, model: str | None) -> None:
         """Raise ``ApiError`` for a model that is not served; a request may omit the name.
@@ -176,12 +174,10 @@ async def respond(
 
     async def work() -> Prompts:
         try:
-            prompts = await _generate(session, prepared, pieces)
+            return await _generate(session, prepared, pieces)
         finally:
             if own:
                 session.close()
-        service.metrics.used(*token_counts(prompts))
-        return prompts
 
     call = Call(request, work())
     service.generations.add(call.task)

@@ -124,7 +124,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
             connections = gateway._server.server_state.connections
             _, writer = await connect(there)
             writer.transport.pause_reading()  # type: ignore[attr-defined]
-            writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000)
             await until(lambda: len(connections) == 1)
             await until(lambda: not connections)
             writer.close()
@@ -180,7 +180,7 @@ def test_a_key_opens_its_own_session_and_nothing_else() -> None:
             for name in ("7-1", "7-1~1", "7-", "", "9-9", "7-0/", "7-0/../7-1", "7-0%2f"):
                 answer = await there.http.post(f"/sessions/{name}{path}", json=asked, headers=own)
                 assert answer.status_code == 401, (name, answer.text)
-            for free in (path, "/v1/completions", "/v1/models", "/metrics"):
+            for free in (path, "/v1/completions", "/v1/models"):
                 for method in ("GET", "POST"):
                     answer = await there.http.request(method, free, json=asked, headers=own)
                     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), free

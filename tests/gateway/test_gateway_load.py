@@ -40,17 +40,11 @@ def test_a_thousand_requests_at_once_are_all_answered() -> None:
         async with served(engine) as there, many_connections(there) as post:
             asked = [asyncio.create_task(post(CHAT | {"seed": seed})) for seed in range(1000)]
             await until(lambda: engine.running == 1000)
-            assert "in_flight 1001.0" in (await there.http.get("/metrics")).text
             assert engine.held is not None
             engine.held.set()
             answers = await asyncio.gather(*asked)
             texts = [answer["choices"][0]["message"]["content"] for answer in answers]
             assert texts == [f"hello ({seed})" for seed in range(1000)], "each client gets its own answer"
-            counted = (await there.http.get("/metrics")).text
-            assert f'requests_total{{path="{PATH}",status="200"}} 1000.0' in counted
-            tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
-            assert f"generated_tokens_total {float(tokens)}" in counted
-            assert f'request_seconds_count{{path="{PATH}"}} 1000.0' in counted
 
     in_time(test)
 
@@ -75,9 +69,6 @@ def test_a_disconnected_clients_generation_is_cancelled(stream: bool) -> None:
             assert again.choices[0].message.content.startswith("hello"), "the session continues"
             rollout = session.rollout()
             assert rollout is not None and not rollout.branches
-            counted = (await there.http.get("/metrics")).text
-            assert stream or 'status="499"' in counted, "the status of a stream is sent at its beginning"
-            assert "in_flight 1.0" in counted, "only this stream"
 
     in_time(test)
 
