@@ -97,10 +97,10 @@ def predicted_pages(
     from asyncrl_cli.journal.history import metrics_rows
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
-    from asyncrl_cli.orchestrator.actors import buffer_settings
     from asyncrl_cli.plan.comparison import compare, error_parts
     from asyncrl_cli.plan.prediction import Devices, predict, spans
     from asyncrl_cli.plan.scenario import planned_scenario, shares_host
+    from asyncrl_cli.records.groups import BufferSettings
     from asyncrl_cli.runs.manifest import SPEED
     from asyncrl_cli.spec.load import load_recorded
     from asyncrl_cli.system.processors import processor_speed
@@ -110,7 +110,7 @@ def predicted_pages(
     pages = {
         "calibration": calibration_page(calibration_run.run_id, calibration, _reproduced(calibration_run, calibration))
     }
-    planned = planned_scenario(spec, settings=buffer_settings(spec), measured=calibration, of_run=measured_spec)
+    planned = planned_scenario(spec, settings=BufferSettings.of(spec), measured=calibration, of_run=measured_spec)
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
@@ -154,7 +154,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     """Train a few steps with one engine and as few trainer ranks as possible. Batches are scaled to the ranks."""
     from asyncrl_cli.cli.output import start_checks
     from asyncrl_cli.cli.running import drive
-    from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.orchestrator.launch import DriverStart
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
@@ -183,7 +183,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     speed = processor_speed() if shares_host(loaded.spec) else None
     run = RunDirectory.create(loaded.spec.runs_dir, f"{loaded.spec.name}-calibration")
     run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path, speed))
-    drive(experiment, run, Start(), quiet=True)
+    drive(experiment, run, DriverStart(), quiet=True)
     return run
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.monitors.outlet import Terminal
     from asyncrl_cli.orchestrator.experiment import Experiment
-    from asyncrl_cli.orchestrator.launch import Outcome, Start
+    from asyncrl_cli.orchestrator.launch import DriverStart, RunResult
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the run's id and problems.")]
@@ -61,7 +61,7 @@ def train(
 
     from asyncrl_cli.core.background import Background
     from asyncrl_cli.orchestrator.interrupts import stop_on_signals
-    from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.orchestrator.launch import DriverStart
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.manifest import describe_start
     from asyncrl_cli.system.processors import SECONDS, processor_speed
@@ -81,7 +81,7 @@ def train(
         run.begin(
             dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed, checked.model.path)
         )
-        drive(experiment, run=run, start=Start(), quiet=quiet)
+        drive(experiment, run=run, start=DriverStart(), quiet=quiet)
 
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
@@ -187,7 +187,7 @@ def refusing() -> Iterator[None]:
         raise
 
 
-def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
+def drive(experiment: Experiment, run: RunDirectory, start: DriverStart, quiet: bool) -> None:
     """Run an experiment with header, view and closing lines; if ``quiet``, print only its id and problems."""
     from asyncrl_cli.monitors.outlet import run_terminal
 
@@ -195,7 +195,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
         _drive(experiment, run, start, quiet=quiet, terminal=terminal)
 
 
-def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bool, terminal: Terminal) -> None:
+def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, quiet: bool, terminal: Terminal) -> None:
     from asyncrl_cli.monitors.console import open_view
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.orchestrator.launch import run_experiment
@@ -239,29 +239,29 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bo
         show(summary(run, outcome, spec))
 
 
-def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
+def summary(run: RunDirectory, result: RunResult, spec: ExperimentSpec) -> str:
     from asyncrl_cli.monitors.mlflow.sender import target_of
 
-    lines = [f"\nfinished {counted(run.state.step, 'step')} in {outcome.seconds:.0f} s"]
-    for kind, after in sorted(outcome.accuracy.items()):
-        before = outcome.accuracy_before.get(kind)
+    lines = [f"\nfinished {counted(run.state.step, 'step')} in {result.seconds:.0f} s"]
+    for kind, after in sorted(result.accuracy.items()):
+        before = result.accuracy_before.get(kind)
         was = f"{before:.3f} -> " if before is not None else ""
         lines.append(f"held-out accuracy, {kind + ':':8} {was}{after:.3f}")
     results = {
-        "model": outcome.model and _shown(outcome.model),
-        "checkpoint": outcome.checkpoint and _shown(outcome.checkpoint),
-        **outcome.notes,
+        "model": result.model and _shown(result.model),
+        "checkpoint": result.checkpoint and _shown(result.checkpoint),
+        **result.notes,
         "run folder": _shown(run.path),
     }
     lines += [f"{name:11} {value}" for name, value in results.items() if value]
-    lines += [f"! {verdict}" for verdict in outcome.health.verdicts]
+    lines += [f"! {verdict}" for verdict in result.health.verdicts]
     lines += [
         "next:",
         f"  asyncrl report {run.argument} -o report.html",
         f"  asyncrl watch {run.argument}",
         f"  asyncrl inspect run {run.argument}",
     ]
-    if not any(finding.stops_learning for finding in outcome.health.open_findings):
+    if not any(finding.stops_learning for finding in result.health.open_findings):
         lines.append(f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}")
     store = target_of(spec).uri
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):

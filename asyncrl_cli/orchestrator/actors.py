@@ -17,8 +17,6 @@ from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_want
 from asyncrl_cli.orchestrator.placement import Examiner, PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import WATCHING, WRITING, TrainerLost, TrainerRanks
-from asyncrl_cli.records.groups import BufferSettings
-from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
@@ -144,25 +142,6 @@ class ActorFactory:
 
         placed = ray.remote(actor).options(num_cpus=0, scheduling_strategy=on_node(node), **options)
         return placed.remote(*arguments, self._logs)
-
-
-def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
-    """The spec's settings that the buffer needs."""
-    pipeline = spec.pipeline
-    return BufferSettings(
-        groups_per_step=pipeline.groups_per_step,
-        publish_every=pipeline.publish_every,
-        max_staleness=pipeline.max_staleness,
-        on_stale=pipeline.on_stale,
-        total_steps=spec.stop.total,
-        group_size=spec.rollout.group_size,
-        reject_uniform=spec.algorithm.uniform_groups == "reject",
-        note_solved=spec.data.filter is not None,
-        ahead=pipeline.ahead,
-        reward_parts=spec.algorithm.reward_parts,
-        parts_apart=spec.algorithm.parts_apart,
-        earlier_results=spec.algorithm.advantage == RUNNING_BASELINE,
-    )
 
 
 async def start_all(

@@ -1,5 +1,13 @@
 """Runs an experiment from start to end: cluster, actors, loop, results.
 
+``run_experiment`` starts Ray (cluster.py), then ``_start`` makes the run's parts and hands them over as ``Parts``:
+
+    Buffer                      first, because it records the faults of all others
+    ActorFactory                creates the actors; ``start_all`` starts engines, ranks and host agents together
+    TaskActors                  scorer, episode workers and gateway: the actors that run the task's code
+    GenerationClient, Watchdog, Evaluator, PromptSource     in the driver's process
+    Orchestrator                the loop, which makes its own parts from these (loop.py)
+
 Problems that can be detected in advance are raised before the first process starts. All started processes have ended
 when ``run_experiment`` returns or raises.
 """
@@ -28,19 +36,20 @@ from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings, start_all
+from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
-from asyncrl_cli.orchestrator.loop import Orchestrator
+from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.nodes import why_gone
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
+from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
@@ -56,8 +65,8 @@ INTERRUPT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """The start of a driver: of a new run (``train``), or at the end of the run's journal (``resume``)."""
+class DriverStart:
+    """How a driver begins: with a new run (``train``), or at the end of the run's journal (``resume``)."""
 
     kind: Literal["train", "resume"] = "train"
     note: str = ""  # for the journal
@@ -67,7 +76,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """The results of a finished run. Accuracies are by kind (``greedy``, ``sampled``), ``notes`` by monitor."""
 
     seconds: float
@@ -79,7 +88,7 @@ class Outcome:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: Start) -> Outcome:
+def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: DriverStart) -> RunResult:
     """Run an experiment to the last step. Afterwards the run's state on disk shows how it ended, also after an error.
 
     Raises ``UserError`` with the cause if the run cannot continue, ``Interrupted`` after Ctrl-C or SIGTERM.
@@ -105,15 +114,15 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
 
     try:
         with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
-            outcome = asyncio.run(_run(experiment, recorder=recorder, reporter=reporter, start=start, stop=stop))
+            result = asyncio.run(_run(experiment, recorder=recorder, reporter=reporter, start=start, stop=stop))
     except (KeyboardInterrupt, Interrupted):  # KeyboardInterrupt: before the event loop handled signals
         end(Ending("interrupted", reason="stopped by the user"))
         raise Interrupted from None
     except BaseException as error:
         end(_failure(error))
         raise
-    end(Ending("finished", _in_short(run, outcome)))
-    return replace(outcome, notes=dict(reporter.notes))
+    end(Ending("finished", _in_short(run, result)))
+    return replace(result, notes=dict(reporter.notes))
 
 
 def _cause(error: BaseException) -> str:
@@ -124,12 +133,14 @@ def _failure(error: BaseException) -> Ending:
     return Ending("failed", hide(str(error)) or type(error).__name__, _cause(error))
 
 
-def _in_short(run: RunDirectory, outcome: Outcome) -> str:
-    accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(outcome.accuracy.items())]
-    return f"finished {counted(run.state.step, 'step')} in {outcome.seconds:.0f} s{''.join(accuracies)}"
+def _in_short(run: RunDirectory, result: RunResult) -> str:
+    accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(result.accuracy.items())]
+    return f"finished {counted(run.state.step, 'step')} in {result.seconds:.0f} s{''.join(accuracies)}"
 
 
-async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, start: Start, stop: Stop) -> Outcome:
+async def _run(
+    experiment: Experiment, recorder: Recorder, reporter: Reporter, start: DriverStart, stop: Stop
+) -> RunResult:
     started = time.monotonic()
     spec, run = experiment.spec, recorder.run
     stop.attach()
@@ -149,7 +160,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         recorder.update(phase="running", steps=spec.stop.total)
         await until_stopped(while_ray_lives(orchestrator.run(), hint), stop)
         checkpoints = complete_checkpoints(run.path / "checkpoints")
-        outcome = Outcome(
+        result = RunResult(
             seconds=time.monotonic() - started,
             health=orchestrator.health,
             accuracy_before=reporter.accuracy_before,
@@ -157,7 +168,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
             model=run.path / MODEL,
             checkpoint=checkpoints[-1].folder if checkpoints else None,
         )
-        ending = Ending("finished", _in_short(run, outcome))
+        ending = Ending("finished", _in_short(run, result))
     except Interrupted:
         ending = Ending("interrupted")
         recorder.update(phase="interrupted")  # now, for users who look before the end
@@ -174,13 +185,13 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         reporter.finish(ending, [*in_cluster, *experiment.monitors])
         if not ray_is_lost():
             await asyncio.gather(*(close() for close in closing), return_exceptions=True)
-    return outcome
+    return result
 
 
 async def _start(
     experiment: Experiment,
     recorder: Recorder,
-    start: Start,
+    start: DriverStart,
     reporter: Reporter,
     closing: list[Callable[[], Awaitable[None]]],
 ) -> Orchestrator:
@@ -188,7 +199,7 @@ async def _start(
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     forget_requests(run)
     # The buffer first: it records the faults of all other parts.
-    settings = buffer_settings(spec)
+    settings = BufferSettings.of(spec)
     buffer, opening = await Buffer.open(run.path / FILE, settings, start.kind, start.note, start.base, limit_s=limit_s)
     closing.append(buffer.close)
 
@@ -273,25 +284,27 @@ async def _start(
         sets={name: held_out(name, prompts) for name, prompts in experiment.sets.items()},
     )
     return Orchestrator(
-        spec,
-        opening,
-        checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
-        demonstrated_tokens=experiment.demonstrated_tokens,
-        run=run,
-        buffer=buffer,
-        ranks=ranks,
-        replicas=replicas,
-        client=client,
-        make_engine=make_engine,
-        scoring=tasks.scoring,
-        prompts=PromptSource(
-            loader, encoder=encoder, first=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
-        ),
-        episodes=tasks.episodes,
-        evaluator=evaluator,
-        reporter=reporter,
-        budget=budget,
-        watchdog=watchdog,
+        Parts(
+            spec=spec,
+            opening=opening,
+            checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
+            run=run,
+            buffer=buffer,
+            ranks=ranks,
+            replicas=replicas,
+            client=client,
+            make_engine=make_engine,
+            scoring=tasks.scoring,
+            prompts=PromptSource(
+                loader, encoder=encoder, first=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
+            ),
+            episodes=tasks.episodes,
+            evaluator=evaluator,
+            reporter=reporter,
+            budget=budget,
+            watchdog=watchdog,
+            demonstrated_tokens=experiment.demonstrated_tokens,
+        )
     )
 
 

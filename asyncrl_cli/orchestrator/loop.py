@@ -5,6 +5,23 @@
 Generation and training wait for each other only if the buffer requires it, and the trainer does not wait until the
 engines have loaded a new version. The modes ``sync``, ``one_step_off`` and ``async`` only set the buffer's numbers; no
 code in this file depends on the mode.
+
+The loop connects these parts:
+
+    Buffer              decides which groups start and which are trained; records each decision before it takes effect
+    RolloutScheduler    admits groups, requests their rollouts, has them scored and recorded
+    GenerationClient    returns a rollout for each request, whatever happens to the engines in between
+    EnginePool          adds, restarts and removes engines
+    Scoring, Episodes   compute rewards, and play rollouts in which the task calls the model
+    ResilientTrainer    trains batches; brings restarted ranks back to the current step
+    Publisher           brings each weight version to all engines, and has them prove it; Replicas hold the bytes
+    Evaluator           measures the accuracy on held-out prompts
+    Checkpoints         saves the trainer's state; Uploads copies it elsewhere
+    StepRecorder        computes each step's metrics; the Reporter sends them to files and monitors
+    Watchdog            ends the run when one of the loop's waits takes too long
+
+No part knows the orchestrator. A part gets the parts that it uses, and informs others by return values, callbacks and
+the journal. So each part can be tested alone, and the order of events is readable in ``Orchestrator._loop``.
 """
 
 from __future__ import annotations
@@ -12,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, first_cause
@@ -34,7 +52,7 @@ from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.orchestrator.uploads import Uploads
 from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
-from asyncrl_cli.records.groups import Opening, PublishRecord, Taken
+from asyncrl_cli.records.groups import Opening, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
@@ -45,105 +63,104 @@ from asyncrl_cli.system.supervised_actor import RestartBudget
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts that have started when the loop begins. ``launch.py`` makes them."""
+
+    spec: ExperimentSpec
+    opening: Opening  # the journal's state at the start of this driver
+    checkpoint_step: int  # the step of the checkpoint from which the ranks have started; 0 without one
+    run: RunDirectory
+    buffer: Buffer
+    ranks: TrainerRanks
+    replicas: Replicas
+    client: GenerationClient
+    make_engine: Callable[[str], EngineProcess]  # makes an engine by its name, without starting it
+    scoring: Scoring
+    prompts: PromptSource
+    episodes: Episodes | None  # None if the driver generates the rollouts
+    evaluator: Evaluator
+    reporter: Reporter
+    budget: RestartBudget
+    watchdog: Watchdog
+    demonstrated_tokens: int = 0  # as in ``Experiment``
+
+
 class Orchestrator:
     """Runs the started parts from the journal's end to the last step."""
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        opening: Opening,
-        *,
-        checkpoint_step: int,
-        run: RunDirectory,
-        buffer: Buffer,
-        ranks: TrainerRanks,
-        replicas: Replicas,
-        client: GenerationClient,
-        make_engine: Callable[[str], EngineProcess],
-        scoring: Scoring,
-        prompts: PromptSource,
-        episodes: Episodes | None,
-        evaluator: Evaluator,
-        reporter: Reporter,
-        budget: RestartBudget,
-        watchdog: Watchdog,
-        demonstrated_tokens: int = 0,
-    ) -> None:
-        """``checkpoint_step``: the step of the checkpoint from which the ranks have started; 0 without one.
-        ``demonstrated_tokens`` as in ``Experiment``."""
+    def __init__(self, parts: Parts) -> None:
+        spec = parts.spec
         self._spec = spec
-        self._opening = opening
-        self._run = run
-        self._buffer = buffer
-        self._ranks = ranks
-        self._client = client
-        self._evaluator = evaluator
-        self._reporter = reporter
-        self._watchdog = watchdog
+        self._opening = parts.opening
+        self._run = parts.run
+        self._buffer = parts.buffer
+        self._ranks = parts.ranks
+        self._client = parts.client
+        self._evaluator = parts.evaluator
+        self._reporter = parts.reporter
+        self._watchdog = parts.watchdog
         self._tasks = asyncio.TaskGroup()
-        self._step = opening.step
-        self._checkpoints = Checkpoints(run, ranks, spec)
-        self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
-        self._uploads = Uploads(spec.checkpoints, run, buffer, reporter.warn)
+        self._checkpoints = Checkpoints(parts.run, parts.ranks, spec)
+        self._uploads = Uploads(spec.checkpoints, parts.run, parts.buffer, parts.reporter.warn)
         self._steps = StepRecorder(
             spec,
-            client=client,
-            prompts=prompts,
-            buffer=buffer,
-            reporter=reporter,
-            reported=opening.trained,
-            history=run.read("metrics.jsonl"),
-            demonstrated_tokens=demonstrated_tokens,
+            client=parts.client,
+            prompts=parts.prompts,
+            buffer=parts.buffer,
+            reporter=parts.reporter,
+            reported=parts.opening.trained,
+            history=parts.run.read("metrics.jsonl"),
+            demonstrated_tokens=parts.demonstrated_tokens,
         )
-        turns = GpuTurns(client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
+        turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(
-            ranks,
-            buffer=buffer,
-            run=run,
-            budget=budget,
-            step=checkpoint_step,
+            parts.ranks,
+            buffer=parts.buffer,
+            run=parts.run,
+            budget=parts.budget,
+            step=parts.checkpoint_step,
             repeated=self._repeated,
             gpu_turn=turns.trainer,
         )
         self._publisher = Publisher(
             spec,
+            opening=parts.opening,
             trainer=self._trainer,
-            ranks=ranks,
-            client=client,
-            replicas=replicas,
-            buffer=buffer,
-            watchdog=watchdog,
-            budget=budget,
-            opened=(opening.version, opening.checksum),
-            published=self._note_published,
+            client=parts.client,
+            replicas=parts.replicas,
+            buffer=parts.buffer,
+            watchdog=parts.watchdog,
+            budget=parts.budget,
         )
         self._scheduler = RolloutScheduler(
             spec,
-            buffer=buffer,
-            client=client,
-            scoring=scoring,
-            prompts=prompts,
+            buffer=parts.buffer,
+            client=parts.client,
+            scoring=parts.scoring,
+            prompts=parts.prompts,
             spawn=self._spawn,
-            episodes=episodes,
-            warn=reporter.warn,
+            episodes=parts.episodes,
+            warn=parts.reporter.warn,
         )
         self._pool = EnginePool(
             (spec.rollout.min_engines, spec.rollout.max_engines),
-            run,
-            make=make_engine,
-            client=client,
+            parts.run,
+            make=parts.make_engine,
+            client=parts.client,
             weights=self._publisher,
-            buffer=buffer,
-            budget=budget,
-            reporter=reporter,
+            buffer=parts.buffer,
+            budget=parts.budget,
+            reporter=parts.reporter,
             gpu_turn=turns.engines,
         )
+        self._step = parts.opening.step
+        self._written = parts.opening.version  # the newest version that was written
+        self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
+        self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
+        self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
         self._evaluation: asyncio.Task[None] | None = None
         self._fixed_version = False  # True while an evaluation needs one version, so publishes wait for it
-        self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
-        self._written = opening.version  # the newest version that was written
-        self._published: PublishRecord | None = None  # not reported yet
-        self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
 
     @property
     def health(self) -> HealthWatch:
@@ -275,8 +292,7 @@ class Orchestrator:
                 if alternating:
                     await self._publisher.delivered()
             publish_s = time.monotonic() - trained_at
-            published, self._published = self._published, None
-            self._steps.report(taken, report, published, publish_s, self._publish_wait_s)
+            self._steps.report(taken, report, self._publisher.take_record(), publish_s, self._publish_wait_s)
             self._spawn(self._steps.flush())
             # Only after the report: while it is set, ``settle`` reports the step of an interrupted run.
             self._in_flight = None
@@ -355,10 +371,6 @@ class Orchestrator:
         await self._publisher.publish(self._written + 1, self._publish_wait_s)
         self._written += 1
         self._spawn(self._publisher.delivered())  # an error ends the run immediately
-
-    def _note_published(self, record: PublishRecord) -> None:
-        self._published = record
-        self._client.room.set()
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
         self._watchdog.caught_up()

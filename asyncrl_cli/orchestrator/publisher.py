@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +29,9 @@ from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.probe_check import ProbeCheck
 from asyncrl_cli.orchestrator.replicas import AgentLost, Replicas, Written
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer, StepPassed
-from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import DRIVER, Watchdog
 from asyncrl_cli.records.generation import Attestation
-from asyncrl_cli.records.groups import PublishRecord
+from asyncrl_cli.records.groups import Opening, PublishRecord
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
@@ -82,27 +81,21 @@ class Publisher:
         self,
         spec: ExperimentSpec,
         *,
+        opening: Opening,
         trainer: ResilientTrainer,
-        ranks: TrainerRanks,
         client: GenerationClient,
         replicas: Replicas,
         buffer: Buffer,
         watchdog: Watchdog,
         budget: RestartBudget,
-        opened: tuple[int, str | None],
-        published: Callable[[PublishRecord], None],
     ) -> None:
-        """``opened``: the journal's version at the start of this driver and the checksum of its bytes; None if its
-        publish was not recorded. ``published`` gets the record of each ``publish`` once it is durable."""
+        self._opening = opening
         self._trainer = trainer
-        self._ranks = ranks
         self._client = client
         self._replicas = replicas
         self._buffer = buffer
         self._watchdog = watchdog
         self._budget = budget
-        self._opened = opened
-        self._published = published
         self._publish_every = spec.pipeline.publish_every
         self._policy = spec.pipeline.weight_update
         # With drain, an engine's update takes as long as its rollouts.
@@ -111,6 +104,7 @@ class Publisher:
         self._withdraw_s = min(WITHDRAW_S, spec.rollout.hang_seconds)
         self._check = ProbeCheck(spec)
         self._current: Publication | None = None
+        self._record: PublishRecord | None = None  # of the newest publish, until ``take_record``
         self._available = asyncio.Event()  # set while the hosts together have the current version, as far as we know
         # Held while a version is written and its delivery begins: agents have memory for one write at a time.
         self._turn = asyncio.Lock()
@@ -137,6 +131,11 @@ class Publisher:
         if self._delivery is not None:
             await asyncio.shield(self._delivery)
 
+    def take_record(self) -> PublishRecord | None:
+        """The record of the newest publish, once: the step that reports it takes it."""
+        record, self._record = self._record, None
+        return record
+
     async def restore(self, go_back: bool = True) -> None:
         """Write the current version again if no host has it: after a resume, or after its agents died.
 
@@ -146,7 +145,7 @@ class Publisher:
             await self.delivered()
             if self._available.is_set():
                 return
-            version, checksum = self._opened
+            version, checksum = self._opening.version, self._opening.checksum
             if self._current is not None:
                 version, checksum = self._current.manifest.version, self._current.manifest.checksum
             try:
@@ -180,9 +179,9 @@ class Publisher:
         """Raises ``StepPassed`` if the trainer is at a later step; with ``go_back`` it returns to a checkpoint."""
 
         async def write() -> Written:
-            self._replicas.keep({*self._ranks.nodes, *(engine.process.node for engine in self._client.engines)})
+            self._replicas.keep({*self._trainer.ranks.nodes, *(engine.process.node for engine in self._client.engines)})
             served = None if self._current is None else self._current.manifest
-            writing = self._replicas.write(self._ranks, version, served)
+            writing = self._replicas.write(self._trainer.ranks, version, served)
             return await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
 
         cause = f"every host has lost version {version}, so the trainer writes it again"
@@ -195,7 +194,8 @@ class Publisher:
         # Only now, when all engines have proved it: recording it raises the ledger's version, and a group admitted at
         # this version must not get an older token (decision 0001).
         await self._buffer.publish(record)
-        self._published(record)
+        self._record = record
+        self._client.room.set()  # the ledger has room for groups at the new version
 
     async def _deliver(self, written: Written) -> PublishRecord:
         """Have all serving engines load and prove a version. The ranks may train during the call.

@@ -20,9 +20,9 @@ from asyncrl_cli.journal.progress import loader_position, newest_prompts, steps_
 from asyncrl_cli.journal.rollout_rows import prompt_texts
 from asyncrl_cli.journal.schema import FILE, check, is_begun, reading
 from asyncrl_cli.journal.writer import Journal
-from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.experiment import Experiment
-from asyncrl_cli.orchestrator.launch import Start
+from asyncrl_cli.orchestrator.launch import DriverStart
+from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.changes import training_changes
@@ -37,7 +37,7 @@ COMPARED_ROWS = 1000
 class Plan:
     """How a run is resumed, and which files are archived first."""
 
-    start: Start
+    start: DriverStart
     trained: int
     """Number of steps recorded as trained. Later steps are reported again, so their metrics are dropped."""
     again: bool
@@ -50,7 +50,7 @@ class Plan:
     changed: str = ""
     """A text about the steps that are trained again to other weights because training settings changed."""
 
-    def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
+    def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> DriverStart:
         """Archive the files that do not belong to the resumed run; returns its start.
 
         ``accept_changed_data``: never compare the prompts recorded so far with the data again.
@@ -85,7 +85,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     if without_journal:
         first, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
         return Plan(
-            Start("resume", note=note, checkpoint=checkpoint, base=base), first, again=True, without_journal=True
+            DriverStart("resume", note=note, checkpoint=checkpoint, base=base), first, again=True, without_journal=True
         )
     journal = run.path / FILE
     instead = f"restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
@@ -123,7 +123,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     changed = f"{steps} trained again with the new settings, and their weights will differ" if differ else ""
     again = differ or step is not None
     return Plan(
-        Start("resume", note, checkpoint),
+        DriverStart("resume", note, checkpoint),
         trained=min(trained, first) if again else trained,
         again=again,
         without_journal=False,
@@ -137,7 +137,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
     batches from step ``first`` on. Changes nothing. True if further prompts are needed to reach the last step."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
-        book = DurableLedger(run.path / FILE, buffer_settings(spec), journal=journal)
+        book = DurableLedger(run.path / FILE, BufferSettings.of(spec), journal=journal)
         waiting = len(book.opening().waiting)
         for step in range(first, taken):
             try:

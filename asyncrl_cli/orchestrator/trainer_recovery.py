@@ -49,7 +49,7 @@ class ResilientTrainer:
         self.ready = True
         """True if the ranks live and have exactly the weights after ``step`` steps. A cancelled step leaves it False,
         because the ranks finish the step."""
-        self._ranks = ranks
+        self.ranks = ranks
         self._buffer = buffer
         self._run = run
         self._budget = budget
@@ -78,7 +78,7 @@ class ResilientTrainer:
     async def catch_up(self, step: int = 0) -> None:
         """Restart the ranks if one has died, and train recorded batches until at least ``step`` steps are done."""
         async with self._turn:
-            await self._at(max(step, self.step), self._ranks.check)
+            await self._at(max(step, self.step), self.ranks.check)
 
     async def guard(self) -> None:
         """Recover ranks that die while they are idle, before the next step needs them. Never ends."""
@@ -104,7 +104,7 @@ class ResilientTrainer:
             # one the same weights follow, after more repeated steps.
             newest = await asyncio.to_thread(newest_undamaged, self._run, step)
             self.step, folder = (newest.step, newest.folder) if newest else (0, None)
-            await self._ranks.restart(folder)
+            await self.ranks.restart(folder)
             self.ready = True
         while self.step < step:
             # From the journal, not from memory: a repeated step must see exactly the recorded batch (decision 0009).
@@ -120,6 +120,6 @@ class ResilientTrainer:
         async with self._gpu_turn():
             # Before the call: if it is cancelled, the ranks still finish the step, and nobody learns when.
             self.ready = False
-            report = await self._ranks.train_step(batch)
+            report = await self.ranks.train_step(batch)
             self.step, self.ready = batch.step + 1, True
         return report

@@ -11,6 +11,8 @@ from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 OnStale = Literal["wait", "requeue", "train"]
 """The policy for a running group that must be in the next batch to meet its deadline."""
@@ -53,6 +55,25 @@ class BufferSettings:
     """Compare each part instead of the weighted sum."""
     earlier_results: bool = False
     """Fill ``TrainingGroup.earlier`` in batches."""
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec) -> BufferSettings:
+        """The settings of a spec."""
+        pipeline, algorithm = spec.pipeline, spec.algorithm
+        return cls(
+            groups_per_step=pipeline.groups_per_step,
+            publish_every=pipeline.publish_every,
+            max_staleness=pipeline.max_staleness,
+            on_stale=pipeline.on_stale,
+            total_steps=spec.stop.total,
+            group_size=spec.rollout.group_size,
+            reject_uniform=algorithm.uniform_groups == "reject",
+            note_solved=spec.data.filter is not None,
+            ahead=pipeline.ahead,
+            reward_parts=algorithm.reward_parts,
+            parts_apart=algorithm.parts_apart,
+            earlier_results=algorithm.advantage == RUNNING_BASELINE,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.experiment import Experiment
-from asyncrl_cli.orchestrator.launch import Start
+from asyncrl_cli.orchestrator.launch import DriverStart
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -465,7 +465,7 @@ class Checks:
 def resumed(asyncrl: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Resumes a run until it would start; gives the resumed run's spec and start."""
 
-    def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
+    def drive(experiment: Experiment, run: RunDirectory, start: DriverStart, quiet: bool) -> None:
         spec, checkpoint = experiment.spec, start.checkpoint
         print(spec.runs_dir, spec.stop.steps, start.kind, checkpoint and checkpoint.step, repr(start.note))
         raise SystemExit(7)
@@ -510,9 +510,9 @@ def test_the_closing_lines_of_a_run_that_learned_nothing_name_the_cause_and_do_n
     spec = load_spec(Path(__file__).parents[2] / "specs/quickstart.yaml").spec
     row = {"reward/mean": 0.5, "reward/std": 0.0, "reward/uniform_groups": 1.0, "train/updates": 0.0}
     idle = HealthWatch(spec.model_dump(mode="json"), [row | {"step": float(step)} for step in (1, 2, 3)])
-    lines = running.summary(run, launch.Outcome(1.0, health=idle), spec).splitlines()
+    lines = running.summary(run, launch.RunResult(1.0, health=idle), spec).splitlines()
     verdict = lines.index("! 0 of 96 groups had different rewards: nothing was learned")
     assert lines[verdict + 1].startswith("! 32 of 32 groups had equal rewards (mean 0.5), since step 1. Usual cause: ")
     assert verdict < lines.index("next:") and not any("asyncrl resume" in line for line in lines)
-    healthy = running.summary(run, launch.Outcome(1.0), spec)
+    healthy = running.summary(run, launch.RunResult(1.0), spec)
     assert "asyncrl resume" in healthy and "!" not in healthy

@@ -24,7 +24,7 @@ from asyncrl_cli.journal.events import KINDS
 from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
-from asyncrl_cli.orchestrator.launch import Outcome, Start
+from asyncrl_cli.orchestrator.launch import DriverStart, RunResult
 from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -81,14 +81,14 @@ def test_commands_end_with_the_documented_exit_codes(
 def test_a_quiet_run_prints_its_id_and_problems(
     quiet: bool, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def run_experiment(_: Any, **parts: Any) -> Outcome:
+    def run_experiment(_: Any, **parts: Any) -> RunResult:
         view = parts["console"]
         view.status("starting engines")
         view.warn("engine-0: gone")
         os.write(1, b"what a library prints\n")
         if stopped:
             raise Interrupted
-        return Outcome(1.0)
+        return RunResult(1.0)
 
     monkeypatch.setattr(launch, "run_experiment", run_experiment)
     (tmp_path / "spec.yaml").write_text(SPEC)
@@ -96,7 +96,7 @@ def test_a_quiet_run_prints_its_id_and_problems(
     run = RunDirectory.create(tmp_path / "runs", "test")
     code = 0
     try:
-        drive(experiment, run, Start(), quiet)
+        drive(experiment, run, DriverStart(), quiet)
     except BaseException as ended:
         code = ended.exit_code  # type: ignore[attr-defined]
     assert code == (INTERRUPTED if stopped else 0)

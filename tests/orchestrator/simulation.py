@@ -29,12 +29,11 @@ from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.orchestrator.engines import client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
-from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
-from asyncrl_cli.orchestrator.loop import Orchestrator
+from asyncrl_cli.orchestrator.launch import DriverStart, _save_before_leaving
+from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
@@ -48,7 +47,7 @@ from asyncrl_cli.records.generation import (
     Segment,
     TokenSequence,
 )
-from asyncrl_cli.records.groups import Counts
+from asyncrl_cli.records.groups import BufferSettings, Counts
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import Probe, RankLocation, StepReport, TrainingBatch
@@ -501,7 +500,7 @@ class Simulation:
         self.fate = fate
         self.view = View()
         self.drivers = 0
-        self.starts: list[Start] = []
+        self.starts: list[DriverStart] = []
         self._actors: list[Actor] = []
 
     def play(self) -> None:
@@ -510,11 +509,11 @@ class Simulation:
             asyncio.run(asyncio.wait_for(self._play(), LIMIT_S))
 
     async def _play(self) -> None:
-        start = Start()
+        start = DriverStart()
         while not await self._drive(start):
             start = prepare(self.run, self.spec, None, "", without_journal=False).carry_out(self.run)
 
-    async def _drive(self, start: Start) -> bool:
+    async def _drive(self, start: DriverStart) -> bool:
         """Run one driver. True if it reached the end."""
         self.drivers += 1
         self.starts.append(start)
@@ -545,7 +544,7 @@ class Simulation:
         assert self.recorder.close() == ""
         return finished
 
-    async def _start(self, start: Start) -> Orchestrator:
+    async def _start(self, start: DriverStart) -> Orchestrator:
         spec, run = self.spec, self.run
         self.recorder = Recorder(run, self.view.warn)
         reporter = Reporter(self.recorder, self.view)
@@ -555,7 +554,7 @@ class Simulation:
 
         budget = RestartBudget(1000, record, lambda text: None)
         buffer, opening = await SimulatedBuffer.open(
-            run.path / FILE, buffer_settings(spec), start.kind, start.note, start.base, limit_s=600.0
+            run.path / FILE, BufferSettings.of(spec), start.kind, start.note, start.base, limit_s=600.0
         )
         buffer.fate, self.buffer = self.fate, buffer
         hosts = StandInHosts(budget)
@@ -597,26 +596,28 @@ class Simulation:
             sets={name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
         )
         orchestrator = Orchestrator(
-            spec,
-            opening,
-            checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
-            run=run,
-            buffer=buffer,
-            ranks=ranks,
-            replicas=hosts.replicas,
-            client=client,
-            make_engine=cluster.engine,  # type: ignore[arg-type]
-            scoring=scorer,
-            prompts=PromptSource(
-                loader_of(spec),
-                encoder,  # type: ignore[arg-type]
-                opening.waiting,
-            ),
-            episodes=None,
-            evaluator=evaluator,
-            reporter=reporter,
-            budget=budget,
-            watchdog=dog,
+            Parts(
+                spec=spec,
+                opening=opening,
+                checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
+                run=run,
+                buffer=buffer,
+                ranks=ranks,
+                replicas=hosts.replicas,
+                client=client,
+                make_engine=cluster.engine,  # type: ignore[arg-type]
+                scoring=scorer,
+                prompts=PromptSource(
+                    loader_of(spec),
+                    encoder,  # type: ignore[arg-type]
+                    opening.waiting,
+                ),
+                episodes=None,
+                evaluator=evaluator,
+                reporter=reporter,
+                budget=budget,
+                watchdog=dog,
+            )
         )
         cluster.pool = orchestrator._pool
         cluster.pool._draining, cluster.pool._why_gone = cluster.draining, cluster.why_gone

@@ -83,18 +83,16 @@ class Harness:
         ranks: Any = SimpleNamespace(
             write=self._write, layout=self._layout, check=self._check_ranks, nodes=("trainer",)
         )
-        trainer: Any = SimpleNamespace(at=lambda step, work, go_back: work())
+        trainer: Any = SimpleNamespace(at=lambda step, work, go_back: work(), ranks=ranks)
         self.publisher = Publisher(
             spec(),
+            opening=SimpleNamespace(version=-1, checksum=None),  # type: ignore[arg-type]
             trainer=trainer,
-            ranks=ranks,
             client=self.client,
             replicas=self.hosts.replicas,
             buffer=SimpleNamespace(publish=lambda record: asyncio.sleep(0)),  # type: ignore[arg-type]
             watchdog=watchdog(),
             budget=budget,
-            opened=(-1, None),
-            published=lambda record: None,
         )
         self.serving = asyncio.Semaphore(0)
         self.keeper = EngineKeeper(self.client, self.publisher, joined=lambda _: self.serving.release())

@@ -161,11 +161,11 @@ def ended(
             if hit:
                 signal.raise_signal(signal.SIGINT)
 
-    async def work(experiment: Any, recorder: Any, reporter: Any, start: Any, stop: Stop) -> launch.Outcome:
+    async def work(experiment: Any, recorder: Any, reporter: Any, start: Any, stop: Stop) -> launch.RunResult:
         stop.attach()
         if cause is not None:
             raise cause
-        return launch.Outcome(1.0)
+        return launch.RunResult(1.0)
 
     monkeypatch.setattr(launch, "ray_cluster", cluster)
     monkeypatch.setattr(launch, "_run", work)
@@ -174,7 +174,7 @@ def ended(
     experiment: Any = SimpleNamespace(spec=None, monitors=())
     try:
         with pytest.raises(type(cause)) if cause is not None else nullcontext():
-            launch.run_experiment(experiment, directory, view, launch.Start())
+            launch.run_experiment(experiment, directory, view, launch.DriverStart())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

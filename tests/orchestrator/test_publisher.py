@@ -95,6 +95,8 @@ class Harness:
         self.step_now = -1
         """The step of the trainer's weights; -1: always the requested step."""
         self.recorded: list[PublishRecord] = []
+        self.room = asyncio.Event()
+        self.ranks = self
         self.notes = Notes()
         self.hosts = StandInHosts(self.notes.budget())
         self.engines = [self.state(f"engine-{i}", engine, f"c{i}" if i else "a") for i, engine in enumerate(engines)]
@@ -103,15 +105,13 @@ class Harness:
         stand_in: Any = self
         self.publisher = Publisher(
             spec(**sections),
+            opening=SimpleNamespace(version=opened[0], checksum=opened[1]),  # type: ignore[arg-type]
             trainer=stand_in,
-            ranks=stand_in,
             client=stand_in,
             replicas=self.hosts.replicas,
             buffer=SimpleNamespace(publish=self._record),  # type: ignore[arg-type]
             watchdog=watchdog(),
             budget=self.notes.budget(),
-            opened=opened,
-            published=lambda record: None,
         )
 
     def state(self, name: str, engine: Engine | None, node: str) -> Any:

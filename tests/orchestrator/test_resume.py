@@ -15,11 +15,10 @@ from stand_ins import prompts, rollout, spec
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE, JournalError, check
-from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.orchestrator.launch import Start
+from asyncrl_cli.orchestrator.launch import DriverStart
 from asyncrl_cli.orchestrator.replay import changes_since
 from asyncrl_cli.orchestrator.resume import prepare
-from asyncrl_cli.records.groups import Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
@@ -42,7 +41,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
     """A journal with this many taken and trained steps, and a row of metrics for each taken step."""
-    book = DurableLedger(run.path / FILE, buffer_settings(SPEC), base)
+    book = DurableLedger(run.path / FILE, BufferSettings.of(SPEC), base)
     first = book.ledger.step
     trained = taken if trained is None else trained
     for step in range(first, taken):
@@ -78,7 +77,7 @@ def finish(run: RunDirectory) -> None:
     run.update(phase="finished")
 
 
-def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_journal: bool = False) -> Start:
+def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_journal: bool = False) -> DriverStart:
     of = SPEC.model_copy(update={"stop": spec(stop={"steps": steps}).stop})
     return prepare(run, of, step, "n=1", without_journal).carry_out(run)
 
@@ -106,7 +105,7 @@ def metrics(run: RunDirectory) -> list[int]:
 
 
 def test_a_run_that_died_before_anything_was_recorded_begins(run: RunDirectory) -> None:
-    assert start(run) == Start("resume", "n=1", None)
+    assert start(run) == DriverStart("resume", "n=1", None)
 
 
 @pytest.mark.parametrize("begun", [b"", None], ids=["an empty file", "no tables"])
@@ -117,7 +116,7 @@ def test_a_journal_that_was_never_begun_is_one_without_history(run: RunDirectory
         connection.close()
     else:
         (run.path / FILE).write_bytes(begun)
-    assert start(run) == Start("resume", "n=1", None)
+    assert start(run) == DriverStart("resume", "n=1", None)
     check(run.path / FILE)
 
 
@@ -125,7 +124,7 @@ def test_the_newest_checkpoint_is_where_the_trainer_starts(run: RunDirectory) ->
     record(run, taken=6)
     save(run, 2)
     newest = save(run, 4)
-    assert start(run) == Start("resume", "n=1", newest)
+    assert start(run) == DriverStart("resume", "n=1", newest)
     assert metrics(run) == [1, 2, 3, 4, 5, 6]
 
 
@@ -176,7 +175,7 @@ def test_a_run_that_died_after_its_last_step_continues(run: RunDirectory, missin
         (run.path / MODEL / "config.json").unlink()
     else:
         run.update(phase="running")
-    assert start(run) == Start("resume", "n=1", None)
+    assert start(run) == DriverStart("resume", "n=1", None)
 
 
 def test_a_run_cannot_end_before_steps_that_it_has_taken(run: RunDirectory) -> None:
@@ -290,7 +289,7 @@ def test_damage_to_what_is_trained_again_is_found_before_anything_starts(
 def test_tokens_that_were_dropped_keep_a_run_from_starting_before_them(run: RunDirectory) -> None:
     record(run, taken=6)
     save(run, 4)
-    book = DurableLedger(run.path / FILE, buffer_settings(SPEC))
+    book = DurableLedger(run.path / FILE, BufferSettings.of(SPEC))
     book.journal.prune(4)
     book.journal.close()
     assert (
@@ -309,7 +308,7 @@ def test_steps_that_are_trained_again_from_a_named_checkpoint_are_reported_again
         save(run, saved)
     start(run, step=2)
     assert metrics(run) == [1, 2]
-    book = DurableLedger.begin(run.path / FILE, buffer_settings(SPEC), "resume", "")
+    book = DurableLedger.begin(run.path / FILE, BufferSettings.of(SPEC), "resume", "")
     assert book.opening().trained == 2
     book.journal.trained(StepRecord(1, "other", {"loss": 1.0}))
     book.journal.trained(StepRecord(2, "other", {"loss": 1.0}))
@@ -329,7 +328,7 @@ def test_steps_that_are_trained_again_with_other_settings_are_announced_and_repo
     start_again = plan.carry_out(run)
     assert "steps 3 to 4 are trained again with the new settings" in start_again.note
     assert metrics(run) == [1, 2]
-    DurableLedger.begin(run.path / FILE, buffer_settings(SPEC), "resume", start_again.note).journal.close()
+    DurableLedger.begin(run.path / FILE, BufferSettings.of(SPEC), "resume", start_again.note).journal.close()
     (reason,) = changes_since(run, 2)
     assert reason == "the resume after step 4 changed trainer.optimizer.learning_rate=0.1"
     assert changes_since(run, 4) == [], "a checkpoint of step 4 has the weights of the new settings"
@@ -352,7 +351,7 @@ def test_without_its_journal_a_run_continues_from_a_checkpoint_alone(run: RunDir
     journal = (run.path / FILE).read_bytes()
     (run.path / f"{FILE}-wal").write_bytes(b"a log")
     continuation = start(run, without_journal=True)
-    assert continuation == Start("resume", "without the old journal, n=1", checkpoint, checkpoint.state())
+    assert continuation == DriverStart("resume", "without the old journal, n=1", checkpoint, checkpoint.state())
     assert continuation.base is not None
     assert continuation.base["step"] == 4
     assert metrics(run) == [1, 2, 3, 4]
@@ -416,7 +415,7 @@ def test_without_the_journal_later_checkpoints_are_archived(run: RunDirectory, s
 
 def test_without_journal_and_checkpoint_a_run_starts_over(run: RunDirectory) -> None:
     record(run, taken=3)
-    assert start(run, without_journal=True) == Start("resume", "without the old journal, n=1", None, None)
+    assert start(run, without_journal=True) == DriverStart("resume", "without the old journal, n=1", None, None)
     assert metrics(run) == []
 
 
@@ -426,7 +425,7 @@ def test_steps_before_the_journal_began_count(run: RunDirectory) -> None:
         run.append("metrics.jsonl", {"step": step})
     checkpoint = save(run, 4)
     record(run, taken=4, base=checkpoint.state())
-    assert start(run) == Start("resume", "n=1", checkpoint)
+    assert start(run) == DriverStart("resume", "n=1", checkpoint)
     assert metrics(run) == [1, 2, 3, 4]
     assert refused(run, steps=3).message == "the run has taken 4 steps, more than 3"
     record(run, taken=6, trained=5)

@@ -15,17 +15,16 @@ from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.experiment import Experiment
-from asyncrl_cli.orchestrator.launch import Start
+from asyncrl_cli.orchestrator.launch import DriverStart
 from asyncrl_cli.orchestrator.resume import Plan, check_data
-from asyncrl_cli.records.groups import Candidate
+from asyncrl_cli.records.groups import BufferSettings, Candidate
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.inputs import SplitSpec
 
 SPEC = spec(rollout={"group_size": 1}, pipeline={"groups_per_step": 1, "max_staleness": 0})
-PLAN = Plan(Start("resume"), trained=0, again=False, without_journal=False)
+PLAN = Plan(DriverStart("resume"), trained=0, again=False, without_journal=False)
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for 
 
 def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
     """Admit prompts like a run."""
-    book = DurableLedger(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100, total_steps=100))
+    book = DurableLedger(run.path / FILE, replace(BufferSettings.of(SPEC), max_staleness=100, total_steps=100))
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     for serial in range(1, count + 1):
         book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
@@ -85,7 +84,7 @@ def test_edited_data_is_noticed_before_the_run_continues(
 def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: RunDirectory) -> None:
     experiment = with_data(run, ROWS)
     waiting = {"uid": "from before", "content": "text", "fields": {}}
-    book = DurableLedger(run.path / FILE, buffer_settings(SPEC), {"step": 0, "prompts": [waiting]})
+    book = DurableLedger(run.path / FILE, BufferSettings.of(SPEC), {"step": 0, "prompts": [waiting]})
     book.admit([Candidate(1, Prompt("from before", "text"), (1,), {"epoch": 0, "position": 5})])
     book.journal.commit(book.journal.noted())
     check_data(run, experiment, PLAN)
@@ -96,7 +95,7 @@ def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
     check_data(run, experiment, PLAN, accept_changed_data=True)
     PLAN.carry_out(run, accept_changed_data=True)
     book = DurableLedger.begin(
-        run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100, total_steps=100), "resume", ""
+        run.path / FILE, replace(BufferSettings.of(SPEC), max_staleness=100, total_steps=100), "resume", ""
     )
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     loader.restore(book.opening().loader or {})
@@ -125,6 +124,6 @@ def test_data_without_the_place_of_the_run_is_refused_before_anything_starts(run
     admit(run, with_data(run, ROWS), 7)
     with pytest.raises(DataError, match="there is no position 7 in epoch 0 of 5 training prompts"):
         check_data(run, with_data(run, ROWS[:5]), PLAN, accept)
-    checkpoint = Start("resume", base={"loader": {"epoch": 0, "position": 7}})
+    checkpoint = DriverStart("resume", base={"loader": {"epoch": 0, "position": 7}})
     with pytest.raises(DataError, match="there is no position 7"):
         check_data(run, with_data(run, ROWS[:5]), Plan(checkpoint, 0, again=True, without_journal=True))

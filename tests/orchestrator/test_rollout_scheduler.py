@@ -34,11 +34,10 @@ from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import open_for_reading
-from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
-from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting
+from asyncrl_cli.records.groups import BufferSettings, Counts, PublishRecord, Taken, Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.workers.scoring import Response
@@ -104,7 +103,7 @@ class Harness:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the journal, and continue the run."""
-        self.buffer, opening = await Buffer.open(self.journal, buffer_settings(self.spec), "train", limit_s=600.0)
+        self.buffer, opening = await Buffer.open(self.journal, BufferSettings.of(self.spec), "train", limit_s=600.0)
         self.groups = RolloutScheduler(
             self.spec,
             buffer=self.buffer,

@@ -21,8 +21,8 @@ from asyncrl_cli.journal import events
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator import uploads as subject
-from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.uploads import Uploads
+from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.runs.checkpoints import checkpoint_name, keep_reasons, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
@@ -48,7 +48,7 @@ class Driver:
         asyncio.run(self._save(steps))
 
     async def _save(self, steps: tuple[int, ...]) -> None:
-        buffer, _ = await Buffer.open(self.run.path / FILE, buffer_settings(spec()), "train", limit_s=60.0)
+        buffer, _ = await Buffer.open(self.run.path / FILE, BufferSettings.of(spec()), "train", limit_s=60.0)
         uploads = Uploads(CheckpointSpec(upload=self.target), self.run, buffer, self.warnings.append)
         uploads.begin()
         for step in steps:
