@@ -37,12 +37,12 @@ from asyncrl_cli.data.rows import LazyPrompts
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings
+from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Placement, Rollout, RolloutRequest, Segment
-from asyncrl_cli.records.groups import Opening, PublishRecord, StepRecord, Taken
+from asyncrl_cli.records.groups import BufferSettings, Opening, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.client import GenerationClient
@@ -444,7 +444,7 @@ def main() -> None:
 async def measured(engines: int, load: Load, folder: Path) -> dict[str, float]:
     """The figures for one number of engines."""
     spec = load.spec(engines)
-    buffer, opening = await Buffer.open(folder / FILE, buffer_settings(spec), "train", limit_s=NEVER_S)
+    buffer, opening = await Buffer.open(folder / FILE, BufferSettings.of(spec), "train", limit_s=NEVER_S)
     return await Driver(spec, folder, load, buffer).measure(opening)
 
 
