@@ -261,7 +261,7 @@ class Session:
         on_tokens(call.replayed.ids.tolist())
 
         def grown(segments: list[Segment]) -> None:
-            on_tokens(self._transcript.grow(call, segments).ids.tolist())
+            on_tokens(self._transcript.grow(call, segments))
 
         request = RolloutRequest(
             rollout_id=request_id,
@@ -402,7 +402,7 @@ class Session:
         ids = np.asarray(prompt, np.int32)
 
         def covers(branch: Branch, turn: Turn) -> int | None:
-            known = branch.known.ids[: turn.end]
+            known = branch.known.tokens.ids[: turn.end]
             return turn.end if np.array_equal(known, ids[: turn.end]) else None
 
         return Rendered(tuple(ids.tolist()), self._transcript.longest(covers))
@@ -474,7 +474,7 @@ def _chat_errors() -> Iterator[None]:
 
 
 def _until(branch: Branch, turn: Turn) -> list[int]:
-    before: list[int] = branch.known.ids[: turn.end].tolist()
+    before: list[int] = branch.known.tokens.ids[: turn.end].tolist()
     return before
 
 

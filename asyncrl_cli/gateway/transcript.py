@@ -6,8 +6,8 @@ Invariants (decision 0017):
   call's prompt begins with all tokens of its branch.
 * Every sampled token is sampled in exactly one branch. Other branches have it as ``CONTEXT``.
 * A branch has at most one running call. An abandoned call leaves the branch unchanged.
-* ``on_segments`` gets a branch's tokens from 0 on, without gaps. It goes back to an earlier token only if other tokens
-  replace those that it reported.
+* ``on_segments`` gets a branch's tokens from 0 on, without gaps and each once. It goes back to an earlier token only if
+  other tokens replace the reported ones (``TokenPrefix``).
 
 A branch may also know tokens beyond its end: tokens recorded in an earlier play, or sampled by a call that was
 abandoned. A call with the same prompt gets them; another prompt replaces them.
@@ -25,6 +25,7 @@ from asyncrl_cli.gateway.history import History
 from asyncrl_cli.records.experts import filled, join_experts
 from asyncrl_cli.records.generation import CONTEXT, FinishReason, Rollout, Segment, TokenSequence, branch_id
 from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.token_prefix import TokenPrefix
 from asyncrl_cli.rollout.open_requests import OnSegments
 
 
@@ -48,9 +49,8 @@ class Branch:
     """One sequence: the first ``end`` tokens of ``known``. Tokens beyond are recorded ones."""
 
     number: int
-    known: TokenSequence = field(default_factory=TokenSequence.context)
+    known: TokenPrefix = field(default_factory=TokenPrefix)  # ``on_segments`` got all of it
     end: int = 0
-    reported: int = 0  # tokens of ``known`` that ``on_segments`` got
     turns: list[Turn] = field(default_factory=list)
     busy: bool = False
     finish: FinishReason = "length"
@@ -87,7 +87,7 @@ class Call:
     @property
     def newest(self) -> int:
         """The newest weight version among the prompt's tokens; 0 if none was sampled."""
-        return int(self.branch.known.versions[: self.first].max(initial=0))
+        return int(self.branch.known.tokens.versions[: self.first].max(initial=0))
 
 
 class Transcript:
@@ -99,9 +99,8 @@ class Transcript:
         self._on_segments = on_segments
         self._branches: list[Branch] = []
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
-        # By branch number: tokens of recorded branches that no call has begun yet, and the number of tokens reported.
-        self._recorded = {number: TokenSequence.join(segments) for number, segments in recorded.items()}
-        self._reported = {number: len(tokens.ids) for number, tokens in self._recorded.items()}
+        # By branch number: tokens of recorded branches that no call has begun yet.
+        self._recorded = {number: TokenPrefix(segments) for number, segments in recorded.items()}
 
     def longest(self, covers: Callable[[Branch, Turn], int | None]) -> tuple[Branch, Turn] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
@@ -122,49 +121,38 @@ class Transcript:
         if branch is None:
             branch = self._new(prompt)
         end, first = branch.end, len(prompt)
-        if not _has(branch.known, end, prompt):
-            branch.known = branch.known.slice(0, end).extended(TokenSequence.context(prompt[end:]))
-            branch.reported = min(branch.reported, end)
+        if not _has(branch.known.tokens, end, prompt):
+            branch.known.cut(end)
+            self._add(branch, TokenSequence.context(prompt[end:]).segments(self._name(branch), end))
         branch.busy, branch.images = True, images
-        self._report(branch, first)
-        last = first + _run(branch.known.versions[first:])
-        more = last < len(branch.known.ids)
+        tokens = branch.known.tokens
+        last = first + _run(tokens.versions[first:])
         return Call(
-            branch, prompt_ids=tuple(prompt_ids), replayed=branch.known.slice(first, last), more=more, images=images
+            branch,
+            prompt_ids=tuple(prompt_ids),
+            replayed=tokens.slice(first, last),
+            more=last < len(tokens.ids),
+            images=images,
         )
 
-    def grow(self, call: Call, segments: Sequence[Segment]) -> TokenSequence:
-        """Add a call's sampled tokens; a segment's ``start`` counts from ``call.first``. Returns the new tokens."""
-        branch = call.branch
-        fresh = TokenSequence.context()
-        for segment in segments:
-            known = len(branch.known.ids) - call.first
-            if segment.start <= known < segment.end:  # other segments are known, or come later with the whole rollout
-                versions = np.full(len(segment.ids), segment.version, np.int32)
-                tokens = TokenSequence(
-                    segment.ids, logprobs=segment.logprobs, versions=versions, experts=segment.experts
-                )
-                new = tokens.slice(known - segment.start, None)
-                branch.known = branch.known.extended(new)
-                fresh = fresh.extended(new)
-        self._report(branch, len(branch.known.ids))
-        return fresh
+    def grow(self, call: Call, segments: Sequence[Segment]) -> list[int]:
+        """Add a call's sampled tokens; a segment's ``start`` counts from ``call.first``. Returns the new ids."""
+        name = self._name(call.branch)
+        moved = [replace(segment, rollout_id=name, start=call.first + segment.start) for segment in segments]
+        return [token for segment in self._add(call.branch, moved) for token in segment.ids.tolist()]
 
     def end(self, call: Call, sampled: TokenSequence, finish: FinishReason, turn: Turn) -> None:
         branch, call.over = call.branch, True
         end = call.first + len(sampled.ids)
-        agree = _agreement(branch.known.ids[call.first :], sampled.ids)
-        if agree < len(sampled.ids):  # other tokens than those reported: report again from the first difference
-            branch.known = branch.known.slice(0, call.first).extended(sampled)
-            branch.reported = min(branch.reported, call.first + agree)
+        self._add(branch, sampled.segments(self._name(branch), call.first))
         if isinstance(sampled, Rollout) and sampled.prompt_experts is not None:
-            later = len(branch.known.ids) - end
-            given = [(call.first, sampled.prompt_experts), (len(sampled.ids), sampled.experts), (later, None)]
-            branch.known = replace(branch.known, experts=filled(branch.known.experts, join_experts(given)))
+            tokens = branch.known.tokens
+            rows = [(call.first, sampled.prompt_experts), (len(sampled.ids), sampled.experts)]
+            experts = filled(tokens.experts, join_experts([*rows, (len(tokens.ids) - end, None)]))
+            branch.known = TokenPrefix(replace(tokens, experts=experts).segments(self._name(branch)))
         branch.end, branch.finish, branch.busy = end, finish, False
         branch.turns.append(turn)
         self._replies.append((branch, end))
-        self._report(branch, end)
 
     def abandon(self, call: Call, keep: bool) -> None:
         """End a call without a reply, unless it has ended. With ``keep``, the next call with the same prompt gets its
@@ -174,19 +162,18 @@ class Transcript:
         branch, call.over = call.branch, True
         branch.busy = False
         if not keep:
-            branch.known = branch.known.slice(0, branch.end)
-            branch.reported = min(branch.reported, branch.end)
+            branch.known.cut(branch.end)
         if branch.end == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
-            self._recorded[branch.number], self._reported[branch.number] = branch.known, branch.reported
+            self._recorded[branch.number] = branch.known
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
         """All branches with a reply, in the order they began; None if there are none."""
         rollouts = [
             Rollout(
-                *branch.known.slice(0, branch.end).arrays,
+                *branch.known.tokens.slice(0, branch.end).arrays,
                 rollout_id=branch_id(self._rollout_id, number),
                 prompt_ids=(),
-                text=decode(branch.known.ids[: branch.end].tolist()),
+                text=decode(branch.known.tokens.ids[: branch.end].tolist()),
                 finish_reason=branch.finish,
                 images=branch.images_until(branch.end),
             )
@@ -207,23 +194,27 @@ class Transcript:
         if branch is None:
             branch = Branch(len(self._branches))
             self._branches.append(branch)
-        number = branch.number
-        reported = self._reported.pop(number, 0)
+        branch.known = TokenPrefix()
         # First the recorded branch with the same number, which is the right one unless the order of calls has changed.
-        for other in sorted(self._recorded, key=lambda other: (other != number, other)):
-            if _has(self._recorded[other], 0, prompt):
-                branch.known = self._recorded.pop(other)
-                branch.reported = reported if other == number else 0
-                return branch
-        branch.known, branch.reported = TokenSequence.context(), 0
+        for number in sorted(self._recorded, key=lambda number: (number != branch.number, number)):
+            if _has(self._recorded[number].tokens, 0, prompt):
+                recorded = self._recorded.pop(number)
+                if number == branch.number:
+                    branch.known = recorded
+                else:
+                    self._add(branch, recorded.tokens.segments(self._name(branch)))
+                break
         return branch
 
-    def _report(self, branch: Branch, upto: int) -> None:
-        if upto > branch.reported:
-            start, branch.reported = branch.reported, upto
-            if self._on_segments is not None:
-                name = branch_id(self._rollout_id, branch.number)
-                self._on_segments(branch.known.slice(start, upto).segments(name, start))
+    def _name(self, branch: Branch) -> str:
+        return branch_id(self._rollout_id, branch.number)
+
+    def _add(self, branch: Branch, segments: Sequence[Segment]) -> list[Segment]:
+        """Add segments to a branch, and report the new tokens."""
+        new = [added for segment in segments if (added := branch.known.add(segment)) is not None]
+        if new and self._on_segments is not None:
+            self._on_segments(new)
+        return new
 
 
 def _has(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
@@ -235,13 +226,6 @@ def _has(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
         and bool((tokens.versions[start:first] == CONTEXT).all())
         and bool((tokens.versions[first : first + 1] != CONTEXT).all())
     )
-
-
-def _agreement(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Length of the common beginning of two lists of ids."""
-    both = min(len(one), len(other))
-    differ = np.flatnonzero(one[:both] != other[:both])
-    return int(differ[0]) if len(differ) else both
 
 
 def _run(versions: NDArray[np.int32]) -> int:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncrl_cli.journal.file import JournalFile, Statement
 from asyncrl_cli.journal.ledger import Batch, GroupEntry
@@ -52,6 +52,7 @@ from asyncrl_cli.records.groups import (
 )
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.token_prefix import TokenPrefix
 
 _TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
 _SEGMENT = """
@@ -86,23 +87,14 @@ Verdict = tuple[float | None, str | None, str | None, int, str | None]
 UNJUDGED: Verdict = (None, None, None, 0, None)
 
 
-class _Piece(NamedTuple):
-    """A recorded segment of an unfinished rollout, kept to recognize repetitions."""
-
-    start: int
-    end: int
-    version: int
-    crc: int
-
-
 class Journal(JournalFile):
     """The open journal of one run."""
 
     def __init__(self, path: Path, to_write: bool = True) -> None:
         super().__init__(path, to_write)
         self._noted: list[Statement] = []
-        # Segments of partly recorded rollouts, by group, index, branch and first token.
-        self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}
+        # The recorded tokens of unfinished rollouts, by group, index and branch.
+        self._prefixes: dict[int, dict[int, dict[int, TokenPrefix]]] = {}
 
     # -- events
 
@@ -151,7 +143,7 @@ class Journal(JournalFile):
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
         """Note that a group is abandoned, and that its prompt runs again under a new index."""
         now = time.time()
-        self._in_part.pop(old_id, None)
+        self._prefixes.pop(old_id, None)
         self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
         self._note(
             "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at, crc) "
@@ -174,39 +166,36 @@ class Journal(JournalFile):
     def grown(self, segments: Iterable[Segment]) -> None:
         """Note new tokens of unfinished rollouts.
 
-        A repeated segment changes nothing. Different tokens at a recorded position mean that the sequence was generated
-        again from there, so all later tokens are deleted. A segment that leaves a gap after the recorded tokens is
-        ignored, because a resume could not continue across the gap; the finished rollout will have all tokens.
+        Repeated tokens and tokens after a gap change nothing; other tokens at a recorded position replace all tokens
+        from there on (``TokenPrefix``).
         """
         now = time.time()
         for segment in segments:
             group_id, index, branch = sequence_of(segment.rollout_id)
-            sequences = self._in_part.setdefault(group_id, {}).setdefault(index, {})
-            pieces = sequences.setdefault(branch, {})
-            columns = columns_of(segment)
-            piece = _Piece(segment.start, end=segment.end, version=segment.version, crc=columns[-1])
-            end = max((known.end for known in pieces.values()), default=0)
-            if segment.end == segment.start or segment.start not in (end, *pieces):
+            sequences = self._prefixes.setdefault(group_id, {}).setdefault(index, {})
+            prefix = sequences.setdefault(branch, TokenPrefix())
+            recorded_end = prefix.end
+            new = prefix.add(segment)
+            if new is None:
                 continue
-            if pieces.get(segment.start) == piece:
-                continue
-            for void in [start for start in pieces if start >= segment.start]:
-                del pieces[void]
+            changed = [new]
+            if new.start < recorded_end:
+                changed = prefix.segments[-2:]  # the new segment, and the one before it, which it may have shortened
                 for table in ("segments", "experts"):
                     self._note(
-                        f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ? AND branch = ? AND start = ?",
+                        f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ? AND branch = ? AND start >= ?",
                         group_id,
                         index,
                         branch,
-                        void,
+                        changed[0].start,
                     )
-            pieces[segment.start] = piece
-            self._note_segment(group_id, index=index, branch=branch, columns=columns, at=now)
-            self._note_experts(group_id, index=index, branch=branch, start=segment.start, experts=segment.experts)
-            sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != CONTEXT]
-            oldest = min((known.version for known in sampled), default=None)
-            newest = max((known.version for known in sampled), default=None)
-            count = sum(known.end - known.start for known in sampled)
+            for row in changed:
+                self._note_segment(group_id, index=index, branch=branch, columns=columns_of(row), at=now)
+                self._note_experts(group_id, index=index, branch=branch, start=row.start, experts=row.experts)
+            sampled = [row for tokens in sequences.values() for row in tokens.segments if row.version != CONTEXT]
+            oldest = min((row.version for row in sampled), default=None)
+            newest = max((row.version for row in sampled), default=None)
+            count = sum(len(row.ids) for row in sampled)
             self._note_rollout((group_id, index, count, None, *UNJUDGED, oldest, newest), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
@@ -220,7 +209,7 @@ class Journal(JournalFile):
         # Before the segments: if the row is refused, nothing may be noted.
         self._note_rollout(columns, now if outcome else None, now)
         # Segments recorded in part may begin at other tokens, and would stay between the complete ones.
-        if self._in_part.get(group_id, {}).pop(index, None):
+        if self._prefixes.get(group_id, {}).pop(index, None):
             for table in ("segments", "experts"):
                 self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
@@ -253,7 +242,7 @@ class Journal(JournalFile):
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
         """Note that a group is ``finished`` or ``rejected``."""
-        self._in_part.pop(group_id, None)
+        self._prefixes.pop(group_id, None)
         self._note(
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE id = ?", state, reason, time.time(), group_id
         )
@@ -337,15 +326,9 @@ class Journal(JournalFile):
         tokens, and must know which are recorded."""
         groups = self.read(open_groups)
         for group in groups:
-            self._in_part[group.group_id] = {
-                index: {
-                    branch: {
-                        part.start: _Piece(part.start, end=part.end, version=part.version, crc=columns_of(part)[-1])
-                        for part in parts
-                    }
-                    for branch, parts in branches.items()
-                }
-                for index, branches in group.prefixes.items()
+            self._prefixes[group.group_id] = {
+                index: {branch: TokenPrefix(segments) for branch, segments in sequences.items()}
+                for index, sequences in group.prefixes.items()
             }
         return groups
 

@@ -26,6 +26,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
+from asyncrl_cli.records.token_prefix import TokenPrefix
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.inputs import EpisodeSpec, TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -169,7 +170,7 @@ class Episodes:
         gets all new tokens. Cancelling the call stops the episode. Raises ``UserError`` if the task can no longer be
         loaded, or a part of the run died too often.
         """
-        known = _KnownTokens(rollout_id, recorded or {}, record)
+        prefixes = {branch: TokenPrefix(segments) for branch, segments in (recorded or {}).items()}
         attempts, restarts, isolated = 0, 0, False
         self._open += 1
         try:
@@ -183,13 +184,14 @@ class Episodes:
                     sampling=replace(sampling, seed=seed),
                     limits=replace(self._limits, max_call_tokens=sampling.max_tokens),
                     priority=priority,
-                    recorded=known.recorded,
+                    recorded={branch: tuple(prefix.segments) for branch, prefix in prefixes.items()},
                 )
-                played, end = await self._attempt(opening, known=known, prompt=prompt, isolated=isolated)
+                on_segments = partial(_add_tokens, rollout_id, prefixes, record)
+                played, end = await self._attempt(opening, on_segments, prompt=prompt, isolated=isolated)
                 attempts += 1
                 if played.retry is Retry.RESTART and restarts < self._retries:
                     restarts += 1
-                    known = _KnownTokens(rollout_id, {}, record)
+                    prefixes = {}
                 elif played.retry in (Retry.RESUME, Retry.ISOLATED):
                     isolated = isolated or played.retry is Retry.ISOLATED
                 else:
@@ -199,12 +201,12 @@ class Episodes:
             self._on_progress()
 
     async def _attempt(
-        self, opening: SessionOpening, known: _KnownTokens, prompt: Prompt, isolated: bool
+        self, opening: SessionOpening, on_segments: OnSegments, prompt: Prompt, isolated: bool
     ) -> tuple[Played, SessionEnd]:
         try:
             async with (
                 self._workers.slot(isolated) as worker,
-                self._gateway.session(opening, known.add, self._generate) as session,
+                self._gateway.session(opening, on_segments, self._generate) as session,
             ):
                 playing = worker.play(opening.name, prompt, session.access, isolated)
                 played = await self._watched(playing, session)
@@ -255,28 +257,12 @@ class Episodes:
             self._calls -= 1
 
 
-class _KnownTokens:
-    """A rollout's tokens from all attempts, as segments by sequence.
-
-    A segment that starts at a known token replaces this token and all later tokens of its sequence.
-    """
-
-    def __init__(self, rollout_id: str, recorded: Recorded, record: OnSegments | None) -> None:
-        self._rollout_id = rollout_id
-        self._known = {number: list(segments) for number, segments in recorded.items()}
-        self._record = record
-
-    @property
-    def recorded(self) -> Recorded:
-        return {number: tuple(segments) for number, segments in self._known.items()}
-
-    def add(self, segments: list[Segment]) -> None:
-        """Add new tokens, and record them."""
-        for segment in segments:
-            number = int(segment.rollout_id.removeprefix(self._rollout_id)[1:] or 0)  # of ``branch_id``
-            known = self._known.setdefault(number, [])
-            while known and known[-1].start >= segment.start:
-                known.pop()
-            known.append(segment)
-        if self._record is not None:
-            self._record(segments)
+def _add_tokens(
+    rollout_id: str, prefixes: dict[int, TokenPrefix], record: OnSegments | None, segments: list[Segment]
+) -> None:
+    """Add new tokens to a rollout's sequences, by branch, and record them."""
+    for segment in segments:
+        branch = int(segment.rollout_id.removeprefix(rollout_id)[1:] or 0)  # of ``branch_id``
+        prefixes.setdefault(branch, TokenPrefix()).add(segment)
+    if record is not None:
+        record(segments)

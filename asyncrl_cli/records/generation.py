@@ -51,18 +51,18 @@ class Segment:
         """The index after the last token."""
         return self.start + len(self.ids)
 
-    def after(self, index: int) -> Segment | None:
-        """The part of the segment from token ``index`` on; None if it has no such tokens."""
-        skipped = max(index - self.start, 0)
-        if skipped >= len(self.ids):
+    def slice(self, start: int, end: int | None = None) -> Segment | None:
+        """The tokens from index ``start`` of the sequence to before ``end``; None if the segment has none of them."""
+        start, end = max(start, self.start), self.end if end is None else min(end, self.end)
+        if start >= end:
             return None
-        return Segment(
-            rollout_id=self.rollout_id,
-            start=self.start + skipped,
-            version=self.version,
-            ids=self.ids[skipped:],
-            logprobs=self.logprobs[skipped:],
-            experts=None if self.experts is None else self.experts[skipped:],
+        span = slice(start - self.start, end - self.start)
+        return replace(
+            self,
+            start=start,
+            ids=self.ids[span],
+            logprobs=self.logprobs[span],
+            experts=None if self.experts is None else self.experts[span],
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

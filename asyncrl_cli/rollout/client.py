@@ -361,7 +361,7 @@ class GenerationClient:
         by_listener: dict[OnSegments, list[Segment]] = {}
         for segment in segments:
             if (entry := engine.pending.get(segment.rollout_id)) is not None:
-                entry.segments.append(segment)
+                entry.tokens.add(segment)
                 if entry.on_segments is not None:
                     by_listener.setdefault(entry.on_segments, []).append(segment)
         for on_segments, new in by_listener.items():
@@ -396,15 +396,15 @@ class GenerationClient:
         """Queue requests that an engine abandoned for any engine, with all their tokens as prefix."""
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
-            known = entry.request
-            if entry.segments:
-                known = replace(known, prefix=(*known.prefix, *entry.segments))
-            if known.left:
+            remaining = entry.request
+            if entry.tokens.end > remaining.generated:
+                remaining = replace(remaining, prefix=tuple(entry.tokens.segments))
+            if remaining.left:
                 self._detach(entry, ending)
-                entry.request, entry.segments = known, []
+                entry.request = remaining
                 heappush(self._waiting, entry)
             else:  # the engine stopped after the last token and before it reported the end
-                ended.append((entry, finished(known, rest=[], reason="length", decode=self.decode)))
+                ended.append((entry, finished(remaining, rest=[], reason="length", decode=self.decode)))
         self._end(ended)
 
     def _return_unsent(self, engine: EngineState) -> None:

@@ -18,6 +18,7 @@ from asyncrl_cli.records.generation import (
     RolloutRequest,
     Segment,
 )
+from asyncrl_cli.records.token_prefix import TokenPrefix
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 OnEnd = Callable[[Ended], None]
@@ -79,22 +80,23 @@ class OpenRequest:
     engine: EngineState | None = None
     sent_at: float = 0.0  # unix time at which its engine got it
     attempt: int = 0
-    segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
     placement: tuple[float, Placement] | None = None  # unix time of its delivery, and the placement
+    tokens: TokenPrefix = field(init=False)  # the request's prefix, and the tokens reported since it was sent
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenPrefix(self.request.prefix)
 
     def left(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
         """The record of a request that has left an engine. ``end``: its number of tokens, if more than were
         reported."""
         before = self.request.generated
-        if end is None:
-            end = self.segments[-1].end if self.segments else before
         left = EngineRequest(
             request_id=self.request.rollout_id,
             engine=engine,
             begun_at=self.sent_at,
             ended_at=time.time(),
             ending=ending,
-            tokens=end - before,
+            tokens=(self.tokens.end if end is None else end) - before,
             context_tokens=len(self.request.prompt_ids) + before,
         )
         if self.placement is None:

@@ -7,8 +7,8 @@ Deliveries also carry tokens of unfinished rollouts, which then survive this pro
 ``journal.segment_seconds``, when a rollout failed or was aborted, and every ``STREAM_S`` for streamed rollouts. After a
 SIGTERM the next delivery says so; the driver takes the rollouts back and ends the process (decision 0039).
 
-Invariant: for each rollout in ``_taken``, the segments delivered so far and the segments that wait here hold each token
-from the end of its prefix to ``_taken[rollout_id]`` exactly once.
+Invariant: for each rollout in ``_tokens``, the segments delivered so far and those that wait here hold each token from
+the end of its request's prefix to the end of ``_tokens[rollout_id]`` exactly once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports, set_environment
 from asyncrl_cli.records.generation import EVALUATION, Attestation, Delivery, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.token_prefix import TokenPrefix
 from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -54,11 +55,10 @@ class RolloutWorker:
         self._log = Path(log_dir) / f"{name}.log"
         self._next = Delivery()  # collects ended rollouts
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._taken: dict[str, int] = {}
-        self._taken_at = time.monotonic()
+        self._tokens: dict[str, TokenPrefix] = {}  # tokens to deliver
+        self._read_at = time.monotonic()
         self._streamed: set[str] = set()
         self._streamed_at = time.monotonic()
-        self._segments: dict[str, list[Segment]] = {}
         self._deliverable = asyncio.Event()
         self._urgent = asyncio.Event()
         self._clock = ActivityClock()
@@ -116,7 +116,7 @@ class RolloutWorker:
                     self._deliverable.set()
                 self._streamed.add(request.rollout_id)
             if request.streamed or not request.rollout_id.startswith(EVALUATION):
-                self._taken[request.rollout_id] = request.generated
+                self._tokens[request.rollout_id] = TokenPrefix(start=request.generated)
             self._running[request.rollout_id] = asyncio.create_task(self._run(request))
         self._clock.set_busy(bool(self._running))
 
@@ -148,15 +148,15 @@ class RolloutWorker:
         dead = self._engine.dead
         now = time.monotonic()
         if dead or ended.failures or now >= self._segments_due:
-            self._take_segments(self._taken)
-            self._taken_at = self._streamed_at = now
+            self._read_tokens(self._tokens)
+            self._read_at = self._streamed_at = now
         elif now >= self._stream_due:
-            self._take_segments(self._streamed)
+            self._read_tokens(self._streamed)
             self._streamed_at = now
-        for failure in ended.failures:
-            self._untrack(failure.rollout_id)
-        segments = [segment for taken in self._segments.values() for segment in taken]
-        self._segments = {}
+        segments = [segment for tokens in self._tokens.values() for segment in tokens.take()]
+        # Aborted and failed rollouts were tracked until here, for their last tokens.
+        self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in self._running}
+        self._streamed &= self._running.keys()
         if not dead:
             self._deliverable.clear()
             self._urgent.clear()
@@ -228,7 +228,7 @@ class RolloutWorker:
 
     @property
     def _segments_due(self) -> float:
-        return self._taken_at + self._spec.journal.segment_seconds
+        return self._read_at + self._spec.journal.segment_seconds
 
     @property
     def _stream_due(self) -> float:
@@ -250,12 +250,10 @@ class RolloutWorker:
         try:
             rollout = await self._engine.generate(request)
         except Aborted as aborted:
-            self._keep(aborted.segments)
+            self._add(aborted.segments)
             self._clock.add_ended(sum(len(segment.ids) for segment in aborted.segments))
             self._next.aborted.append(rollout_id)
-            self._untrack(rollout_id)
         except Exception as error:
-            # Still tracked: ``collect`` first takes its last tokens from the engine.
             self._next.failures.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
             # Without the prompt, which the caller knows: a long prompt costs more to send than a response.
@@ -270,26 +268,19 @@ class RolloutWorker:
 
     def _on_pause(self) -> None:
         self._clock.begin_update()
-        self._take_segments(self._taken)
-        self._taken_at = time.monotonic()
-        if self._segments:
+        self._read_tokens(self._tokens)
+        self._read_at = time.monotonic()
+        if any(tokens.segments for tokens in self._tokens.values()):
             self._deliverable.set()
 
-    def _take_segments(self, of: Iterable[str]) -> None:
-        self._keep(self._engine.segments({rollout_id: self._taken[rollout_id] for rollout_id in of}))
+    def _read_tokens(self, rollout_ids: Iterable[str]) -> None:
+        """Add the engine's new tokens of these rollouts to the next delivery."""
+        self._add(self._engine.segments({rollout_id: self._tokens[rollout_id].end for rollout_id in rollout_ids}))
 
-    def _keep(self, segments: Iterable[Segment]) -> None:
-        """Add tokens to the next delivery, unless taken before: a pause and an abort may report the same tokens."""
-        for segment in segments:
-            new = segment.after(self._taken.get(segment.rollout_id, 0))
-            if new is not None:
-                self._taken[new.rollout_id] = new.end
-                self._segments.setdefault(new.rollout_id, []).append(new)
-
-    def _untrack(self, rollout_id: str) -> None:
-        self._taken.pop(rollout_id, None)
-        self._streamed.discard(rollout_id)
+    def _add(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:  # evaluations are not tracked before they are aborted
+            self._tokens.setdefault(segment.rollout_id, TokenPrefix(start=segment.start)).add(segment)
 
     def _forget(self, rollout_id: str) -> None:
-        self._untrack(rollout_id)
-        self._segments.pop(rollout_id, None)
+        self._tokens.pop(rollout_id, None)
+        self._streamed.discard(rollout_id)

@@ -18,6 +18,7 @@ from asyncrl_cli.gateway.session import CallOptions, OnPart, Reply, Session
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.records.token_prefix import TokenPrefix
 from asyncrl_cli.rollout.continuation import split_by_version
 
 CALC: dict[str, Any] = {
@@ -170,21 +171,18 @@ class HashModel:
 
 @dataclass
 class Record:
-    """Stores segments as the journal does: a segment that begins where an older one began replaces it and all later."""
+    """Stores segments as the journal does."""
 
-    sequences: dict[str, dict[int, Segment]] = field(default_factory=dict)
+    sequences: dict[str, TokenPrefix] = field(default_factory=dict)
 
     def add(self, segments: Iterable[Segment]) -> None:
         for segment in segments:
-            known = self.sequences.setdefault(segment.rollout_id, {})
-            end = max((one.end for one in known.values()), default=0)
-            assert segment.start in (end, *known), "a gap, or a segment that begins within another one"
-            for start in [start for start in known if start >= segment.start]:
-                del known[start]
-            known[segment.start] = segment
+            prefix = self.sequences.setdefault(segment.rollout_id, TokenPrefix())
+            assert segment.start <= prefix.end, "a gap"
+            prefix.add(segment)
 
     def recorded(self) -> Mapping[int, tuple[Segment, ...]]:
-        return {int(name.partition(".")[2] or 0): tuple(parts.values()) for name, parts in self.sequences.items()}
+        return {int(name.partition(".")[2] or 0): tuple(prefix.segments) for name, prefix in self.sequences.items()}
 
 
 def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], list[int]]]:

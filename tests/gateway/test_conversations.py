@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
-from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment, TokenSequence
+from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from tests.gateway.conversation_stand_ins import (
     CALC,
     HashModel,
@@ -184,7 +184,7 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
     record.add(reported)
     assert set(record.sequences) == {sequence.rollout_id for sequence in rollout.sequences}
     for sequence in rollout.sequences:
-        known = TokenSequence.join(record.sequences[sequence.rollout_id].values())
+        known = record.sequences[sequence.rollout_id].tokens
         assert known.ids.tolist() == sequence.ids.tolist()
         assert known.versions.tolist() == sequence.versions.tolist()
         assert known.logprobs.tolist() == sequence.logprobs.tolist()
@@ -214,6 +214,4 @@ def test_replayed_from_any_point_a_rollout_is_the_same_and_no_recorded_token_is_
     # The segments reported now continue where the record ends.
     record.add(reported_again)
     for sequence in same.sequences:
-        assert TokenSequence.join(record.sequences[sequence.rollout_id].values()).ids.tolist() == (
-            sequence.ids.tolist()
-        )
+        assert record.sequences[sequence.rollout_id].tokens.ids.tolist() == (sequence.ids.tolist())

@@ -165,7 +165,7 @@ def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
     one = rollout("0-0", [0] * 9)
     book.grown([*pieces(one, 0, 2), *pieces(one, 4, 6), *pieces(one, 1, 4)])
     book, opening = reopened(book, path)
-    assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(one, 0, 2))
+    assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(one, 0, 4))
     book.record([one])
     book, opening = reopened(book, path)
     assert contents(opening.groups[0].unscored[0]) == contents(one)

@@ -148,14 +148,20 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def generate_again(self, data: st.DataObject) -> None:
-        """An engine failed, and another engine starts at the beginning or at the end of a segment."""
+        """An engine failed, and another engine starts at an earlier token."""
         name = data.draw(st.sampled_from(sorted(self.delivered)))
         sent = self.delivered[name]
-        ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < sent]
-        self.delivered[name] = data.draw(st.sampled_from([0, *ends]))
+        self.delivered[name] = data.draw(st.integers(0, max(sent - 1, 0)))
         more = self._more(name, data.draw(st.integers(1, sent + 1)))
         self.engines[name] = extended(part(self.engines[name], 0, self.delivered[name]), more)
         self._send([name])
+
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data())
+    def deliver_again(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.delivered)))
+        first = data.draw(st.integers(0, self.delivered[name]))
+        self._call("grown", pieces(self.engines[name], first, self.delivered[name]))
 
     @precondition(lambda self: self._running())
     @rule(data=st.data(), count=st.integers(1, 4))
@@ -366,7 +372,8 @@ class Crashes(RuleBasedStateMachine):
 
     def _grown(self, segments: list[Segment]) -> None:
         for segment in segments:
-            kept = [known for known in self.known.prefixes.get(segment.rollout_id, ()) if known.start < segment.start]
+            earlier = self.known.prefixes.get(segment.rollout_id, ())
+            kept = [part for known in earlier if (part := known.slice(0, segment.start)) is not None]
             self.known.prefixes[segment.rollout_id] = (*kept, segment)
 
     def _recorded(self, ended: list[Rollout]) -> None:

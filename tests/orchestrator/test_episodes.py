@@ -21,7 +21,7 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.session import CallOptions, Session
 from asyncrl_cli.gateway.sessions import Sessions, session_key
-from asyncrl_cli.orchestrator.episodes import Episodes, _KnownTokens
+from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt
@@ -389,28 +389,3 @@ def test_requests_of_a_dead_gateway_are_not_generated_any_more() -> None:
         assert (first.generated, second.generated) == (0, 0), "its tokens were not reported yet"
 
     run(test())
-
-
-def test_known_tokens_grow_without_copies_and_repeated_tokens_replace_them() -> None:
-    looked = 0
-
-    class Counted:
-        """A segment that counts how often its start is read."""
-
-        def __init__(self, rollout_id: str, start: int) -> None:
-            self.rollout_id, self._start = rollout_id, start
-
-        @property
-        def start(self) -> int:
-            nonlocal looked
-            looked += 1
-            return self._start
-
-    known = _KnownTokens("3-1", {}, None)
-    segments: list[Any] = [Counted("3-1", start) for start in range(1000)]
-    for segment in segments:
-        known.add([segment])
-    assert known.recorded == {0: tuple(segments)} and looked < 3000
-    again: Any = Counted("3-1", 10)
-    known.add([again])
-    assert known.recorded == {0: (*segments[:10], again)}

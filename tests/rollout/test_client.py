@@ -483,12 +483,13 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
                     await turns()
                 news, ends = [], []
                 for name, entry in pending.items():
-                    reported = sum(len(part.ids) for part in entry.segments)
-                    start, left = entry.request.generated + reported, entry.request.left - reported
+                    start = entry.tokens.end
+                    left = entry.request.sampling.max_tokens - start
+                    reported = entry.tokens.segments[len(entry.request.prefix) :]
                     new = left if event == "finish" else data.draw(st.integers(0, left))
                     part = [segment(name, start, new, version=version)] if new else []
                     if event == "finish":
-                        ends.append(complete(entry.request, *entry.segments, *part, reason="length"))
+                        ends.append(complete(entry.request, *reported, *part, reason="length"))
                     else:
                         news += part
                 aborted = list(pending) if event in ("abort", "pause", "leave") else []
