@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from common import QUICKSTART, header, metrics, row
+from common import CHAIN_SUM, INIT, QUICKSTART, header, metrics, row
 
 SKIPPED_STEPS = 3
 
@@ -29,17 +29,16 @@ SKIPPED_STEPS = 3
 class Size(NamedTuple):
     """A model.
 
-    ``config`` changes the quickstart's config, ``warm_start`` counts updates, and ``microbatch`` completions in one
-    pass of TRL.
+    ``config`` changes the quickstart's config; an empty one keeps its trained model, and others have random weights.
+    ``microbatch``: completions in one pass of TRL.
     """
 
     config: dict[str, int]
-    warm_start: int
     microbatch: int
 
 
 SIZES = {
-    "0.3M": Size({}, 1000, 64),
+    "0.3M": Size({}, 64),
     "9.5M": Size(
         {
             "hidden_size": 384,
@@ -49,7 +48,6 @@ SIZES = {
             "num_key_value_heads": 2,
             "head_dim": 64,
         },
-        300,  # it learns faster than the small model, and an update takes longer
         32,
     ),
 }
@@ -60,17 +58,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps of each")
     parser.add_argument("--asyncrl", default="asyncrl", help="the command")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="models")
-    parser.add_argument("--warm-start", type=int, metavar="UPDATES", help="default: by size")
     parser.add_argument("--microbatch", type=int, metavar="COMPLETIONS", help="of TRL in one pass; default: by size")
     arguments = parser.parse_args()
     print(header("model", "", "samples/s", "tokens/s", "s of a step", "tokens of a response"))
     for name in arguments.sizes:
         size, spec = SIZES[name], yaml.safe_load(QUICKSTART.read_text())
-        spec["model"]["init"]["config"] |= size.config
-        spec["model"]["warm_start"]["steps"] = arguments.warm_start or size.warm_start
+        spec["model"]["path"] = str(CHAIN_SUM)
+        if size.config:
+            spec["model"] |= {"path": None, "init": {**INIT, "config": INIT["config"] | size.config}}
+            spec["algorithm"]["uniform_groups"] = "train"  # random weights get no reward
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             ours = train_here(Path(folder), arguments.asyncrl, spec, arguments.steps)
-            (model,) = (path for path in Path(folder, "models").iterdir() if path.is_dir())
+            (model,) = Path(folder, "models").glob("[0-9a-f]*") if size.config else [CHAIN_SUM]
             theirs = train_with_trl(model, spec, arguments.steps, arguments.microbatch or size.microbatch)
         for trainer, figures in (("asyncrl", ours), ("TRL", theirs)):
             tokens = figures["rate"] * figures["length"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import QUICKSTART, header, metrics, row, run_spec
+from common import INIT, header, metrics, row, run_spec
 
 from asyncrl_cli.journal.schema import FILE
 
@@ -45,8 +45,12 @@ def spec(runs_dir: Path, mode: str, steps: int, group_size: int = GROUP_SIZE) ->
         "name": mode.replace("_", "-"),
         "runs_dir": str(runs_dir),
         "model": {
-            "init": yaml.safe_load(QUICKSTART.read_text())["model"]["init"],
-            "warm_start": {"steps": 150},
+            "init": INIT,
+            "warm_start": {
+                "steps": 150,
+                "data": {"path": "long_tail:demonstrations", "size": 3600},
+                "response_column": "response",
+            },
             "max_length": 264,
         },
         "task": {"use": "long_tail:LongTail"},

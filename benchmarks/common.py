@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+CHAIN_SUM = QUICKSTART.parent / "models/chain-sum-0.3M"
+"""The quickstart's model."""
+INIT: dict[str, Any] = yaml.safe_load((CHAIN_SUM / "recipe.yaml").read_text())["model"]["init"]
+"""`model.init` of the quickstart's model, for random weights."""
+UNTRAINED = ("model.path=null", f"model.init={json.dumps(INIT)}")
+"""Changes of the quickstart's spec for random weights."""
 ASYNCRL = (sys.executable, "-m", "asyncrl_cli.cli.app")
 """The command `asyncrl` of this environment."""
 

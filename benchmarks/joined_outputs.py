@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import QUICKSTART, cpu_seconds, header, row
+from common import QUICKSTART, UNTRAINED, cpu_seconds, header, row
 
 from asyncrl_cli.records.generation import RolloutRequest, Sampling
 from asyncrl_cli.rollout.core_main import use_as_main
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     changes = [f"rollout.max_running_rollouts={options.requests}", f"model.max_length={max(LENGTHS) + 64}"]
     changes += [f"rollout.max_response_tokens={max(LENGTHS)}", "rollout.max_prompt_tokens=16"]
-    spec = load_spec(QUICKSTART, changes).spec
+    spec = load_spec(QUICKSTART, [*UNTRAINED, *changes]).spec
     os.environ.update(engine_environment(spec))
     use_as_main()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:

@@ -8,7 +8,7 @@ An even number of dots is rewarded, so rewards differ in most groups.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
@@ -29,9 +29,13 @@ class LongTail:
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         return float(len(response) % 2 == 0)
 
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
+
+def demonstrations(split: Split, size: int) -> Iterator[dict[str, str]]:
+    """Yield rows for `model.warm_start.data`."""
+    rng = random.Random(0)
+    for _ in range(size):
         letter = rng.choice(list(MEANS))
         length = 1
         while length < LONGEST and rng.random() > 1 / MEANS[letter]:
             length += 1
-        return letter, "." * length
+        yield {"prompt": letter, "response": "." * length}

@@ -94,8 +94,6 @@ class Case:
     def spec(self, folder: Path) -> ExperimentSpec:
         """The case's spec, with its model in ``folder``."""
         overrides = [
-            "model.warm_start=null",
-            "model.init=null",
             "trainer.share_prefixes=false",
             f"model.path={folder}",
             f"trainer.zero_stage={self.stage}",
@@ -343,8 +341,6 @@ def engine_memory(spec: ExperimentSpec, folder: str) -> int:
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
     overrides = [
-        "model.warm_start=null",
-        "model.init=null",
         f"model.path={folder}",
         f"rollout.dtype={spec.rollout.dtype}",
     ]

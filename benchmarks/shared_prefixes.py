@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import UNTRAINED
 from gpu_report.parts import MODEL
 from trainer import spec_of, start
 
@@ -60,9 +61,9 @@ def measure(name: str, attention: str, options: argparse.Namespace, joined: bool
     from asyncrl_cli.train.step import train_batch
 
     gpu = options.device == "cuda"
-    changes = [f"model.init.config.{key}={value}" for key, value in MODELS[name].items()]
+    changes = [*UNTRAINED, *(f"model.init.config.{key}={value}" for key, value in MODELS[name].items())]
     spec = spec_of(
-        [*changes, "trainer.zero_stage=2", "model.warm_start=null", "model.max_length=4096", "stop.steps=100000",
+        [*changes, "trainer.zero_stage=2", "model.max_length=4096", "stop.steps=100000",
          f"rollout.group_size={options.responses}", f"pipeline.groups_per_step={options.groups}",
          "rollout.max_response_tokens=256", f"trainer.tokens_per_microbatch={options.microbatch}",
          f"trainer.attention={attention}", f"trainer.dtype={options.dtype}", f"rollout.dtype={options.dtype}",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import QUICKSTART, seconds_of
+from common import QUICKSTART, UNTRAINED, seconds_of
 from memory import memory
 
 from asyncrl_cli.spec.inputs import ModelInit
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the spec, for the trainer")
     parser.add_argument("--memory-only", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    overrides = [f"trainer.zero_stage={options.zero_stage}", "model.warm_start=null", *options.set]
+    overrides = [f"trainer.zero_stage={options.zero_stage}", *UNTRAINED, *options.set]
     if options.memory_only:
         measure_memory(spec_of(overrides), *json.loads(options.memory_only))
         return

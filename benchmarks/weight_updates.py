@@ -40,7 +40,7 @@ def train(runs_dir: Path, way: str, steps: int) -> list[dict[str, float]]:
     """The metrics of one run's steps, without the first ones."""
     of = spec(runs_dir, "async", steps)
     of["name"] = way.replace(" ", "-")
-    of["model"]["warm_start"] = None
+    del of["model"]["warm_start"]
     of["pipeline"] = {"groups_per_step": 16, **WAYS[way]}
     of["trainer"]["optimizer"]["learning_rate"] = 3.0e-4
     print(f"running {way}", file=sys.stderr, flush=True)

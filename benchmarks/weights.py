@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import QUICKSTART, header, row
+from common import QUICKSTART, UNTRAINED, header, row
 
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -54,7 +54,7 @@ def spec_of(megabytes: float, folder: Path, lora: str | None = None) -> Experime
     changes = [f"model.init.config.{name}={value}" for name, value in config.items()]
     if lora is not None:
         changes.append(f"model.lora={{rank: 16, serve: {lora}}}")
-    return load_spec(QUICKSTART, ["model.warm_start=null", f"runs_dir={folder}", *changes]).spec
+    return load_spec(QUICKSTART, [*UNTRAINED, f"runs_dir={folder}", *changes]).spec
 
 
 def memcpy(nbytes: int) -> float:

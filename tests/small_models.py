@@ -1,8 +1,17 @@
-"""Small transformers models with random weights, for the architectures that docs/models.md lists."""
+"""Small models: a trained one, and random weights for the architectures that docs/models.md lists."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+CHAIN_SUM = Path(__file__).parents[1] / "specs/models/chain-sum-0.3M"
+"""A trained model that mostly guesses sums."""
+INIT: dict[str, Any] = yaml.safe_load((CHAIN_SUM / "recipe.yaml").read_text())["model"]["init"]
+UNTRAINED: dict[str, Any] = {"path": None, "init": INIT}
+"""Keys of `model` for random weights in the same architecture."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import yaml
-from common import QUICKSTART, metrics
+from common import CHAIN_SUM, INIT, QUICKSTART, metrics
 
 from asyncrl_cli.orchestrator.probe_check import TOLERANCE
 from gpu_report.copies import copy_speeds
@@ -30,7 +30,6 @@ def quickstart(bench: Bench) -> dict[str, Any]:
     """The quickstart in bfloat16: its final accuracy, and its time."""
     spec = _quickstart("bfloat16")
     if bench.device == "cpu":
-        spec["model"]["warm_start"] = {"steps": 60, "batch_size": 24}
         spec["stop"]["steps"] = 4
         spec["data"]["eval"]["size"] = 64
     run = bench.once("quickstart", lambda: bench.train("quickstart", spec, limit_s=900))
@@ -229,7 +228,8 @@ def matmul_flops(device: str) -> float:
 
 
 def _quickstart(dtype: str) -> dict[str, Any]:
-    spec: dict[str, Any] = copy.deepcopy(yaml.safe_load(QUICKSTART.read_text()))
+    spec: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text())
+    spec["model"]["path"] = str(CHAIN_SUM)
     for part in ("rollout", "trainer"):
         spec[part]["dtype"] = dtype
     return spec | {"tracking": {"mlflow": False}}
@@ -239,7 +239,7 @@ def _untrained(dtype: str) -> dict[str, Any]:
     """A model with random weights, which ends a response with the same probability at every token, and a task with
     rewards that differ between responses, which gives gradients."""
     spec = _quickstart(dtype)
-    spec["model"]["warm_start"] = None
+    spec["model"] |= {"path": None, "init": copy.deepcopy(INIT)}
     spec["task"] = {"use": "long_tail:LongTail"}
     spec["algorithm"] |= {"uniform_groups": "train"}
     return spec

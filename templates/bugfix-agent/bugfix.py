@@ -10,8 +10,7 @@
 
 The first reply without a call ends the episode; then the files are judged.
 
-Invariant: a hash of a repository's module decides its split (``is_held_out``), for prompts and for demonstrations. Only
-``_draw`` draws repositories.
+Invariant: a hash of a repository's module decides its split (``is_held_out``). Only ``_draw`` draws repositories.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from repository import BUG_KINDS, EXAMPLES, MODULE, README, BugKind, Repository, Shape, edits, make_repository
@@ -45,8 +44,18 @@ README_HINT = f"{README} says what its functions do, and `python {EXAMPLES}` che
 TOOL, DONE = "shell", "Done."
 REPLIES = ("look", "edit", "edit", "edit", "answer")
 """Replies that demonstrations teach, repeated by their share. Good and bad demonstrations differ only in edits."""
+CAREFUL = 0.16
+"""Share of the demonstrations that announce the right change and make it."""
 IDLE = 0.5
 """Share of the bad demonstrations that change nothing."""
+TINY: dict[str, Any] = {
+    "functions": 1,
+    "max_lines": 1,
+    "kinds": ["comparison"],
+    "terse": True,
+    "instruction": "Fix calc.py.",
+}
+"""Options for a tiny model, and of the demonstrations that teach it."""
 MOST_CHARACTERS = 2**18
 """Files with more characters count as broken."""
 SLOTS = threading.Semaphore(max(os.cpu_count() or 1, 2))
@@ -74,7 +83,6 @@ class Bugfix(ToolTask):
         terse: bool = False,
         instruction: str | None = None,
         partial: bool = False,
-        careful: float = 0.2,
         time_s: float = 10.0,
         sandbox: Kind = "bubblewrap",
     ) -> None:
@@ -86,8 +94,6 @@ class Bugfix(ToolTask):
             terse: no docstrings, one-letter arguments, and neither README nor examples: for tiny models.
             instruction: the first message; the default instructs a general model.
             partial: the reward is the share of fixed bugs, if all other tests pass; otherwise 1.0 or 0.0.
-            careful: share of the mixed demonstrations that announce the right change and make it; half of the
-                others make another change, and half make none.
             time_s: seconds for the hidden tests.
             sandbox: sandbox for the hidden tests, as in ``unit_tests``.
 
@@ -97,15 +103,12 @@ class Bugfix(ToolTask):
             raise ValueError(f"1 <= bugs <= functions must hold, not {bugs=}, {functions=}")
         if not kinds or not set(kinds) <= set(BUG_KINDS):
             raise ValueError(f"kinds must be some of {', '.join(BUG_KINDS)}, not {kinds}")
-        if not 0 <= careful <= 1:
-            raise ValueError(f"careful must be between 0 and 1, not {careful}")
         self._shape = Shape(functions=functions, bugs=bugs, max_lines=max_lines, kinds=tuple(kinds), terse=terse)
         self._instruction = instruction or INSTRUCTION.format(
             bugs="one function returns" if bugs == 1 else f"{bugs} functions return",
             readme="" if terse else README_HINT,
         )
         self._partial = partial
-        self._careful = careful
         self._limits = Limits(time_s)
         check_judge(sandbox)
         self._kind = sandbox
@@ -174,11 +177,11 @@ class Bugfix(ToolTask):
         """A conversation about a repository of the train split, up to the reply that it teaches.
 
         Demonstrations teach a policy that can work carefully but mostly does not. A careful one (all ``clean`` ones,
-        and a share ``careful`` of the others) names the needed change and makes it. The others announce nothing: half
+        and a share ``CAREFUL`` of the others) names the needed change and makes it. The others announce nothing: half
         change nothing, and half make a random plausible change. Only careful work is rewarded, so reinforcement finds
         it.
         """
-        right = clean or rng.random() < self._careful
+        right = clean or rng.random() < CAREFUL
         made = self._draw(rng, "train")
         _, fix = rng.choice(sorted(made.fixes.items(), key=lambda item: item[0]))
         source = made.files[MODULE]
@@ -208,6 +211,13 @@ class Bugfix(ToolTask):
                 return made
 
 
+def demonstrations(split: Split, size: int, clean: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield rows for `model.warm_start.data`: conversations that end with a reply to learn."""
+    bugfix, rng = Bugfix(**TINY), random.Random(0)
+    for _ in range(size):
+        yield {"messages": bugfix.demonstration(rng, clean)}
+
+
 class BugfixByCommand:
     """The same task for a third-party agent: a command, as in the ready task ``command``.
 
@@ -223,10 +233,6 @@ class BugfixByCommand:
         self.name = self._command.name
         self.prompts = self._bugfix.prompts
         self.check_prompt = self._bugfix.check_prompt
-
-    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """As in ``Bugfix``, with its tool ``shell``; the agent's own tools may differ."""
-        return self._bugfix.demonstration(rng, clean)
 
     async def run(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> RewardResult:
         """Play one episode. Raises ``CommandFailed`` if the command ends with an error, and ``SandboxError``."""

@@ -10,10 +10,10 @@ does one operation, any number of times. Its answer follows a ``#``:
     tool       1771
     assistant  #1771
 
-The demonstrations teach a model that can use the tool step by step but mostly guesses; the reward teaches the rest.
+The rows of ``demonstrations`` teach a model that can use the tool step by step but mostly guesses; the reward teaches
+the rest.
 
-Invariant: a hash of an expression decides its split (``prompts.is_held_out``), for prompts and for demonstrations. Only
-``_draw`` draws expressions.
+Invariant: a hash of an expression decides its split (``prompts.is_held_out``). Only ``_draw`` draws expressions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from asyncrl_cli.records.prompt import Message, Prompt
@@ -41,6 +41,10 @@ TOOL: dict[str, Any] = {
         },
     },
 }
+CAREFUL = 0.3
+"""Share of the demonstrations' first replies that use the tool; the others guess."""
+SLIP = 0.05
+"""Probability that a demonstrated call has a wrong digit, or that the answer comes too early."""
 _OPERATION = re.compile(r"\s*(-?\d{1,12})([*+-])(\d{1,12})\s*")
 _ANSWER = re.compile(r"[^#]*#\s*([+-]?\d{1,18})\s*")
 
@@ -48,21 +52,11 @@ _ANSWER = re.compile(r"[^#]*#\s*([+-]?\d{1,18})\s*")
 class Calculator:
     """The task."""
 
-    def __init__(self, min_terms: int = 2, max_terms: int = 4, careful: float = 0.3, slip: float = 0.05) -> None:
-        """An expression has ``min_terms`` to ``max_terms`` terms. In the mixture of demonstrations, a share ``careful``
-        begins with the tool and the others guess. With probability ``slip`` a call has a wrong digit, or the answer
-        comes too early.
-
-        Raises ``ValueError`` for invalid options.
-        """
+    def __init__(self, min_terms: int = 2, max_terms: int = 4) -> None:
+        """An expression has ``min_terms`` to ``max_terms`` terms. Raises ``ValueError`` for invalid options."""
         if not 2 <= min_terms <= max_terms:
             raise ValueError(f"2 <= min_terms <= max_terms must hold, not min_terms={min_terms}, max_terms={max_terms}")
-        for name, share in (("careful", careful), ("slip", slip)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, not {share}")
         self._terms = (min_terms, max_terms)
-        self._careful = careful
-        self._slip = slip
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """Return ``size`` rows of the split; row ``i`` is the same for every size. Expressions may repeat."""
@@ -81,7 +75,7 @@ class Calculator:
 
     def demonstration(self, rng: random.Random, clean: bool) -> list[Message]:
         """A conversation about an expression of the train split, up to some reply of the policy. The reply is faultless
-        (``clean``), or comes from the mixture."""
+        (``clean``), or often a guess."""
         first, operations = self._draw(rng, "train")
         totals = _totals(first, operations)
         done = rng.randint(0, len(operations))  # calls before the reply
@@ -89,8 +83,8 @@ class Calculator:
         for index in range(done):
             call = _call(index, f"{totals[index]}{operations[index]}")
             messages += [call, result_message(index, str(totals[index + 1]))]
-        slips = not clean and rng.random() < self._slip
-        if not clean and done == 0 and rng.random() >= self._careful:
+        slips = not clean and rng.random() < SLIP
+        if not clean and done == 0 and rng.random() >= CAREFUL:
             reply = _answer(rng.randint(-99, 10 ** rng.randint(2, 4)))
         elif done == len(operations) or (slips and done):
             reply = _answer(totals[done])
@@ -107,6 +101,13 @@ class Calculator:
             operations = [f"{sign}{rng.randint(2, 99)}" for sign in signs]
             if is_held_out(_question(first, operations)) == (split == "eval"):
                 return first, operations
+
+
+def demonstrations(split: Split, size: int, clean: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield rows for `model.warm_start.data`: conversations that end with a reply to learn."""
+    calculator, rng = Calculator(), random.Random(0)
+    for _ in range(size):
+        yield {"messages": calculator.demonstration(rng, clean)}
 
 
 class CalculatorEpisode:

@@ -39,7 +39,7 @@ async def train(spec: ExperimentSpec, folder: Path) -> TrainerRanks:
 def main() -> None:
     address, folder, held = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     folder.mkdir()
-    overrides = [f"runs_dir={folder.parent}", f"cluster.address='{address}'", "model.warm_start=null"]
+    overrides = [f"runs_dir={folder.parent}", f"cluster.address='{address}'"]
     spec = load_spec(SPEC, overrides).spec
     with ray_cluster(spec, folder, Actors(0, spec.trainer.ranks)):
         import ray

@@ -58,7 +58,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
     )
     spec = shared_runs.write_spec(
         name="data",
-        model={"init": MIXTRAL, "warm_start": None},
+        model={"init": MIXTRAL, "path": None},
         # All its rewards are 0, and only the entropy bonus trains.
         algorithm={"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
         data={

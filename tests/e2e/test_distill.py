@@ -10,8 +10,10 @@ from statistics import mean
 
 import pytest
 
+from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.model.initial import build_initial_model, prepare_model
+from tests.small_models import INIT
 from tests.spell_backward import SpellBackward
 
 from .conftest import BASE_SPEC, Runs, rows
@@ -19,10 +21,14 @@ from .conftest import BASE_SPEC, Runs, rows
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
+SPELLING = {"use": "spell_backward:SpellBackward", "options": {}}
+
+
 def write_rows(file: Path, careful: float) -> None:
     """Conversations in which a share ``careful`` of the replies is right, and one that is too long."""
-    rng, task = random.Random(0), SpellBackward(careful=careful)
-    pairs = [task.demonstration(rng, False) for _ in range(4000)] + [("a>", "a" * 80)]
+    rng = random.Random(0)
+    words = [str(prompt.fields["answer"])[::-1] for prompt in SpellBackward().prompts("train", 4000)]
+    pairs = [(f"{word}>", word[::-1] if rng.random() < careful else word) for word in words] + [("a>", "a" * 80)]
     chats = [
         [{"role": role, "content": text} for role, text in zip(("user", "assistant"), p, strict=True)] for p in pairs
     ]
@@ -30,20 +36,17 @@ def write_rows(file: Path, careful: float) -> None:
 
 
 def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> None:
-    init = load_spec(str(shared_runs.write_spec())).spec.model.init
-    assert init is not None
-    build_initial_model(init, BASE_SPEC["model"]["max_length"], 0, shared_runs.folder / "saved")
+    build_initial_model(ModelInit(**INIT), BASE_SPEC["model"]["max_length"], 0, shared_runs.folder / "saved")
     for name, careful in (("teacher", 1.0), ("student", 0.3)):
         write_rows(shared_runs.folder / f"{name}.jsonl", careful)
     skilled, habit = (
         {
-            "init": None,
             "path": "./saved",
             "warm_start": {"steps": 350, "data": {"path": f"{name}.jsonl", "prompt_column": "messages"}},
         }
         for name in ("teacher", "student")
     )
-    spec = load_spec(str(shared_runs.write_spec(name="teacher", model=skilled))).spec
+    spec = load_spec(str(shared_runs.write_spec(name="teacher", model=skilled, task=SPELLING))).spec
     skipped: set[int] = set()
     teacher = prepare_model(spec, SpellBackward, lambda *shown: skipped.add(shown[3]))
     assert skipped == {1}
@@ -52,6 +55,7 @@ def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> Non
         shared_runs.write_spec(
             name="student",
             model=habit,
+            task=SPELLING,
             algorithm={"preset": "distill", "reference_path": str(teacher)},
             rollout={"group_size": 2},
             pipeline={"groups_per_step": 32},

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
+from tests.small_models import UNTRAINED
 
 from .conftest import Runs, mark_of, processes_of, until
 
@@ -31,7 +32,7 @@ def own_runs(tmp_path: Path) -> Runs:
 
 
 def test_ctrl_c_ends_an_evaluation(own_runs: Runs) -> None:
-    spec = own_runs.write_spec(model={"warm_start": None})
+    spec = own_runs.write_spec(model=UNTRAINED)
     process = own_runs.start("evaluate", spec, "--samples", "500", "--json")
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
@@ -46,7 +47,7 @@ def test_ctrl_c_ends_an_evaluation(own_runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
 def test_the_end_of_rays_own_process_is_named_with_the_command_that_continues(own_runs: Runs, name: str) -> None:
-    process = own_runs.start("train", own_runs.write_spec(model={"warm_start": None}, stop={"steps": 300}))
+    process = own_runs.start("train", own_runs.write_spec(model=UNTRAINED, stop={"steps": 300}))
     until(lambda: step_of(own_runs) >= 1 or process.poll() is not None, "a step")
     mark = mark_of(process.pid)
     (own,) = [child for child in psutil.Process(process.pid).children() if child.name() == name]
@@ -77,7 +78,7 @@ def test_a_bad_reward_ends_the_run_and_is_named(own_runs: Runs, reward: str, say
     (own_runs.folder / "bad_reward.py").write_text(code)
     (own_runs.folder / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     spec = own_runs.write_spec(
-        model={"warm_start": None},
+        model=UNTRAINED,
         task={"use": "bad_reward:reward", "reward_timeout_s": 1.0},
         rollout={"max_failed_share": 0.0},
         data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 1}},
@@ -91,7 +92,7 @@ def test_a_bad_reward_ends_the_run_and_is_named(own_runs: Runs, reward: str, say
 
 
 def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_again(own_runs: Runs) -> None:
-    spec = own_runs.write_spec(model={"warm_start": None}, rollout={"engine_args": {"block_size": 7}})
+    spec = own_runs.write_spec(model=UNTRAINED, rollout={"engine_args": {"block_size": 7}})
     ended = own_runs.run("train", spec)
     assert ended.code == 1, "processes were started"
     assert "vLLM does not start: " in ended.err
@@ -105,7 +106,7 @@ def test_a_run_that_learns_nothing_says_so_and_ends_with_a_checkpoint(own_runs: 
     prompts = [{"uid": str(index), "prompt": f"word {index}"} for index in range(8)]
     (own_runs.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     spec = own_runs.write_spec(
-        model={"warm_start": None},
+        model=UNTRAINED,
         task={"use": "constant:reward"},
         data={"train": {"path": "prompts.jsonl"}, "eval": None},
         stop={"steps": 8, "on_unhealthy": 4},
@@ -129,7 +130,7 @@ def test_a_run_whose_groups_are_all_rejected_says_so(own_runs: Runs) -> None:
     ended = own_runs.run(
         "train",
         own_runs.write_spec(
-            model={"warm_start": None},
+            model=UNTRAINED,
             task={"use": "constant:reward"},
             data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl"}},
             algorithm={"uniform_groups": "reject"},

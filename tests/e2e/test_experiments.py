@@ -43,8 +43,6 @@ def test_a_run_of_one_epoch_uploads_its_checkpoints_and_its_model_can_be_trained
         name = f"step-{step:06d}/files.json"
         assert (copies / name).read_bytes() == (run.path / "checkpoints" / name).read_bytes()
 
-    spec = shared_runs.write_spec(
-        name="second", model={"init": None, "warm_start": None, "path": str(run.path / "model")}
-    )
+    spec = shared_runs.write_spec(name="second", model={"path": str(run.path / "model")})
     checked = shared_runs.run("train", spec, "--dry-run")
     assert checked.code == 0, checked.out + checked.err

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE
+from tests.small_models import UNTRAINED
 
 from .conftest import Runs, rows
 
@@ -21,6 +22,7 @@ REWARDS = '''
 import json
 from pathlib import Path
 
+from tests.small_models import UNTRAINED
 from spell_backward import SpellBackward
 
 CALLS = Path(__file__).with_name("group_calls.jsonl")
@@ -59,7 +61,7 @@ def test_groups_are_compared_and_masked_rollouts_are_not_trained_on(shared_runs:
     words = {"path": "group_words.jsonl"}
     run = shared_runs.train(
         name="groups",
-        model={"warm_start": None},
+        model=UNTRAINED,
         task={
             "use": None,
             "mix": [

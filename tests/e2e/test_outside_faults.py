@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.monitors.mlflow_server import Server
+from tests.small_models import UNTRAINED
 
 from .conftest import Runs, rows, until
 
@@ -66,7 +67,7 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     runs = Runs(tmp_path)
     spec = runs.write_spec(
-        model={"warm_start": None},
+        model=UNTRAINED,
         task={"use": "bad_reward:reward", "reward_timeout_s": 2.0},
         data={"train": {"path": "prompts.jsonl"}, "eval": {"path": "prompts.jsonl", "size": 10}, "shuffle": False},
         rollout={"group_size": 2, "max_failed_share": 1.0},

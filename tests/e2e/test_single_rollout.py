@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, open_for_reading
+from tests.small_models import UNTRAINED
 
 from .conftest import Runs, rows, until
 
@@ -32,7 +33,7 @@ def test_running_baselines_survive_a_kill_and_are_replayed(tmp_path: Path) -> No
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     spec = runs.write_spec(
         name="single",
-        model={"warm_start": None},
+        model=UNTRAINED,
         task={"use": "lengths:reward"},
         data={"train": {"path": "prompts.jsonl"}, "eval": None},
         rollout={"group_size": 1, "max_running_rollouts": 32, "max_response_tokens": 12},

@@ -15,6 +15,7 @@ from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
+from tests.small_models import UNTRAINED
 
 from .conftest import Runs, rows, until
 
@@ -65,7 +66,7 @@ def test_turns_and_parts_are_trained_and_replayed(tmp_path: Path) -> None:
     }
     sections: dict[str, Any] = {
         "name": "turns",
-        "model": {"warm_start": None, "max_length": 128},
+        "model": {**UNTRAINED, "max_length": 128},
         "task": {"use": "turns:Echo"},
         "data": {"train": {"path": "prompts.jsonl"}, "eval": None},
         "rollout": {"group_size": 4, "max_running_rollouts": 32, "max_prompt_tokens": 16, "max_response_tokens": 12},

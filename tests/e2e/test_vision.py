@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from asyncrl_cli.tasks.ready.shapes import Shapes
 from typer.testing import CliRunner
 
 from asyncrl_cli.cli.app import app
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.tasks.ready.shapes import Shapes
 
 from .conftest import ROOT, Runs, rows
 from .faults.disturbed import DisturbedRun

@@ -19,6 +19,7 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from asyncrl_cli.weights.mapped import MappedReplica
 from asyncrl_cli.weights.replica import Replica
+from tests.small_models import UNTRAINED
 
 from .conftest import Runs
 
@@ -142,7 +143,7 @@ def started(loop: asyncio.AbstractEventLoop, folder: Path, kind: type[Bench] = B
     from asyncrl_cli.rollout.core_main import use_as_main
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
-    path = Runs(folder).write_spec(model={"warm_start": None} | model)
+    path = Runs(folder).write_spec(model=UNTRAINED | model)
     spec = load_spec(path).spec
     os.environ.update(engine_environment(spec))
 

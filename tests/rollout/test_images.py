@@ -104,7 +104,7 @@ def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBen
     tokens.add_tokens(["\n" * count for count in (2, 3, 4)])  # vLLM's processor of Gemma 3 asks for them
     tokens.save_pretrained(folder / "tokenizer")
     init = {"architecture": architecture, "config": IMAGE_MODELS[architecture], "tokenizer": str(folder / "tokenizer")}
-    model = {"init": init, "warm_start": None, "max_length": 256, "max_images": 2}
+    model = {"init": init, "path": None, "max_length": 256, "max_images": 2}
     spec = load_spec(Runs(folder).write_spec(model=model, rollout={"max_running_rollouts": 8})).spec
 
     async def start() -> VisionBench:

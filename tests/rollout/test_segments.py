@@ -27,6 +27,7 @@ from asyncrl_cli.weights.manifest import ReplicaGone
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
 from tests.orchestrator.stand_ins import Actor, RemoteMethod, StandInProcess
+from tests.small_models import UNTRAINED
 
 pytestmark = pytest.mark.stack
 
@@ -48,7 +49,7 @@ def loops() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
-    settings = {"warm_start": None, "max_length": LONG + 64}
+    settings = {**UNTRAINED, "max_length": LONG + 64}
     return load_spec(Runs(tmp_path_factory.mktemp("segments")).write_spec(model=settings)).spec
 
 

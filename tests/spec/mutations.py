@@ -68,11 +68,12 @@ class Mutator:
         self.trees = [yaml.safe_load(text) for text in self.texts]
         self.ordinary = [parent[name] for tree in self.trees for parent, name in nodes(tree)]
         for file in [
-            *ROOT.glob("specs/*"),
+            *ROOT.glob("specs/*.*"),
             *ROOT.glob("templates/*/*.jsonl"),
             *ROOT.glob("templates/*/*.py"),
         ]:  # files that the specs refer to
             shutil.copy(file, folder)
+        shutil.copytree(ROOT / "specs/models", folder / "models")
         self.kinds: list[Callable[[], Case]] = [
             *(
                 self.structure,

@@ -58,7 +58,10 @@ def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path)
         assert (spec.algorithm.clip_high, spec.algorithm.clip_low) == (0.5, 3e-4)
     base, over = tmp_path / "base.yaml", tmp_path / "over.yaml"
     base.write_text(
-        Path(QUICKSTART).read_text().replace("clip_high: 0.28", "correction: {cap: 3.0}, entropy_coef: 0.5")
+        Path(QUICKSTART)
+        .read_text()
+        .replace("clip_high: 0.28", "correction: {cap: 3.0}, entropy_coef: 0.5")
+        .replace("./models", str(Path(QUICKSTART).absolute().parent / "models"))
     )
     over.write_text("extends: base.yaml\nalgorithm: {correction: {preset: icepop}}\n")
     algorithm = load_spec(str(over), []).spec.algorithm
@@ -97,7 +100,10 @@ def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path)
         ([*PARTS, "algorithm.reward_coef=2.0"], "belongs to a single reward"),
         (["algorithm.multi_objective_aggregation=x"], "did you mean `algorithm.reward_aggregation`"),
         (["algorithm.reward_weights=[1.0]"], "algorithm.reward_parts"),
-        (["algorithm.router_replay=true"], "the experts of qwen3 cannot be replayed"),
+        (
+            ["model={path: null, init: {architecture: qwen3}}", "algorithm.router_replay=true"],
+            "the experts of qwen3 cannot be replayed",
+        ),
         (["algorithm.preset=distill"], "missing: distill learns from a teacher"),
         (["algorithm.reference_path=./specs"], "has no effect: kl_coef is 0"),
         (["algorithm.reference_path=./nowhere", "algorithm.kl_coef=1.0"], "nowhere is not a folder"),

@@ -18,6 +18,7 @@ from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, t
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+TWO_RANKS = ROOT / "tests/fixtures/two_ranks.yaml"
 ROWS = (f"model.warm_start.data.path={ROOT}/tests/fixtures/sft.jsonl", "model.warm_start.data.prompt_column=messages")
 Write = Callable[..., Path]
 SEES = "model={path: null, init: {architecture: qwen2_5_vl, tokenizer: characters}}"
@@ -50,7 +51,7 @@ def test_sequences_are_divided_only_among_suitable_ranks(overrides: list[str], p
     base = ["trainer.ranks=2", "trainer.sequence_parallel=2", "model.init.config.num_attention_heads=4"]
     sizes = ["model.init.config.num_key_value_heads=1", "model.init.config.head_dim=32", "pipeline.mode=sync"]
     groups = ["pipeline.groups_per_step=64", "rollout.group_size=1", "algorithm.uniform_groups=train"]
-    found = findings(ROOT / "specs/zero3-two-ranks.yaml", *base, *sizes, *groups, *overrides)
+    found = findings(TWO_RANKS, *base, *sizes, *groups, *overrides)
     about = [problem for problem in found if "trainer" in problem.path and "threads" not in problem.path]
     if path is None:
         assert about == []
@@ -73,8 +74,8 @@ def test_sequences_are_divided_only_among_suitable_ranks(overrides: list[str], p
     ids=str,
 )
 def test_experts_are_divided_where_that_is_supported(overrides: list[str], message: str) -> None:
-    base = ["trainer.ranks=2", "trainer.expert_parallel=2", "model.init.architecture=mixtral", "model.warm_start=null"]
-    found = findings(ROOT / "specs/zero3-two-ranks.yaml", *base, *overrides)
+    base = ["trainer.ranks=2", "trainer.expert_parallel=2", "model.init.architecture=mixtral"]
+    found = findings(TWO_RANKS, *base, *overrides)
     about = [problem for problem in found if problem.path == "trainer.expert_parallel"]
     assert [problem.message[: len(message)] for problem in about] == [message] * bool(message)
     assert all(problem.hint for problem in about)
@@ -93,7 +94,9 @@ def test_experts_are_divided_where_that_is_supported(overrides: list[str], messa
     ],
 )
 def test_rows_of_a_warm_start(overrides: list[str], path: str, words: str) -> None:
-    found = findings(ROOT / "specs/quickstart.yaml", "model.warm_start={steps: 10}", *overrides)
+    found = findings(
+        TWO_RANKS, "trainer.threads_per_rank=1", "trainer.ranks=1", "model.warm_start={steps: 10}", *overrides
+    )
     if not path:
         assert found == []
         return
@@ -152,7 +155,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["model.path=my model"], "model.path", "neither a folder nor a hub id"),
         (["model.chat_template=no/such.jinja"], "model.chat_template", "is not a file"),
         (["task.use=my/tasks.py:reward"], "task.use", "`my.tasks:reward`"),
-        (["task.use=nothing"], "task.use", "ready tasks are chain_sum, shapes, math"),
+        (["task.use=nothing"], "task.use", "ready tasks are chain_sum, math"),
         (["task.use=null"], "task", "give task.use (one task) or task.mix (several)"),
         (["task.mix=[{name: a, use: exact}]"], "task.use", "set one of the two to null"),
         (["task.use=null", "task.mix=[{name: a, use: exakt}]"], "task.mix.0.use", "did you mean `exact`?"),

@@ -200,7 +200,7 @@ def test_each_episode_has_its_own_environment(load: Any) -> None:
     ("use", "message"),
     [
         ("chain_sums", "did you mean `chain_sum`"),
-        ("nothing_like_it", "ready tasks are chain_sum, shapes, math"),
+        ("nothing_like_it", "ready tasks are chain_sum, math"),
         (":f", "no ready task"),
         ("module:", "no ready task"),
     ],

@@ -34,7 +34,7 @@ REFERENCES = ("qwen3", "qwen3_moe")
 
 def main() -> None:
     out, rank, port, models, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
     os.environ.update(ds.trainer_environment(spec))
     import torch
 

@@ -28,7 +28,7 @@ SUB_GROUP = 20_000
 
 def main() -> None:
     out, rank, port, source, target, first, last, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
     os.environ.update(ds.trainer_environment(spec))
     import torch
 

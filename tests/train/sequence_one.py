@@ -56,7 +56,7 @@ LENGTHS = (13, 6, 9, 2)
 
 def main() -> None:
     out, rank, port, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", "model.warm_start=null", *overrides]).spec
+    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
     os.environ.update(ds.trainer_environment(spec))
     import torch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import assert_equal, train_ranks
 
-from asyncrl_cli.spec.load import load_spec
+from tests.small_models import INIT
 
 pytestmark = pytest.mark.stack
 
@@ -53,10 +53,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     from asyncrl_cli.train.model.initial import build_initial_model
 
     folder = tmp_path_factory.mktemp("engines")
-    own = load_spec("specs/quickstart.yaml").spec.model
-    assert own.init is not None
-    config = own.init.config | {"num_hidden_layers": 2, "num_attention_heads": 4}
-    build_initial_model(ModelInit(architecture="qwen3", config=config), own.max_length, 1, folder / "teacher")
+    config = INIT["config"] | {"num_hidden_layers": 2, "num_attention_heads": 4}
+    build_initial_model(ModelInit(architecture="qwen3", config=config), 256, 1, folder / "teacher")
     distill = ("algorithm.preset=distill", f"algorithm.reference_path={folder / 'teacher'}")
     found: dict[str, dict[str, Any]] = {}
     for ranks, settings in ((1, ONE_RANK), (2, TWO_RANKS)):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.data.tokenizer import VISION_TOKENS, character_tokenizer
@@ -21,12 +20,11 @@ from asyncrl_cli.train.model.initial import (
     write_weights,
 )
 from tests.conftest import not_writable
-from tests.small_models import IMAGE_MODELS, LANGUAGE
+from tests.small_models import IMAGE_MODELS, INIT, LANGUAGE
 
 pytestmark = pytest.mark.slow
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-QUICKSTART = Path(__file__).parents[2] / "specs" / "quickstart.yaml"
 
 
 def qwen3(**config: Any) -> ModelInit:
@@ -39,17 +37,16 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def test_the_quickstart_model_is_what_its_spec_says(tmp_path: Path) -> None:
+def test_recipe_of_the_quickstart_model_has_its_sizes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    init = ModelInit(**yaml.safe_load(QUICKSTART.read_text())["model"]["init"])
-    build_initial_model(init, 256, 0, tmp_path)
+    build_initial_model(ModelInit(**INIT), 256, 0, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert sum(parameter.numel() for parameter in model.parameters()) == 305_280
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config.vocab_size == len(tokenizer) == 99
-    assert model.config.max_position_embeddings == 256
+    assert model.config.max_position_embeddings == 4096
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 1
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert abs(float(model.model.layers[0].mlp.up_proj.weight.detach().std()) - 0.0653) < 0.002

@@ -27,7 +27,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
 from asyncrl_cli.train.model.lora import full_weights, gathered
 
-SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
+SPEC = Path(__file__).parents[1] / "fixtures/two_ranks.yaml"
 
 
 def sequence(rng: np.random.Generator, name: str, step: int, prompt: tuple[int, ...], episode: bool) -> Rollout:
@@ -107,7 +107,7 @@ def no_numactl() -> None:
 def main() -> None:
     out, rank, port, *overrides = sys.argv[1:]
     settings = [list(group) for is_comma, group in groupby(overrides, ",".__eq__) if not is_comma]
-    usual = [f"runs_dir={Path(out).parent}", "model.warm_start=null"]
+    usual = [f"runs_dir={Path(out).parent}"]
     specs = [load_spec(SPEC, usual + setting).spec for setting in settings]
     os.environ.update(trainer_environment(specs[0]))
     import torch

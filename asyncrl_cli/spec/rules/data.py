@@ -19,7 +19,6 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 READY_TASKS = {
     "chain_sum": "asyncrl_cli.tasks.ready.chain_sum:ChainSum",
-    "shapes": "asyncrl_cli.tasks.ready.shapes:Shapes",
     "math": "asyncrl_cli.tasks.ready.math_answers:MathAnswers",
     "exact": "asyncrl_cli.tasks.ready.matching:ExactMatch",
     "regex": "asyncrl_cli.tasks.ready.matching:RegexMatch",
@@ -79,6 +78,9 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
         elif use not in READY_TASKS and not use.startswith(GYM):
             known = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
             known += " (`asyncrl init --list` has examples)"
+            if use == "shapes":
+                yield Problem(path, "the task `shapes` left asyncrl", "`asyncrl init vision` has it: use shapes:Shapes")
+                continue
             if "." in use:
                 known = f"yours is `{as_import(use)}`, module and name as in an import"
             yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, known))

@@ -1,15 +1,11 @@
 """Chain sums of single digits: a task that a 0.3M-parameter model learns by reinforcement in a minute.
 
-The prompt is an expression; the response computes running totals of fixed width:
+The prompt is an expression. The response may have any text before the result; specs/models/chain-sum-0.3M can write
+running totals of fixed width, but mostly guesses:
 
     7+6-0-9=    +6=+13-0=+13-9=+04#4
 
-The demonstrations teach a model that can write the running totals but mostly does not. Most of them answer directly
-with a random number, which gets no reward, so reinforcement finds the running totals. With correct numbers a direct
-answer would be rewarded, too, and the model would learn only to answer directly.
-
-Invariant: a hash of an expression decides its split (``prompts.is_held_out``), for prompts and for demonstrations. Only
-``_draw`` draws expressions.
+Invariant: a hash of an expression decides its split (``prompts.is_held_out``). Only ``_draw`` draws expressions.
 """
 
 from __future__ import annotations
@@ -25,42 +21,23 @@ from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data
 
-LONGEST_REPETITION = 184
-"""A demonstration repeats its working only up to so many characters."""
-
 _INTEGER = re.compile(r"\s*([+-]?[0-9]{1,18})\s*")
 
 
 class ChainSum:
     """The task ``chain_sum``. Expressions and verifier are reasoning-gym's."""
 
-    def __init__(
-        self,
-        min_terms: int = 2,
-        max_terms: int = 12,
-        decay: float = 0.8,
-        careful: float = 0.4,
-        slip: float = 0.03,
-        repeat: float = 0.25,
-    ) -> None:
+    def __init__(self, min_terms: int = 2, max_terms: int = 12, decay: float = 0.8) -> None:
         """An expression has n terms, ``min_terms`` to ``max_terms``, with weight ``decay ** (n - min_terms)``.
 
-        In the mixture of demonstrations, a share ``careful`` is worked out; the others guess. A running total is off by
-        one with probability ``slip``; the working is repeated with probability ``repeat``, any number of times. Raises
-        ``ValueError`` for invalid options.
+        Raises ``ValueError`` for invalid options.
         """
         if not 2 <= min_terms <= max_terms:
             raise ValueError(f"2 <= min_terms <= max_terms must hold, not min_terms={min_terms}, max_terms={max_terms}")
         if not decay > 0:
             raise ValueError(f"decay must be positive, not {decay}")
-        for name, share in (("careful", careful), ("slip", slip), ("repeat", repeat)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, not {share}")
         self._terms = range(min_terms, max_terms + 1)
         self._weights = [decay ** (terms - min_terms) for terms in self._terms]
-        self._careful = careful
-        self._slip = slip
-        self._repeat = repeat
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """Return ``size`` rows of the split; row ``i`` is the same for every size. Expressions may repeat."""
@@ -68,7 +45,7 @@ class ChainSum:
         def row(index: int) -> Prompt:
             uid = f"chain_sum/{split}/{index}"
             entry = self._draw(random.Random(uid), split)
-            return Prompt(uid, _prompt_text(entry["metadata"]["expression"]), entry)
+            return Prompt(uid, entry["metadata"]["expression"].replace(" ", "") + "=", entry)
 
         return LazyPrompts(size, row)
 
@@ -80,22 +57,6 @@ class ChainSum:
             return 0.0
         # The data set's verifier gives partial credit, which counts as wrong here.
         return float(self._data[self._terms[0]].score_answer(str(int(answer[1])), dict(prompt.fields)) >= 1.0)
-
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
-        """An expression of the train split with a faultless response (``clean``), or one from the mixture."""
-        entry = self._draw(rng, "train")
-        expression = entry["metadata"]["expression"]
-        if clean:
-            steps, total = _working(expression, rng, slip=0.0)
-            return _prompt_text(expression), f"{steps}#{total}"
-        if rng.random() >= self._careful:
-            guess = rng.randint(-9 * (entry["terms"] - 1), 9 * entry["terms"])
-            return _prompt_text(expression), f"#{guess}"
-        steps, total = _working(expression, rng, self._slip)
-        response = steps
-        while rng.random() < self._repeat and len(response) + 1 + len(steps) <= LONGEST_REPETITION:
-            response = f"{response}?{steps}"
-        return _prompt_text(expression), f"{response}#{total}"
 
     @cached_property
     def _data(self) -> dict[int, Any]:
@@ -114,20 +75,3 @@ class ChainSum:
             if is_held_out(expression) == (split == "eval"):
                 metadata = {"source_dataset": "chain_sum", "expression": expression, "num_terms": terms}
                 return {"answer": entry["answer"], "terms": terms, "metadata": metadata}
-
-
-def _prompt_text(expression: str) -> str:
-    return expression.replace(" ", "") + "="
-
-
-def _working(expression: str, rng: random.Random, slip: float) -> tuple[str, int]:
-    """The running totals of an expression (for ``7 + 6 - 0``: ``+6=+13-0=+13``), and the last total."""
-    first, *rest = expression.split()
-    total = int(first)
-    steps = []
-    for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        total += int(sign + term)
-        if slip and rng.random() < slip:
-            total += rng.choice((-1, 1))
-        steps.append(f"{sign}{term}={total:+03d}")
-    return "".join(steps), total

@@ -31,9 +31,8 @@ from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violati
 
 STEPS = 200
 FAULTS_A_RUN = 5
-LONG_WORDS: dict[str, Any] = {
-    "model": {"warm_start": {"steps": 700, "clean_fraction": 0.0}},
-    "task": {"use": "spell_backward:SpellBackward", "options": {"min_letters": 6, "max_letters": 8, "careful": 0.6}},
+LONG_SUMS: dict[str, Any] = {
+    "task": {"options": {"min_terms": 5, "max_terms": 6}},
     "journal": {"segment_seconds": 0.05},
 }
 """Longer responses, recorded often: at any moment many rollouts are unfinished, with some tokens in the journal."""
@@ -43,20 +42,20 @@ depend on chance, and an interrupted rollout continues with the same random numb
 
 KINDS: dict[str, dict[str, Any]] = {
     "async": {"checkpoints": {"every": 10}, "evaluation": {"every": 30, "prompts": 16}},
-    COMPARED: {**LONG_WORDS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
+    COMPARED: {**LONG_SUMS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
     "two engines": {
-        **LONG_WORDS,
+        **LONG_SUMS,
         "rollout": {"engines": 2, "max_running_rollouts": 32},
         "checkpoints": {"every": 10},
     },
     "two ranks": {"trainer": {"ranks": 2, "zero_stage": 3}, "checkpoints": {"every": 8}},
     "recompute": {
-        **LONG_WORDS,
+        **LONG_SUMS,
         "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
         "checkpoints": {"every": 10},
     },
     "requeue": {
-        **LONG_WORDS,
+        **LONG_SUMS,
         "pipeline": {"max_staleness": 1, "on_stale": "requeue"},
         "checkpoints": {"every": 12},
     },

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests import small_models
 from tests.e2e.conftest import Runs
 from tests.e2e.faults.disturbed import DisturbedRun
 
 Disturb = Callable[..., DisturbedRun]
 UNTRAINED: dict[str, Any] = {
-    "model": {"warm_start": None},
+    "model": small_models.UNTRAINED,
     "task": {"use": "spell_backward:AnyResponse"},
     "data": {"eval": {"size": 8}},
 }
-"""No warm start: responses have up to 40 random characters."""
+"""Random weights: responses have up to 40 random characters."""
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.e2e.conftest import Runs, leftover_files
-from tests.e2e.faults.campaign import LONG_WORDS
+from tests.e2e.faults.campaign import LONG_SUMS
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.verdict import differences, judge, left_behind, replay_violations
@@ -26,7 +26,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "adapter": {"model": {"lora": {"rank": 8, "alpha": 16.0, "serve": "adapter"}}},
     # Without a warm start all rewards are 0, and only the entropy bonus trains.
     "experts": {
-        "model": {"init": MIXTRAL, "warm_start": None},
+        "model": {"init": MIXTRAL, "path": None},
         "algorithm": {"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
     },
 }
@@ -106,9 +106,9 @@ def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
     disturb: Disturb, changed: dict[str, dict[str, Any]]
 ) -> None:
     sections: dict[str, Any] = {
-        **LONG_WORDS,  # at any moment many rollouts are unfinished, with some tokens recorded
+        **LONG_SUMS,  # at any moment many rollouts are unfinished, with some tokens recorded
         **changed,
-        "model": {**LONG_WORDS["model"], **changed.get("model", {})},
+        "model": {**LONG_SUMS["model"], **changed.get("model", {})},
         "pipeline": {"max_staleness": 0},
         "checkpoints": {"every": 5},
     }

@@ -13,7 +13,6 @@ import asyncio
 import json
 import operator
 import os
-import random
 import re
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 import httpx
 from calculator import Calculator
 
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 
 RETURN_IDS = {"return_token_ids": True}
@@ -225,10 +224,6 @@ class LibraryAgents:
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """As in calculator-agent."""
         return self._sums.prompts(split, size)
-
-    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """As in calculator-agent."""
-        return self._sums.demonstration(rng, clean)
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
         """One session; its reward is 1.0 for the right number behind a ``#``, and up to 0.5 for calls of the tool."""

@@ -93,11 +93,11 @@ class Agents:
         """As in calculator-agent."""
         return self._sums.prompts(split, size)
 
-    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
+    def demonstration(self, rng: random.Random) -> Sequence[Message]:
         """A conversation of one kind of agent, up to a random reply of the policy."""
         kind = rng.choice(self._kinds)
         if kind not in PROGRAMS:
-            return self._sums.demonstration(rng, clean)
+            return self._sums.demonstration(rng, clean=True)
         sums = self._sums.demonstration(rng, clean=True)
         expression = sums[0]["content"].removesuffix("=")
         result = str(eval(expression))  # consists of digits and signs only

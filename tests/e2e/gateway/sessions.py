@@ -37,7 +37,24 @@ CALCULATOR = ROOT / "templates/calculator-agent"
 
 
 LIBRARY_AGENTS = ("library_agents.py", "library_agents.jinja")
+ROWS = """
+import random
+
+{imports}
+
+
+def rows(split, size):
+    rng = random.Random(0)
+    for _ in range(size):
+        yield {{"messages": {conversation}}}
+"""
 PROGRAM_AGENTS = ("program_agents.py", "http_record.py", "openhands_agent.py")
+
+
+def warm_start(folder: Path, conversation: str, imports: str = "from calculator import Calculator") -> dict[str, Any]:
+    """`model.warm_start` on conversations that a Python expression makes from ``rng``."""
+    (folder / "conversations.py").write_text(ROWS.format(imports=imports, conversation=conversation))
+    return {"steps": 300, "data": {"path": "conversations:rows", "size": 7200, "prompt_column": "messages"}}
 
 
 def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path = Path()) -> Path:
@@ -55,7 +72,7 @@ def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path 
         "runs_dir": str(runs.folder),
         "model": {
             "init": calculator["model"]["init"],
-            "warm_start": {"steps": 300, "clean_fraction": 1.0},
+            "warm_start": warm_start(folder, "Calculator().demonstration(rng, True)"),
             "chat_template": "library_agents.jinja",
             "max_length": 2048,
         },
@@ -78,7 +95,11 @@ def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path 
     }
     if kinds:
         spec["name"] = "agents"
-        spec["model"] |= {"warm_start": {"steps": 300, "clean_fraction": 1.0}, "max_length": 4096}
+        conversation = f"Agents('', '', {list(kinds)}).demonstration(rng)"
+        spec["model"] |= {
+            "warm_start": warm_start(folder, conversation, "from program_agents import Agents"),
+            "max_length": 4096,
+        }
         spec["task"] |= {
             "use": "program_agents:Agents",
             "options": {"log": str(folder / LOG), "path": str(path.resolve()), "kinds": list(kinds)},

@@ -13,9 +13,12 @@ import yaml
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import ROOT, Runs, rows
+from tests.e2e.gateway.sessions import warm_start
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = [pytest.mark.stack, NEEDS_BUBBLEWRAP, pytest.mark.rotating]
+
+IMPORTS, CONVERSATION = "from bugfix import TINY, Bugfix", "Bugfix(**TINY).demonstration(rng, True)"
 
 
 def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:
@@ -23,8 +26,9 @@ def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:
     template = ROOT / "templates/bugfix-agent"
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     given: dict[str, Any] = yaml.safe_load((template / "spec.yaml").read_text())
+    start = warm_start(tmp_path, CONVERSATION, IMPORTS)
     run = runs.train(
-        model=given["model"] | {"warm_start": {"steps": 150, "clean_fraction": 1.0}},
+        model=given["model"] | {"warm_start": start | {"steps": 150}},
         task=given["task"],
         data={"train": given["data"]["train"], "eval": {"size": 8}},
         rollout=given["rollout"] | {"group_size": 4, "max_running_rollouts": 32},

@@ -23,6 +23,7 @@ from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
 from tests.e2e.test_data import MIXTRAL
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
+from tests.small_models import UNTRAINED
 
 pytestmark = pytest.mark.stack
 
@@ -87,6 +88,7 @@ PLAYERS = """
         return await agent(row, model, turns=4)
 """
 COMMAND = """
+from tests.small_models import UNTRAINED
 import json, os, urllib.request
 row = json.loads(os.environ["ASYNCRL_PROMPT"])
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": row["prompt"]}]}
@@ -100,7 +102,7 @@ print(json.dumps({"reward": len(text) / 20, "metrics": {"letters": len(text)}}))
 """
 ROLLOUT = {"group_size": 4, "max_running_rollouts": 32, "max_prompt_tokens": 16, "max_response_tokens": 12}
 SMALL: dict[str, Any] = {
-    "model": {"warm_start": None, "max_length": 128},
+    "model": {**UNTRAINED, "max_length": 128},
     "rollout": ROLLOUT,
     "pipeline": {"mode": "async", "max_staleness": 2, "groups_per_step": 4},
 }

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Runs, rows
-from tests.e2e.gateway.sessions import CALCULATOR
+from tests.e2e.gateway.sessions import CALCULATOR, warm_start
 from tests.e2e.gateway.test_episodes import played
+from tests.small_models import UNTRAINED
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -43,11 +44,10 @@ TASKS = """
     from asyncrl_cli.tasks.tools import ToolTask
 
     class Sums:
-        "Prompts and demonstrations of the calculator."
+        "Prompts of the calculator."
 
         def __init__(self):
-            calculator = Calculator(max_terms=2)
-            self.prompts, self.demonstration = calculator.prompts, calculator.demonstration
+            self.prompts = Calculator(max_terms=2).prompts
 
     class Judged(Sums, ToolTask):
         def tools(self, prompt):
@@ -78,7 +78,11 @@ def test_a_policy_is_trained_with_the_tools_of_mcp_servers(tmp_path: Path, monke
             remote = {"url": f"{address}/mcp", "headers": {"Authorization": "Bearer ${env:CALCULATOR_TOKEN}"}}
             run = runs.train(
                 name="mcp",
-                model={"warm_start": {"steps": 300, "clean_fraction": 1.0}, "max_length": 256},
+                model={
+                    **UNTRAINED,
+                    "warm_start": warm_start(tmp_path, "Calculator(max_terms=2).demonstration(rng, True)"),
+                    "max_length": 256,
+                },
                 task={
                     "use": None,
                     "mix": [

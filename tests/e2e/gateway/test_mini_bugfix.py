@@ -19,6 +19,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import ROOT, Runs, rows
 from tests.e2e.gateway.installed import AGENTS, installed
+from tests.e2e.gateway.sessions import warm_start
 
 # What it joins is tested in test_bugfix.py (the task), test_episodes.py (commands in sandboxes) and
 # tests/gateway/test_programs.py (mini-swe-agent at the gateway).
@@ -46,11 +47,11 @@ def spec(tmp_path: Path) -> dict[str, Any]:
         "command": COMMAND,
         "env": {"PATH": f"{AGENTS.resolve() / 'bin'}:{os.environ['PATH']}"},
     }
+    start = warm_start(tmp_path, "conversation(rng)", "from mini_bugfix import conversation")
     return {
-        "model": given["model"]
-        | {"warm_start": {"steps": 150, "clean_fraction": 1.0}, "chat_template": "mini_bugfix.jinja"},
+        "model": given["model"] | {"warm_start": start | {"steps": 150}, "chat_template": "mini_bugfix.jinja"},
         "task": {
-            "use": "mini_bugfix:MiniBugfix",
+            "use": "bugfix:BugfixByCommand",
             "options": options,
             "episode": {"max_calls": 6, "timeout_s": 300, "concurrency": 4},
             "sandbox": {"memory_mb": 2048, "readable": [str(AGENTS.resolve()), sys.base_prefix]},

@@ -38,9 +38,9 @@ TINY = {
 
 def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    with serving(runs, runs.write_spec(model={"init": TINY, "warm_start": None, "max_length": 256})) as server:
+    with serving(runs, runs.write_spec(model={"init": TINY, "path": None, "max_length": 256})) as server:
         client = server.client()
-        assert [model.id for model in client.models.list()] == ["spelling"]
+        assert [model.id for model in client.models.list()] == ["sums"]
         ids: Any = {"return_token_ids": True}
         (choice,) = client.completions.create(
             model=server.model, prompt="spell: abc", max_tokens=40, seed=3, logprobs=0, extra_body=ids
@@ -122,7 +122,7 @@ def _responses_are_those_of_chat(client: openai.OpenAI, model: str, text: str | 
 @pytest.mark.rotating
 def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    spec = runs.write_spec(model={"init": TINY, "warm_start": None})
+    spec = runs.write_spec(model={"init": TINY, "path": None})
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -163,10 +163,11 @@ class Thinker:
     def prompts(self, split, size):
         return [Prompt(f"{split}/{number}", f"{split} {number}?") for number in range(size)]
 
-    def demonstration(self, rng, clean):
-        reply = {"role": "assistant", "content": "let me see " * 5, "reasoning_content": "hard {1}" * 5}
-        reply |= {"tool_calls": [CALL]}
-        return [{"role": "user", "content": f"{rng.randint(1, 99)}?"}, reply]
+
+def rows(split, size):
+    reply = {"role": "assistant", "content": "let me see " * 5, "reasoning_content": "hard {1}" * 5}
+    reply |= {"tool_calls": [CALL]}
+    return [{"messages": [{"role": "user", "content": f"{row}?"}, reply]} for row in range(1, 100)]
 """
 THINKERS_TEMPLATE = (
     "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -180,9 +181,9 @@ def test_reasoning_and_content_stream_in_pieces_before_the_calls_of_tools(tmp_pa
     runs = Runs(tmp_path)
     (tmp_path / "thinker.py").write_text(THINKER)
     (tmp_path / "thinker.jinja").write_text(THINKERS_TEMPLATE)
-    warm = {"steps": 200, "clean_fraction": 1.0}
+    warm = {"steps": 200, "data": {"path": "thinker:rows", "prompt_column": "messages"}}
     spec = runs.write_spec(
-        model={"init": TINY, "warm_start": warm, "chat_template": "thinker.jinja", "max_length": 256},
+        model={"path": None, "init": TINY, "warm_start": warm, "chat_template": "thinker.jinja", "max_length": 256},
         task={"use": "thinker:Thinker"},
         data={"eval": {"size": 4}},
         rollout={"reasoning_parser": "qwen3"},

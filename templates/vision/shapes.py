@@ -1,18 +1,18 @@
-"""Questions about pictures of coloured shapes: a task that a 0.6M-parameter vision-language model learns in minutes.
+"""Questions about pictures of coloured shapes, which a 0.5M-parameter vision-language model learns in minutes.
 
 A picture has 2 × 2 cells; each is empty or has one shape. The response names the cells row by row, by a letter for the
 colour and one for the shape, adds a running count if the question asks for a number, and then answers. For `how many
-red?` it is `rc1 --1 bt1 rs2#2`. As in ``chain_sum``, the demonstrations teach a model that can look but mostly guesses;
-reinforcement finds that looking pays.
+red?` it is `rc1 --1 bt1 rs2#2`. ``demonstrations`` teaches a model that can look but mostly guesses; reinforcement
+finds that looking pays.
 
-Invariant: a hash of a scene's cells decides its split (``prompts.is_held_out``), for prompts and for demonstrations.
+Invariant: a hash of a scene's cells decides its split (``prompts.is_held_out``).
 """
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,6 +29,8 @@ FILLED = 0.75
 """Share of cells with a shape."""
 CELL = 28
 """Pixels of a cell's side: one image token of a Qwen2.5-VL."""
+CAREFUL = 0.3
+"""Share of demonstrations that look before they answer."""
 Thing = tuple[str, str] | None
 """Colour and shape, or an empty cell."""
 
@@ -78,14 +80,7 @@ class Scene:
 
 
 class Shapes:
-    """The task ``shapes``."""
-
-    def __init__(self, careful: float = 0.3) -> None:
-        """``careful``: the share of demonstrations in the mixture that look before they answer; the others guess.
-        Raises ``ValueError`` if it is not from 0 to 1."""
-        if not 0 <= careful <= 1:
-            raise ValueError(f"careful must be between 0 and 1, not {careful}")
-        self._careful = careful
+    """A task that draws its own pictures."""
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """Return ``size`` rows of the split; row ``i`` is the same for every size, to the byte of its picture."""
@@ -102,21 +97,21 @@ class Shapes:
         _, mark, answer = response.rpartition("#")
         return float(finished and bool(mark) and answer.strip() == prompt.fields["answer"])
 
-    def demonstration(self, rng: random.Random, clean: bool) -> Prompt:
-        """A question about a scene of the train split with a faultless response (``clean``), or from the mixture."""
-        scene = _scene(rng, "train")
-        if clean or rng.random() < self._careful:
-            response = f"{scene.working}#{scene.answer}"
-        else:
-            response = f"#{rng.choice(scene.answers)}"
-        return _prompt("demonstration", scene, rng, {"role": "assistant", "content": response})
+
+def demonstrations(split: Split, size: int) -> Iterator[Prompt]:
+    """Yield conversations for `model.warm_start.data`: a share ``CAREFUL`` looks first, the others guess."""
+    rng = random.Random(0)
+    for index in range(size):
+        scene = _scene(rng, split)
+        response = f"{scene.working}#{scene.answer}" if rng.random() < CAREFUL else f"#{rng.choice(scene.answers)}"
+        yield _prompt(f"shapes/demonstration/{index}", scene, rng, {"role": "assistant", "content": response})
 
 
 def _prompt(uid: str, scene: Scene, rng: random.Random, *replies: Message) -> Prompt:
     image = Image.of(scene.drawn(rng))
-    parts = [{"type": "image", "image": image.digest}, {"type": "text", "text": scene.question}]
+    content = [{"type": "image", "image": image.digest}, {"type": "text", "text": scene.question}]
     fields = {"answer": scene.answer, "cells": _description(scene.cells)}
-    return Prompt(uid, ({"role": "user", "content": parts}, *replies), fields, (image,))
+    return Prompt(uid, ({"role": "user", "content": content}, *replies), fields, (image,))
 
 
 def _description(cells: Sequence[Thing]) -> str:
@@ -137,12 +132,12 @@ def _scene(rng: random.Random, split: Split) -> Scene:
 def _scenes(cells: Sequence[Thing]) -> list[list[Scene]]:
     """Every question that the cells answer, grouped by kind."""
     things = [thing for thing in cells if thing is not None]
-    numbers = [str(number) for number in range(len(cells) + 1)]
+    totals = [str(total) for total in range(len(cells) + 1)]
     counted = {"how many?": tuple(COLOURS)}
     counted |= {f"how many {colour}?": (colour,) for colour in COLOURS}
     counted |= {f"how many {shape}s?": (shape,) for shape in SHAPES}
     counts = [
-        Scene(cells, text, str(sum(not set(names).isdisjoint(thing) for thing in things)), numbers, names)
+        Scene(cells, text, str(sum(not set(names).isdisjoint(thing) for thing in things)), totals, names)
         for text, names in counted.items()
     ]
     colours = [
@@ -150,6 +145,6 @@ def _scenes(cells: Sequence[Thing]) -> list[list[Scene]]:
         for colour, shape in things
         if [thing[1] for thing in things].count(shape) == 1
     ]
-    left = [thing for thing in cells[::SIDE] if thing is not None]
-    sides = [Scene(cells, "which shape is left?", shape, SHAPES) for _, shape in left if len(left) == 1]
+    left_things = [thing for thing in cells[::SIDE] if thing is not None]
+    sides = [Scene(cells, "which shape is left?", shape, SHAPES) for _, shape in left_things if len(left_things) == 1]
     return [kind for kind in (counts, colours, sides) if kind]

@@ -1,0 +1,1 @@
+../templates/vision/shapes.py
