@@ -33,9 +33,6 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Numba, which guesses tokens, sets OpenMP's threads of the whole process, by default one for each core: the engine
-    # took four times as long.
-    "NUMBA_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 ENVIRONMENT = {
@@ -49,8 +46,6 @@ EXACT_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """In float32 vLLM's attention is a Triton kernel. By default Triton rounds the factors of float32 products to TF32 (10
 bits), which moves log-probs by 1e-3 to 1e-2 nats: more than a publish allows. The variable is a part of Triton's cache
 key, so its kernels are compiled again when it changes."""
-NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""How engines guess tokens (`rollout.speculative_tokens`)."""
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 LARGE_GPU_BYTES = 70 * 2**30
@@ -59,9 +54,8 @@ CACHE_ARGUMENT = "kv_cache_memory_bytes"
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """Like the trainer, engines do not round logits to bfloat16."""
 MEDIA = ("image", "video", "audio")
-CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
-"""Only vLLM imports these two, in its core process."""
+"""Only vLLM imports it, in its core process."""
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -69,10 +63,8 @@ def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
     rollout = spec.rollout
     if rollout.gpus_per_engine:
         return ENVIRONMENT | (EXACT_PRODUCTS if rollout.dtype == "float32" else {})
-    own = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(rollout.threads_per_engine))
-    if not rollout.engine_args.get("enforce_eager", True):
-        own["TORCHDYNAMO_DISABLE"] = "0"
-    return ENVIRONMENT | CPU_ENVIRONMENT | own
+    compiled = {} if rollout.engine_args.get("enforce_eager", True) else {"TORCHDYNAMO_DISABLE": "0"}
+    return ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(rollout.threads_per_engine)} | compiled
 
 
 def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
@@ -152,13 +144,6 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
-        if rollout.speculative_tokens:
-            args |= {"speculative_config": dict(NGRAMS), "spec_tokens": rollout.speculative_tokens}
-        if spec.algorithm.router_replay:
-            args |= {
-                "worker_cls": f"{CPU_EXPERTS}.CPUWorkerWithExperts",
-                "scheduler_cls": f"{CPU_EXPERTS}.SchedulerWithExperts",
-            }
     if (lora := spec.model.published_adapter) is not None:
         args |= {
             "enable_lora": True,

@@ -17,7 +17,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from asyncrl_cli.rollout.draws import position_seeds
@@ -50,9 +49,7 @@ def sample_by_position(runner: Any, config: VllmConfig) -> bool:
     if not _has_kernel(runner.sampler):
         return False
     # vLLM itself selects its implementation for a platform through this attribute.
-    runner.sampler.topk_topp_sampler.forward = own = PositionSampler(runner)
-    rejection_sampler.rejection_sample = own.verified
-    rejection_sampler.expand_batch_to_tokens = _expanded
+    runner.sampler.topk_topp_sampler.forward = PositionSampler(runner)
     return True
 
 
@@ -93,32 +90,6 @@ class PositionSampler:
             logits, seeds=seeds, positions=positions, in_float64=self._runner.sampler.use_fp64_gumbel
         ), processed
 
-    def verified(
-        self, drafts: Any, number: Any, longest: int, ends: Any, _: Any, logits: Any, bonus: Any, batch: Any, **__: Any
-    ) -> torch.Tensor:
-        """Replaces vLLM's ``rejection_sample`` on CPUs: returns tokens [requests, drafts + 1], padded with -1.
-
-        Each token is drawn as if there were no drafts, and a request's step ends at the first token that differs from
-        its draft. So a draft is accepted with its own probability, as in rejection sampling (arXiv 2211.17192) of a
-        draft proposed with probability 1, and the tokens equal the tokens without speculation (decision 0064).
-        ``ends``: index after each request's last draft.
-        """
-        counts = torch.tensor(number)
-        rows = torch.arange(len(counts)).repeat_interleave(counts)
-        columns = torch.arange(len(rows)) - (ends - counts)[rows]
-        tokens = logits.argmax(dim=-1)
-        if len(rows) and not batch.all_greedy:
-            seeds = self._seeds(batch.generators, len(counts), logits.device)[rows]
-            # The model has read the drafts, too.
-            drawn = _draw_on_cpu(logits, seeds, self._runner.seq_lens[rows] - counts[rows] + columns)
-            tokens = tokens.where(batch.temperature[rows] == 0, drawn)
-        found: torch.Tensor = bonus.new_full((len(counts), longest + 1), -1)
-        found[rows, columns] = tokens.to(found.dtype)
-        found[torch.arange(len(counts)), counts] = bonus[:, 0]
-        agreed = torch.ones_like(found)
-        agreed[rows, columns + 1] = (tokens == drafts).to(found.dtype)
-        return found.masked_fill(agreed.cumprod(dim=1) == 0, -1)
-
     def _seeds(self, generators: Mapping[int, torch.Generator], rows: int, device: torch.device) -> torch.Tensor:
         """Each row's seed, int64. A request without a seed gets a random one in each step."""
         batch = self._runner.input_batch.sampling_metadata
@@ -132,11 +103,6 @@ class PositionSampler:
             return torch.empty_like(self._known).index_copy_(0, self._seeded, self._known)
         drawn = torch.empty(rows, dtype=torch.int64, device=device).random_()
         return drawn.index_copy_(0, self._seeded, self._known)
-
-
-def _expanded(x: torch.Tensor, ends: torch.Tensor, _: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
-    """Replaces vLLM's ``expand_batch_to_tokens``, which returns uninitialized temperatures on CPUs (decision 0064)."""
-    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
 
 
 def _draw_on_cpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

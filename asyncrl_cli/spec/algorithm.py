@@ -245,7 +245,7 @@ class AlgorithmSpec(Section):
     router_replay: bool = False
     """For a mixture of experts: the trainer uses the experts that the engine chose for each token (rollout routing
     replay, R3). It still computes their weights, so the router is trained. Each token takes one byte more for each
-    expert that it uses in each layer."""
+    expert that it uses in each layer. Engines on GPUs only."""
 
     @property
     def parts_apart(self) -> bool:

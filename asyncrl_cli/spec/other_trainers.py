@@ -102,7 +102,6 @@ _KEYS = {
     "trainer.packing": "use_remove_padding packing_samples",
     "trainer.attention": "flash_attn attn_implementation attn",
     "trainer.ranks": "num_processes world_size",
-    "rollout.speculative_tokens": "num_speculative_tokens speculative_config speculative_num_draft_tokens",
     "model.path": "model_name_or_path model_path model_name model.name pretrain base_model",
     "model.lora": "use_peft",
     "model.lora.rank": "lora_r lora_rank",
@@ -151,6 +150,8 @@ _HINTS = {
     "the trainer chooses these batches itself, within trainer.tokens_per_microbatch; remove it":
         "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu",
     "the engines are vLLM's; remove it": "rollout.name",
+    "engines do not guess tokens: it was slower in every measured run; remove it":
+        "speculative_tokens num_speculative_tokens speculative_config speculative_num_draft_tokens",
     "sampling has no top-p, top-k, min-p or penalties: they would make the recorded log-probs wrong; remove it":
         "top_p top_k min_p repetition_penalty",
     "set rollout.engine_args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",

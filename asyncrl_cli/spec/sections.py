@@ -147,9 +147,6 @@ class RolloutSpec(Section):
     reasoning_parser: Text | None = None
     """vLLM reasoning parser that reads the model's reasoning, such as `qwen3` or `deepseek_r1`. Default: the entire
     reply is content."""
-    speculative_tokens: NonNegative = 0
-    """Number of tokens that an engine guesses ahead where a sequence repeats itself (n-gram speculation): it proposes
-    the tokens that followed the same n-gram before. The rollouts do not change. CPU engines only."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, passed on unchanged."""
 

@@ -25,16 +25,6 @@ SAMPLER = {
         "self.cache_config.kv_cache_memory_bytes",
     ),
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": ("self.forward", "torch.ops._C.fused_gumbel_argmax"),
-    "vllm.v1.sample.rejection_sampler.RejectionSampler.forward": (
-        "rejection_sample(metadata.draft_token_ids, metadata.num_draft_tokens, metadata.max_spec_len, "
-        "metadata.cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata, "
-        "synthetic_mode=self.synthetic_mode, synthetic_conditional_rates=self.synthetic_conditional_rates, "
-        "use_fp64_gumbel=self.use_fp64_gumbel)",
-    ),
-    "vllm.v1.sample.rejection_sampler.apply_sampling_constraints": (
-        "expand_batch_to_tokens(sampling_metadata.temperature, cu_num_draft_tokens, num_tokens, "
-        "replace_from=GREEDY_TEMPERATURE, replace_to=1)",
-    ),
     "vllm.v1.sample.sampler.Sampler": ("self.topk_topp_sampler", "self.logprobs_mode", "self.use_fp64_gumbel"),
     "vllm.v1.sample.sampler.Sampler.sample": (
         "self.topk_topp_sampler",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,42 +162,3 @@ def test_layers_that_vllm_would_ignore_are_named(
     with pytest.raises(ConfigError, match=r"the adapter of model\.layers\.0\.mlp\.no_such"):
         loop.run_until_complete(bench.engine._prepare(50, bench.path, slots))
     assert bench.engine._layout == bench.slots
-
-
-@pytest.mark.nightly
-def test_a_mixture_of_experts_whose_choice_is_recorded(
-    loop: asyncio.AbstractEventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its experts have no adapters. The recorded experts are those that the routers choose after layers with
-    adapters."""
-    from asyncrl_cli.rollout import engine_settings
-    from asyncrl_cli.spec.rules import model as model_rules
-    from asyncrl_cli.train.model.router_replay import replayed_routers
-
-    classes = {
-        "worker_cls": "tests.e2e.experts_beside_adapters.Worker",
-        "scheduler_cls": f"{engine_settings.CPU_EXPERTS}.SchedulerWithExperts",
-    }
-    usual = engine_settings.merged
-    monkeypatch.setattr(engine_settings, "merged", lambda *given: usual(*given) | classes)
-    monkeypatch.setattr(model_rules, "MIXTURES", ())  # the spec's rule refuses such engines on CPUs
-    lora = {"rank": 3, "alpha": 7.0, "serve": "adapter"}
-    bench = started(loop, tmp_path, AdapterBench, lora=lora, init={"architecture": "qwen3_moe", "config": ROUTED})
-    prompt = [3, 40, 50]
-    chosen: list[torch.Tensor] = []
-
-    async def generate(version: int) -> Rollout:
-        await bench.publish(version, "recompute")
-        return await bench.generate(prompt, 24)
-
-    try:
-        for version in (1, 2):
-            rollout = loop.run_until_complete(generate(version))
-            bench.models[version] = model = bench.merged(version)
-            replayed_routers(model)[1].register_forward_hook(lambda _, __, output: chosen.append(output[2]))
-            assert gaps(bench, rollout, version).max() < TOLERANCE
-            assert rollout.experts is not None
-            recorded = torch.from_numpy(rollout.experts[:, 2:].astype(np.int64))
-            assert torch.equal(chosen[-1][len(prompt) - 1 : -1].sort(-1).values, recorded.sort(-1).values)
-    finally:
-        bench.end()

@@ -60,12 +60,11 @@ def with_a_killed_engine(runs: Runs, **sections: Any) -> Path:
 def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
     sections: dict[str, Any] = {
         "pipeline": {"mode": "async", "max_staleness": 0, "weight_update": "keep"},
-        "rollout": {"engines": engines, "max_running_rollouts": 64 // engines, "speculative_tokens": 3},
+        "rollout": {"engines": engines, "max_running_rollouts": 64 // engines},
     }
     run = shared_runs.train(**sections) if engines == 1 else with_a_killed_engine(shared_runs, **sections)
     assert steps_of(run) == steps_of(sync_run), "the same prompts, and the same tokens"
     assert weights(run) == weights(sync_run)
-    assert "Speculative decoding on CPU" in (run / "logs/engine-0.log").read_text(), "vLLM warns of it"
     assert all(step.digest for step in steps_of(run))
     # The comparison means something only if the weights moved.
     trained = rows(run, "metrics.jsonl")

@@ -141,7 +141,6 @@ def test_a_stop_string_of_several_bytes_is_complete_with_its_last() -> None:
 
 @given(st.text("ab", min_size=1, max_size=12), st.sampled_from(["ab", "b", "ba"]))
 def test_tokens_after_a_stop_string_are_cut_whether_or_not_another_engine_began(text: str, stop: str) -> None:
-    """A step of guessed tokens may end after the stop string."""
     ids = [ord(letter) for letter in text]
 
     def decode(tokens: Any) -> str:

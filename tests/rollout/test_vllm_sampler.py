@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -138,76 +136,6 @@ def test_requests_without_a_seed_get_other_numbers_in_every_step(runner: Runner)
     greedy = [row for row in range(32) if row % 3]
     assert mixed[greedy].tolist() == logits[greedy].argmax(-1).tolist()
     assert mixed[3] == first[3]
-
-
-def speculate(runner: Runner, drafts: list[list[int]], rows: list[Any], read: list[int], heat: list[float]) -> Any:
-    """A step's tokens, -1 after the last: ``rows`` are logits at each request's drafts and after them. ``read``: how
-    many tokens each request has before them."""
-    import torch
-    from vllm.v1.sample import rejection_sampler
-
-    seeds: list[int | None] = [7 * row + 1 for row in range(len(drafts))]
-    lengths = [len(own) for own in drafts]
-    after = torch.stack([own[-1] for own in rows])
-    bonus, _ = runner.draw(after, seeds, [a + b for a, b in zip(read, lengths, strict=True)], temperature=heat)
-    runner.input_batch.sampling_metadata.all_greedy = not any(heat)
-    ends = torch.tensor(lengths).cumsum(0).to(torch.int32)
-    targets = [logits / (one or 1.0) for own, one in zip(rows, heat, strict=True) for logits in own[:-1]]
-    return rejection_sampler.rejection_sample(
-        torch.tensor([token for own in drafts for token in own], dtype=torch.int32),
-        lengths,
-        max(lengths),
-        ends,
-        None,
-        torch.stack(targets) if targets else torch.empty(0, VOCABULARY),
-        bonus[:, None].to(torch.int32),
-        runner.input_batch.sampling_metadata,
-        synthetic_mode=False,
-    ).tolist()
-
-
-@given(
-    drafts=st.lists(st.lists(st.booleans(), max_size=4), min_size=1, max_size=5),
-    heat=st.lists(st.sampled_from([0.0, 0.7, 1.0]), min_size=5, max_size=5),
-    seed=st.integers(0, 1000),
-)
-@settings(deadline=None, max_examples=60)
-def test_speculation_samples_the_tokens_that_it_would_sample_one_by_one(
-    runner: Runner, drafts: list[list[bool]], heat: list[float], seed: int
-) -> None:
-    """``drafts``: whether a request's next draft is the right one."""
-    import torch
-
-    torch.manual_seed(seed)
-    rows, read, temperature = [], [], heat[: len(drafts)]
-    wanted, guessed = [], []
-    for index, own in enumerate(drafts):
-        logits = torch.randn(len(own) + 1, VOCABULARY)
-        positions = list(range(3 + index, 4 + index + len(own)))
-        one_by_one, _ = runner.draw(
-            logits, [7 * index + 1] * len(positions), positions, temperature=[temperature[index]] * len(positions)
-        )
-        tokens = one_by_one.tolist()
-        rows.append(logits)
-        read.append(positions[0])
-        guessed.append(
-            [token if right else (token + 1) % VOCABULARY for token, right in zip(tokens, own, strict=False)]
-        )
-        ends = own.index(False) + 1 if False in own else len(tokens)
-        wanted.append(tokens[:ends])
-    found = speculate(runner, guessed, rows, read, temperature)
-    assert [[token for token in own if token >= 0] for own in found] == wanted
-    assert all(own == sorted(own, key=lambda token: token < 0) for own in found), "-1 only at the end"
-
-
-def test_drafted_tokens_are_divided_by_their_requests_temperature(runner: Runner) -> None:
-    """vLLM 0.32 leaves these temperatures uninitialized on CPUs."""
-    import torch
-    from vllm.v1.sample import rejection_sampler
-
-    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    found = rejection_sampler.expand_batch_to_tokens(torch.tensor([0.5, 0.9, 0.0]), ends, 5, 0, 1)
-    assert found.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
 
 
 def test_sampler_is_unchanged_if_vllm_has_no_kernel() -> None:

@@ -27,6 +27,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
 from asyncrl_cli.train.model.lora import full_weights, gathered
 
+REPLAY = "algorithm.router_replay=true"
 SPEC = Path(__file__).parents[1] / "fixtures/two_ranks.yaml"
 
 
@@ -104,11 +105,18 @@ def no_numactl() -> None:
     raise AssertionError("DeepSpeed runs numactl, for every micro-batch")
 
 
+def loaded(overrides: list[str]) -> ExperimentSpec:
+    """A spec. It may replay experts, which ``routed`` draws: the rules allow that only with engines on GPUs."""
+    replays = REPLAY in overrides
+    spec = load_spec(SPEC, [override for override in overrides if override != REPLAY]).spec
+    return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"router_replay": replays})})
+
+
 def main() -> None:
     out, rank, port, *overrides = sys.argv[1:]
     settings = [list(group) for is_comma, group in groupby(overrides, ",".__eq__) if not is_comma]
     usual = [f"runs_dir={Path(out).parent}"]
-    specs = [load_spec(SPEC, usual + setting).spec for setting in settings]
+    specs = [loaded(usual + setting) for setting in settings]
     os.environ.update(trainer_environment(specs[0]))
     import torch
     from deepspeed.utils import numa

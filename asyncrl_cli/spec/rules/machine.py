@@ -24,7 +24,6 @@ OWN_ENGINE_ARGS = {
     "enable_lora": "model.lora.serve",
     "max_lora_rank": "model.lora.rank",
     "lora_target_modules": "model.lora.target_modules",
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "rollout.speculative_tokens"),
     **dict.fromkeys(("max_loras", "max_cpu_loras", "lora_dtype")),
     **dict.fromkeys(("load_format", "generation_config", "worker_cls", "worker_extension_cls")),
     **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "enable_chunked_prefill", "async_scheduling")),
@@ -33,6 +32,7 @@ OWN_ENGINE_ARGS = {
 `schedul` are treated in the same way."""
 
 _ONE_ACTOR = "an engine is one process group on one host, with only the GPUs of rollout.gpus_per_engine"
+_DRAWS = "guessed tokens use other random numbers, so an interrupted rollout would not continue as it began"
 _EXACT = "engines must compute with exactly the weights that the trainer publishes"
 IMPOSSIBLE_ENGINE_ARGS = {
     "pipeline_parallel_size": ((1,), _ONE_ACTOR, "use rollout.gpus_per_engine (tensor parallelism)"),
@@ -45,6 +45,7 @@ IMPOSSIBLE_ENGINE_ARGS = {
         "vLLM's other executors request GPUs that the engine's actor already holds",
         "remove it, or set it to mp",
     ),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), ((), _DRAWS, "remove it")),
     "quantization_config": ((), _EXACT, "remove it; rollout.engine_args.quantization can be fp8_per_tensor on GPUs"),
     "calculate_kv_scales": ((False,), _EXACT, "remove it"),
     "runner": (("auto", "generate"), "only a generating engine can produce rollouts", "remove it"),
@@ -160,20 +161,6 @@ def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
             harmless, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]
             if value is not None and value not in harmless:
                 yield Problem(path, f"{value!r} cannot work: {reason}", hint)
-
-
-@rule
-def speculation(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.speculative_tokens` is for CPU engines of text models, without router replay and served adapters."""
-    others = {
-        "rollout.gpus_per_engine": spec.rollout.gpus_per_engine,
-        "algorithm.router_replay": spec.algorithm.router_replay,
-        "model.lora.serve": spec.model.published_adapter,
-        "model.max_images": spec.model.max_images,
-    }
-    for key in (key for key, value in others.items() if value and spec.rollout.speculative_tokens):
-        message = f"not supported with {key}: rollouts are not proved to be the same as without it"
-        yield Problem("rollout.speculative_tokens", message, "set it to 0")
 
 
 TRACKING_SCHEMES = (

@@ -244,7 +244,7 @@ def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
     """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank` and kernels for `rollout.dtype`, engines
     do not quantize weights, and a mixture of experts has engines on GPUs."""
     lora, init = spec.model.published_adapter, spec.model.init
-    routed = spec.algorithm.router_replay or (init is not None and init.architecture in MIXTURES)
+    routed = init is not None and init.architecture in MIXTURES
     if lora is not None and routed and not spec.rollout.gpus_per_engine:
         message = "with adapters vLLM computes a mixture of experts on GPUs only"
         yield Problem("model.lora.serve", message, "set it to merged, or use engines on GPUs (rollout.gpus_per_engine)")

@@ -53,7 +53,11 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`algorithm.router_replay` supports the architecture of `model.init`. A saved model is checked before the run."""
+    """`algorithm.router_replay` needs engines on GPUs, and supports the architecture of `model.init`. A saved model is
+    checked before the run."""
+    if spec.algorithm.router_replay and not spec.rollout.gpus_per_engine:
+        hint = "set it to false, or use engines on GPUs (rollout.gpus_per_engine)"
+        yield Problem("algorithm.router_replay", "vLLM records the experts of tokens on GPUs only", hint)
     if spec.algorithm.router_replay and spec.model.init and spec.model.init.architecture not in REPLAYED:
         message = f"the experts of {spec.model.init.architecture} cannot be replayed"
         hint = f"set it to false; it is for mixtures of experts: {', '.join(REPLAYED)}"

@@ -27,7 +27,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     # Without a warm start all rewards are 0, and only the entropy bonus trains.
     "experts": {
         "model": {"init": MIXTRAL, "path": None},
-        "algorithm": {"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
+        "algorithm": {"uniform_groups": "train", "entropy_coef": 0.01},
     },
 }
 LOST = {"trainer": 2, "engine": 2, "scorer": 1, "host-agent": 1}

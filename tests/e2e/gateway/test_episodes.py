@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.records.experts import from_bytes
 from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
@@ -109,19 +108,17 @@ SMALL: dict[str, Any] = {
 
 
 class Piece(NamedTuple):
-    """A recorded segment; ``experts`` has a row for each token, where they are recorded."""
+    """A recorded segment."""
 
     start: int
     version: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    experts: tuple[bytes, ...]
 
     @property
-    def by_token(self) -> list[tuple[Any, ...]]:
-        """What must not change. The experts of context tokens become known when the next call ends."""
-        context = self.version == CONTEXT or not self.experts
-        return list(zip(self.tokens, self.logprobs, [b""] * len(self.tokens) if context else self.experts, strict=True))
+    def by_token(self) -> list[tuple[int, float]]:
+        """What must not change."""
+        return list(zip(self.tokens, self.logprobs, strict=True))
 
 
 class Played(NamedTuple):
@@ -139,16 +136,14 @@ def played(run: Path) -> dict[tuple[int, int], Played]:
     with closing(open_for_reading(run / FILE)) as journal:
         pieces: dict[tuple[int, int], dict[int, list[Piece]]] = {}
         segments = journal.execute(
-            "SELECT group_id, rollout_index, branch, start, version, tokens, logprobs, ids FROM segments "
-            "LEFT JOIN experts USING (group_id, rollout_index, branch, start) ORDER BY 1, 2, 3, 4"
+            "SELECT group_id, rollout_index, branch, start, version, tokens, logprobs FROM segments ORDER BY 1, 2, 3, 4"
         )
-        for group_id, index, branch, start, version, tokens, logprobs, experts in segments:
+        for group_id, index, branch, start, version, tokens, logprobs in segments:
             piece = Piece(
                 start,
                 version,
                 tuple(np.frombuffer(tokens, "<i4").tolist()),
                 tuple(np.frombuffer(logprobs, "<f4").tolist()),
-                () if experts is None else tuple(map(bytes, from_bytes(experts, len(tokens) // 4))),
             )
             pieces.setdefault((group_id, index), {}).setdefault(branch, []).append(piece)
         found = journal.execute(
@@ -203,12 +198,12 @@ class Killed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """A model with recorded experts is trained on a mix of agents, environments and commands."""
+    """A model with experts is trained on a mix of agents, environments and commands."""
     runs = Runs(tmp_path_factory.mktemp("killed"))
     files = {name: {"path": write(runs, name, 40)} for name in USES}
     mix = [{"name": name, "train": files[name], "eval": files[name]} | use for name, use in USES.items()]
     spec = runs.write_spec(
-        **SMALL | {"model": SMALL["model"] | {"init": MIXTRAL}, "algorithm": {"router_replay": True}},
+        **SMALL | {"model": SMALL["model"] | {"init": MIXTRAL}},
         task={"use": None, "mix": mix},
         data={"train": {"size": 60}, "eval": {"size": 6}},
         stop={"steps": 100},
@@ -274,7 +269,6 @@ def test_agents_environments_and_commands_are_trained(killed: Killed) -> None:
 
 
 def test_recorded_turns_are_not_sampled_again_after_kills(killed: Killed) -> None:
-    """The experts that the engine chose for them are kept, too."""
     after = played(killed.run)
     kept = 0
     for key, rollout in killed.before.items():
@@ -286,14 +280,6 @@ def test_recorded_turns_are_not_sampled_again_after_kills(killed: Killed) -> Non
             assert new[: len(old)] == old
             kept += rollout.state == "running"
     assert kept, "some rollouts were unfinished"
-    sampled = [
-        piece
-        for rollout in after.values()
-        for pieces in rollout.pieces.values()
-        for piece in pieces
-        if piece.version != CONTEXT
-    ]
-    assert all(len(piece.experts) == len(piece.tokens) and all(map(any, piece.experts)) for piece in sampled)
 
 
 @pytest.mark.rotating
