@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from asyncrl_cli.core.errors import TaskError
@@ -130,37 +130,34 @@ class ToolEnvironment:
 
 
 class Tool:
-    """A function, method, partial or object with ``__call__`` as a tool. ``definition`` is in OpenAI's format.
+    """A function or method as a tool. ``definition`` is in OpenAI's format.
 
-    The docstring's first paragraph describes the tool. It may also describe parameters: by lines ``name: text``, or in
-    Google's, NumPy's, Sphinx's, Epydoc's or Javadoc's style. A parameter without an annotation takes any JSON value.
+    The docstring's first paragraph describes the tool. It may also describe parameters: by lines ``name: text``, as in
+    Google's style, or in Sphinx's style. A parameter without an annotation takes any JSON value.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises ``TaskError`` if the function's arguments cannot be described."""
         from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
 
-        target: Any = function.func if isinstance(function, partial) else function
-        self.name: str = getattr(target, "__name__", type(target).__name__)
-        if not re.fullmatch(r"[\w-]{1,64}", self.name) or isinstance(target, type):
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        if not re.fullmatch(r"[\w-]{1,64}", self.name) or not inspect.isroutine(function):
             raise _refused(function, f"{self.name} cannot be a tool", "name a function: def name(argument: type) -> …")
-        target = target if inspect.isroutine(target) else target.__call__
         try:
-            called = _with_types(function, target)
-            signature = inspect.signature(called)
+            signature = inspect.signature(function)
             by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            other = next((one for one in signature.parameters.values() if one.kind not in by_name), None)
-            if other is not None:
-                hint = "a model passes arguments by name, so use plain parameters, such as one list"
-                raise _refused(function, f"the tool {self.name}{signature} has the parameter {other}", hint)
+            for parameter in signature.parameters.values():
+                if parameter.kind not in by_name:
+                    hint = "a model passes arguments by name, so use plain parameters, such as one list"
+                    raise _refused(function, f"the tool {self.name}{signature} has the parameter {parameter}", hint)
             # Validates a call's arguments against the annotations, then calls the function.
-            self._call = TypeAdapter[Any](called)
+            self._call = TypeAdapter[Any](_with_types(function))
             schema = _without_titles(self._call.json_schema())
         except (TypeError, ValueError, NameError, PydanticSchemaGenerationError, PydanticUserError) as error:
             problem = f"the tool {self.name} cannot be described: {' '.join(str(error).split()):.300}"
             raise _refused(function, problem, "annotate its parameters with types that JSON has") from error
         schema.pop("additionalProperties", None)
-        summary, parameters = _described(inspect.getdoc(target) or inspect.getdoc(function) or "", signature.parameters)
+        summary, parameters = _described(inspect.getdoc(function) or "", signature.parameters)
         for name, text in parameters.items():
             schema["properties"][name].setdefault("description", text)
         function_definition = {"name": self.name, "description": summary, "parameters": schema}
@@ -211,20 +208,15 @@ def _text(value: Any) -> str:
     return text
 
 
-def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Any:
-    """The function without the arguments that a partial binds by name. Annotations in quotes are resolved in the module
-    that defines ``target``; pydantic would search this module."""
-    bound = function.keywords if isinstance(function, partial) else {}
-    signature = inspect.signature(function)
-    left = [one for name, one in signature.parameters.items() if name not in bound]
-    hints = get_type_hints(target, include_extras=True)
+def _with_types(function: Callable[..., Any]) -> Any:
+    """The function with annotations in quotes resolved in its own module; pydantic would search this module."""
 
-    def call(*arguments: Any, **named: Any) -> Any:
-        return function(*arguments, **named)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
 
-    call.__name__ = target.__name__
-    call.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-    call.__annotations__ = {one.name: hints[one.name] for one in left if one.name in hints}
+    call.__name__ = function.__name__
+    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    call.__annotations__ = get_type_hints(function, include_extras=True)
     return call
 
 
@@ -232,32 +224,20 @@ def _refused(function: Callable[..., Any], problem: str, hint: str) -> TaskError
     return TaskError(problem, location=defined_at(function) or "task.use", hint=hint)
 
 
-_FIELD = "[:@](?:param|parameter|arg|argument|key|keyword)"
-_STYLES = (
-    rf"(\s*)(?:{_FIELD} (?:[^:]* )?)?((?:\w+, *)*\**\w+)(?: *\(.*?\))? *:(.*)",
-    rf"(\s*){_FIELD} +(?:\{{.*?\}} *)?(\w+)(?: *-+)? +(.*)",
-)
-"""A line that describes a parameter: in most styles, and in Javadoc's."""
+_PARAMETER_LINE = re.compile(r"(\s*)(?::param (?:[^:]* )?)?(\w+)(?: *\(.*?\))? *:(.*)")
+_SECTION = re.compile(r"\s*(:\w+|(Args|Arguments|Parameters|Returns|Raises):$)")
 
 
 def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
     """A docstring's first paragraph, and its descriptions of these parameters."""
     lines = text.splitlines()
-    # In NumPy's style the type follows the colon, and the description is in the lines below.
-    numpy = re.search(r"^Parameters\n-+$", text, re.MULTILINE) is not None
-    found: dict[str, str] = {}
-    for (number, line), style in product(enumerate(lines), _STYLES):
-        match = re.fullmatch(style, line)
-        described = {name for name in re.findall(r"\w+", match[2]) if name in names} if match else set()
-        if match is None or not described:
-            continue
-        deeper = re.compile(rf"{match[1]}\s+\S")
-        more = takewhile(deeper.match, lines[number + 1 :])
-        words = " ".join(" ".join(["" if numpy else match[3], *more]).split())
-        found = dict.fromkeys(described, words) | found
-    sections = rf"\s*({_FIELD} |@\w+|:\w+|((Other |Keyword )?(Args|Arguments|Params|Parameters)|Returns|Raises):?$)"
-    first = takewhile(lambda line: line.strip() and not re.match(sections, line), lines)
-    return " ".join(" ".join(first).split()), {name: words for name, words in found.items() if words}
+    descriptions: dict[str, str] = {}
+    for index, line in enumerate(lines, start=1):
+        if (match := _PARAMETER_LINE.fullmatch(line)) and match[2] in names and match[2] not in descriptions:
+            indented = takewhile(re.compile(rf"{match[1]}\s+\S").match, lines[index:])
+            descriptions[match[2]] = " ".join(" ".join([match[3], *indented]).split())
+    summary = takewhile(lambda line: line.strip() and not _SECTION.match(line), lines)
+    return " ".join(" ".join(summary).split()), {name: words for name, words in descriptions.items() if words}
 
 
 def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:

@@ -34,20 +34,17 @@ def test_rows_are_the_same_at_every_size_and_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extract", "response", "reward"),
+    ("response", "reward"),
     [
-        ("answer", "{}", 1.0),
-        ("answer", "hm, {} it is", 0.0),
-        ("answer", "hm <answer>0</answer> no <answer> {} </answer> done", 1.0),
-        ("tag", "<answer>{}", 1.0),
-        ("tag", "<answer>{}</answer> no <answer>0", 0.0),
-        ("tag", "{}", 0.0),
-        ("last_line", "hm\n\n {} \n\n", 1.0),
-        ("whole", "<answer>{}</answer>", 0.0),
+        ("{}", 1.0),
+        ("hm, {} it is", 0.0),
+        ("hm <answer>0</answer> no <answer> {} </answer> done", 1.0),
+        ("<answer>{}", 1.0),
+        ("<answer>{}</answer> no <answer>0", 0.0),
     ],
 )
-def test_where_an_answer_is_searched(extract: str, response: str, reward: float) -> None:
-    task = Gym("chain_sum", extract=extract)  # type: ignore[arg-type]
+def test_where_an_answer_is_searched(response: str, reward: float) -> None:
+    task = Gym("chain_sum")
     prompt = task.prompts("train", 1)[0]
     response = response.format(prompt.fields["answer"])
     assert task.reward(prompt, response, True) == reward
@@ -64,11 +61,9 @@ def test_partial_credit_only_on_request_and_verifiers_that_raise() -> None:
     assert strict.reward(prompt, almost, True) == 0.0
 
 
-def test_a_system_message_and_a_template() -> None:
-    task = Gym("chain_sum", system="Be brief.", template="Q: {question}\nA:")
-    system, user = task.prompts("eval", 1)[0].content
-    assert system == {"role": "system", "content": "Be brief."}
-    assert str(user["content"]).startswith("Q: ")  # type: ignore[index]
+def test_template_has_text_around_the_question() -> None:
+    text = Gym("chain_sum", template="Q: {question}\nA:").prompts("eval", 1)[0].content
+    assert isinstance(text, str) and text.startswith("Q: ") and text.endswith("\nA:")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_a_system_message_and_a_template() -> None:
         ("gym/chain_sum", {"min_termz": 3}, "min_termz"),
         ("gym/chain_sum", {"min_terms": 9, "max_terms": 3}, "do not fit the data set chain_sum"),
         ("gym/composite", {}, "do not fit the data set composite"),
-        ("gym/chain_sum", {"extract": "best"}, "extract must be one of"),
+        ("gym/chain_sum", {"extract": "tag"}, "extract"),
         ("gym/chain_sum", {"template": "x"}, "template must have"),
     ],
 )

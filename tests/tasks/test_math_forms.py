@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.ready.math_answers import Extract, MathAnswers
-from asyncrl_cli.tasks.ready.math_forms import Unreadable, read, same
+from asyncrl_cli.tasks.ready.math_forms import Unreadable, equal_answers, parse_answer
 
 pytestmark = pytest.mark.slow
 
@@ -579,17 +579,6 @@ def test_hostile_responses_are_judged_without_their_computation(response: str) -
     assert TASK.reward(Prompt("row", "?", {"answer": "12"}), response, True) == 0.0
 
 
-def test_named_thought_marks_hide_the_thought() -> None:
-    task = MathAnswers(thought=["{{plan}}", "{{/plan}}"])
-    prompt = Prompt("row", "?", {"answer": "20"})
-    assert task.reward(prompt, r"{{plan}}\boxed{18}{{/plan}}20", True) == 1.0
-    assert task.reward(prompt, r"{{plan}}\boxed{20}", True) == 0.0
-    assert task.reward(prompt, r"<think>\boxed{20}", True) == 0.0, "known marks still count"
-    for marks in (["a"], ["a", ""], "ab"):
-        with pytest.raises(ValueError, match="thought must be two texts"):
-            MathAnswers(thought=marks)
-
-
 def test_a_truncated_tag_is_wrong() -> None:
     extracts: tuple[Extract, ...] = ("any", "answer_tag")
     for extract in extracts:
@@ -654,7 +643,7 @@ def test_the_last_number_has_its_sign_point_and_exponent(answer: str, response: 
 )
 def test_unreadable_answers_are_reported_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
-        read(text)
+        parse_answer(text)
 
 
 # -- whatever the text
@@ -693,12 +682,12 @@ def test_reading_never_crashes_and_comparison_is_symmetric(one: str, other: str)
     answers = []
     for text in (one, other):
         try:
-            answers.append(read(text))
+            answers.append(parse_answer(text))
         except Unreadable:
             continue
-        assert same(answers[-1], answers[-1], never)
+        assert equal_answers(answers[-1], answers[-1], never)
     if len(answers) == 2:
-        assert same(*answers, never) == same(*reversed(answers), never)
+        assert equal_answers(*answers, never) == equal_answers(*reversed(answers), never)
 
 
 def ways_to_write(number: int) -> Iterator[str]:
@@ -723,8 +712,8 @@ def ways_to_write(number: int) -> Iterator[str]:
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_numbers_are_equal_in_every_notation(one: int, other: int) -> None:
     for text in ways_to_write(one):
-        assert same(read(str(one)), read(text), never), text
-        assert same(read(str(other)), read(text), never) == (one == other), text
+        assert equal_answers(parse_answer(str(one)), parse_answer(text), never), text
+        assert equal_answers(parse_answer(str(other)), parse_answer(text), never) == (one == other), text
 
 
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=6), st.randoms(use_true_random=False))
@@ -732,11 +721,13 @@ def test_lists_are_equal_in_any_order_and_of_the_same_elements(numbers: list[int
     shuffled = rng.sample(numbers, len(numbers))
     text = ", ".join(map(str, numbers))
     for other in (",".join(map(str, shuffled)), r"\{" + ", ".join(map(str, shuffled)) + r"\}"):
-        assert same(read(text), read(other), never)
-    assert not same(read(text), read(", ".join(map(str, numbers[1:]))), never)
-    assert not same(read(text), read(", ".join(map(str, [numbers[0] + 1, *numbers[1:]]))), never)
-    in_brackets = [read(f"({', '.join(map(str, row))})") for row in (numbers, shuffled)]
-    assert same(*in_brackets, never) == (numbers == shuffled), "a tuple has an order"
+        assert equal_answers(parse_answer(text), parse_answer(other), never)
+    assert not equal_answers(parse_answer(text), parse_answer(", ".join(map(str, numbers[1:]))), never)
+    assert not equal_answers(
+        parse_answer(text), parse_answer(", ".join(map(str, [numbers[0] + 1, *numbers[1:]]))), never
+    )
+    in_brackets = [parse_answer(f"({', '.join(map(str, row))})") for row in (numbers, shuffled)]
+    assert equal_answers(*in_brackets, never) == (numbers == shuffled), "a tuple has an order"
 
 
 SENTENCES = [

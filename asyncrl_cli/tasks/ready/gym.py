@@ -13,19 +13,17 @@ import random
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.suggest import closest
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 
 ROWS = 2**40
 """Rows of a data set. They are computed from their index, so a task may draw from the whole range."""
-Extract = Literal["answer", "tag", "last_line", "whole"]
-HeldOutBy = Literal["question", "row"]
 HELD_OUT_ONE_IN = 4
 """One question in this many is held out: more than usual, because some data sets take seconds to make a question."""
 TRIES = 200
@@ -38,22 +36,15 @@ class Gym:
     def __init__(
         self,
         data_set: str,
-        extract: Extract = "answer",
         partial: bool = False,
-        system: str | None = None,
         template: str = "{question}",
         rows: int = 2**14,
-        held_out_by: HeldOutBy = "question",
         **config: Any,
     ) -> None:
         """docs/tasks.md describes the options; ``config``: the data set's options.
 
         Raises ``TaskError`` for an unknown data set or option, ``ValueError`` for invalid options.
         """
-        if extract not in get_args(Extract):
-            raise ValueError(f"extract must be one of {', '.join(get_args(Extract))}, not {extract!r}")
-        if held_out_by not in get_args(HeldOutBy):
-            raise ValueError(f"held_out_by must be question or row, not {held_out_by!r}")
         if "{question}" not in template:
             raise ValueError("template must have {question} in it")
         if rows < 1:
@@ -67,12 +58,9 @@ class Gym:
                 hint=f"did you mean `gym/{close[0]}`?" if close else f"it has {', '.join(sorted(names))}",
             )
         self._name = data_set
-        self._extract = extract
         self._partial = partial
-        self._system = system
         self._template = template
         self._rows = rows
-        self._by_row = held_out_by == "row"
         self._data = procedural_data(data_set, rows, **config)
         # Prompts are read more than once, and some are expensive to make.
         self._entry = lru_cache(maxsize=2048)(self._data.__getitem__)
@@ -80,20 +68,25 @@ class Gym:
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """Return ``size`` rows of the split; row ``i`` is the same for every size. A question may have several rows."""
 
-        def row(number: int) -> Prompt:
-            uid = f"{self._name}/{split}/{number}"
+        def row(prompt_index: int) -> Prompt:
+            uid = f"{self._name}/{split}/{prompt_index}"
             index = self._index(uid, split)
             entry = self._entry(index)
-            # The rest of an entry can be made again, and may not be JSON.
-            return Prompt(uid, self._content(entry["question"]), {"row": index, "answer": str(entry["answer"])})
+            text = self._template.replace("{question}", entry["question"])
+            # Other fields of an entry can be made again, and may not be JSON.
+            return Prompt(uid, text, {"row": index, "answer": str(entry["answer"])})
 
         return LazyPrompts(size, row)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """Score the response's answer; 0.0 if it is truncated or the verifier cannot read it."""
-        answer = _answer(response, self._extract) if finished else None
-        if answer is None:
+        """Score the text of the last ``<answer>``, or the whole response if there is none.
+
+        0.0 if the response is truncated, or the verifier cannot read the answer.
+        """
+        if not finished:
             return 0.0
+        # `</answer>` may be missing, because it was the stop string.
+        answer = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
         try:
             score = float(self._data.score_answer(answer, self._entry(prompt.fields["row"])))
         except Exception:  # some verifiers raise for texts that do not resemble an answer
@@ -104,34 +97,13 @@ class Gym:
         rng = random.Random(uid)
         for _ in range(TRIES):
             index = rng.randrange(self._rows)
-            text = str(index) if self._by_row else self._entry(index)["question"]
-            if is_held_out(text, HELD_OUT_ONE_IN) == (split == "eval"):
+            if is_held_out(self._entry(index)["question"], HELD_OUT_ONE_IN) == (split == "eval"):
                 return index
         raise TaskError(
             f"gym/{self._name} has too few different questions: none is left for the {split} split",
             location="task.options",
-            hint="choose options with more questions, or set held_out_by to row",
+            hint="choose options with more questions",
         )
-
-    def _content(self, question: str) -> str | tuple[Message, ...]:
-        text = self._template.replace("{question}", question)
-        if self._system is None:
-            return text
-        return {"role": "system", "content": self._system}, {"role": "user", "content": text}
-
-
-def _answer(response: str, extract: Extract) -> str | None:
-    """The answer in a response; None if it has none."""
-    if extract in ("answer", "tag"):
-        _, opened, tagged = response.rpartition("<answer>")
-        if opened:  # `</answer>` may be missing because it was the stop string; truncated responses do not get here
-            return tagged.partition("</answer>")[0].strip()
-        if extract == "tag":
-            return None
-    if extract == "last_line":
-        lines = [line for line in response.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else None
-    return response.strip()
 
 
 def procedural_data(name: str, rows: int = ROWS, **config: Any) -> Any:

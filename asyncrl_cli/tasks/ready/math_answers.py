@@ -31,13 +31,13 @@ from asyncrl_cli.tasks.ready.math_forms import (
     OTHER_SCRIPT,
     TOLERANCE,
     Answer,
-    Number,
+    NumericValue,
     Unreadable,
     closing,
+    equal_answers,
     in_ascii,
     is_prose,
-    read,
-    same,
+    parse_answer,
     tidied,
 )
 
@@ -60,7 +60,7 @@ _MARKS = {
         "truth": (_BOX, _LINE),
     }.items()
 }
-MOST_MARKS = 100
+MAX_MARKS = 100
 """After so many marks without an answer, a response counts as having none: headings look like marks."""
 _THINKING = r"(?:\w{1,20}[:|_])?(?:think|thought|reason|reflection|scratchpad|inner_prefix)[\w:-]{0,20}\|?[>▷]"
 _THOUGHT_BEGIN = (
@@ -72,6 +72,7 @@ _THOUGHT_END = (
     r"|<\|channel\|>\s*final[^<]{0,20}(?:<\|constrain\|>[^<]{0,20})?<\|message\|>"
     r"|<unused95>|here(?:'s| is) my response:"
 )
+_THOUGHT_MARK = re.compile(rf"(?P<end>{_THOUGHT_END})|{_THOUGHT_BEGIN}", re.IGNORECASE)
 """The formats of known models; gpt-oss's also as its text is without special tokens."""
 _CONTROL = re.compile(r"<\|\w{1,30}\|>|</?(?:output|response|solution)>", re.IGNORECASE)
 _TAG_END = re.compile("</answer>", re.IGNORECASE)
@@ -82,7 +83,7 @@ _BETWEEN = re.compile(
     r"(?:[\s$,;&.]|\\[()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)*(?:\\?[a-zA-Z]\w{0,20}\s{0,9}=\s*\$?)?"
 )
 # A minus after a digit, a letter or a bracket subtracts; it is not a sign.
-_NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
+_LOOSE_NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 _SENTENCE_END = re.compile(
     r"\n|</|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.|,\s(?!(?:and|or)\s+[^a-z])(?=[a-z]{2})"
 )
@@ -101,15 +102,15 @@ _BEFORE_ANSWER = re.compile(r"^(?:[\s*_:=$]|\\[\[(])+")
 _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 """A calculation after a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
-LONGEST_SEARCHED = 10_000
+SEARCHED_CHARACTERS = 10_000
 """An expression without a mark is searched for in so many characters at the end."""
 _NO_TRUTH = {"nan", "inf", "nat", "<na>", "n/a", "na", "#n/a", "none", "null"}
 """Missing and infinite values as people, pandas, NumPy and JSON write them."""
 _DECIMAL = re.compile(r"(?<![\d.^_])(?:\d*\.\d+|\d+(?=[eE][-+]?\d))(?:[eE][-+]?\d{1,3})?(?!\d|\\overline)")
 _NEGATIVE_POWER = re.compile(r"\^(-\d+)")
-MOST_DIGITS = 200_000
+MAX_DIGITS = 200_000
 """Limit on the digits of the numbers that arise when an expression is computed."""
-DIGITS_IN_SETS = 50
+MAX_DIGITS_IN_SETS = 50
 """The same limit in sets and relations, which math-verify compares to 100 decimal places."""
 _GROWING = {"factorial", "factorial2", "subfactorial", "gamma", "binomial", "Product", "fibonacci", "RisingFactorial"}
 
@@ -117,11 +118,9 @@ _GROWING = {"factorial", "factorial2", "subfactorial", "gamma", "binomial", "Pro
 class MathAnswers:
     """The task ``math``."""
 
-    def __init__(
-        self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5, thought: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5) -> None:
         """docs/tasks.md describes the options. An answer is wrong if it takes more than ``timeout_s`` to parse and
-        compare. ``thought``: the marks at a thought's begin and end in a format that is not known here.
+        compare.
 
         Raises ``TaskError`` if math-verify is not installed, ``ValueError`` for invalid options.
         """
@@ -132,10 +131,6 @@ class MathAnswers:
         self._field = field
         self._extract = extract
         self._timeout_s = timeout_s
-        if thought and (isinstance(thought, str) or len(thought) != 2 or not all(thought)):
-            raise ValueError(f"thought must be two texts, the marks at its begin and its end, not {thought!r}")
-        begin, end = map(re.escape, thought) if thought else ("(?!)", "(?!)")
-        self._thought = re.compile(rf"(?P<end>{end}|{_THOUGHT_END})|{begin}|{_THOUGHT_BEGIN}", re.IGNORECASE)
         _math_verify()
 
     def check_prompt(self, prompt: Prompt) -> None:
@@ -148,57 +143,58 @@ class MathAnswers:
         algebra = _Algebra(time.monotonic() + self._timeout_s)
         for text in self._answers(response, finished, algebra):
             try:
-                answer = read(text)
+                answer = parse_answer(text)
             except Unreadable:
                 continue
-            if any(same(truth, answer, algebra.equal) for truth in truths):
+            if any(equal_answers(truth, answer, algebra.equal) for truth in truths):
                 return 1.0
         return 0.0
 
     def _truths(self, prompt: Prompt) -> list[Answer]:
         texts = texts_field(prompt, self._field)
         try:
-            return [read(_final(text)) for text in _listed(texts)]
+            return [parse_answer(_answer_of_row(text)) for text in _listed_texts(texts)]
         except Unreadable as error:
             raise Unreadable(f"the field {self._field!r} is not a readable answer: {error}") from None
 
-    def _after_thoughts(self, response: str) -> str:
-        """The response after its last closed thought, without control tokens; "" if a thought is not closed."""
-        marks = deque(self._thought.finditer(response), maxlen=1)
-        if marks and not marks[0]["end"]:
-            return ""
-        return _CONTROL.sub("", response[marks[0].end() :] if marks else response)
-
     def _answers(self, response: str, finished: bool, algebra: _Algebra) -> Iterator[str]:
         """Yield the possible readings of the response's answer; nothing if it has none."""
-        text = in_ascii(self._after_thoughts(response))
+        text = in_ascii(_after_thoughts(response))
         if finished and len(_TAGS.findall(text)) == 1:
             text += "</answer>"  # it was the stop string, which a response does not contain
-        marks = list(deque(_MARKS[self._extract].finditer(text), maxlen=MOST_MARKS))
+        marks = list(deque(_MARKS[self._extract].finditer(text), maxlen=MAX_MARKS))
         boxes = any(mark.lastgroup == "box" for mark in marks)
         for index in reversed(range(len(marks))):
             mark = marks[index]
             if mark.lastgroup == "phrase":
-                yield from _stated(text[mark.end() :], algebra)
-            elif (answer := _marked(text, marks, index, alone=not boxes)) is not None:
+                yield from _stated_answers(text[mark.end() :], algebra)
+            elif (answer := _marked_answer(text, marks, index, alone=not boxes)) is not None:
                 yield answer
             else:
                 continue
             return
-        if len(marks) == MOST_MARKS:
+        if len(marks) == MAX_MARKS:
             return
         if self._extract == "last_number":
-            yield from deque(_NUMBER.findall(text), maxlen=1)
+            yield from deque(_LOOSE_NUMBER.findall(text), maxlen=1)
         elif self._extract == "any":
-            plain = EMPHASIS.sub(r"\2", text[-LONGEST_SEARCHED:]).strip()
+            plain = EMPHASIS.sub(r"\2", text[-SEARCHED_CHARACTERS:]).strip()
             last_sentence = re.split(r"\n|[.!?]\s", plain)[-1]
             unclear = bool(_UNCLEAR.search(last_sentence))
             if not unclear and (statement := _LAST_LINE.fullmatch(last_sentence)):
                 plain = statement["value"] or statement["tail"]
-            yield from _loose(plain, unclear, algebra)
+            yield from _loose_answers(plain, unclear, algebra)
 
 
-def _listed(texts: Sequence[str]) -> Iterator[str]:
+def _after_thoughts(response: str) -> str:
+    """The response after its last closed thought, without control tokens; "" if a thought is not closed."""
+    marks = deque(_THOUGHT_MARK.finditer(response), maxlen=1)
+    if marks and not marks[0]["end"]:
+        return ""
+    return _CONTROL.sub("", response[marks[0].end() :] if marks else response)
+
+
+def _listed_texts(texts: Sequence[str]) -> Iterator[str]:
     """The texts; a JSON list of texts as its elements. ``[1, 2]`` is an interval, not such a list."""
     for text in texts:
         try:
@@ -212,17 +208,17 @@ def _listed(texts: Sequence[str]) -> Iterator[str]:
         yield from values if values and all(isinstance(value, str) for value in values) else [text]
 
 
-def _final(truth: str) -> str:
+def _answer_of_row(truth: str) -> str:
     """The answer in the row's text: its last box or marked line, or the whole text."""
-    marks = list(deque(_MARKS["truth"].finditer(truth), maxlen=MOST_MARKS))
-    answer = _marked(truth, marks, len(marks) - 1, alone=True) if marks else None
+    marks = list(deque(_MARKS["truth"].finditer(truth), maxlen=MAX_MARKS))
+    answer = _marked_answer(truth, marks, len(marks) - 1, alone=True) if marks else None
     text = (truth if answer is None else answer).strip()
     if text.casefold().lstrip("+-") in _NO_TRUTH:
         raise Unreadable(f"{text} is not a value")
     return text
 
 
-def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) -> str | None:
+def _marked_answer(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) -> str | None:
     """The answer in a box, tag or marked line; "" if it is cut off, None for a heading.
 
     Words on a marked line are an answer only if they end the text and are ``alone``, without a box in the response.
@@ -234,58 +230,60 @@ def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) 
     if not text[mark.end() :].strip():
         return ""
     try:
-        prose = is_prose(read(line.strip(" *_")))
+        prose = is_prose(parse_answer(line.strip(" *_")))
     except Unreadable:
         return None
     ends = not text[mark.end() + len(line) :].strip()
     return None if prose and not (alone and ends) else line.strip(" *_")
 
 
-def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
+def _enclosed(text: str, marks: Sequence[re.Match[str]], index: int) -> str:
     r"""The text in a box or tag, joined with those directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
-    found: list[str] = []
+    answers: list[str] = []
     start = len(text)
-    for mark in reversed(marks[: last + 1]):
-        inside = _inside(text, mark) if mark.lastgroup == marks[last].lastgroup else None
-        if inside is None or (found and not (inside[1] <= start and _BETWEEN.fullmatch(text, inside[1], start))):
+    for mark in reversed(marks[: index + 1]):
+        enclosed = _text_inside(text, mark) if mark.lastgroup == marks[index].lastgroup else None
+        if enclosed is None or (
+            answers and not (enclosed[1] <= start and _BETWEEN.fullmatch(text, enclosed[1], start))
+        ):
             break
-        if not re.search(r"\w", tidied(inside[0])):
+        if not re.search(r"\w", tidied(enclosed[0])):
             break  # an empty box at the end has the answer, so it is wrong
-        if inside[0] not in found:
-            found.append(inside[0])
+        if enclosed[0] not in answers:
+            answers.append(enclosed[0])
         start = mark.start()
-    return ", ".join(reversed(found))
+    return ", ".join(reversed(answers))
 
 
-def _inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
+def _text_inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
     """The text in a box or tag, and the index after its end; None if it is cut off."""
     start = mark.end()
     if mark.lastgroup == "box" and text.startswith("{", start):
         end = closing(text, start)
         return None if end is None else (text[start + 1 : end].strip(), end + 1)
-    found = (_TAG_END if mark.lastgroup == "tag" else _BOX_END).search(text, start)
-    return None if found is None else (text[start : found.start()].strip(), found.end())
+    end_mark = (_TAG_END if mark.lastgroup == "tag" else _BOX_END).search(text, start)
+    return None if end_mark is None else (text[start : end_mark.start()].strip(), end_mark.end())
 
 
-def _stated(text: str, algebra: _Algebra) -> Iterator[str]:
+def _stated_answers(text: str, algebra: _Algebra) -> Iterator[str]:
     """Yield the possible readings of the text after "the answer is"; nothing if the response takes it back."""
     text = _BEFORE_ANSWER.sub("", text.replace("**", ""), count=1)
     if _TAKEN_BACK.search(text):
         return
     sentence = _REMARK.sub("", _SENTENCE_END.split(text, maxsplit=1)[0].strip(" *_"))
-    yield from _loose(sentence, bool(_UNCLEAR.search(sentence)), algebra)
+    yield from _loose_answers(sentence, bool(_UNCLEAR.search(sentence)), algebra)
 
 
-def _loose(text: str, unclear: bool, algebra: _Algebra) -> Iterator[str]:
+def _loose_answers(text: str, unclear: bool, algebra: _Algebra) -> Iterator[str]:
     """Yield the text if it is an answer, and the last expression in prose that is not ``unclear``."""
     try:
-        answer = read(text)
+        answer = parse_answer(text)
     except Unreadable:
         answer = None
     if answer is not None:
         yield answer.text
     if (answer is None or is_prose(answer)) and not unclear:
-        yield from algebra.found_in(text[-LONGEST_SEARCHED:])
+        yield from algebra.last_expression(text[-SEARCHED_CHARACTERS:])
 
 
 class _Algebra:
@@ -295,23 +293,23 @@ class _Algebra:
         """``deadline``: in terms of ``time.monotonic``."""
         self._deadline = deadline
 
-    def found_in(self, prose: str) -> list[str]:
+    def last_expression(self, prose: str) -> list[str]:
         """The last expression in a text, in math-verify's alternative readings."""
         prose = re.sub(rf"({OTHER_SCRIPT}+)", r" \1 ", prose)
         numeric_words = [word for word in re.split(r"[\s$()]+", prose) if re.search(r"\d", word)]
         if numeric_words and CODE.fullmatch(code := numeric_words[-1].rstrip(".,;!?")):
             return [code]
-        return [found for found in self._parsed(prose) if isinstance(found, str)]
+        return [reading for reading in self._parsed(prose) if isinstance(reading, str)]
 
-    def equal(self, one: str, other: str) -> bool:
+    def equal(self, truth: str, answer: str) -> bool:
         """True if two expressions have the same value."""
         # The whole text must be LaTeX. Otherwise math-verify takes only the last number of `3 \\to 4`.
         latex = {"extraction_config": [_math_verify().LatexExtractionConfig()], "fallback_mode": "no_fallback"}
-        values = [self._parsed(f"${_exact(text)}$", **latex) for text in (one, other)]
+        values = [self._parsed(f"${_exact(text)}$", **latex) for text in (truth, answer)]
         if not all(values) or (seconds := self._seconds()) is None:
             return False
-        decimals = [re.search(r"\.\d", text) is not None for text in (one, other)]
-        limited = _math_verify().utils.timeout(timeout_seconds=seconds)(_same_values)
+        decimals = [re.search(r"\.\d", text) is not None for text in (truth, answer)]
+        limited = _math_verify().utils.timeout(timeout_seconds=seconds)(_equal_values)
         try:
             return bool(limited(values[0][0], values[1][0], decimals=decimals, seconds=seconds))
         except (_math_verify().errors.TimeoutException, Exception):  # SymPy may raise anything for odd expressions
@@ -323,8 +321,8 @@ class _Algebra:
 
     def _seconds(self) -> int | None:
         """Seconds left, rounded up because SIGALRM takes whole seconds; None after the deadline."""
-        left = self._deadline - time.monotonic()
-        return math.ceil(left) if left > 0 else None
+        remaining_s = self._deadline - time.monotonic()
+        return math.ceil(remaining_s) if remaining_s > 0 else None
 
 
 def _exact(text: str) -> str:
@@ -334,39 +332,39 @@ def _exact(text: str) -> str:
     return _DECIMAL.sub(lambda decimal: fraction(*Fraction(decimal[0]).as_integer_ratio()), text)
 
 
-def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -> bool:
+def _equal_values(truth: Any, answer: Any, decimals: Sequence[bool], seconds: int) -> bool:
     """True if two SymPy values are equal; ``decimals``: which were written with a decimal point."""
     sympy = importlib.import_module("sympy")
-    if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
-        pairs = zip(one.flat(), other.flat(), strict=False)
-        return bool(one.shape == other.shape and all(_same_values(*pair, decimals, seconds) for pair in pairs))
-    simple = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
-    is_statement = any(value in (sympy.true, sympy.false) for value in (one, other))
-    if is_statement or max(_digits(one), _digits(other)) > (MOST_DIGITS if simple else DIGITS_IN_SETS):
+    if isinstance(truth, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+        pairs = zip(truth.flat(), answer.flat(), strict=False)
+        return bool(truth.shape == answer.shape and all(_equal_values(*pair, decimals, seconds) for pair in pairs))
+    simple = isinstance(truth, sympy.Expr) and isinstance(answer, sympy.Expr)
+    is_statement = any(value in (sympy.true, sympy.false) for value in (truth, answer))
+    if is_statement or max(_digits(truth), _digits(answer)) > (MAX_DIGITS if simple else MAX_DIGITS_IN_SETS):
         return False
-    if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
+    if isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq):
         # math-verify compares solutions, so all equations without a real solution would be equal.
-        ratio = sympy.simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
-        return bool(one.free_symbols and ratio.is_number and ratio.is_finite and ratio != 0)
+        ratio = sympy.simplify((truth.lhs - truth.rhs) / (answer.lhs - answer.rhs))
+        return bool(truth.free_symbols and ratio.is_number and ratio.is_finite and ratio != 0)
     if not simple:
         verify = _math_verify().verify
-        return bool(verify(one, other, numeric_precision=100, allow_set_relation_comp=True, timeout_seconds=seconds))
-    one, other = one.doit(), other.doit()
-    if one == other:
-        return one not in (sympy.nan, sympy.zoo)
-    if one.is_Rational and other.is_Rational:
-        fractions = (Fraction(int(value.p), int(value.q)) for value in (one, other))
-        one_number, other_number = map(Number, fractions, decimals)
-        return one_number.equals(other_number)
-    difference = one - other
+        return bool(verify(truth, answer, numeric_precision=100, allow_set_relation_comp=True, timeout_seconds=seconds))
+    truth, answer = truth.doit(), answer.doit()
+    if truth == answer:
+        return truth not in (sympy.nan, sympy.zoo)
+    if truth.is_Rational and answer.is_Rational:
+        fractions = (Fraction(int(value.p), int(value.q)) for value in (truth, answer))
+        truth_value, answer_value = map(NumericValue, fractions, decimals)
+        return truth_value.equals(answer_value)
+    difference = truth - answer
     if difference.free_symbols:
-        return bool(one.equals(other))
+        return bool(truth.equals(answer))
     error = difference.evalf()
     # With a precision of 1, SymPy reports that 100 digits do not distinguish the number from zero.
-    if all(part == 0 or part._prec == 1 for part in error.as_real_imag()):
+    if all(size == 0 or size._prec == 1 for size in error.as_real_imag()):
         return True
-    rounded = any(decimal and value.is_Rational for value, decimal in zip((one, other), decimals, strict=True))
-    return bool(rounded and abs(error) <= TOLERANCE * abs(other.evalf()))
+    rounded = any(decimal and value.is_Rational for value, decimal in zip((truth, answer), decimals, strict=True))
+    return bool(rounded and abs(error) <= TOLERANCE * abs(answer.evalf()))
 
 
 def _digits(value: Any) -> float:

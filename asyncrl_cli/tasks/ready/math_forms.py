@@ -1,8 +1,8 @@
 r"""Read and compare written answers without a computer algebra system.
 
-``read`` splits a text into the items of a list, set or union. ``same`` compares two answers item by item: numbers as
-exact fractions, tuples and intervals bracket by bracket, words letter by letter. Other expressions go to the function
-that its caller passes (math-verify). All code here passes over a text a fixed number of times.
+``parse_answer`` splits a text into the items of a list, set or union. ``equal_answers`` compares two answers item by
+item: numbers as exact fractions, tuples and intervals bracket by bracket, words letter by letter. Other expressions go
+to the function that its caller passes (math-verify). All code here passes over a text a fixed number of times.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from math import prod
 EqualExpressions = Callable[[str, str], bool]
 
 OPENERS, CLOSERS = "([{", ")]}"
-LONGEST = 5_000
+MAX_CHARACTERS = 5_000
 """Limit on the characters of an answer."""
-DEEPEST = 50
+MAX_NESTING = 50
 """Limit on nested brackets, because tuples of tuples are read recursively."""
-LONGEST_NUMBER = 500
+MAX_NUMBER_CHARACTERS = 500
 OTHER_SCRIPT = r"(?:(?![ªºͰ-Ͽ℀-⅏])[^\W\d_a-zA-Z]|[Ͱ-Ͽ]{2})"
 """A letter of words in other scripts; Greek letters and signs like ℝ are mathematics."""
 SHORT_UNIT = re.compile(r"[cdmk]?m|[mk]?g|[cdm]?l|in|ft|yd|mi|sq|cu|lbs?|oz|[pq]t|gal|ms|sec|min|hrs?|[mk]ph|rpm", re.I)
@@ -41,7 +41,7 @@ NO_UNIT = re.compile(
 """Words that change the meaning of a number."""
 TOLERANCE = Fraction(1, 1_000_000)
 """Relative error allowed for a decimal number if the value has no exact decimal form, such as a third."""
-MOST_ALTERNATIVES = 8
+MAX_ALTERNATIVES = 8
 r"""Limit on the combinations of signs for the ``\pm`` in one item."""
 EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=[^\s*_`])([^*`\n]+)(?<=[^\s_])\1(?![\w*])")
 """Markdown's bold, italic and code."""
@@ -74,8 +74,8 @@ _REPLACED = {
 # A command ends where its letters do: `\left` is not part of `\leftarrow`.
 _REPLACE = re.compile(
     "|".join(
-        re.escape(old) + ("(?![a-zA-Z])" if old[-1].isalpha() and old[0] == "\\" else "")
-        for old in sorted(_REPLACED, key=len, reverse=True)
+        re.escape(notation) + ("(?![a-zA-Z])" if notation[-1].isalpha() and notation[0] == "\\" else "")
+        for notation in sorted(_REPLACED, key=len, reverse=True)
     )
 )
 _TEXT = re.compile(
@@ -112,9 +112,9 @@ def _scaled(match: re.Match[str]) -> str:
 
 
 _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    (re.compile("[¼-¾⅐-⅞↉]"), lambda found: f" {unicodedata.normalize('NFKC', found[0])} "),
-    (re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
-    (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
+    (re.compile("[¼-¾⅐-⅞↉]"), lambda match: f" {unicodedata.normalize('NFKC', match[0])} "),
+    (re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}"),
+    (re.compile("[₀-₉]+"), lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}"),
     (re.compile(r"\\(?:text)?color(?:box)?\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE), ""),
     (re.compile(r"\\(?:bf|rm|it|tt|sf|large|huge|textstyle)(?![a-zA-Z])", re.IGNORECASE), ""),
     (
@@ -125,11 +125,11 @@ _SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     ),
     (
         re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)"),
-        lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}",
+        lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}",
     ),
     (re.compile(r"^([A-J])\)"), r"\1: "),  # before brackets are counted
     (re.compile(r"(?<![^\W\d_])(?<!\\)pi(?![^\W\d_])"), r"\\pi "),
-    (_REPLACE, lambda found: _REPLACED[found[0]]),
+    (_REPLACE, lambda match: _REPLACED[match[0]]),
     (re.compile(r"\\frac\s*\\pi\s*(\d|\{)"), r"\\frac{\\pi}\1"),
     (_TEXT, lambda match: "%" if match[1].strip() == "%" else f"\\text{{{match[1]}}}{match[2] or ''}"),
     (
@@ -180,7 +180,7 @@ _OPTION = re.compile(r"\(?([a-zA-Z])\)?")
 _LABEL = re.compile(r"(?:\(([A-J])\)|([A-J])[:.)])\s*(\S.*)")
 _OTHER_LABEL = re.compile(r"^\W*[A-J]\W*$|\([A-J]\)|\b[A-J][:.)]|(?:\b(?:or|and|not)|[,;/])\s*\(?[A-J]\b")
 _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
-_NUMBER = re.compile(
+_NUMBER_FORM = re.compile(
     rf"""(?P<sign>[-+]?)(?:
         (?:(?P<whole>\d+)\s*)?\\frac\s*(?:\{{(?P<top>-?\d+)\}}|(?P<top1>\d))\s*(?:\{{(?P<bottom>\d+)\}}|(?P<bottom1>\d))
         |(?:(?P<whole2>\d+)\ +)?(?P<top2>(?!0\d)\d+)\s*/\s*(?P<bottom2>(?!0\d)\d+)
@@ -193,23 +193,23 @@ _NUMBER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class NumericValue:
     """An exact value. ``decimal``: it was written with a decimal point; ``percent``: with a percent sign."""
 
     value: Fraction
     decimal: bool = False
     percent: bool = False
 
-    def equals(self, other: Number) -> bool:
+    def equals(self, candidate: NumericValue) -> bool:
         """True if the values are equal. 50 % equals 50 and 0.5; 0.333333 equals a third, within ``TOLERANCE``."""
-        one, two = self.value, other.value
-        pairs = [(one, two)]
-        if self.percent != other.percent:
-            pairs.append((one / 100, two) if self.percent else (one, two / 100))
-        rounds = (self.decimal and other._has_no_end) or (other.decimal and self._has_no_end)
+        pairs = [(self.value, candidate.value)]
+        if self.percent != candidate.percent:
+            pairs.append((self.value / 100, candidate.value) if self.percent else (self.value, candidate.value / 100))
+        rounds = (self.decimal and candidate._has_no_end) or (candidate.decimal and self._has_no_end)
         return any(
-            left == right or (rounds and abs(left - right) <= TOLERANCE * max(abs(left), abs(right)))
-            for left, right in pairs
+            value == other_value
+            or (rounds and abs(value - other_value) <= TOLERANCE * max(abs(value), abs(other_value)))
+            for value, other_value in pairs
         )
 
     @property
@@ -229,9 +229,9 @@ class Item:
     """The variable that has this value."""
     brackets: str = ""
     """The brackets around a tuple or an interval."""
-    parts: tuple[Item, ...] = ()
+    elements: tuple[Item, ...] = ()
     """The items between the brackets."""
-    number: Number | None = None
+    numeric: NumericValue | None = None
     """The value, if the text is a number."""
 
 
@@ -251,51 +251,53 @@ class Unreadable(ValueError):
     """The text is not an answer; the message says why."""
 
 
-def read(text: str) -> Answer:
+def parse_answer(text: str) -> Answer:
     """Read a text that has an answer and nothing else. Raises ``Unreadable``."""
-    if len(text) > LONGEST:
-        raise Unreadable(f"it has more than {LONGEST} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise Unreadable(f"it has more than {MAX_CHARACTERS} characters")
     tidy = tidied(text)
     _check_balance(tidy)
     if not re.search(r"[\w<>+*/]", tidy):
         raise Unreadable("it is empty, or has no letter, digit or operator")
     readings: list[Reading] = []
-    if found := _THOUSANDS.match(tidy):
-        number = _item(found[0].replace(",", "").replace(" ", "") + tidy[found.end() :])
-        if number.number is not None:
-            readings.append((number,))
-            if ",0" in found[0]:  # no list has elements with leading zeros
+    if thousands := _THOUSANDS.match(tidy):
+        numeric_item = _parse_item(thousands[0].replace(",", "").replace(" ", "") + tidy[thousands.end() :])
+        if numeric_item.numeric is not None:
+            readings.append((numeric_item,))
+            if ",0" in thousands[0]:  # no list has elements with leading zeros
                 return Answer(tidy, tuple(readings))
-    items = (one for part in _split(_without_braces(tidy)) for one in _alternatives(part))
-    readings.append(tuple(map(_item, items)))
+    texts = (alternative for text in _split(_without_braces(tidy)) for alternative in _alternatives(text))
+    readings.append(tuple(map(_parse_item, texts)))
     return Answer(tidy, tuple(readings))
 
 
-def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
+def equal_answers(truth: Answer, answer: Answer, equal: EqualExpressions) -> bool:
     """True if two answers are equal in one of their readings. ``equal`` compares expressions."""
-    pairs = product(one.readings, other.readings)
-    if any(len(left) == len(right) and _same_lists(left, right, equal) for left, right in pairs):
+    readings = product(truth.readings, answer.readings)
+    if any(
+        len(items) == len(other_items) and _equal_lists(items, other_items, equal) for items, other_items in readings
+    ):
         return True
-    left, right = _labelled(one), _labelled(other)
-    if left and right:
-        return left[0] == right[0] and same(left[1], right[1], equal)
-    for choice, plain in ((left, other), (right, one)):
-        if choice:
-            option = _OPTION.fullmatch(plain.text)
-            return option[1].upper() == choice[0] if option else same(choice[1], plain, equal)
+    truth_option, answer_option = _split_option(truth), _split_option(answer)
+    if truth_option and answer_option:
+        return truth_option[0] == answer_option[0] and equal_answers(truth_option[1], answer_option[1], equal)
+    for option, plain in ((truth_option, answer), (answer_option, truth)):
+        if option:
+            letter = _OPTION.fullmatch(plain.text)
+            return letter[1].upper() == option[0] if letter else equal_answers(option[1], plain, equal)
     # Relations and unions of intervals may describe one set in different pieces.
-    sets = any(_SET.search(answer.text) for answer in (one, other))
-    equations = all(answer.text.count("=") == 1 for answer in (one, other))
-    return (sets or equations) and equal(one.text, other.text)
+    sets = any(_SET.search(text) for text in (truth.text, answer.text))
+    equations = all(text.count("=") == 1 for text in (truth.text, answer.text))
+    return (sets or equations) and equal(truth.text, answer.text)
 
 
-def _labelled(answer: Answer) -> tuple[str, Answer] | None:
+def _split_option(answer: Answer) -> tuple[str, Answer] | None:
     """Split an option with its text, as in "E: a score" or "(E) 72", into the letter and the text."""
-    found = _LABEL.fullmatch(" ".join(_TEXT.sub(r" \1 ", answer.text).split()))
-    if found is None or _OTHER_LABEL.search(found[3]):
+    label = _LABEL.fullmatch(" ".join(_TEXT.sub(r" \1 ", answer.text).split()))
+    if label is None or _OTHER_LABEL.search(label[3]):
         return None
     try:
-        return found[1] or found[2], read(found[3])
+        return label[1] or label[2], parse_answer(label[3])
     except Unreadable:
         return None
 
@@ -333,7 +335,7 @@ def closing(text: str, opening: int, openers: str = "{", closers: str = "}") -> 
 
 def words(text: str) -> str:
     """The letters and digits of words, in lower case; "" for mathematics."""
-    plain = _TEXT.sub(lambda found: f" {found[1]} ", text).strip()
+    plain = _TEXT.sub(lambda match: f" {match[1]} ", text).strip()
     if option := _OPTION.fullmatch(plain):
         return option[1].casefold()
     plain = plain.replace(".", "")
@@ -342,81 +344,79 @@ def words(text: str) -> str:
     return "".join(char for char in plain if char.isalnum() or char in ":-'").casefold()
 
 
-def _same_lists(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
-    rest = list(right)
-    for item in left:
-        found = next((index for index, other in enumerate(rest) if _same(item, other, equal)), None)
-        if found is None:
+def _equal_lists(items: Reading, other_items: Reading, equal: EqualExpressions) -> bool:
+    unmatched = list(other_items)
+    for item in items:
+        match_index = next((i for i, candidate in enumerate(unmatched) if _equal_items(item, candidate, equal)), None)
+        if match_index is None:
             return False
-        del rest[found]
+        del unmatched[match_index]
     return True
 
 
-def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
-    if left.name and right.name and left.name != right.name:
+def _equal_items(item: Item, candidate: Item, equal: EqualExpressions) -> bool:
+    if item.name and candidate.name and item.name != candidate.name:
         return False
-    one_word, other_word = words(left.text), words(right.text)
-    if left.text == right.text or (one_word and one_word == other_word):
+    item_words, candidate_words = words(item.text), words(candidate.text)
+    if item.text == candidate.text or (item_words and item_words == candidate_words):
         return True
-    if left.number is not None and right.number is not None:
-        return left.number.equals(right.number)
-    if left.parts and right.parts:
+    if item.numeric is not None and candidate.numeric is not None:
+        return item.numeric.equals(candidate.numeric)
+    if item.elements and candidate.elements:
         return (
-            left.brackets == right.brackets
-            and len(left.parts) == len(right.parts)
-            and all(_same(one, other, equal) for one, other in zip(left.parts, right.parts, strict=True))
+            item.brackets == candidate.brackets
+            and len(item.elements) == len(candidate.elements)
+            and all(_equal_items(*pair, equal) for pair in zip(item.elements, candidate.elements, strict=True))
         )
-    if ("=" in left.text) != ("=" in right.text):
+    if ("=" in item.text) != ("=" in candidate.text):
         return False  # an equation is not a value; the name in "x = 3" was removed before
-    both = (left.text, right.text)
-    if any(map(_LITERAL.search, both)) or any(map(CODE.fullmatch, both)):
-        return _FREE_SPACE.sub("", left.text) == _FREE_SPACE.sub("", right.text)
-    if one_word and other_word and not all(map(_PRODUCT.fullmatch, both)):
+    texts = (item.text, candidate.text)
+    if any(map(_LITERAL.search, texts)) or any(map(CODE.fullmatch, texts)):
+        return _FREE_SPACE.sub("", item.text) == _FREE_SPACE.sub("", candidate.text)
+    if item_words and candidate_words and not all(map(_PRODUCT.fullmatch, texts)):
         return False  # as products of letters, "east" and "seat" would be equal
-    if not any(map(_RELATION.search, both)) and _variables(left.text) != _variables(right.text):
+    if not any(map(_RELATION.search, texts)) and _variables(item.text) != _variables(candidate.text):
         return False  # math-verify takes "10m" for 10 with a unit
-    return equal(left.text, right.text)
+    return equal(item.text, candidate.text)
 
 
 def _variables(text: str) -> set[str]:
     return set(re.findall("[a-df-hj-zA-Z]", _NO_VARIABLE.sub("", text)))
 
 
-def _item(text: str) -> Item:
-    name, value = _named(text.strip())
+def _parse_item(text: str) -> Item:
+    name, value = _split_name(text.strip())
     value = _without_unit(value)
     if (numeral := _NUMERAL.fullmatch(value)) is not None and (base := int(numeral[2] or numeral[3])) > 0:
         with suppress(ValueError):  # "x_2" is a variable, because "x" is not a digit of base 2
             int(numeral[1], base)
             value = numeral[1] if base == 10 else f"{numeral[1].upper()} base {base}"
-    number = _number(value)
     brackets = value[:1] + value[-1:]
     if re.fullmatch(r"[(\[][)\]]", brackets) and closing(value, 0, openers=OPENERS, closers=CLOSERS) == len(value) - 1:
-        inner = value[1:-1]
-        parts = list(_split(inner, _COMMA))
-        if len(parts) > 1:
-            return Item(value, name, brackets=brackets, parts=tuple(map(_item, parts)))
-        if brackets == "()" and (in_brackets := _number(inner.strip())) is not None:
-            return Item(inner.strip(), name, number=in_brackets)
-    return Item(value, name, number=number)
+        elements = list(_split(value[1:-1], _COMMA))
+        if len(elements) > 1:
+            return Item(value, name, brackets=brackets, elements=tuple(map(_parse_item, elements)))
+        if brackets == "()" and (numeric := _parse_number(value[1:-1].strip())) is not None:
+            return Item(value[1:-1].strip(), name, numeric=numeric)
+    return Item(value, name, numeric=_parse_number(value))
 
 
-def _named(text: str) -> tuple[str, str]:
+def _split_name(text: str) -> tuple[str, str]:
     """Split into the name before the first equals sign ("" without one) and the value after the last one.
 
     If a value is given exactly and approximately, only the exact value is kept.
     """
-    exact, _, approximate = (part.strip() for part in text.partition("\\approx"))
+    exact, _, approximate = map(str.strip, text.partition("\\approx"))
     if approximate:
         is_name = _NAME.fullmatch(exact.replace(" ", ""))
         text = f"{exact}={approximate}" if is_name else exact or approximate
     if "=" not in text or _RELATION.search(text) or "\\ne" in text:
         return "", text
-    parts = list(_split(text, _EQUALS))
-    if not any(_variables(term) or _LITERAL.search(term) for term in parts[:-1]):
-        return "", parts[-1]
-    name = parts[0].replace(" ", "") if len(parts) > 1 else ""
-    return (name.partition("\\text")[0], parts[-1]) if _NAME.fullmatch(name) else ("", text)
+    terms = list(_split(text, _EQUALS))
+    if not any(_variables(term) or _LITERAL.search(term) for term in terms[:-1]):
+        return "", terms[-1]
+    name = terms[0].replace(" ", "") if len(terms) > 1 else ""
+    return (name.partition("\\text")[0], terms[-1]) if _NAME.fullmatch(name) else ("", text)
 
 
 def _without_unit(text: str) -> str:
@@ -425,16 +425,16 @@ def _without_unit(text: str) -> str:
     "am" and "pm", directions, "or more", and letters that may be variables are not units, and stay.
     """
     # Only the `\text{}` at the end.
-    while (found := _TEXT.fullmatch(text, max(0, text.rfind("\\text{")))) and (value := text[: found.start()].strip()):
-        is_number = _number(value.removesuffix("^\\circ").strip()) is not None
-        if value[-1] in "+-*/^=_({[," or not _is_unit(found[1], letters=is_number):
+    while (unit := _TEXT.fullmatch(text, max(0, text.rfind("\\text{")))) and (value := text[: unit.start()].strip()):
+        is_number = _parse_number(value.removesuffix("^\\circ").strip()) is not None
+        if value[-1] in "+-*/^=_({[," or not _is_unit(unit[1], letters=is_number):
             return text
         text = value
     without_power = re.sub(r"\^\{?-?[1-3]\}?$", "", text)
     if (bare := _BARE_UNIT.search(without_power)) is not None and (value := without_power[: bare.start()].strip()):
         after_space = without_power[bare.start() - 1] == " "
         is_unit = value[-1] not in ".+-*/^=_({[," and _is_unit(bare[0], words=after_space or not bare[0].isascii())
-        if is_unit and (after_space or _number(value) is not None):
+        if is_unit and (after_space or _parse_number(value) is not None):
             text = value
     if (degrees := re.search(r"\^\\circ\s*[CF]?$", text)) and "\\" not in text[: degrees.start()].replace("\\frac", ""):
         text = text[: degrees.start()]
@@ -460,13 +460,13 @@ def _is_unit(text: str, words: bool = True, letters: bool = False) -> bool:
     return all(map(is_unit, units)) and (bool(units) or not names)
 
 
-def _number(text: str) -> Number | None:
+def _parse_number(text: str) -> NumericValue | None:
     if thousands := _THOUSANDS.fullmatch(text.rstrip("% ")):
         text = thousands[0].replace(",", "").replace(" ", "") + ("%" if text.endswith("%") else "")
-    found = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
-    if found is None:
+    match = _NUMBER_FORM.fullmatch(text) if len(text) <= MAX_NUMBER_CHARACTERS else None
+    if match is None:
         return None
-    group = found.groupdict()
+    group = match.groupdict()
     top, bottom = (group[key] or group[f"{key}1"] or group[f"{key}2"] for key in ("top", "bottom"))
     decimal = False
     if top is not None:
@@ -481,19 +481,20 @@ def _number(text: str) -> Number | None:
         value = Fraction(group["plain"].rstrip("."))
         decimal = "." in group["plain"]
         value *= Fraction(10) ** int(group["power"] or group["power1"] or group["power2"] or 0)
-    return Number(-value if group["sign"] == "-" else value, decimal, group["percent"] is not None)
+    return NumericValue(-value if group["sign"] == "-" else value, decimal, group["percent"] is not None)
 
 
 def _alternatives(text: str) -> list[str]:
     r"""The item once for each combination of signs of its ``\pm``. ``\mp`` takes the opposite of the first sign."""
-    parts = re.split(r"\\pm(?![a-zA-Z])", text)
-    if len(parts) == 1 or 2 ** (len(parts) - 1) > MOST_ALTERNATIVES:
+    operands = re.split(r"\\pm(?![a-zA-Z])", text)
+    if len(operands) == 1 or 2 ** (len(operands) - 1) > MAX_ALTERNATIVES:
         return [text]
-    found = []
-    for signs in product("+-", repeat=len(parts) - 1):
-        joined = parts[0] + "".join(sign + part for sign, part in zip(signs, parts[1:], strict=True))
-        found.append(re.sub(r"\\mp(?![a-zA-Z])", "-" if signs[0] == "+" else "+", joined).strip().removeprefix("+"))
-    return found
+    alternatives = []
+    for signs in product("+-", repeat=len(operands) - 1):
+        joined = operands[0] + "".join(map("".join, zip(signs, operands[1:], strict=True)))
+        joined = re.sub(r"\\mp(?![a-zA-Z])", "-" if signs[0] == "+" else "+", joined)
+        alternatives.append(joined.strip().removeprefix("+"))
+    return alternatives
 
 
 def _without_braces(text: str) -> str:
@@ -508,11 +509,11 @@ def _without_braces(text: str) -> str:
 
 def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> Iterator[str]:
     """Split a text at the separators outside brackets and environments."""
-    ends = [found.span() for found in separator.finditer(text)]
-    marks = ((found.start(), found[0]) for found in _BRACKETS.finditer(text))
+    separators = [match.span() for match in separator.finditer(text)]
+    marks = ((match.start(), match[0]) for match in _BRACKETS.finditer(text))
     mark = next(marks, None)
     depth = start = 0
-    for index, end in ends:
+    for index, end in separators:
         while mark is not None and mark[0] < index:
             depth += 1 if mark[1] in ("\\begin", "\\lbrace", *OPENERS) else -1
             mark = next(marks, None)
@@ -532,8 +533,8 @@ def _check_balance(text: str) -> None:
         brackets += (char in "([") - (char in ")]")
         if depth < 0:
             raise Unreadable("a brace is closed that was not opened")
-        if max(depth, brackets) > DEEPEST:
-            raise Unreadable(f"brackets are nested more than {DEEPEST} deep")
+        if max(depth, brackets) > MAX_NESTING:
+            raise Unreadable(f"brackets are nested more than {MAX_NESTING} deep")
     if depth:
         raise Unreadable("a brace is not closed")
     if brackets:
