@@ -6,15 +6,15 @@ import logging
 import re
 import secrets
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
-from typing_extensions import TypedDict
 
+from asyncrl_cli.gateway.json_values import JsonObject
 from asyncrl_cli.rollout.client import GenerationFailed
 
 if TYPE_CHECKING:
@@ -42,40 +42,6 @@ ANTHROPIC_VERSION = "anthropic-version"
 log = logging.getLogger(__name__)
 
 
-class ErrorDetail(TypedDict):
-    """``param`` names the request's key that caused the error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(TypedDict):
-    error: ErrorDetail
-
-
-class MessagesErrorDetail(TypedDict):
-    """``details`` has the gateway's own code for the error, such as ``session_ended``, as ``error_code``."""
-
-    type: str
-    message: str
-    details: dict[str, str] | None
-
-
-class MessagesError(TypedDict):
-    type: Literal["error"]
-    error: MessagesErrorDetail
-    request_id: str
-
-
-class ResponseFailure(TypedDict):
-    """Why a response failed after its first event."""
-
-    code: Literal["server_error", "invalid_prompt"]
-    message: str
-
-
 class ApiError(Exception):
     """An error to send to the client."""
 
@@ -84,20 +50,20 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def for_openai(self) -> ErrorAnswer:
+    def for_openai(self) -> JsonObject:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def for_responses(self) -> ResponseFailure:
+    def for_responses(self) -> JsonObject:
         return {"code": "server_error" if self.status >= 500 else "invalid_prompt", "message": self.message}
 
-    def for_anthropic(self, request_id: str) -> MessagesError:
+    def for_anthropic(self, request_id: str) -> JsonObject:
         status = self.anthropic_status
         kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         too_long = self.code == "context_length_exceeded"
         message = f"{ANTHROPIC_TOO_LONG}: {self.message}" if too_long else self.message
         details = {"error_code": self.code} if self.code else None
-        error: MessagesErrorDetail = {"type": kind, "message": message, "details": details}
+        error: JsonObject = {"type": kind, "message": message, "details": details}
         return {"type": "error", "error": error, "request_id": request_id}
 
     @property

@@ -8,6 +8,9 @@ from typing import Any
 
 from asyncrl_cli.records.prompt import ChatError
 
+JsonObject = dict[str, Any]
+"""An object of a request or an answer, in the format of its API."""
+
 
 def finite(text: str) -> Any:
     """Parse JSON; NaN and infinite numbers become null.

@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
-from typing_extensions import TypedDict
-
 from asyncrl_cli.gateway.errors import ApiError, new_request_id
-from asyncrl_cli.gateway.json_values import finite
+from asyncrl_cli.gateway.json_values import JsonObject, finite
 from asyncrl_cli.gateway.reply_stream import Kind, Part
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply
@@ -30,32 +28,6 @@ BlockOut = dict[str, Any]
 """A block of a reply, in the format of requests. A thinking block also has a ``signature``."""
 
 
-class MessageUsage(TypedDict):
-    """Tokens of one request. Hits in the engines' caches are not reported."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-
-
-class MessageAnswer(TypedDict):
-    """The answer of `/v1/messages`. The reasons are null only in a stream's first event."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[BlockOut]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class TokenCount(TypedDict):
-    input_tokens: int
-
-
 class MessagesAnswer:
     def __init__(
         self, model: str, input_tokens: int, stop_sequences: Sequence[str], decode: Callable[[Sequence[int]], str]
@@ -63,7 +35,7 @@ class MessagesAnswer:
         self._input_tokens, self._stop_sequences, self._decode = input_tokens, stop_sequences, decode
         self._request_id = new_request_id()
         self.headers: Mapping[str, str] = {"request-id": self._request_id}
-        self._begun: MessageAnswer = {
+        self._begun: JsonObject = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
@@ -79,7 +51,7 @@ class MessagesAnswer:
         self._open: Kind | None = None
         self._thinking = ""  # all reasoning so far
 
-    def complete(self, prompts: Prompts) -> MessageAnswer:
+    def complete(self, prompts: Prompts) -> JsonObject:
         ((reply,),) = prompts
         reason, sequence = self._stop(reply)
         return {
@@ -126,7 +98,7 @@ class MessagesAnswer:
         self._started = True
         return _event("message_start", message=self._begun)
 
-    def _start(self, block: BlockOut) -> bytes:
+    def _start(self, block: JsonObject) -> bytes:
         return _event("content_block_start", index=self._blocks, content_block=block)
 
     def _delta(self, delta: dict[str, str]) -> bytes:
@@ -143,7 +115,7 @@ class MessagesAnswer:
         signed = self._delta({"type": "signature_delta", "signature": signature(self._thinking)})
         return (signed if kind == "reasoning" else b"") + self._stopped()
 
-    def _usage(self, output_tokens: int) -> MessageUsage:
+    def _usage(self, output_tokens: int) -> JsonObject:
         return {
             "input_tokens": self._input_tokens,
             "output_tokens": output_tokens,
@@ -163,16 +135,16 @@ class MessagesAnswer:
         return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
 
 
-_EMPTY: dict[Kind, BlockOut] = {
+_EMPTY: dict[Kind, JsonObject] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
 }
 """Empty blocks, for the events that begin a block."""
 
 
-def reply_blocks(message: Message) -> list[BlockOut]:
+def reply_blocks(message: Message) -> list[JsonObject]:
     """A reply as blocks: reasoning, text and tool calls, and at least one block."""
-    blocks: list[BlockOut] = []
+    blocks: list[JsonObject] = []
     if reasoning := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": signature(reasoning)})
     if text := message.get("content"):

@@ -115,7 +115,7 @@ class ToolResultBlock(Wire):
         ]
         | None
     ) = None
-    is_error: Flag | None = Field(None, description="The content is an error; the policy reads `Error: ` before it.")
+    is_error: Flag | None = None
 
 
 UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
@@ -179,7 +179,7 @@ class MessageTool(Wire):
 
 class ToolChoice(Wire):
     type: Literal["auto", "any", "tool", "none"]
-    name: Text | None = Field(None, description="For type `tool`.")
+    name: Text | None = None
 
 
 class ContextEdit(Wire):
@@ -210,13 +210,9 @@ class CountRequest(ChatBody):
     messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: TextContent | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = Field(
-        None, description="`none` hides the tools. Nothing is forced: other values mean `auto`."
-    )
+    tool_choice: ToolChoice | None = None
     context_management: ContextManagement | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="Omitted in sessions of a training run or an evaluation, refused elsewhere."
-    )
+    mcp_servers: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> CountRequest:
@@ -267,8 +263,8 @@ class CountRequest(ChatBody):
 
 
 class MessagesRequest(GenerationRequest, CountRequest):
-    max_tokens: Count = Field(description="Maximal number of tokens to generate; reduced to the number that fits.")
-    stop_sequences: Stops | None = Field(None, description="Strings that end the text; they are not part of it.")
+    max_tokens: Count
+    stop_sequences: Stops | None = None
     output_config: Settings | None = None
 
 

@@ -38,20 +38,16 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(Settings):
-    include_usage: Flag | None = Field(None, description="Send a last chunk with the number of tokens used.")
+    include_usage: Flag | None = None
 
 
 class OpenAIRequest(GenerationRequest):
-    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
-    seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
-    stop: Stop | Stops | None = Field(None, description="Strings that end the text; they are not part of it.")
-    max_tokens: Count | None = Field(
-        None, description="Maximal number of tokens to generate; reduced to the number that fits."
-    )
+    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
+    seed: Seed | None = None
+    stop: Stop | Stops | None = None
+    max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: Flag | None = Field(
-        None, description="Add the token ids: `prompt_token_ids`, and `token_ids` of each choice."
-    )
+    return_token_ids: Flag | None = None
 
     @property
     def with_usage(self) -> bool:
@@ -73,8 +69,8 @@ class TextPart(Wire):
 
 
 class ImageUrl(Wire):
-    url: Text = Field(description="The image in base64, as a data URL.")
-    detail: Any = Field(None, description="No effect: the model's processor decides.")
+    url: Text
+    detail: Any = None  # no effect: the model's processor decides
 
 
 class ImagePart(Wire):
@@ -136,13 +132,11 @@ class ChatMessage(Wire):
         | None,
         only("text", "image_url"),
     ] = None
-    tool_calls: Annotated[list[AnyToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
-        None, description="For role `assistant`."
-    )
-    tool_call_id: Text | None = Field(None, description="For role `tool`: the id of the call.")
+    tool_calls: Annotated[list[AnyToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
     name: Text | None = None
-    reasoning_content: Any = Field(None, description="For role `assistant`: its reasoning, as in the reply.")
-    reasoning: Any = Field(None, description="Another name of `reasoning_content`.")
+    reasoning_content: Any = None
+    reasoning: Any = None
 
     @model_validator(mode="after")
     def _images_are_shown(self) -> ChatMessage:
@@ -189,7 +183,7 @@ class Tool(Wire):
 class CustomDefinition(Wire):
     name: ToolName
     description: Text | None = None
-    format: dict[str, Any] | None = Field(None, description="A grammar is shown to the model, but not enforced.")
+    format: dict[str, Any] | None = None
 
 
 class CustomTool(Wire):
@@ -264,19 +258,12 @@ class ChatRequest(OpenAIRequest, ChatBody):
         ]
         | None
     ) = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
-        None,
-        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: other values mean `auto`.",
-    )
-    max_completion_tokens: Count | None = Field(None, description="Takes precedence over `max_tokens`.")
-    logprobs: Flag | None = Field(None, description="Add the log-probability of each token.")
-    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="Needs `logprobs`. Only the sampled token's is known, so larger values give one, too."
-    )
-    continue_final_message: Flag | None = Field(
-        None, description="The reply continues the assistant message at the end; needs `add_generation_prompt: false`."
-    )
-    add_generation_prompt: Flag | None = Field(None, description="`false` only with `continue_final_message`.")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: Flag | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    continue_final_message: Flag | None = None
+    add_generation_prompt: Flag | None = None
 
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ChatRequest:
@@ -329,10 +316,8 @@ class CompletionRequest(OpenAIRequest):
         | TokenIds
         | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
-    ) = Field(description="A text, token ids, or a list of either.")
-    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="Add the log-probability of each token. Only the sampled token's is known."
     )
+    logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
 
     @model_validator(mode="after")
     def _not_too_many(self) -> CompletionRequest:

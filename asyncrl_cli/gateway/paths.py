@@ -11,9 +11,10 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from asyncrl_cli.gateway.errors import invalid_value, is_anthropic, new_request_id
-from asyncrl_cli.gateway.messages_reply import MessagesAnswer, TokenCount
+from asyncrl_cli.gateway.json_values import JsonObject
+from asyncrl_cli.gateway.messages_reply import MessagesAnswer
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
-from asyncrl_cli.gateway.openai_reply import ChatAnswer, Model, ModelList, TextAnswer, Wanted
+from asyncrl_cli.gateway.openai_reply import ChatAnswer, TextAnswer, Wanted
 from asyncrl_cli.gateway.openai_request import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from asyncrl_cli.gateway.responses_reply import KeptResponses, ResponsesAnswer, begun_response
 from asyncrl_cli.gateway.responses_request import ResponsesRequest
@@ -117,7 +118,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
     @router.post("/messages/count_tokens")
     async def count_tokens(
         request: Request, response: Response, session: Annotated[Session | None, Depends(session_of)]
-    ) -> TokenCount:
+    ) -> JsonObject:
         """The number of tokens in a request's prompt, which equals `input_tokens` of its answer."""
         async with service.bodies.read(request, CountRequest) as (body, render):
             used = service.session_for(session, body)
@@ -134,7 +135,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
     """Add the paths for models. Anthropic's clients get Anthropic's format."""
-    openais: Model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
+    openais: JsonObject = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
     anthropics = {
         "type": "model",
         "id": service.model,
@@ -151,7 +152,7 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
     @router.get("/models")
     async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The served model."""
-        listed: ModelList = {"object": "list", "data": [openais]}
+        listed: JsonObject = {"object": "list", "data": [openais]}
         entries = {"data": [anthropics], "has_more": False, "first_id": service.model, "last_id": service.model}
         return answer(request, listed, entries)
 

@@ -18,13 +18,11 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from sys import getsizeof
-from typing import Any, ClassVar, Literal, NotRequired
-
-from typing_extensions import TypedDict
+from typing import Any, ClassVar
 
 from asyncrl_cli.gateway.custom_tools import custom_input
-from asyncrl_cli.gateway.errors import ApiError, ResponseFailure
-from asyncrl_cli.gateway.json_values import finite, key
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.json_values import JsonObject, finite, key
 from asyncrl_cli.gateway.reply_stream import Kind, Part
 from asyncrl_cli.gateway.responses_request import OWN, CustomTool, OtherTool, OwnTool, ResponsesRequest
 from asyncrl_cli.gateway.service import Prompts
@@ -36,48 +34,7 @@ OutputItem = dict[str, Any]
 """An item of a reply, in the format of requests, with an id and a status."""
 
 
-class ResponseUsage(TypedDict):
-    """``cached_tokens`` and ``cache_write_tokens`` are always 0, because the gateway does not know about prefix caches.
-    ``reasoning_tokens`` include the marks around the reasoning."""
-
-    input_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    total_tokens: int
-
-
-class Incomplete(TypedDict):
-    reason: Literal["max_output_tokens"]
-
-
-class ModelResponse(TypedDict):
-    """The answer of `/v1/responses`; ``created_at`` is a Unix time in s. ``return_token_ids`` adds the ids."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: ResponseFailure | None
-    incomplete_details: Incomplete | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    store: bool
-    temperature: float | None
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_p: float
-    usage: ResponseUsage | None
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
-
-
-def begun_response(body: ResponsesRequest, model: str, fixed_sampling: bool) -> ModelResponse:
+def begun_response(body: ResponsesRequest, model: str, fixed_sampling: bool) -> JsonObject:
     """The response without its output, with the keys that it repeats from the request. It is kept instead of the
     request, which may be large. ``fixed_sampling``: the request's temperature does not count."""
     choice = body.tool_choice or "auto"
@@ -112,7 +69,7 @@ class ResponsesAnswer:
 
     def __init__(
         self,
-        begun: ModelResponse,
+        begun: JsonObject,
         tools: Sequence[OwnTool],
         decode: Callable[[Sequence[int]], str],
         *,
@@ -127,11 +84,11 @@ class ResponsesAnswer:
         self._stem = begun["id"].removeprefix("resp_")
         # State of a stream.
         self._number = 0  # of the next event
-        self._output: list[OutputItem] = []  # ended items
+        self._output: list[JsonObject] = []  # ended items
         self._open: Kind | None = None
         self._text = ""  # of the open item
 
-    def complete(self, prompts: Prompts) -> ModelResponse:
+    def complete(self, prompts: Prompts) -> JsonObject:
         ((reply,),) = prompts
         return self._ended(reply, self._items(reply))
 
@@ -158,7 +115,7 @@ class ResponsesAnswer:
         return b""  # the complete response was the last event
 
     def failed(self, error: ApiError) -> bytes:
-        failed: ModelResponse = {
+        failed: JsonObject = {
             **self._begun,
             "status": "failed",
             "output": self._output,
@@ -189,7 +146,7 @@ class ResponsesAnswer:
     def _close(self) -> bytes:
         return b"" if self._open is None else self._rest(text_item(self._open, self._stem, self._text))
 
-    def _rest(self, item: OutputItem) -> bytes:
+    def _rest(self, item: JsonObject) -> bytes:
         """The last events of an item with text; all of its events if it is empty, and so has not begun."""
         kind: Kind = "reasoning" if item["type"] == "reasoning" else "content"
         events = b"" if self._open == kind else self._close() + self._begin_text(kind)
@@ -204,7 +161,7 @@ class ResponsesAnswer:
         item_id = text_item(kind, self._stem, "")["id"]
         return self._event(name, item_id=item_id, output_index=len(self._output), content_index=0, **body)
 
-    def _whole(self, item: OutputItem) -> bytes:
+    def _whole(self, item: JsonObject) -> bytes:
         """All events of a call, which can be parsed only when it is complete."""
         key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
         text = item[key]
@@ -218,7 +175,7 @@ class ResponsesAnswer:
             + self._done(item)
         )
 
-    def _done(self, item: OutputItem) -> bytes:
+    def _done(self, item: JsonObject) -> bytes:
         done = self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         return done
@@ -230,18 +187,18 @@ class ResponsesAnswer:
 
     # -- the response
 
-    def _items(self, reply: Reply) -> list[OutputItem]:
+    def _items(self, reply: Reply) -> list[JsonObject]:
         items = items_of(reply.message, self._tools, self._stem)
         if reply.finish_reason == "length" and items[-1]["type"] != "custom_tool_call":
             items[-1]["status"] = "incomplete"
         return items
 
-    def _ended(self, reply: Reply, items: list[OutputItem]) -> ModelResponse:
+    def _ended(self, reply: Reply, items: list[JsonObject]) -> JsonObject:
         if self._keep is not None:
             self._keep(self._begun["id"], reply.message)
         cut = reply.finish_reason == "length"
         given, made = len(reply.prompt_ids), len(reply.token_ids)
-        response: ModelResponse = {
+        response: JsonObject = {
             **self._begun,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -274,9 +231,9 @@ _TEXT_EVENTS: dict[Kind, tuple[str, dict[str, Any]]] = {
 """Name of the events for a kind of text, and their further keys."""
 
 
-def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[OutputItem]:
+def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[JsonObject]:
     """The items of a reply. ``tools``: by the names that the model sees. ``stem``: part of the items' ids."""
-    items: list[OutputItem] = []
+    items: list[JsonObject] = []
     reasoning, content, calls = (message.get(key) for key in ("reasoning_content", "content", "tool_calls"))
     if reasoning:
         items.append(text_item("reasoning", stem, reasoning))
@@ -285,7 +242,7 @@ def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[
     return items + [_call_item(call, tools, f"{stem}_{index}") for index, call in enumerate(calls or ())]
 
 
-def text_item(kind: Kind, stem: str, text: str) -> OutputItem:
+def text_item(kind: Kind, stem: str, text: str) -> JsonObject:
     """An item with the model's reasoning or message. Reasoning has no summary. ``encrypted_content`` is the text in
     base64, not a secret: some programs send back only this key."""
     if kind == "content":
@@ -302,7 +259,7 @@ def text_item(kind: Kind, stem: str, text: str) -> OutputItem:
     }
 
 
-def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str) -> OutputItem:
+def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str) -> JsonObject:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     own = tools.get(name)
     text = custom_input(arguments) if own and isinstance(own.tool, CustomTool) else None

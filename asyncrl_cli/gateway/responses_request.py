@@ -61,8 +61,8 @@ class ImagePart(Wire):
     """An image in a user's message or a tool's result, for models with `model.max_images`."""
 
     type: Literal["input_image"]
-    image_url: Text = Field(description="The image in base64, as a data URL.")
-    detail: Any = Field(None, description="No effect: the model's processor decides.")
+    image_url: Text
+    detail: Any = None  # no effect: the model's processor decides
 
 
 Content = Annotated[
@@ -77,9 +77,7 @@ class MessageItem(Wire):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    status: Text | None = Field(
-        None, description="`incomplete` or `in_progress`: the reply continues this assistant message at the end."
-    )
+    status: Text | None = None
 
 
 class ReasoningPart(Wire):
@@ -92,7 +90,7 @@ class ReasoningItem(Wire):
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
-    encrypted_content: Text | None = Field(None, description="As this server sent it. `content` takes precedence.")
+    encrypted_content: Text | None = None
 
 
 class FunctionCallItem(Wire):
@@ -145,7 +143,7 @@ class FunctionTool(Wire):
     name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Flag | None = Field(None, description="No effect: sampling is never constrained.")
+    strict: Flag | None = None  # no effect: sampling is never constrained
 
 
 class CustomTool(Wire):
@@ -154,7 +152,7 @@ class CustomTool(Wire):
     type: Literal["custom"]
     name: ToolName
     description: Text | None = None
-    format: dict[str, Any] | None = Field(None, description="A grammar is shown to the model, but not enforced.")
+    format: dict[str, Any] | None = None
 
 
 class NamespaceTool(Wire):
@@ -235,27 +233,16 @@ class ResponsesRequest(GenerationRequest, ChatBody):
         "not be the assistant's"
     )
 
-    input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="A user's text, or items: messages, tool calls, their results, reasoning."
-    )
-    instructions: Text | None = Field(None, description="The system message of this call.")
-    previous_response_id: Text | None = Field(
-        None, description="Continue this response's conversation; its `instructions` are not taken over."
-    )
-    store: Flag | None = Field(None, description="With false, the response cannot be continued by its id.")
-    include: Annotated[list[Text], Field(max_length=64)] | None = Field(
-        None, description="`reasoning.encrypted_content` is always included; other values have no effect."
-    )
+    input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    store: Flag | None = None
+    include: Annotated[list[Text], Field(max_length=64)] | None = None
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
-        None,
-        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: other values mean `auto`.",
-    )
-    parallel_tool_calls: Flag | None = Field(None, description="No effect: the number of calls is not limited.")
-    max_output_tokens: Count | None = Field(
-        None, description="Maximal number of tokens to generate; reduced to the number that fits."
-    )
-    seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: Flag | None = None  # no effect: the number of calls is not limited
+    max_output_tokens: Count | None = None
+    seed: Seed | None = None
     text: Settings | None = None
     metadata: (
         Annotated[
@@ -263,8 +250,8 @@ class ResponsesRequest(GenerationRequest, ChatBody):
             Field(max_length=16),
         ]
         | None
-    ) = Field(None, description="Returned with the response.")
-    return_token_ids: Flag | None = Field(None, description="Add the token ids: `prompt_token_ids` and `token_ids`.")
+    ) = None
+    return_token_ids: Flag | None = None
 
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ResponsesRequest:

@@ -112,9 +112,7 @@ class Request(Wire):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
 
-    model: Text | None = Field(
-        None, description="The served model, as in `/v1/models`; optional. Sessions accept any name."
-    )
+    model: Text | None = None
 
     def refuse_unsupported(self, fixed_sampling: bool) -> None:
         """Raise ``ApiError`` for the first key that cannot be honoured. With ``fixed_sampling`` the session ignores the
@@ -141,9 +139,7 @@ class ChatBody(Request):
     how_to_end: ClassVar[str] = "the last message must not be the assistant's"
     """The rule for the last message, for errors."""
 
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template; they override `model.chat_template_kwargs` of the spec."
-    )
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the model sees, in the format of chat templates."""
@@ -155,10 +151,8 @@ class ChatBody(Request):
 
 
 class GenerationRequest(Request):
-    temperature: Annotated[float, Field(ge=0.0, le=2.0, strict=True)] | None = Field(
-        None, description="0 is greedy. Sessions of a training run or an evaluation use the run's setting instead."
-    )
-    stream: Flag | None = Field(None, description="Answer with server-sent events.")
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, strict=True)] | None = None
+    stream: Flag | None = None
 
 
 def _same(value: Any, other: Any) -> bool:
