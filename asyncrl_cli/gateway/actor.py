@@ -31,7 +31,7 @@ from asyncrl_cli.system.logs import redirect_output
 
 log = logging.getLogger(__name__)
 
-MOST_TOKENS = 200_000
+MAX_COLLECTED_TOKENS = 200_000
 """After so many prompt tokens, ``collect`` leaves further requests to its next call, because the driver's event loop
 stands still while it reads an answer."""
 
@@ -45,7 +45,7 @@ class SessionOpening:
     rollout_id: str
     sampling: Sampling
     limits: Limits
-    number: int = -1
+    session_number: int = -1
     priority: int = 0
     recorded: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class SessionEnd:
     """A session's result: its rollout (None if nothing was sampled), the text of its last reply, the first limit that
     refused a call, and the end of each reply (``Session.replies``)."""
 
-    number: int
+    session_number: int
     rollout: Rollout | None = None
     last_text: str = ""
     failure: str = ""
@@ -67,7 +67,7 @@ class Generation:
     """A request of a session, or of a call without one (None). ``number`` is unique; request ids are not, because an
     episode that is played again reuses them."""
 
-    number: int
+    generation_number: int
     session: int | None
     request: RolloutRequest
 
@@ -98,7 +98,7 @@ class Incoming:
 
 class Transfer:
     def __init__(self) -> None:
-        self._numbers = count()
+        self._generation_numbers = count()
         self._open: dict[int, tuple[asyncio.Future[Rollout | RolloutFailure], OnSegments | None]] = {}
         self._incoming = Incoming()
         self._has_incoming = asyncio.Event()
@@ -107,17 +107,20 @@ class Transfer:
         self, session: int | None, request: RolloutRequest, on_segments: OnSegments | None = None
     ) -> Rollout:
         """Ask the driver for a generation, like ``GenerationClient.generate``. Raises ``GenerationFailed``."""
-        number = next(self._numbers)
+        generation_number = next(self._generation_numbers)
         result: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
-        self._open[number] = (result, on_segments)
-        self._incoming.requests[number] = Generation(number, session, request)
+        self._open[generation_number] = (result, on_segments)
+        self._incoming.requests[generation_number] = Generation(generation_number, session, request)
         self._has_incoming.set()
         try:
             generated = await result
         finally:
             # Without an answer the call was cancelled. The driver must know only if it has the request already.
-            if self._open.pop(number, None) is not None and self._incoming.requests.pop(number, None) is None:
-                self._incoming.cancelled.append(number)
+            if (
+                self._open.pop(generation_number, None) is not None
+                and self._incoming.requests.pop(generation_number, None) is None
+            ):
+                self._incoming.cancelled.append(generation_number)
                 self._has_incoming.set()
         if isinstance(generated, RolloutFailure):
             raise GenerationFailed(generated.reason)
@@ -127,17 +130,17 @@ class Transfer:
         self._incoming.segments.append((session, segments))
         self._has_incoming.set()
 
-    def ended(self, end: SessionEnd) -> None:
+    def report_end(self, end: SessionEnd) -> None:
         """Report a session's result to the driver, after everything else about it."""
         self._incoming.ends.append(end)
         self._has_incoming.set()
 
     def answer(self, outgoing: Outgoing) -> None:
-        for number, segments in outgoing.segments:
-            if number in self._open and (on_segments := self._open[number][1]) is not None:
+        for generation_number, segments in outgoing.segments:
+            if generation_number in self._open and (on_segments := self._open[generation_number][1]) is not None:
                 on_segments(segments)
-        for number, generated in outgoing.results:
-            if (entry := self._open.pop(number, None)) is not None and not entry[0].done():
+        for generation_number, generated in outgoing.results:
+            if (entry := self._open.pop(generation_number, None)) is not None and not entry[0].done():
                 entry[0].set_result(generated)
 
     async def collect(self, timeout_s: float) -> Incoming:
@@ -146,12 +149,12 @@ class Transfer:
             async with asyncio.timeout(timeout_s):
                 await self._has_incoming.wait()
         incoming, self._incoming = self._incoming, Incoming()
-        tokens, now = 0, {}
-        while incoming.requests and tokens < MOST_TOKENS:
-            number = next(iter(incoming.requests))
-            now[number] = incoming.requests.pop(number)
-            tokens += len(now[number].request.prompt_ids)
-        self._incoming.requests, incoming.requests = incoming.requests, now
+        tokens, collected_requests = 0, {}
+        while incoming.requests and tokens < MAX_COLLECTED_TOKENS:
+            generation_number = next(iter(incoming.requests))
+            collected_requests[generation_number] = incoming.requests.pop(generation_number)
+            tokens += len(collected_requests[generation_number].request.prompt_ids)
+        self._incoming.requests, incoming.requests = incoming.requests, collected_requests
         if not self._incoming.requests:
             self._has_incoming.clear()
         return incoming
@@ -183,7 +186,7 @@ class GatewayActor:
         redirect_output(log_dir, "gateway")
         self._transfer = Transfer()
         self._sessions = Sessions()
-        self._by_number: dict[int, tuple[str, Session]] = {}
+        self._sessions_by_number: dict[int, tuple[str, Session]] = {}
 
     async def start(self, setup: GatewaySetup, port: int) -> tuple[int, str]:
         """Start to serve at ``port`` (0: a free one); returns the process id and the server's URL.
@@ -196,7 +199,7 @@ class GatewayActor:
         from asyncrl_cli.gateway.service import Service
 
         asyncio.get_running_loop().set_exception_handler(_FullOnce())
-        limits = ConnectionLimits(most=raise_descriptor_limit())
+        limits = ConnectionLimits(max_connections=raise_descriptor_limit())
         self._chat = await asyncio.to_thread(setup.chat)
         spec = setup.spec.rollout.gateway
         service = Service(
@@ -232,22 +235,22 @@ class GatewayActor:
         session = Session(
             opening.rollout_id,
             chat=self._chat,
-            generate=partial(self._transfer.generate, opening.number),
+            generate=partial(self._transfer.generate, opening.session_number),
             sampling=opening.sampling,
             limits=opening.limits,
             fixed_sampling=True,
             priority=opening.priority,
             recorded=opening.recorded,
-            on_segments=partial(self._transfer.record, opening.number),
+            on_segments=partial(self._transfer.record, opening.session_number),
         )
         self._sessions.open(session, opening.name)
-        self._by_number[opening.number] = (opening.name, session)
+        self._sessions_by_number[opening.session_number] = (opening.name, session)
 
-    def _end(self, number: int) -> None:
-        name, session = self._by_number.pop(number)
+    def _end(self, session_number: int) -> None:
+        name, session = self._sessions_by_number.pop(session_number)
         self._sessions.close(name)
         end = SessionEnd(
-            number,
+            session_number,
             rollout=session.rollout(),
             last_text=session.last_text,
             failure=session.failure,
@@ -255,25 +258,25 @@ class GatewayActor:
         )
         # In the loop's next turn, after the cancellations of its calls: the driver must learn of these before the
         # session's end.
-        asyncio.get_running_loop().call_soon(self._transfer.ended, end)
+        asyncio.get_running_loop().call_soon(self._transfer.report_end, end)
 
 
 def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, transfer: Transfer) -> Callable[[], Session]:
     """Return a factory of sessions for calls outside of rollouts, which choose their own sampling."""
-    longest, numbers = spec.model.max_length, count()
-    limits = Limits(max_length=longest, max_call_tokens=longest)
-    sampling = Sampling(temperature=1.0, max_tokens=longest)
+    max_length, call_numbers = spec.model.max_length, count()
+    limits = Limits(max_length=max_length, max_call_tokens=max_length)
+    sampling = Sampling(temperature=1.0, max_tokens=max_length)
 
     def make() -> Session:
-        number = next(numbers)
+        call_number = next(call_numbers)
         return Session(
-            f"serve-{number}",
+            f"serve-{call_number}",
             chat=chat,
             generate=partial(transfer.generate, None),
             sampling=sampling,
             limits=limits,
             fixed_sampling=False,
-            priority=number,
+            priority=call_number,
         )
 
     return make

@@ -32,12 +32,12 @@ def create_app(service: Service) -> FastAPI:
     async def check_session(session_id: str, bearer: Bearer, header: KeyHeader) -> None:
         _check_key(bearer, header, session_key(service.secret, session_id))
 
-    async def named(session_id: str) -> Session:
+    async def session_by_name(session_id: str) -> Session:
         return service.sessions.get(session_id)
 
-    kept: WeakKeyDictionary[Session, KeptResponses] = WeakKeyDictionary()
+    responses_by_session: WeakKeyDictionary[Session, KeptResponses] = WeakKeyDictionary()
     app.include_router(
-        router_of(service, named, lambda session: kept.setdefault(session, KeptResponses())),
+        router_of(service, session_by_name, lambda session: responses_by_session.setdefault(session, KeptResponses())),
         prefix="/sessions/{session_id:path}/v1",
         dependencies=[Depends(check_session)],
     )

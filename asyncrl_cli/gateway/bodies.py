@@ -33,12 +33,12 @@ class Bodies:
     def __init__(self, limit: int, seconds: float) -> None:
         self._limit = limit
         self._seconds = seconds
-        self._room = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._room_for_large = asyncio.Semaphore(LARGE_AT_ONCE)
         # Two threads: a large body delays only other large ones, and memory is bounded (decision 0016).
         self._threads = {large: ThreadPoolExecutor(1, thread_name_prefix="render") for large in (False, True)}
 
     @asynccontextmanager
-    async def read(self, request: Request, kind: type[W]) -> AsyncIterator[tuple[W, Render]]:
+    async def read(self, request: Request, body_type: type[W]) -> AsyncIterator[tuple[W, Render]]:
         """Yield a request's body, and a function that renders it in a thread. Leave the block once it is rendered,
         because a large body keeps others out until then.
 
@@ -47,7 +47,7 @@ class Bodies:
         async with AsyncExitStack() as room:
             data = await self._read(request, room)
             large = len(data) > LARGE or b"base64" in data  # a small image may take long to decode
-            render, validate = self._render(large), partial(kind.model_validate_json, data)
+            render, validate = self._render(large), partial(body_type.model_validate_json, data)
             try:
                 body = await render(validate) if large else validate()
             except ValidationError as error:
@@ -60,33 +60,33 @@ class Bodies:
 
     async def _read(self, request: Request, room: AsyncExitStack) -> bytes:
         length = request.headers.get("content-length", "")
-        parts, size = [], 0
+        chunks, size = [], 0
         try:
             self._check(int(length) if length.isdecimal() and len(length) < 20 else 0)
             async with asyncio.timeout(self._seconds) as limit:
-                async for part in request.stream():
-                    self._check(size + len(part))
-                    if size <= LARGE < size + len(part):
+                async for chunk in request.stream():
+                    self._check(size + len(chunk))
+                    if size <= LARGE < size + len(chunk):
                         await self._wait_for_room(room, limit)
-                    size += len(part)
-                    parts.append(part)
+                    size += len(chunk)
+                    chunks.append(chunk)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._seconds:g} s", code="request_timeout") from None
         except ClientDisconnect:
             raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone") from None
-        return b"".join(parts)
+        return b"".join(chunks)
 
     async def _wait_for_room(self, room: AsyncExitStack, limit: asyncio.Timeout) -> None:
-        loop, when = asyncio.get_running_loop(), limit.when()
-        assert when is not None
-        left = when - loop.time()
+        loop, deadline = asyncio.get_running_loop(), limit.when()
+        assert deadline is not None
+        remaining_s = deadline - loop.time()
         limit.reschedule(None)  # the client's deadline stands still while the server makes it wait
         try:
             async with asyncio.timeout(ROOM_S):
-                await room.enter_async_context(self._room)
+                await room.enter_async_context(self._room_for_large)
         except TimeoutError:
             raise ApiError(503, f"no room for a large body within {ROOM_S:g} s", code="overloaded") from None
-        limit.reschedule(loop.time() + left)
+        limit.reschedule(loop.time() + remaining_s)
 
     def _check(self, size: int) -> None:
         if size > self._limit:

@@ -104,16 +104,16 @@ class ChatFormat:
 
         Raises ``ChatError`` for a variable that the template does not read.
         """
-        other = copy(self)
-        other._template = self._template.with_variables(variables)
-        other.template_kwargs = {**self.template_kwargs, **variables}
-        other.__dict__.pop("_form", None)  # cached, and depends on the variables
+        variant = copy(self)
+        variant._template = self._template.with_variables(variables)
+        variant.template_kwargs = {**self.template_kwargs, **variables}
+        variant.__dict__.pop("_form", None)  # cached, and depends on the variables
         if continues:
-            other._named_form = other._reasoning = None
+            variant._named_form = variant._reasoning = None
         elif self._reasoning is not None and self._parser_name is not None:
-            other._reasoning = vllm_reasoning_parser(self._parser_name, self._tokenizer, other.template_kwargs)
-        _ = other._form  # computed here, in a thread: with some variables a template may take long
-        return other
+            variant._reasoning = vllm_reasoning_parser(self._parser_name, self._tokenizer, variant.template_kwargs)
+        _ = variant._form  # computed here, in a thread: with some variables a template may take long
+        return variant
 
     def render(
         self, messages: Sequence[Message], tools: Tools | None = None, images: Mapping[str, Image] | None = None
@@ -141,22 +141,24 @@ class ChatFormat:
         """
         text = self._template.text
         question: Message = {"role": "user", "content": "?"}
-        fixed: dict[str, Any] = {"role": "assistant", "content": _FIXED_REPLY}
-        before = text([question, fixed], tools)
-        turn_end = _after(before, _FIXED_REPLY)
+        placeholder_reply: dict[str, Any] = {"role": "assistant", "content": _FIXED_REPLY}
+        reply_text = text([question, placeholder_reply], tools)
+        turn_end = _text_after(reply_text, _FIXED_REPLY)
         if calls := (normalized(reply) if reply else {}).get("tool_calls"):
-            fixed = fixed | {"tool_calls": calls[:1] if self._template.abilities().one_call else calls}
-            before = text([question, fixed], tools)
-            if not before.endswith(turn_end) and last_token is not None and last_token in self.end_tokens:
+            placeholder_reply = placeholder_reply | {
+                "tool_calls": calls[:1] if self._template.abilities().one_call else calls
+            }
+            reply_text = text([question, placeholder_reply], tools)
+            if not reply_text.endswith(turn_end) and last_token is not None and last_token in self.end_tokens:
                 # A template may end calls with another token than texts (gpt-oss).
-                _, end, space = before.rpartition(self.decode([last_token], special=True))
-                turn_end = end + space if end and not space.strip() else turn_end
-        full = text([question, fixed, *messages], tools, reply=True)
-        if _FIXED_REPLY in before:
-            before, full = _after(before, _FIXED_REPLY), _after(full, _FIXED_REPLY)
-        if not before.endswith(turn_end) or not full.startswith(before):
+                _, end_mark, space = reply_text.rpartition(self.decode([last_token], special=True))
+                turn_end = end_mark + space if end_mark and not space.strip() else turn_end
+        next_text = text([question, placeholder_reply, *messages], tools, reply=True)
+        if _FIXED_REPLY in reply_text:
+            reply_text, next_text = _text_after(reply_text, _FIXED_REPLY), _text_after(next_text, _FIXED_REPLY)
+        if not reply_text.endswith(turn_end) or not next_text.startswith(reply_text):
             raise ChatError("the chat template renders a turn differently when other turns follow")
-        ids, places = self._encode_with(turn_end + full[len(before) :], messages, images)
+        ids, places = self._encode_with(turn_end + next_text[len(reply_text) :], messages, images)
         if last_token not in self.end_tokens or not ids:
             return Tokens(ids, places)
         # If the template has no end of turn, the first token begins the next message (GLM's <|user|>). It is removed
@@ -178,8 +180,8 @@ class ChatFormat:
         content = cut(self.decode([token for token in token_ids if token not in dropped], special=True), stop)
         marked = content
         if self._needs_vllm(tools):  # vLLM's parsers need all marks
-            ended = bool(token_ids) and token_ids[-1] in self.end_tokens
-            marked = cut(self.decode(token_ids[:-1] if ended else token_ids, special=True), stop)
+            has_end_token = bool(token_ids) and token_ids[-1] in self.end_tokens
+            marked = cut(self.decode(token_ids[:-1] if has_end_token else token_ids, special=True), stop)
         reasoning, calls = "", tuple[tuple[str, str], ...]()
         if self._reasoning is not None:
             reasoning, content = self._reasoning(marked)
@@ -187,8 +189,8 @@ class ChatFormat:
         elif self._form is not None:
             reasoning, content = divided(content, self._form)
             marked = divided(marked, self._form)[1]
-        if tools and (found := self._tools(marked, tools)) is not None:
-            content, calls = self._content(marked, found), found.calls
+        if tools and (tool_calls := self._tools(marked, tools)) is not None:
+            content, calls = self._content(marked, tool_calls), tool_calls.calls
         message: dict[str, Any] = {"role": "assistant"}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -214,8 +216,10 @@ class ChatFormat:
         def readable(ids: Sequence[int]) -> tuple[Sequence[int], bool]:
             if not self._needs_vllm(tools):
                 return [token for token in ids if token not in dropped], False
-            first = next((at for at, token in enumerate(ids) if token in dropped or token in self.end_tokens), len(ids))
-            return ids[:first], first < len(ids)
+            visible_count = next(
+                (index for index, token in enumerate(ids) if token in dropped or token in self.end_tokens), len(ids)
+            )
+            return ids[:visible_count], visible_count < len(ids)
 
         return FieldStream(
             partial(self.decode, special=True),
@@ -223,7 +227,7 @@ class ChatFormat:
             stop,
             form=self._form,
             calls=self._calls if tools else (),
-            held=self._reasoning is not None,
+            is_held=self._reasoning is not None,
         )
 
     def _encode_with(self, text: str, messages: Sequence[Message], images: Mapping[str, Image] | None) -> Tokens:
@@ -260,10 +264,10 @@ class ChatFormat:
             return None
         question: list[Message] = [{"role": "user", "content": "?"}]
         try:
-            before, full = self._template.text(question), self._template.text(question, reply=True)
+            question_text, prompt_text = self._template.text(question), self._template.text(question, reply=True)
         except ChatError:
             return form  # a model without a usable chat template gets plain text as prompts
-        return None if form.closed_in(full.removeprefix(before)) else form
+        return None if form.closed_in(prompt_text.removeprefix(question_text)) else form
 
     def _needs_vllm(self, tools: Tools | None) -> bool:
         return self._reasoning is not None or (bool(tools) and not self._reads_tools)
@@ -273,16 +277,16 @@ class ChatFormat:
         marks = [*(self._form.marks if self._form else ()), *(HERMES_MARKS if tools and self._reads_tools else ())]
         return {token for token in self._droppable if self._special[token] not in marks}
 
-    def _content(self, text: str, found: ToolCalls) -> str:
+    def _content(self, text: str, parsed: ToolCalls) -> str:
         """The content before calls, including all text that a stream has sent: if calls follow, some parsers strip the
         content's leading spaces or drop the content."""
         if self._calls is None:
-            return found.content
-        sent = cut(text, (*self._calls, *self._special.values())).rstrip()
-        if found.content.startswith(sent):
-            return found.content
-        text = sent.lstrip()
-        return sent.removesuffix(text) + found.content if found.content.startswith(text) else sent
+            return parsed.content
+        streamed_text = cut(text, (*self._calls, *self._special.values())).rstrip()
+        if parsed.content.startswith(streamed_text):
+            return parsed.content
+        text = streamed_text.lstrip()
+        return streamed_text.removesuffix(text) + parsed.content if parsed.content.startswith(text) else streamed_text
 
 
 def _check_unicode(text: str) -> None:
@@ -292,8 +296,8 @@ def _check_unicode(text: str) -> None:
         raise ChatError(f"the text is not Unicode: {error}") from error
 
 
-def _after(text: str, mark: str) -> str:
-    _, found, rest = text.partition(mark)
-    if not found:
+def _text_after(text: str, mark: str) -> str:
+    _, separator, text_after = text.partition(mark)
+    if not separator:
         raise ChatError("the chat template omits a reply's text")
-    return rest
+    return text_after

@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_CONNECTIONS = 8192
+MAX_CONNECTIONS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ConnectionLimits:
     """Seconds that a connection may be idle; longer than most clients keep theirs, which leaves the closing to them."""
     unread_s: float = 60.0
     """Seconds within which a client must read some of its answer."""
-    most: int = MOST_CONNECTIONS
+    max_connections: int = MAX_CONNECTIONS
     """Maximal number of open connections."""
 
 
@@ -36,7 +36,7 @@ def raise_descriptor_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft // 2, MOST_CONNECTIONS)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft // 2, MAX_CONNECTIONS)
 
 
 class Connections:
@@ -54,7 +54,7 @@ class Connections:
         """Count a connection. If there are too many, close the one that has been idle longest, perhaps this one."""
         self._open.add(connection)
         self._idle[connection] = None
-        if len(self._open) > self.limits.most:
+        if len(self._open) > self.limits.max_connections:
             next(iter(self._idle)).abort()
 
     def note(self, connection: Connection) -> None:
@@ -120,9 +120,9 @@ class Connection(H11Protocol):
         """Close the connection unless its client reads some of the ``unread`` bytes in time; then check again."""
 
         def check() -> None:
-            left = self.transport.get_write_buffer_size()
-            if left < unread:
-                self._await_reading(left)
+            unread_now = self.transport.get_write_buffer_size()
+            if unread_now < unread:
+                self._await_reading(unread_now)
             else:
                 self.abort()
 

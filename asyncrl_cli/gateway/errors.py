@@ -51,19 +51,19 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.param = status, message, code, param
 
     def for_openai(self) -> JsonObject:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error_type = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
     def for_responses(self) -> JsonObject:
         return {"code": "server_error" if self.status >= 500 else "invalid_prompt", "message": self.message}
 
     def for_anthropic(self, request_id: str) -> JsonObject:
         status = self.anthropic_status
-        kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error_type = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         too_long = self.code == "context_length_exceeded"
         message = f"{ANTHROPIC_TOO_LONG}: {self.message}" if too_long else self.message
         details = {"error_code": self.code} if self.code else None
-        error: JsonObject = {"type": kind, "message": message, "details": details}
+        error: JsonObject = {"type": error_type, "message": message, "details": details}
         return {"type": "error", "error": error, "request_id": request_id}
 
     @property
@@ -130,9 +130,9 @@ def malformed(error: ValidationError) -> ApiError:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     param = _location(errors[0]["loc"])
     # If a value may have several types, each type reports an error. The type that fits best fails deepest.
-    alike = [one for one in errors if _location(one["loc"]) == param]
-    deepest = max(len(one["loc"]) for one in alike)
-    reasons = dict.fromkeys(one["msg"] for one in alike if len(one["loc"]) == deepest)
+    located_errors = [error_entry for error_entry in errors if _location(error_entry["loc"]) == param]
+    deepest = max(len(error_entry["loc"]) for error_entry in located_errors)
+    reasons = dict.fromkeys(error_entry["msg"] for error_entry in located_errors if len(error_entry["loc"]) == deepest)
     message = "; or: ".join(list(reasons)[:4])
     return invalid_value(f"{param}: {message}" if param else message, param or None)
 

@@ -10,42 +10,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby, takewhile
 from typing import Any
 
-from asyncrl_cli.gateway.json_values import key
+from asyncrl_cli.gateway.json_values import canonical_json
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 
 REASONING = ("reasoning_content", "reasoning")
+"""The keys under which servers send and accept a message's reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningChain:
-    """A linked list of digests: the reasoning of message ``count``, then of the messages ``before`` it. Every turn has
+    """A linked list of digests: the reasoning of message ``count``, then of the ``previous`` ones. Every turn has
     a chain, so chains share their beginnings."""
 
     count: int
     digest: str
-    before: ReasoningChain | None
+    previous: ReasoningChain | None
 
 
 @dataclass(frozen=True, slots=True)
 class History:
     """A conversation up to some message. Its keys are chained digests of the tools and of each message: ``count`` is
-    their number, and ``last`` depends on all of them."""
+    their number, and ``key`` depends on all of them."""
 
     count: int
-    last: str
+    key: str
     reasoning: ReasoningChain | None = None
 
     def then(self, message: Message) -> History:
-        same = normalized(message)
+        canonical = normalized(message)
         count = self.count + 1
         reasoning = self.reasoning
-        if text := same.get("reasoning_content"):
+        if text := canonical.get("reasoning_content"):
             reasoning = ReasoningChain(count, _digest(text), reasoning)
-        return History(count, _chained(self.last, key(_spoken(same))), reasoning)
+        return History(count, _chained(self.key, canonical_json(_spoken(canonical))), reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,10 @@ class Conversation:
         canonical = _with_one_system_message([normalized(message) for message in messages])
         if not canonical:
             raise ChatError("there are no messages")
-        texts = [key([list(tools or ()), variables or {}]), *(key(_spoken(message)) for message in canonical)]
+        texts = [
+            canonical_json([list(tools or ()), variables or {}]),
+            *(canonical_json(_spoken(message)) for message in canonical),
+        ]
         reasoning = {count: message.get("reasoning_content", "") for count, message in enumerate(canonical, 2)}
         return cls(
             canonical,
@@ -77,14 +81,16 @@ class Conversation:
 
     def covered_by(self, history: History | None) -> int | None:
         """The number of keys that an earlier history covers; None if the conversation does not begin with it."""
-        if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.last:
+        if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.key:
             return None
-        known, link = {}, history.reasoning
+        earlier_digests, link = {}, history.reasoning
         while link is not None:
-            known[link.count] = link.digest
-            link = link.before
-        same = all(known.get(count) == digest for count, digest in self.reasoning.items() if count <= history.count)
-        return history.count if same else None
+            earlier_digests[link.count] = link.digest
+            link = link.previous
+        same_reasoning = all(
+            earlier_digests.get(count) == digest for count, digest in self.reasoning.items() if count <= history.count
+        )
+        return history.count if same_reasoning else None
 
     def after(self, history: History | None, continues: bool = False) -> History:
         """The history of all messages, or of all but the last if the reply ``continues`` it. ``history``: the earlier
@@ -95,7 +101,7 @@ class Conversation:
             if covered < count <= end:
                 reasoning = ReasoningChain(count, digest, reasoning)
         while reasoning is not None and reasoning.count > end:
-            reasoning = reasoning.before
+            reasoning = reasoning.previous
         return History(end, self.keys[end - 1], reasoning)
 
 
@@ -105,23 +111,23 @@ def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
     A later system message becomes text in the user's turn: moved to the beginning, it would change all tokens after it.
     In such a turn, tool results come first (decision 0016).
     """
-    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    found = [*messages[:first]] if first < 2 else [_joined("system", messages[:first])]
-    for is_reply, group in groupby(messages[first:], lambda message: message["role"] == "assistant"):
+    system_count = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+    conversation = [*messages[:system_count]] if system_count < 2 else [_joined("system", messages[:system_count])]
+    for is_reply, group in groupby(messages[system_count:], lambda message: message["role"] == "assistant"):
         turn = list(group)
         if not is_reply and any(message["role"] == "system" for message in turn):
             results = [message for message in turn if message["role"] == "tool"]
             turn = [*results, _joined("user", [message for message in turn if message["role"] != "tool"])]
-        found += turn
-    return found
+        conversation += turn
+    return conversation
 
 
 def _joined(role: str, messages: Sequence[Message]) -> Message:
     contents = [message["content"] for message in messages if message["content"]]
     if all(isinstance(content, str) for content in contents):
         return {"role": role, "content": "\n\n".join(contents)}
-    parts = [part if isinstance(part, list) else [{"type": "text", "text": part}] for part in contents]
-    return normalized({"role": role, "content": [part for own in parts for part in own]})
+    part_lists = [content if isinstance(content, list) else [{"type": "text", "text": content}] for content in contents]
+    return normalized({"role": role, "content": list(chain.from_iterable(part_lists))})
 
 
 def _spoken(message: Message) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _chained(before: str, text: str) -> str:
+def _chained(chain_digest: str, text: str) -> str:
     """The next digest of a chain. One digest stands for a whole conversation, so a turn keeps only one, however many
     messages there are."""
-    return _digest(f"{before}/{text}")
+    return _digest(f"{chain_digest}/{text}")

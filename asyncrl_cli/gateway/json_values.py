@@ -20,7 +20,7 @@ def finite(text: str) -> Any:
     return json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
 
 
-def key(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """A text that is equal for equal JSON values: 1 equals 1.0, and 0.0 equals -0.0.
 
     Raises ``ChatError`` for values that JSON lacks.
@@ -33,11 +33,11 @@ def key(value: Any) -> str:
         raise ChatError(f"not JSON: {error}") from error
 
 
-def _finite(number: str) -> float | None:
-    double = float(number)
+def _finite(digits: str) -> float | None:
+    double = float(digits)
     return double if math.isfinite(double) else None
 
 
-def _double(number: str) -> float | None:
-    double = _finite(number)
+def _double(digits: str) -> float | None:
+    double = _finite(digits)
     return None if double is None else double + 0.0  # no -0.0

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.gateway.errors import ApiError, new_request_id
 from asyncrl_cli.gateway.json_values import JsonObject, finite
-from asyncrl_cli.gateway.reply_stream import Kind, Part
+from asyncrl_cli.gateway.reply_stream import TextKind, ReplyPart
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event
@@ -35,7 +35,7 @@ class MessagesAnswer:
         self._input_tokens, self._stop_sequences, self._decode = input_tokens, stop_sequences, decode
         self._request_id = new_request_id()
         self.headers: Mapping[str, str] = {"request-id": self._request_id}
-        self._begun: JsonObject = {
+        self._message: JsonObject = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
@@ -48,29 +48,29 @@ class MessagesAnswer:
         # State of a stream.
         self._started = False
         self._blocks = 0  # ended blocks
-        self._open: Kind | None = None
+        self._open_kind: TextKind | None = None
         self._thinking = ""  # all reasoning so far
 
     def complete(self, prompts: Prompts) -> JsonObject:
         ((reply,),) = prompts
         reason, sequence = self._stop(reply)
         return {
-            **self._begun,
+            **self._message,
             "content": reply_blocks(reply.message),
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(len(reply.token_ids)),
         }
 
-    def piece(self, choice: int, part: Part) -> bytes:
-        before = b""
-        if self._open != part.kind:
-            before = self._begin() + self._close() + self._start(_EMPTY[part.kind])
-            self._open = part.kind
-        if part.kind == "reasoning":
-            self._thinking += part.text
-            return before + self._delta({"type": "thinking_delta", "thinking": part.text})
-        return before + self._delta({"type": "text_delta", "text": part.text})
+    def part_events(self, choice: int, reply_part: ReplyPart) -> bytes:
+        events = b""
+        if self._open_kind != reply_part.kind:
+            events = self._begin() + self._close() + self._start(_EMPTY[reply_part.kind])
+            self._open_kind = reply_part.kind
+        if reply_part.kind == "reasoning":
+            self._thinking += reply_part.text
+            return events + self._delta({"type": "thinking_delta", "thinking": reply_part.text})
+        return events + self._delta({"type": "text_delta", "text": reply_part.text})
 
     def closing(self, choice: int, reply: Reply) -> bytes:
         """The tool calls, and the reason why the reply ended. An empty reply has an empty text block."""
@@ -96,7 +96,7 @@ class MessagesAnswer:
         if self._started:
             return b""
         self._started = True
-        return _event("message_start", message=self._begun)
+        return _event("message_start", message=self._message)
 
     def _start(self, block: JsonObject) -> bytes:
         return _event("content_block_start", index=self._blocks, content_block=block)
@@ -109,11 +109,11 @@ class MessagesAnswer:
         return _event("content_block_stop", index=self._blocks - 1)
 
     def _close(self) -> bytes:
-        kind, self._open = self._open, None
-        if kind is None:
+        closed_kind, self._open_kind = self._open_kind, None
+        if closed_kind is None:
             return b""
         signed = self._delta({"type": "signature_delta", "signature": signature(self._thinking)})
-        return (signed if kind == "reasoning" else b"") + self._stopped()
+        return (signed if closed_kind == "reasoning" else b"") + self._stopped()
 
     def _usage(self, output_tokens: int) -> JsonObject:
         return {
@@ -131,11 +131,11 @@ class MessagesAnswer:
             case "length":
                 return "max_tokens", None
         text = self._decode(reply.token_ids)
-        found = [(at, stop) for stop in self._stop_sequences if (at := text.find(stop)) >= 0]
-        return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
+        stop_positions = [(position, stop) for stop in self._stop_sequences if (position := text.find(stop)) >= 0]
+        return ("stop_sequence", min(stop_positions)[1]) if stop_positions else ("end_turn", None)
 
 
-_EMPTY: dict[Kind, JsonObject] = {
+_EMPTY: dict[TextKind, JsonObject] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
 }
@@ -161,5 +161,5 @@ def signature(thinking: str) -> str:
     return blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _event(kind: str, **body: Any) -> bytes:
-    return event({"type": kind, **body}, kind)
+def _event(event_type: str, **body: Any) -> bytes:
+    return event({"type": event_type, **body}, event_type)

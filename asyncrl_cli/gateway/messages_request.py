@@ -227,18 +227,23 @@ class CountRequest(ChatBody):
         Consecutive messages of one role become one turn. A user's turn has the tool results first, then the text.
         """
         messages = list(self.messages)
-        first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
-        contents = [self.system, *(message.content for message in messages[:first])]
-        system = _joined("".join(_ATTRIBUTION.sub("", part, count=1) for part in _parts(one)) for one in contents)
-        found: list[Message] = [{"role": "system", "content": system}] if system else []
-        for speaks, group in groupby(messages[first:], lambda message: message.role == "assistant"):
+        system_count = next(
+            (index for index, message in enumerate(messages) if message.role != "system"), len(messages)
+        )
+        contents = [self.system, *(message.content for message in messages[:system_count])]
+        system = _joined(
+            "".join(_ATTRIBUTION.sub("", text_part, count=1) for text_part in _text_parts(content))
+            for content in contents
+        )
+        chat: list[Message] = [{"role": "system", "content": system}] if system else []
+        for speaks, group in groupby(messages[system_count:], lambda message: message.role == "assistant"):
             turn = list(group)
             blocks: list[Any] = []
             for message in turn:
                 blocks += [message.content] if isinstance(message.content, str) else message.content
-            text = _joined("".join(_parts(message.content)) for message in turn)
-            found += [_assistant(text, blocks)] if speaks else _user(text, blocks)
-        return found
+            text = _joined("".join(_text_parts(message.content)) for message in turn)
+            chat += [_assistant(text, blocks)] if speaks else _user(text, blocks)
+        return chat
 
     def continues(self, ends_with_reply: bool) -> bool:
         return ends_with_reply  # as in Anthropic's API
@@ -258,8 +263,8 @@ class CountRequest(ChatBody):
             raise unsupported("mcp_servers", "mcp_servers is not supported: this server calls no tools")
         for index, tool in enumerate(self.tools or ()):
             if not tool.custom:
-                key, kind = f"tools.{index}", (tool.type or "")[:64]
-                raise unsupported(key, f"{key} is not supported: this server has no tool of type {kind}")
+                key, tool_type = f"tools.{index}", (tool.type or "")[:64]
+                raise unsupported(key, f"{key} is not supported: this server has no tool of type {tool_type}")
 
 
 class MessagesRequest(GenerationRequest, CountRequest):
@@ -276,31 +281,31 @@ def _function(tool: MessageTool) -> dict[str, Any]:
 
 
 def _user(text: str, blocks: Sequence[Any]) -> list[Message]:
-    found: list[Message] = []
+    user_messages: list[Message] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             error = "Error: " if block.is_error else ""
             has_documents = any(isinstance(result, DocumentBlock) for result in block.content or ())
-            content: Any = error + ("\n" if has_documents else "").join(_parts(block.content))
-            if isinstance(block.content, list) and (shown := _shown(block.content)):
-                content = [{"type": "text", "text": error}, *shown]
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    content = _shown(blocks) or text
-    if content or not found:
-        found.append({"role": "user", "content": content})
-    return found
+            content: Any = error + ("\n" if has_documents else "").join(_text_parts(block.content))
+            if isinstance(block.content, list) and (image_parts := _image_parts(block.content)):
+                content = [{"type": "text", "text": error}, *image_parts]
+            user_messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    content = _image_parts(blocks) or text
+    if content or not user_messages:
+        user_messages.append({"role": "user", "content": content})
+    return user_messages
 
 
-def _shown(blocks: Sequence[Any]) -> list[dict[str, str]]:
+def _image_parts(blocks: Sequence[Any]) -> list[dict[str, str]]:
     """The parts of a message with images; [] if there is no image."""
-    parts = [
+    content_parts = [
         {"type": "image", "image": f"data:{block.source.media_type};base64,{block.source.data}"}
         if isinstance(block, ImageBlock)
-        else {"type": "text", "text": "".join(_parts([block]))}
+        else {"type": "text", "text": "".join(_text_parts([block]))}
         for block in blocks
         if isinstance(block, str | TextBlock | ImageBlock | DocumentBlock)
     ]
-    return parts if any(part["type"] == "image" for part in parts) else []
+    return content_parts if any(content_part["type"] == "image" for content_part in content_parts) else []
 
 
 def _assistant(text: str, blocks: Sequence[Any]) -> Message:
@@ -315,7 +320,7 @@ def _assistant(text: str, blocks: Sequence[Any]) -> Message:
     return reply | {"tool_calls": calls} if calls else reply
 
 
-def _parts(content: str | Sequence[Any] | None) -> list[str]:
+def _text_parts(content: str | Sequence[Any] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
     texts = (

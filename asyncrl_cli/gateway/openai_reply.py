@@ -17,7 +17,7 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.custom_tools import custom_input
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.json_values import JsonObject
-from asyncrl_cli.gateway.reply_stream import Part
+from asyncrl_cli.gateway.reply_stream import ReplyPart
 from asyncrl_cli.gateway.service import Prompts, token_counts
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event
@@ -30,7 +30,7 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AnswerOptions:
     """A request's wishes for its answer. Kept instead of the request, which may be large."""
 
     token_ids: bool = False
@@ -48,8 +48,8 @@ class _Answer:
     event_type: ClassVar[str]
     headers: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, wanted: Wanted, model: str, chat: ChatFormat) -> None:
-        self._wanted, self._texts = wanted, chat.token_text
+    def __init__(self, options: AnswerOptions, model: str, chat: ChatFormat) -> None:
+        self._options, self._texts = options, chat.token_text
         self._envelope: JsonObject = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -57,13 +57,13 @@ class _Answer:
         }
 
     def end(self, prompts: Prompts) -> bytes:
-        return (self._event([], usage=_usage(prompts)) if self._wanted.usage else b"") + END_OF_STREAM
+        return (self._event([], usage=_usage(prompts)) if self._options.usage else b"") + END_OF_STREAM
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.for_openai())
 
-    def _event(self, choices: Sequence[JsonObject], **more: Any) -> bytes:
-        return event({**self._envelope, "object": self.event_type, "choices": choices, **more})
+    def _event(self, choices: Sequence[JsonObject], **extra_keys: Any) -> bytes:
+        return event({**self._envelope, "object": self.event_type, "choices": choices, **extra_keys})
 
 
 class ChatAnswer(_Answer):
@@ -72,9 +72,9 @@ class ChatAnswer(_Answer):
     prefix = "chatcmpl"
     event_type = "chat.completion.chunk"
 
-    def __init__(self, wanted: Wanted, model: str, chat: ChatFormat) -> None:
-        super().__init__(wanted, model, chat)
-        self._begun: set[int] = set()
+    def __init__(self, options: AnswerOptions, model: str, chat: ChatFormat) -> None:
+        super().__init__(options, model, chat)
+        self._begun_choices: set[int] = set()
 
     def complete(self, prompts: Prompts) -> JsonObject:
         (replies,) = prompts
@@ -85,43 +85,45 @@ class ChatAnswer(_Answer):
             "choices": choices,
             "usage": _usage(prompts),
         }
-        if self._wanted.token_ids:
+        if self._options.token_ids:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return answer
 
-    def piece(self, choice: int, part: Part) -> bytes:
-        both: JsonObject = {"reasoning_content": part.text, "reasoning": part.text}
-        return self._begin(choice) + self._delta(choice, both if part.kind == "reasoning" else {"content": part.text})
+    def part_events(self, choice: int, reply_part: ReplyPart) -> bytes:
+        both: JsonObject = {"reasoning_content": reply_part.text, "reasoning": reply_part.text}
+        return self._begin(choice) + self._delta(
+            choice, both if reply_part.kind == "reasoning" else {"content": reply_part.text}
+        )
 
     def closing(self, choice: int, reply: Reply) -> bytes:
         events = self._begin(choice)
-        calls = _calls(reply, self._wanted.custom_tools)
+        calls = _calls(reply, self._options.custom_tools)
         for index, call in enumerate(calls):
             call["index"] = index
         if calls:
             events += self._delta(choice, {"tool_calls": calls})
-        last: JsonObject = {
+        final_choice: JsonObject = {
             "index": choice,
             "delta": {},
             "logprobs": self._logprobs(reply),
             "finish_reason": reply.finish_reason,
         }
-        if not self._wanted.token_ids:
-            return events + self._event([last])
-        last["token_ids"] = list(reply.token_ids)
-        return events + self._event([last], prompt_token_ids=list(reply.prompt_ids))
+        if not self._options.token_ids:
+            return events + self._event([final_choice])
+        final_choice["token_ids"] = list(reply.token_ids)
+        return events + self._event([final_choice], prompt_token_ids=list(reply.prompt_ids))
 
     def _begin(self, choice: int) -> bytes:
-        if choice in self._begun:
+        if choice in self._begun_choices:
             return b""
-        self._begun.add(choice)
+        self._begun_choices.add(choice)
         return self._delta(choice, {"role": "assistant", "content": ""})
 
     def _delta(self, choice: int, delta: JsonObject) -> bytes:
         return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _choice(self, index: int, reply: Reply) -> JsonObject:
-        calls = _calls(reply, self._wanted.custom_tools)
+        calls = _calls(reply, self._options.custom_tools)
         message: JsonObject = {
             "role": "assistant",
             "content": reply.message.get("content") or (None if calls else ""),
@@ -137,22 +139,22 @@ class ChatAnswer(_Answer):
             "logprobs": self._logprobs(reply),
             "finish_reason": reply.finish_reason,
         }
-        if self._wanted.token_ids:
+        if self._options.token_ids:
             choice["token_ids"] = list(reply.token_ids)
         return choice
 
     def _logprobs(self, reply: Reply) -> JsonObject | None:
-        if not self._wanted.logprobs:
+        if not self._options.logprobs:
             return None
         content: list[JsonObject] = []
         for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
             text = self._texts(token)
-            own: JsonObject = {
+            token_entry: JsonObject = {
                 "token": text,
                 "logprob": max(float(logprob), LEAST_LOGPROB),
                 "bytes": list(text.encode()),
             }
-            content.append({**own, "top_logprobs": [own] if self._wanted.top_logprobs else []})
+            content.append({**token_entry, "top_logprobs": [token_entry] if self._options.top_logprobs else []})
         return {"content": content, "refusal": None}
 
 
@@ -163,12 +165,12 @@ class TextAnswer(_Answer):
     event_type = "text_completion"
 
     def complete(self, prompts: Prompts) -> JsonObject:
-        replies = [reply for of_prompt in prompts for reply in of_prompt]
+        replies = [reply for prompt_replies in prompts for reply in prompt_replies]
         choices = [self._choice(index, reply, reply.text) for index, reply in enumerate(replies)]
         return {**self._envelope, "object": "text_completion", "choices": choices, "usage": _usage(prompts)}
 
-    def piece(self, choice: int, part: Part) -> bytes:
-        return self._event([{"index": choice, "text": part.text, "logprobs": None, "finish_reason": None}])
+    def part_events(self, choice: int, reply_part: ReplyPart) -> bytes:
+        return self._event([{"index": choice, "text": reply_part.text, "logprobs": None, "finish_reason": None}])
 
     def closing(self, choice: int, reply: Reply) -> bytes:
         return self._event([self._choice(choice, reply, "")])
@@ -180,18 +182,20 @@ class TextAnswer(_Answer):
             "logprobs": self._logprobs(reply),
             "finish_reason": "length" if reply.finish_reason == "length" else "stop",
         }
-        if self._wanted.token_ids:
+        if self._options.token_ids:
             choice["token_ids"] = list(reply.token_ids)
             choice["prompt_token_ids"] = list(reply.prompt_ids)
         return choice
 
     def _logprobs(self, reply: Reply) -> JsonObject | None:
-        if not self._wanted.logprobs:
+        if not self._options.logprobs:
             return None
         tokens = [self._texts(token) for token in reply.token_ids]
         values = [max(float(logprob), LEAST_LOGPROB) for logprob in reply.logprobs]
         offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
-        top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self._wanted.top_logprobs else None
+        top = (
+            [{text: value} for text, value in zip(tokens, values, strict=True)] if self._options.top_logprobs else None
+        )
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 

@@ -140,21 +140,29 @@ class ChatMessage(Wire):
 
     @model_validator(mode="after")
     def _images_are_shown(self) -> ChatMessage:
-        images = isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+        images = isinstance(self.content, list) and any(
+            isinstance(content_part, ImagePart) for content_part in self.content
+        )
         if images and self.role not in ("user", "tool"):
             raise PydanticCustomError("part", "only messages of users and tools may have images")
         return self
 
+    @property
+    def _has_images(self) -> bool:
+        return isinstance(self.content, list) and any(isinstance(block, ImagePart) for block in self.content)
+
     def plain(self) -> dict[str, Any]:
         """The message with only the keys of chat templates."""
-        known = {"role", "content", "tool_call_id", "name", "reasoning_content", "reasoning"}
-        plain = self.model_dump(exclude_none=True, include=known)
+        template_keys = {"role", "content", "tool_call_id", "name", "reasoning_content", "reasoning"}
+        plain = self.model_dump(exclude_none=True, include=template_keys)
         if self.tool_calls is not None:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content):
+        if isinstance(self.content, list) and any(isinstance(content_part, ImagePart) for content_part in self.content):
             plain["content"] = [
-                {"type": "image", "image": part.image_url.url} if isinstance(part, ImagePart) else part.model_dump()
-                for part in self.content
+                {"type": "image", "image": content_part.image_url.url}
+                if isinstance(content_part, ImagePart)
+                else content_part.model_dump()
+                for content_part in self.content
             ]
         return plain | {"role": "system"} if self.role == "developer" else plain
 
@@ -268,8 +276,8 @@ class ChatRequest(OpenAIRequest, ChatBody):
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ChatRequest:
         choice = self.tool_choice
-        chosen = [choice] if isinstance(choice, NamedTool) else self._allowed() or ()
-        if not {tool.name for tool in chosen} <= {tool.name for tool in self.tools or ()}:
+        named_tools = [choice] if isinstance(choice, NamedTool) else self._allowed() or ()
+        if not {tool.name for tool in named_tools} <= {tool.name for tool in self.tools or ()}:
             raise PydanticCustomError("tool_choice", "tool_choice names a function that is not among the tools")
         if bool(self.continue_final_message) != (self.add_generation_prompt is False):
             message = "continue_final_message: true and add_generation_prompt: false need each other"

@@ -31,7 +31,7 @@ class ParserError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class ParserKind:
+class ParserFamily:
     """One of vLLM's two kinds of parsers.
 
     Args:
@@ -40,21 +40,21 @@ class ParserKind:
         names: returns the parsers' names without importing vLLM; None if this version of vLLM does not list them.
     """
 
-    what: str
+    label: str
     location: str
     names: Callable[[], Collection[str] | None]
 
-    def check(self, name: str, own: Collection[str]) -> None:
+    def check(self, name: str, builtin_names: Collection[str]) -> None:
         """Raise ``ParserError`` if neither asyncrl (``own``) nor vLLM has this parser. Does not import vLLM."""
-        known = None if name in own else self.names()
-        if known is not None:
-            self.check_registered(name, known)
+        vllm_names = None if name in builtin_names else self.names()
+        if vllm_names is not None:
+            self.check_registered(name, vllm_names)
 
-    def check_registered(self, name: str, known: Collection[str]) -> None:
+    def check_registered(self, name: str, vllm_names: Collection[str]) -> None:
         """Raise ``ParserError`` if vLLM has not registered the name."""
-        if name not in known:
-            hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
-            raise ParserError(f"vLLM has no {self.what} {name!r}", location=self.location, hint=hint)
+        if name not in vllm_names:
+            hint = did_you_mean(name, vllm_names, f"use one of {', '.join(sorted(vllm_names))}")
+            raise ParserError(f"vLLM has no {self.label} {name!r}", location=self.location, hint=hint)
 
     @contextmanager
     def fits(self, name: str) -> Iterator[None]:
@@ -63,14 +63,14 @@ class ParserKind:
             yield
         except Exception as error:
             raise ParserError(
-                f"the {self.what} {name} does not fit this model's tokenizer: {error}",
+                f"the {self.label} {name} does not fit this model's tokenizer: {error}",
                 location=self.location,
                 hint="name the parser for the model's format",
             ) from error
 
 
-REASONING = ParserKind("reasoning parser", "rollout.reasoning_parser", reasoning_parsers)
-TOOLS = ParserKind("tool parser", "rollout.tool_parser", tool_parsers)
+REASONING = ParserFamily("reasoning parser", "rollout.reasoning_parser", reasoning_parsers)
+TOOLS = ParserFamily("tool parser", "rollout.tool_parser", tool_parsers)
 
 
 def quiet() -> None:
@@ -118,10 +118,10 @@ def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[st
     def parse(text: str) -> tuple[str, str]:
         try:
             # A new parser for each reply, because parsers keep state.
-            found = parser_class(tokenizer, chat_template_kwargs=dict(kwargs)).extract_reasoning(text, request)
+            fields = parser_class(tokenizer, chat_template_kwargs=dict(kwargs)).extract_reasoning(text, request)
         except Exception:  # some texts make a parser fail
             return "", text
-        return found[0] or "", found[1] or ""
+        return fields[0] or "", fields[1] or ""
 
     return parse
 
@@ -196,13 +196,13 @@ def check_tool_parser(name: str | None) -> None:
 def hermes(text: str, tools: Tools) -> ToolCalls | None:
     """Parse calls of the form ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the last may lack its
     end."""
-    found = _HERMES_CALL.findall(text)
+    call_texts = _HERMES_CALL.findall(text)
     try:
-        calls = [json.loads(closed or opened) for closed, opened in found]
-        named = [(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in calls]
+        calls = [json.loads(closed or opened) for closed, opened in call_texts]
+        named_calls = [(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in calls]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return _well_formed(text[: text.find("<tool_call>")], named)
+    return _well_formed(text[: text.find("<tool_call>")], named_calls)
 
 
 def vllm_tool_parser(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
@@ -222,11 +222,11 @@ def vllm_tool_parser(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
             parser = parser_class(tokenizer, request.tools)
             if not reasoning and hasattr(parser, "skip_reasoning_parsing"):
                 parser.skip_reasoning_parsing = True
-            found = parser.extract_tool_calls(text, request)
+            extracted = parser.extract_tool_calls(text, request)
         except Exception:  # some texts make a parser fail
             return None
-        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
-        return _well_formed(found.content or "", calls)
+        calls = [(call.function.name, call.function.arguments) for call in extracted.tool_calls]
+        return _well_formed(extracted.content or "", calls)
 
     return parse
 

@@ -14,7 +14,7 @@ from asyncrl_cli.gateway.errors import invalid_value, is_anthropic, new_request_
 from asyncrl_cli.gateway.json_values import JsonObject
 from asyncrl_cli.gateway.messages_reply import MessagesAnswer
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
-from asyncrl_cli.gateway.openai_reply import ChatAnswer, TextAnswer, Wanted
+from asyncrl_cli.gateway.openai_reply import AnswerOptions, ChatAnswer, TextAnswer
 from asyncrl_cli.gateway.openai_request import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from asyncrl_cli.gateway.responses_reply import KeptResponses, ResponsesAnswer, begun_response
 from asyncrl_cli.gateway.responses_request import ResponsesRequest
@@ -31,20 +31,25 @@ Prepare = Callable[[Session, B, Render], Awaitable[Prepared]]
 """Renders a request's prompts."""
 
 
-def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Session], KeptResponses]) -> APIRouter:
+def router_of(service: Service, session_of: SessionOf, responses_of: Callable[[Session], KeptResponses]) -> APIRouter:
     """The paths of all APIs, under one prefix. ``kept_of`` returns the responses that calls may continue."""
     router = APIRouter()
     _add_models(router, service, session_of)
 
-    def add(path: str, kind: type[B], prepare: Prepare[B]) -> None:
-        async def reply(request: Request, named: Annotated[Session | None, Depends(session_of)]) -> Response:
-            async with service.bodies.read(request, kind) as (body, render):
-                session = service.session_for(named, body)
+    def add(path: str, request_type: type[B], prepare: Prepare[B]) -> None:
+        async def reply(request: Request, open_session: Annotated[Session | None, Depends(session_of)]) -> Response:
+            async with service.bodies.read(request, request_type) as (body, render):
+                session = service.session_for(open_session, body)
                 prepared = await prepare(session, body, render)
                 stream = bool(body.stream)
                 del body
             return await respond(
-                service, request=request, session=session, prepared=prepared, own=named is None, stream=stream
+                service,
+                request=request,
+                session=session,
+                prepared=prepared,
+                closes_session=open_session is None,
+                stream=stream,
             )
 
         name = path.strip("/").replace("/", "_")
@@ -53,7 +58,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
     async def chat(session: Session, body: ChatRequest, render: Render) -> Prepared:
         messages = [message.plain() for message in body.messages]
         rendered = await render_chat(session, body, messages, render=render)
-        wanted = Wanted(
+        answer_options = AnswerOptions(
             token_ids=bool(body.return_token_ids),
             logprobs=bool(body.logprobs),
             top_logprobs=bool(body.top_logprobs),
@@ -61,27 +66,27 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
             custom_tools=body.custom_tools,
         )
         options = body.options(body.max_completion_tokens or body.max_tokens)
-        return Prepared([rendered], options, ChatAnswer(wanted, service.model, service.chat))
+        return Prepared([rendered], options, ChatAnswer(answer_options, service.model, service.chat))
 
     async def completion(session: Session, body: CompletionRequest, render: Render) -> Prepared:
         rendered = [
             await (session.render_text(prompt, render) if isinstance(prompt, str) else session.render_ids(prompt))
             for prompt in body.prompts()
         ]
-        wanted = Wanted(
+        answer_options = AnswerOptions(
             token_ids=bool(body.return_token_ids),
             logprobs=body.logprobs is not None,
             top_logprobs=bool(body.logprobs),
             usage=body.with_usage,
         )
         options = body.options(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
-        return Prepared(rendered, options, TextAnswer(wanted, service.model, service.chat))
+        return Prepared(rendered, options, TextAnswer(answer_options, service.model, service.chat))
 
     async def response(session: Session, body: ResponsesRequest, render: Render) -> Prepared:
-        kept = kept_of(session)
-        before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
+        kept_responses = responses_of(session)
+        earlier_messages = () if body.previous_response_id is None else kept_responses.get(body.previous_response_id)
         # Kept without the instructions: the next response does not take them over.
-        conversation = [*before, *await render(body.chat_messages)]
+        conversation = [*earlier_messages, *await render(body.chat_messages)]
         if len(conversation) > MAX_MESSAGES:
             raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -89,11 +94,11 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
         rendered = await render_chat(session, body, messages, render=render, param="input")
 
         def keep(response_id: str, reply: Message) -> None:
-            kept.add(response_id, (*conversation, reply))
+            kept_responses.add(response_id, (*conversation, reply))
 
         answer = ResponsesAnswer(
             begun_response(body, service.model, session.fixed_sampling),
-            body.own_tools(),
+            body.client_tools(),
             service.chat.decode,
             token_ids=bool(body.return_token_ids),
             keep=None if body.store is False else keep,
@@ -121,12 +126,12 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
     ) -> JsonObject:
         """The number of tokens in a request's prompt, which equals `input_tokens` of its answer."""
         async with service.bodies.read(request, CountRequest) as (body, render):
-            used = service.session_for(session, body)
+            counted_session = service.session_for(session, body)
             try:
-                rendered = await render_chat(used, body, body.chat_messages(), render=render)
+                rendered = await render_chat(counted_session, body, body.chat_messages(), render=render)
             finally:
                 if session is None:
-                    used.close()
+                    counted_session.close()
         response.headers["request-id"] = new_request_id()
         return {"input_tokens": len(rendered.prompt_ids)}
 
@@ -135,8 +140,13 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
     """Add the paths for models. Anthropic's clients get Anthropic's format."""
-    openais: JsonObject = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
-    anthropics = {
+    openai_entry: JsonObject = {
+        "id": service.model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "asyncrl",
+    }
+    anthropic_entry = {
         "type": "model",
         "id": service.model,
         "display_name": service.model,
@@ -152,12 +162,17 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
     @router.get("/models")
     async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The served model."""
-        listed: JsonObject = {"object": "list", "data": [openais]}
-        entries = {"data": [anthropics], "has_more": False, "first_id": service.model, "last_id": service.model}
-        return answer(request, listed, entries)
+        openai_list: JsonObject = {"object": "list", "data": [openai_entry]}
+        anthropic_list = {
+            "data": [anthropic_entry],
+            "has_more": False,
+            "first_id": service.model,
+            "last_id": service.model,
+        }
+        return answer(request, openai_list, anthropic_list)
 
     @router.get("/models/{model:path}")
     async def model(request: Request, model: str, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The model with this name."""
         service.check_model(session, model)
-        return answer(request, openais, anthropics)
+        return answer(request, openai_entry, anthropic_entry)

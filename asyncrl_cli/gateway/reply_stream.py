@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 from asyncrl_cli.records.prompt import Message
 
-Kind = Literal["content", "reasoning"]
+TextKind = Literal["content", "reasoning"]
 
-FIELDS: dict[Kind, str] = {"reasoning": "reasoning_content", "content": "content"}
+FIELDS: dict[TextKind, str] = {"reasoning": "reasoning_content", "content": "content"}
 """The message's key for each kind, in the order of a reply."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """A tokenizer decodes an incomplete character to this."""
@@ -30,10 +30,10 @@ LONGEST_CHARACTER = 4
 """Maximal number of bytes, and so of tokens, in a character."""
 
 
-class Part(NamedTuple):
+class ReplyPart(NamedTuple):
     """A piece of a reply's content or reasoning."""
 
-    kind: Kind
+    kind: TextKind
     text: str
 
 
@@ -53,31 +53,31 @@ class TextStream:
     def feed(self, ids: Sequence[int]) -> str:
         """Take the next tokens; returns the text that has become certain."""
         self._ids += ids
-        known = self._decode(self._ids[self._context : self._settled])
+        settled_text = self._decode(self._ids[self._context : self._settled])
         text = self._decode(self._ids[self._context :])
         end = len(self._ids)
         if text.endswith(INCOMPLETE):
             if end - self._settled <= 2 * LONGEST_CHARACTER:
                 return ""
             # These bytes are no character at all. Without this, all of them would be decoded again each time.
-            end, whole = end - LONGEST_CHARACTER, text
+            end, undecided_text = end - LONGEST_CHARACTER, text
             text = self._decode(self._ids[self._context : end])
-            if not whole.startswith(text):
+            if not undecided_text.startswith(text):
                 return ""
-        if not text.startswith(known):
+        if not text.startswith(settled_text):
             return ""
-        self._text += text[len(known) :]
+        self._text += text[len(settled_text) :]
         self._context, self._settled = self._settled, end
         # Up to a stop string, or to text that may begin one.
-        found = [at for stop in self._stop if (at := self._text.find(stop)) >= 0]
-        until = min(found, default=len(self._text) - overlap(self._text, self._stop))
-        start, self._sent = self._sent, max(self._sent, until)
+        stop_positions = [position for stop in self._stop if (position := self._text.find(stop)) >= 0]
+        visible_end = min(stop_positions, default=len(self._text) - overlap(self._text, self._stop))
+        start, self._sent = self._sent, max(self._sent, visible_end)
         return self._text[start : self._sent]
 
 
 def overlap(text: str, marks: Iterable[str]) -> int:
     """Number of characters at the end of a text that may begin a mark."""
-    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    return max((length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length])), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,45 +110,49 @@ class Division:
 
     def __init__(self, form: Form) -> None:
         self._form = form
-        self._kind: Kind = "reasoning"
-        self._rest = ""
+        self._text_kind: TextKind = "reasoning"
+        self._undecided_text = ""
 
-    def feed(self, text: str) -> Iterator[Part]:
+    def feed(self, text: str) -> Iterator[ReplyPart]:
         """Yield the parts that have become certain. Text that may begin a mark waits for the next piece."""
-        self._rest += text
-        while found := min(((self._rest.find(mark), mark) for mark in self._marks if mark in self._rest), default=None):
-            at, mark = found
-            yield from self._take(at)
-            if self._kind == "reasoning" and mark != self._form.opening:
-                self._kind = "content"
+        self._undecided_text += text
+        while nearest_mark := min(
+            ((self._undecided_text.find(mark), mark) for mark in self._marks if mark in self._undecided_text),
+            default=None,
+        ):
+            position, mark = nearest_mark
+            yield from self._take(position)
+            if self._text_kind == "reasoning" and mark != self._form.opening:
+                self._text_kind = "content"
             if mark in self._form.call:
                 yield from self._take(len(mark))
             else:
-                self._rest = self._rest[len(mark) :]
-        yield from self._take(len(self._rest) - overlap(self._rest, self._marks))
+                self._undecided_text = self._undecided_text[len(mark) :]
+        yield from self._take(len(self._undecided_text) - overlap(self._undecided_text, self._marks))
 
-    def finish(self) -> Iterator[Part]:
+    def finish(self) -> Iterator[ReplyPart]:
         """Yield the rest at the end of the text."""
-        yield from self._take(len(self._rest))
+        yield from self._take(len(self._undecided_text))
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        if self._kind == "reasoning":
+        if self._text_kind == "reasoning":
             return self._form.opening, self._form.closing, *self._form.call[:1]
         return () if self._form.once else (self._form.closing,)
 
-    def _take(self, end: int) -> Iterator[Part]:
-        text, self._rest = self._rest[:end], self._rest[end:]
+    def _take(self, end: int) -> Iterator[ReplyPart]:
+        text, self._undecided_text = self._undecided_text[:end], self._undecided_text[end:]
         if text:
-            yield Part(self._kind, text)
+            yield ReplyPart(self._text_kind, text)
 
 
 def divided(text: str, form: Form) -> tuple[str, str]:
     """The reasoning and the content of a reply."""
     division = Division(form)
-    parts = [*division.feed(text), *division.finish()]
+    reply_parts = [*division.feed(text), *division.finish()]
     reasoning, content = (
-        "".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content")
+        "".join(reply_part.text for reply_part in reply_parts if reply_part.kind == text_kind)
+        for text_kind in ("reasoning", "content")
     )
     return reasoning, content
 
@@ -164,7 +168,7 @@ class FieldStream:
         *,
         form: Form | None = None,
         calls: tuple[str, ...] | None = (),
-        held: bool = False,
+        is_held: bool = False,
     ) -> None:
         """``readable`` filters new tokens: it returns the visible ones, and True if nothing may be sent after them.
         ``form``: the marks around reasoning, if any. ``calls``: texts that may end the content; None if they are
@@ -173,48 +177,49 @@ class FieldStream:
         self._text = TextStream(decode, stop)
         self._division = Division(form) if form else None
         self._calls = calls
-        self._held = held
+        self._is_held = is_held
         self._content_held = calls is None
-        self._rest = ""
-        self._sent: dict[Kind, str] = {}
+        self._undecided_content = ""
+        self._sent: dict[TextKind, str] = {}
 
-    def feed(self, ids: Sequence[int]) -> list[Part]:
+    def feed(self, ids: Sequence[int]) -> list[ReplyPart]:
         """Take the next tokens; returns the parts that have become certain."""
-        if self._held:
+        if self._is_held:
             return []
-        ids, last = self._readable(ids)
-        self._held = last
+        ids, is_complete = self._readable(ids)
+        self._is_held = is_complete
         text = self._text.feed(ids)
-        parts = self._division.feed(text) if self._division else [Part("content", text)]
+        divided_parts = self._division.feed(text) if self._division else [ReplyPart("content", text)]
         certain = [
-            part if part.kind == "reasoning" else Part("content", self._before_calls(part.text)) for part in parts
+            reply_part if reply_part.kind == "reasoning" else ReplyPart("content", self._before_calls(reply_part.text))
+            for reply_part in divided_parts
         ]
         return self._sending(certain)
 
-    def finish(self, message: Message) -> list[Part]:
+    def finish(self, message: Message) -> list[ReplyPart]:
         """Return the parts of the message that have not been sent."""
-        parts = []
-        for kind, name in FIELDS.items():
+        remaining_parts = []
+        for text_kind, name in FIELDS.items():
             final = message.get(name) or ""
-            if final.startswith(sent := self._sent.get(kind, "")):
-                parts.append(Part(kind, final[len(sent) :]))
-        return self._sending(parts)
+            if final.startswith(sent := self._sent.get(text_kind, "")):
+                remaining_parts.append(ReplyPart(text_kind, final[len(sent) :]))
+        return self._sending(remaining_parts)
 
     def _before_calls(self, text: str) -> str:
         """Take more text; returns the content that certainly comes before any call."""
         if self._content_held or self._calls is None:
             return ""
-        text = self._rest + text
-        found = [at for mark in self._calls if (at := text.find(mark)) >= 0]
-        self._content_held = bool(found)
-        end = min(found, default=len(text) - overlap(text, self._calls))
+        text = self._undecided_content + text
+        call_positions = [position for mark in self._calls if (position := text.find(mark)) >= 0]
+        self._content_held = bool(call_positions)
+        end = min(call_positions, default=len(text) - overlap(text, self._calls))
         if self._calls:
             end = len(text[:end].rstrip())
-        self._rest = text[end:]
+        self._undecided_content = text[end:]
         return text[:end]
 
-    def _sending(self, parts: Iterable[Part]) -> list[Part]:
-        parts = [part for part in parts if part.text]
-        for part in parts:
-            self._sent[part.kind] = self._sent.get(part.kind, "") + part.text
-        return parts
+    def _sending(self, reply_parts: Iterable[ReplyPart]) -> list[ReplyPart]:
+        reply_parts = [reply_part for reply_part in reply_parts if reply_part.text]
+        for reply_part in reply_parts:
+            self._sent[reply_part.kind] = self._sent.get(reply_part.kind, "") + reply_part.text
+        return reply_parts

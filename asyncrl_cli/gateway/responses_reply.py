@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 from asyncrl_cli.gateway.custom_tools import custom_input
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.json_values import JsonObject, finite, key
-from asyncrl_cli.gateway.reply_stream import Kind, Part
-from asyncrl_cli.gateway.responses_request import OWN, CustomTool, OtherTool, OwnTool, ResponsesRequest
+from asyncrl_cli.gateway.json_values import JsonObject, canonical_json, finite
+from asyncrl_cli.gateway.reply_stream import TextKind, ReplyPart
+from asyncrl_cli.gateway.responses_request import CLIENT_TOOL_TYPES, ClientTool, CustomTool, OtherTool, ResponsesRequest
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event
@@ -39,7 +39,7 @@ def begun_response(body: ResponsesRequest, model: str, fixed_sampling: bool) -> 
     request, which may be large. ``fixed_sampling``: the request's temperature does not count."""
     choice = body.tool_choice or "auto"
     if not isinstance(choice, str):
-        choice = {"type": choice.type, "name": choice.name} if choice.type in OWN else "auto"  # type: ignore[assignment]
+        choice = {"type": choice.type, "name": choice.name} if choice.type in CLIENT_TOOL_TYPES else "auto"  # type: ignore[assignment]
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or () if not isinstance(tool, OtherTool)]
     return {
         "id": f"resp_{secrets.token_hex(16)}",
@@ -69,8 +69,8 @@ class ResponsesAnswer:
 
     def __init__(
         self,
-        begun: JsonObject,
-        tools: Sequence[OwnTool],
+        response: JsonObject,
+        tools: Sequence[ClientTool],
         decode: Callable[[Sequence[int]], str],
         *,
         token_ids: bool,
@@ -78,26 +78,26 @@ class ResponsesAnswer:
     ) -> None:
         """``keep`` gets the response's id and the reply before the client gets the complete response, because the
         client's next request may continue it; None: the response is not kept."""
-        self._begun, self._decode, self._token_ids, self._keep = begun, decode, token_ids, keep
-        self._tools = {own.chat_name: own for own in tools}
+        self._response, self._decode, self._token_ids, self._keep = response, decode, token_ids, keep
+        self._tools = {client_tool.chat_name: client_tool for client_tool in tools}
         # Part of all ids in this answer; no client can guess it.
-        self._stem = begun["id"].removeprefix("resp_")
+        self._stem = response["id"].removeprefix("resp_")
         # State of a stream.
-        self._number = 0  # of the next event
+        self._event_count = 0  # of the next event
         self._output: list[JsonObject] = []  # ended items
-        self._open: Kind | None = None
-        self._text = ""  # of the open item
+        self._open_kind: TextKind | None = None
+        self._open_text = ""  # of the open item
 
     def complete(self, prompts: Prompts) -> JsonObject:
         ((reply,),) = prompts
-        return self._ended(reply, self._items(reply))
+        return self._finished_response(reply, self._items(reply))
 
-    def piece(self, choice: int, part: Part) -> bytes:
+    def part_events(self, choice: int, reply_part: ReplyPart) -> bytes:
         events = b""
-        if self._open != part.kind:
-            events = self._begin() + self._close() + self._begin_text(part.kind)
-        self._text += part.text
-        return events + self._delta(part)
+        if self._open_kind != reply_part.kind:
+            events = self._begin() + self._close() + self._begin_text(reply_part.kind)
+        self._open_text += reply_part.text
+        return events + self._delta(reply_part)
 
     def closing(self, choice: int, reply: Reply) -> bytes:
         """The missing events of the items, and the complete response."""
@@ -105,18 +105,18 @@ class ResponsesAnswer:
         items = self._items(reply)
         for item in items[len(self._output) :]:
             if item["type"] in ("message", "reasoning"):
-                events += self._rest(item)
+                events += self._text_item_end_events(item)
             else:
-                events += self._whole(item)
-        ended = self._ended(reply, items)
-        return events + self._event(f"response.{ended['status']}", response=ended)
+                events += self._call_item_events(item)
+        response = self._finished_response(reply, items)
+        return events + self._event(f"response.{response['status']}", response=response)
 
     def end(self, prompts: Prompts) -> bytes:
         return b""  # the complete response was the last event
 
     def failed(self, error: ApiError) -> bytes:
         failed: JsonObject = {
-            **self._begun,
+            **self._response,
             "status": "failed",
             "output": self._output,
             "error": error.for_responses(),
@@ -126,64 +126,68 @@ class ResponsesAnswer:
     # -- items of a stream
 
     def _begin(self) -> bytes:
-        if self._number:
+        if self._event_count:
             return b""
-        kinds = ("response.created", "response.in_progress")
-        return b"".join(self._event(kind, response=self._begun) for kind in kinds)
+        event_types = ("response.created", "response.in_progress")
+        return b"".join(self._event(event_type, response=self._response) for event_type in event_types)
 
-    def _begin_text(self, kind: Kind) -> bytes:
-        self._open, self._text = kind, ""
-        empty = text_item(kind, self._stem, "")
+    def _begin_text(self, text_kind: TextKind) -> bytes:
+        self._open_kind, self._open_text = text_kind, ""
+        empty = text_item(text_kind, self._stem, "")
         item = empty | {"status": "in_progress", "content": []}
         item.pop("encrypted_content", None)
         added = self._event("response.output_item.added", output_index=len(self._output), item=item)
-        return added + self._text_event("response.content_part.added", kind, part=empty["content"][0])
+        return added + self._text_event("response.content_part.added", text_kind, part=empty["content"][0])
 
-    def _delta(self, part: Part) -> bytes:
-        name, more = _TEXT_EVENTS[part.kind]
-        return self._text_event(f"response.{name}.delta", part.kind, delta=part.text, **more)
+    def _delta(self, reply_part: ReplyPart) -> bytes:
+        name, extra_keys = _TEXT_EVENTS[reply_part.kind]
+        return self._text_event(f"response.{name}.delta", reply_part.kind, delta=reply_part.text, **extra_keys)
 
     def _close(self) -> bytes:
-        return b"" if self._open is None else self._rest(text_item(self._open, self._stem, self._text))
+        return (
+            b""
+            if self._open_kind is None
+            else self._text_item_end_events(text_item(self._open_kind, self._stem, self._open_text))
+        )
 
-    def _rest(self, item: JsonObject) -> bytes:
+    def _text_item_end_events(self, item: JsonObject) -> bytes:
         """The last events of an item with text; all of its events if it is empty, and so has not begun."""
-        kind: Kind = "reasoning" if item["type"] == "reasoning" else "content"
-        events = b"" if self._open == kind else self._close() + self._begin_text(kind)
-        name, more = _TEXT_EVENTS[kind]
+        text_kind: TextKind = "reasoning" if item["type"] == "reasoning" else "content"
+        events = b"" if self._open_kind == text_kind else self._close() + self._begin_text(text_kind)
+        name, extra_keys = _TEXT_EVENTS[text_kind]
         content = item["content"][0]
-        events += self._text_event(f"response.{name}.done", kind, text=content["text"], **more)
-        events += self._text_event("response.content_part.done", kind, part=content)
-        self._open = None
-        return events + self._done(item)
+        events += self._text_event(f"response.{name}.done", text_kind, text=content["text"], **extra_keys)
+        events += self._text_event("response.content_part.done", text_kind, part=content)
+        self._open_kind = None
+        return events + self._item_done_event(item)
 
-    def _text_event(self, name: str, kind: Kind, **body: Any) -> bytes:
-        item_id = text_item(kind, self._stem, "")["id"]
+    def _text_event(self, name: str, text_kind: TextKind, **body: Any) -> bytes:
+        item_id = text_item(text_kind, self._stem, "")["id"]
         return self._event(name, item_id=item_id, output_index=len(self._output), content_index=0, **body)
 
-    def _whole(self, item: JsonObject) -> bytes:
+    def _call_item_events(self, item: JsonObject) -> bytes:
         """All events of a call, which can be parsed only when it is complete."""
         key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
         text = item[key]
         place = {"item_id": item["id"], "output_index": len(self._output)}
-        begun = {**item, key: ""} | ({"status": "in_progress"} if "status" in item else {})
+        empty_item = {**item, key: ""} | ({"status": "in_progress"} if "status" in item else {})
         return (
             self._close()
-            + self._event("response.output_item.added", output_index=len(self._output), item=begun)
+            + self._event("response.output_item.added", output_index=len(self._output), item=empty_item)
             + self._event(f"response.{name}.delta", **place, delta=text)
             + self._event(f"response.{name}.done", **place, **{key: text})
-            + self._done(item)
+            + self._item_done_event(item)
         )
 
-    def _done(self, item: JsonObject) -> bytes:
-        done = self._event("response.output_item.done", output_index=len(self._output), item=item)
+    def _item_done_event(self, item: JsonObject) -> bytes:
+        done_event = self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        return done
+        return done_event
 
-    def _event(self, kind: str, **body: Any) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._number, **body}
-        self._number += 1
-        return event(numbered, kind)
+    def _event(self, event_type: str, **body: Any) -> bytes:
+        numbered = {"type": event_type, "sequence_number": self._event_count, **body}
+        self._event_count += 1
+        return event(numbered, event_type)
 
     # -- the response
 
@@ -193,22 +197,22 @@ class ResponsesAnswer:
             items[-1]["status"] = "incomplete"
         return items
 
-    def _ended(self, reply: Reply, items: list[JsonObject]) -> JsonObject:
+    def _finished_response(self, reply: Reply, items: list[JsonObject]) -> JsonObject:
         if self._keep is not None:
-            self._keep(self._begun["id"], reply.message)
+            self._keep(self._response["id"], reply.message)
         cut = reply.finish_reason == "length"
-        given, made = len(reply.prompt_ids), len(reply.token_ids)
+        prompt_count, sampled_count = len(reply.prompt_ids), len(reply.token_ids)
         response: JsonObject = {
-            **self._begun,
+            **self._response,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": items,
             "usage": {
-                "input_tokens": given,
+                "input_tokens": prompt_count,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": made,
+                "output_tokens": sampled_count,
                 "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(reply)},
-                "total_tokens": given + made,
+                "total_tokens": prompt_count + sampled_count,
             },
         }
         if self._token_ids:
@@ -224,14 +228,14 @@ class ResponsesAnswer:
         return bisect_left(range(len(ids)), True, key=lambda count: reasoning in self._decode(ids[:count]))
 
 
-_TEXT_EVENTS: dict[Kind, tuple[str, dict[str, Any]]] = {
+_TEXT_EVENTS: dict[TextKind, tuple[str, dict[str, Any]]] = {
     "reasoning": ("reasoning_text", {}),
     "content": ("output_text", {"logprobs": []}),
 }
 """Name of the events for a kind of text, and their further keys."""
 
 
-def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[JsonObject]:
+def items_of(message: Message, tools: Mapping[str, ClientTool], stem: str) -> list[JsonObject]:
     """The items of a reply. ``tools``: by the names that the model sees. ``stem``: part of the items' ids."""
     items: list[JsonObject] = []
     reasoning, content, calls = (message.get(key) for key in ("reasoning_content", "content", "tool_calls"))
@@ -242,10 +246,10 @@ def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[
     return items + [_call_item(call, tools, f"{stem}_{index}") for index, call in enumerate(calls or ())]
 
 
-def text_item(kind: Kind, stem: str, text: str) -> JsonObject:
+def text_item(text_kind: TextKind, stem: str, text: str) -> JsonObject:
     """An item with the model's reasoning or message. Reasoning has no summary. ``encrypted_content`` is the text in
     base64, not a secret: some programs send back only this key."""
-    if kind == "content":
+    if text_kind == "content":
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
         item = {"id": f"msg_{stem}", "type": "message", "role": "assistant", "status": "completed"}
         return item | {"content": content}
@@ -259,10 +263,10 @@ def text_item(kind: Kind, stem: str, text: str) -> JsonObject:
     }
 
 
-def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str) -> JsonObject:
+def _call_item(call: Mapping[str, Any], tools: Mapping[str, ClientTool], stem: str) -> JsonObject:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    own = tools.get(name)
-    text = custom_input(arguments) if own and isinstance(own.tool, CustomTool) else None
+    client_tool = tools.get(name)
+    text = custom_input(arguments) if client_tool and isinstance(client_tool.tool, CustomTool) else None
     item: OutputItem
     if text is not None:
         item = {"id": f"ctc_{stem}", "type": "custom_tool_call", "call_id": call["id"], "name": name, "input": text}
@@ -275,8 +279,8 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str)
             "name": name,
             "arguments": arguments,
         }
-    if own and own.namespace:
-        item["name"], item["namespace"] = own.tool.name, own.namespace
+    if client_tool and client_tool.namespace:
+        item["name"], item["namespace"] = client_tool.tool.name, client_tool.namespace
     return item
 
 
@@ -284,7 +288,7 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str)
 # size, separately for each session: an id is valid only in its session, and cannot be guessed. After the gateway ends,
 # an id gets 404, like an id that never existed (decision 0016).
 
-MAX_KEPT = 512
+MAX_RESPONSES = 512
 """Limit on the responses of one session, and of all calls without a session."""
 MAX_BYTES = 4 * 2**20
 """Limit on the memory of one session's conversations as JSON. Messages that conversations share count in each."""
@@ -295,24 +299,24 @@ MAX_BYTES_WITHOUT = 32 * 2**20
 class KeptResponses:
     """Conversations by the id of the last response. The least recently used are removed first."""
 
-    def __init__(self, most: int = MAX_KEPT, limit: int = MAX_BYTES) -> None:
-        self._most, self._limit = most, limit
-        self._kept: OrderedDict[str, tuple[Sequence[Message], int]] = OrderedDict()
+    def __init__(self, max_count: int = MAX_RESPONSES, limit: int = MAX_BYTES) -> None:
+        self._max_count, self._limit = max_count, limit
+        self._conversations: OrderedDict[str, tuple[Sequence[Message], int]] = OrderedDict()
         self._size = 0
 
     def add(self, response_id: str, messages: Sequence[Message]) -> None:
         """Keep a conversation. The newest is always kept; the model's context length bounds its size."""
-        size = sum(getsizeof(key(message)) for message in messages)
-        self._kept[response_id] = (messages, size)
+        size = sum(getsizeof(canonical_json(message)) for message in messages)
+        self._conversations[response_id] = (messages, size)
         self._size += size
-        while len(self._kept) > 1 and (len(self._kept) > self._most or self._size > self._limit):
-            _, (_, size) = self._kept.popitem(last=False)
+        while len(self._conversations) > 1 and (len(self._conversations) > self._max_count or self._size > self._limit):
+            _, (_, size) = self._conversations.popitem(last=False)
             self._size -= size
 
     def get(self, response_id: str) -> Sequence[Message]:
         """Return a conversation, including the response. Raises ``ApiError``."""
-        if response_id not in self._kept:
+        if response_id not in self._conversations:
             message = f"Previous response with id {response_id!r} not found."
             raise ApiError(404, message, code="previous_response_not_found", param="previous_response_id")
-        self._kept.move_to_end(response_id)
-        return self._kept[response_id][0]
+        self._conversations.move_to_end(response_id)
+        return self._conversations[response_id][0]

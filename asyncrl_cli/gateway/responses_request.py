@@ -40,10 +40,10 @@ from asyncrl_cli.records.prompt import Message
 LOGPROBS = "message.output_text.logprobs"
 """The only refused value of ``include``: the answer could have this data, but does not."""
 
-OWN = ("function", "custom")
+CLIENT_TOOL_TYPES = ("function", "custom")
 """Types of tools that a client runs itself."""
 
-ALLOWED = "allowed_tools"
+ALLOWED_TOOLS = "allowed_tools"
 """Type of a choice that names several tools."""
 
 UNFINISHED = ("incomplete", "in_progress")
@@ -119,10 +119,10 @@ class ToolOutputItem(Wire):
     output: Content
 
 
-def _kind(item: Any) -> str | None:
+def _item_type(item: Any) -> str | None:
     """The tag of an item; without a type it is a message."""
-    kind = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else None
+    item_type = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", None)
+    return item_type if isinstance(item_type, str) else None
 
 
 InputItem = Annotated[
@@ -132,7 +132,7 @@ InputItem = Annotated[
     | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
     | Annotated[ToolOutputItem, Tag("function_call_output")]
     | Annotated[ToolOutputItem, Tag("custom_tool_call_output")],
-    Discriminator(_kind),
+    Discriminator(_item_type),
 ]
 
 
@@ -167,7 +167,7 @@ class NamespaceTool(Wire):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnTool:
+class ClientTool:
     """A tool that the client runs itself, with its namespace, if any."""
 
     tool: FunctionTool | CustomTool
@@ -182,8 +182,8 @@ class OwnTool:
         tool = self.tool
         if isinstance(tool, CustomTool):
             return custom_function(self.chat_name, tool.description, (tool.format or {}).get("definition"))
-        shown = {"description": tool.description, "parameters": tool.parameters}
-        function = {key: value for key, value in shown.items() if value is not None}
+        definition = {"description": tool.description, "parameters": tool.parameters}
+        function = {key: value for key, value in definition.items() if value is not None}
         return {"type": "function", "function": {"name": self.chat_name, **function}}
 
 
@@ -197,9 +197,9 @@ class OtherTool(Wire):
     type: Text
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
-    return kind if kind in (*OWN, "namespace") else "other"
+def _tool_type(tool: Any) -> str:
+    tool_type = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    return tool_type if tool_type in (*CLIENT_TOOL_TYPES, "namespace") else "other"
 
 
 AnyTool = Annotated[
@@ -207,7 +207,7 @@ AnyTool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool_kind),
+    Discriminator(_tool_type),
 ]
 
 
@@ -223,8 +223,8 @@ class ToolChoice(NamedTool):
 
     tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
-    def chosen(self) -> list[NamedTool]:
-        return (self.tools or []) if self.type == ALLOWED else [self]
+    def chosen_tools(self) -> list[NamedTool]:
+        return (self.tools or []) if self.type == ALLOWED_TOOLS else [self]
 
 
 class ResponsesRequest(GenerationRequest, ChatBody):
@@ -256,37 +256,41 @@ class ResponsesRequest(GenerationRequest, ChatBody):
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ResponsesRequest:
         choice = self.tool_choice
-        own = self.own_tools()
-        named = {(one.tool.type, one.tool.name) for one in own}
-        if len(own) > MAX_TOOLS:
+        client_tools = self.client_tools()
+        tool_names = {(client_tool.tool.type, client_tool.tool.name) for client_tool in client_tools}
+        if len(client_tools) > MAX_TOOLS:
             raise PydanticCustomError("tools", f"more than {MAX_TOOLS} tools in one request")
-        chosen = choice.chosen() if isinstance(choice, ToolChoice) else ()
-        if any(tool.type in OWN and (tool.type, tool.name) not in named for tool in chosen):
+        chosen_tools = choice.chosen_tools() if isinstance(choice, ToolChoice) else ()
+        if any(tool.type in CLIENT_TOOL_TYPES and (tool.type, tool.name) not in tool_names for tool in chosen_tools):
             raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not among the tools")
         return self
 
-    def own_tools(self) -> list[OwnTool]:
+    def client_tools(self) -> list[ClientTool]:
         """The tools that the client runs itself."""
-        own: list[OwnTool] = []
+        client_tools: list[ClientTool] = []
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
-                own += [OwnTool(inner, tool.name) for inner in tool.tools]
+                client_tools += [ClientTool(inner, tool.name) for inner in tool.tools]
             elif not isinstance(tool, OtherTool):
-                own.append(OwnTool(tool))
-        return own
+                client_tools.append(ClientTool(tool))
+        return client_tools
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        choice, own = self.tool_choice, self.own_tools()
+        choice, client_tools = self.tool_choice, self.client_tools()
         if choice == "none":
             return None
-        if isinstance(choice, ToolChoice) and choice.type == ALLOWED:
-            names = {(tool.type, tool.name) for tool in choice.chosen()}
-            own = [one for one in own if (one.tool.type, one.tool.name) in names]
-        return [one.function() for one in own] or None
+        if isinstance(choice, ToolChoice) and choice.type == ALLOWED_TOOLS:
+            names = {(tool.type, tool.name) for tool in choice.chosen_tools()}
+            client_tools = [
+                client_tool for client_tool in client_tools if (client_tool.tool.type, client_tool.tool.name) in names
+            ]
+        return [client_tool.function() for client_tool in client_tools] or None
 
     def continues(self, ends_with_reply: bool) -> bool:
-        last = None if isinstance(self.input, str) or not self.input else self.input[-1]
-        return isinstance(last, MessageItem) and last.role == "assistant" and last.status in UNFINISHED
+        final_item = None if isinstance(self.input, str) or not self.input else self.input[-1]
+        return (
+            isinstance(final_item, MessageItem) and final_item.role == "assistant" and final_item.status in UNFINISHED
+        )
 
     def chat_messages(self) -> list[Message]:
         """The input as chat messages. Raises ``ApiError`` for encrypted reasoning of another server."""
@@ -305,11 +309,11 @@ class ResponsesRequest(GenerationRequest, ChatBody):
                 messages.append({"role": role, "content": content})
                 reply = None
                 continue
-            part = _part_of_reply(item)
-            if part is None:
+            reply_field = _reply_field(item)
+            if reply_field is None:
                 continue
-            key, value = part
-            if reply is None or any(later in reply for later in _FOLLOWED_BY[key]):
+            key, value = reply_field
+            if reply is None or any(following_key in reply for following_key in _FOLLOWED_BY[key]):
                 reply = {"role": "assistant"}
                 messages.append(reply)
             if key != "tool_calls":
@@ -329,9 +333,9 @@ class ResponsesRequest(GenerationRequest, ChatBody):
         for index, tool in enumerate(self.tools or ()):
             if isinstance(tool, OtherTool):
                 raise unsupported(f"tools.{index}.type", f"a tool of type {tool.type!r} is not supported")
-        for chosen in self.tool_choice.chosen() if isinstance(self.tool_choice, ToolChoice) else ():
-            if chosen.type not in OWN:
-                raise unsupported("tool_choice", f"tool_choice of type {chosen.type!r} is not supported")
+        for chosen_tool in self.tool_choice.chosen_tools() if isinstance(self.tool_choice, ToolChoice) else ():
+            if chosen_tool.type not in CLIENT_TOOL_TYPES:
+                raise unsupported("tool_choice", f"tool_choice of type {chosen_tool.type!r} is not supported")
 
 
 _FOLLOWED_BY = {
@@ -342,7 +346,7 @@ _FOLLOWED_BY = {
 """A part with this key begins the next message if the current one has any of these keys."""
 
 
-def _part_of_reply(item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem) -> tuple[str, Any] | None:
+def _reply_field(item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem) -> tuple[str, Any] | None:
     """The key and value that an item adds to its reply's message; None for an item without content."""
     if isinstance(item, MessageItem):
         return "content", _text(item.content)
@@ -356,27 +360,27 @@ def _part_of_reply(item: MessageItem | ReasoningItem | FunctionCallItem | Custom
 
 def _content(content: Content) -> str | list[dict[str, str]]:
     """The text, or the parts if there are images."""
-    if isinstance(content, str) or all(isinstance(part, InputPart) for part in content):
+    if isinstance(content, str) or all(isinstance(content_part, InputPart) for content_part in content):
         return _text(content)
     return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, InputPart)
-        else {"type": "image", "image": part.image_url}
-        for part in content
+        {"type": "text", "text": content_part.text}
+        if isinstance(content_part, InputPart)
+        else {"type": "image", "image": content_part.image_url}
+        for content_part in content
     ]
 
 
 def _text(content: Content) -> str:
     if isinstance(content, str):
         return content
-    if any(isinstance(part, ImagePart) for part in content):
+    if any(isinstance(content_part, ImagePart) for content_part in content):
         raise invalid_value("only messages of users and outputs of tools may have images", "input")
-    return "".join(part.text for part in content if isinstance(part, InputPart))
+    return "".join(content_part.text for content_part in content if isinstance(content_part, InputPart))
 
 
 def _reasoning(item: ReasoningItem) -> str | None:
     if item.content:
-        return "".join(part.text for part in item.content)
+        return "".join(content_part.text for content_part in item.content)
     if item.encrypted_content is None:
         return None
     try:

@@ -20,7 +20,7 @@ from asyncrl_cli.data.images import ImageError, embedded
 from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
-from asyncrl_cli.gateway.reply_stream import Part
+from asyncrl_cli.gateway.reply_stream import ReplyPart
 from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.wire import ChatBody, encoded
@@ -29,14 +29,14 @@ from asyncrl_cli.records.prompt import ChatError, Message
 
 Prompts = Sequence[Sequence[Reply]]
 """The replies to each prompt of a request."""
-Pieces = asyncio.Queue[tuple[int, Part] | None]
+PartQueue = asyncio.Queue[tuple[int, ReplyPart] | None]
 """A choice's index over all prompts, and its next part; None when the generation has ended."""
 
 
 class Answer(Protocol):
     """The answer to one request, in its API's format: complete, or as server-sent events.
 
-    The events of a choice are any number of ``piece`` with its reasoning and content, then ``closing``. After all
+    The events of a choice are any number of ``part_events`` with its reasoning and content, then ``closing``. After all
     choices comes ``end``. After a failure, ``failed`` replaces all events that are missing.
     """
 
@@ -46,7 +46,7 @@ class Answer(Protocol):
     def complete(self, prompts: Prompts) -> Any:
         """The complete answer, as JSON values."""
 
-    def piece(self, choice: int, part: Part) -> bytes:
+    def part_events(self, choice: int, reply_part: ReplyPart) -> bytes:
         """Events for more text of a choice."""
 
     def closing(self, choice: int, reply: Reply) -> bytes:
@@ -59,33 +59,33 @@ class Answer(Protocol):
         """The event for a failure after the first event."""
 
 
-class Call:
+class RunningGeneration:
     """A running generation, which is cancelled if its client disconnects."""
 
-    def __init__(self, request: Request, work: Coroutine[Any, Any, Prompts]) -> None:
+    def __init__(self, request: Request, generation: Coroutine[Any, Any, Prompts]) -> None:
         async def disconnected() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        self.task = asyncio.create_task(work)
-        self._gone = asyncio.create_task(disconnected())
-        self._gone.add_done_callback(lambda _: self.task.cancel())
+        self.task = asyncio.create_task(generation)
+        self._disconnection = asyncio.create_task(disconnected())
+        self._disconnection.add_done_callback(lambda _: self.task.cancel())
 
     async def result(self) -> Prompts:
         """Wait for the replies. Raises the generation's exceptions, and ``ApiError`` if it was cancelled."""
         try:
             await asyncio.wait({self.task})
         finally:
-            self.end()
+            self.cancel()
         if not self.task.cancelled():
             return self.task.result()
-        if self._gone.done() and not self._gone.cancelled():
+        if self._disconnection.done() and not self._disconnection.cancelled():
             raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone")
         raise ApiError(503, "the server is stopping", code="server_stopping")
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         self.task.cancel()
-        self._gone.cancel()
+        self._disconnection.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +122,14 @@ class Service:
             message = f"the model {model!r} does not exist; there is {self.model!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def session_for(self, named: Session | None, body: Body) -> Session:
+    def session_for(self, open_session: Session | None, body: Body) -> Session:
         """Return the session for a request: the session in its path, or a new one.
 
         Raises ``ApiError`` for a model that is not served, and for a key that cannot be honoured.
         """
-        self.check_model(named, body.model)
-        body.refuse_unsupported(named is not None and named.fixed_sampling)
-        return named or self.new_session()
+        self.check_model(open_session, body.model)
+        body.refuse_unsupported(open_session is not None and open_session.fixed_sampling)
+        return open_session or self.new_session()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,53 +163,53 @@ async def render_chat(
 
 
 async def respond(
-    service: Service, request: Request, session: Session, prepared: Prepared, *, own: bool, stream: bool
+    service: Service, request: Request, session: Session, prepared: Prepared, *, closes_session: bool, stream: bool
 ) -> Response:
     """Generate and answer. A failure before a stream's first text is raised, and so still gets a status code.
 
     ``own``: the session belongs to this call, and ends with it. The caller must have freed the request's body, because
     only a few large ones may be in memory (decision 0016).
     """
-    pieces: Pieces | None = asyncio.Queue() if stream else None
+    parts_queue: PartQueue | None = asyncio.Queue() if stream else None
 
-    async def work() -> Prompts:
+    async def generation() -> Prompts:
         try:
-            return await _generate(session, prepared, pieces)
+            return await _generate(session, prepared, parts_queue)
         finally:
-            if own:
+            if closes_session:
                 session.close()
 
-    call = Call(request, work())
+    call = RunningGeneration(request, generation())
     service.generations.add(call.task)
     call.task.add_done_callback(service.generations.discard)
     answer = prepared.answer
-    if pieces is None:
+    if parts_queue is None:
         complete = answer.complete(await call.result())
         return Response(encoded(complete), headers=dict(answer.headers), media_type="application/json")
-    ended = pieces
-    call.task.add_done_callback(lambda _: ended.put_nowait(None))
+    queue = parts_queue
+    call.task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
-        first = await pieces.get()
-        if first is None:
+        first_part = await parts_queue.get()
+        if first_part is None:
             await call.result()
     except BaseException:
-        call.end()
+        call.cancel()
         raise
-    return EventStream(_events(call, pieces=pieces, piece=first, answer=answer), answer.headers)
+    return EventStream(_events(call, parts_queue=parts_queue, reply_part=first_part, answer=answer), answer.headers)
 
 
-async def _generate(session: Session, prepared: Prepared, pieces: Pieces | None) -> Prompts:
+async def _generate(session: Session, prepared: Prepared, parts_queue: PartQueue | None) -> Prompts:
     options = prepared.options
 
     async def replies(index: int, rendered: Rendered) -> list[Reply]:
-        def queue(choice: int, part: Part) -> None:
-            assert pieces is not None
-            pieces.put_nowait((index * options.n + choice, part))
+        def queue(choice: int, reply_part: ReplyPart) -> None:
+            assert parts_queue is not None
+            parts_queue.put_nowait((index * options.n + choice, reply_part))
 
-        return await session.answer(rendered, options, None if pieces is None else queue)
+        return await session.answer(rendered, options, None if parts_queue is None else queue)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(replies(index, one)) for index, one in enumerate(prepared.rendered)]
+        tasks = [group.create_task(replies(index, prompt)) for index, prompt in enumerate(prepared.rendered)]
     return [task.result() for task in tasks]
 
 
@@ -220,12 +220,12 @@ def token_counts(prompts: Prompts) -> tuple[int, int]:
 
 
 async def _events(
-    call: Call, pieces: Pieces, piece: tuple[int, Part] | None, answer: Answer
+    call: RunningGeneration, parts_queue: PartQueue, reply_part: tuple[int, ReplyPart] | None, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
     try:
-        while piece is not None:
-            yield answer.piece(*piece)
-            piece = await pieces.get()
+        while reply_part is not None:
+            yield answer.part_events(*reply_part)
+            reply_part = await parts_queue.get()
         prompts = await call.result()
         for choice, reply in enumerate(reply for replies in prompts for reply in replies):
             yield answer.closing(choice, reply)
@@ -233,7 +233,7 @@ async def _events(
     except Exception as error:
         yield answer.failed(as_api_error(error))
     finally:
-        call.end()
+        call.cancel()
 
 
 class EventStream(Response):
@@ -249,7 +249,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for one in events:
-                if one:
-                    await send({"type": "http.response.body", "body": one, "more_body": True})
+            async for event_bytes in events:
+                if event_bytes:
+                    await send({"type": "http.response.body", "body": event_bytes, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -25,7 +25,7 @@ from asyncrl_cli.gateway.chat import ChatFormat, Tokens
 from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.history import Conversation, History
 from asyncrl_cli.gateway.parsers import Tools
-from asyncrl_cli.gateway.reply_stream import FieldStream, Part
+from asyncrl_cli.gateway.reply_stream import FieldStream, ReplyPart
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
@@ -36,7 +36,7 @@ from asyncrl_cli.rollout.response_text import cut
 
 Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 """``GenerationClient.generate``."""
-OnPart = Callable[[int, Part], None]
+OnPart = Callable[[int, ReplyPart], None]
 """Called with a choice and its next part."""
 
 ALWAYS_RENDERED = 64 * 2**10
@@ -204,11 +204,17 @@ class Session:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # does nothing if the call has ended
 
     async def _reply(
-        self, call: Call, asked: Rendered, *, sampling: Sampling, index: int, on_part: Callable[[Part], None] | None
+        self,
+        call: Call,
+        asked: Rendered,
+        *,
+        sampling: Sampling,
+        index: int,
+        on_part: Callable[[ReplyPart], None] | None,
     ) -> Reply:
         stream = None if on_part is None else self._stream(asked, sampling.stop)
 
-        def send(parts: Callable[[FieldStream], list[Part]]) -> None:
+        def send(parts: Callable[[FieldStream], list[ReplyPart]]) -> None:
             if stream is not None and on_part is not None:
                 for part in parts(stream):
                     on_part(part)
@@ -282,7 +288,7 @@ class Session:
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if self._closed and not (current and current.cancelling()):
-                raise ended(self.rollout_id) from None
+                raise session_ended(self.rollout_id) from None
             raise
         finally:
             self._running.discard(task)
@@ -457,10 +463,10 @@ class Session:
 
     def _refuse_if_ended(self) -> None:
         if self._closed:
-            raise ended(self.rollout_id)
+            raise session_ended(self.rollout_id)
 
 
-def ended(session: str) -> ApiError:
+def session_ended(session: str) -> ApiError:
     """The error for a call of a session that has ended."""
     return ApiError(410, f"session {session} has ended", code="session_ended")
 

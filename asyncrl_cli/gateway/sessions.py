@@ -11,40 +11,40 @@ from collections import OrderedDict
 from urllib.parse import quote
 
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import Session, ended
+from asyncrl_cli.gateway.session import Session, session_ended
 
-ENDED_KEPT = 10_000
+MAX_ENDED_IDS = 10_000
 """Number of ended sessions to remember: late calls to them get 410 instead of 404."""
 
 
 class Sessions:
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended_ids: OrderedDict[str, None] = OrderedDict()
 
     def open(self, session: Session, session_id: str | None = None) -> None:
         """Start to serve a session under its rollout's id or another id. Raises ``ValueError`` if the id is in use."""
         session_id = session.rollout_id if session_id is None else session_id
         if session_id in self._open:
             raise ValueError(f"session {session_id} is open already")
-        self._ended.pop(session_id, None)
+        self._ended_ids.pop(session_id, None)
         self._open[session_id] = session
 
     def get(self, session_id: str) -> Session:
         """Return an open session. Raises ``ApiError``: 410 if it has ended, 404 if it never existed."""
         if session_id in self._open:
             return self._open[session_id]
-        if session_id in self._ended:
-            raise ended(session_id)
+        if session_id in self._ended_ids:
+            raise session_ended(session_id)
         raise ApiError(404, f"there is no session {session_id}", code="session_not_found")
 
     def close(self, session_id: str) -> None:
         session = self._open.pop(session_id, None)
         if session is not None:
             session.close()
-            self._ended[session_id] = None
-            if len(self._ended) > ENDED_KEPT:
-                self._ended.popitem(last=False)
+            self._ended_ids[session_id] = None
+            if len(self._ended_ids) > MAX_ENDED_IDS:
+                self._ended_ids.popitem(last=False)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -65,6 +65,6 @@ def session_url(url: str, session: str) -> str:
     return f"{url}/sessions/{quote(session, safe='')}/v1"
 
 
-def same_key(given: str, right: str) -> bool:
+def same_key(client_key: str, expected_key: str) -> bool:
     """Compare a client's key with the correct one, in constant time."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
+    return hmac.compare_digest(client_key.encode("utf-8", "surrogatepass"), expected_key.encode())

@@ -120,16 +120,16 @@ class Request(Wire):
         extra = self.model_extra or {}
         self._refuse(self, extra=extra, prefix="", ignored=SAMPLING.keys() if fixed_sampling else ())
         for name in type(self).model_fields:
-            if isinstance(part := getattr(self, name), Settings):
-                self._refuse(part, extra=part.model_extra or {}, prefix=f"{name}.", ignored=())
+            if isinstance(section := getattr(self, name), Settings):
+                self._refuse(section, extra=section.model_extra or {}, prefix=f"{name}.", ignored=())
 
-    def _refuse(self, part: Wire, extra: Mapping[str, Any], prefix: str, ignored: Collection[str]) -> None:
+    def _refuse(self, section: Wire, extra: Mapping[str, Any], prefix: str, ignored: Collection[str]) -> None:
         for key, value in extra.items():
             if key in self.no_effect or key in ignored or value in (None, "", [], {}):
                 continue
             neutral = self.neutral.get(key) or SAMPLING.get(key, ())
-            if not any(_same(value, one) for one in neutral):
-                hint = HINTS.get(key) or did_you_mean(key, type(part).model_fields)
+            if not any(_same(value, neutral_value) for neutral_value in neutral):
+                hint = HINTS.get(key) or did_you_mean(key, type(section).model_fields)
                 raise unsupported(prefix + key, f"{prefix}{key} is not supported" + (f"; {hint}" if hint else ""))
 
 
@@ -155,21 +155,21 @@ class GenerationRequest(Request):
     stream: Flag | None = None
 
 
-def _same(value: Any, other: Any) -> bool:
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+def _same(value: Any, expected: Any) -> bool:
+    return bool(value == expected) and isinstance(value, bool) == isinstance(expected, bool)
 
 
-def only(*kinds: str) -> BeforeValidator:
+def only(*allowed_types: str) -> BeforeValidator:
     """Refuse content with parts of other types. Pydantic's own message would list an error for every type."""
 
     def check(content: Any) -> Any:
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind not in kinds:
+        for content_part in content if isinstance(content, list) else ():
+            part_type = content_part.get("type") if isinstance(content_part, Mapping) else None
+            if isinstance(part_type, str) and part_type not in allowed_types:
                 raise PydanticCustomError(
                     "part",
                     "content of type {kind} is not supported here, only {kinds}",
-                    {"kind": kind[:64], "kinds": ", ".join(kinds)},
+                    {"kind": part_type[:64], "kinds": ", ".join(allowed_types)},
                 )
         return content
 
@@ -181,5 +181,5 @@ def encoded(body: Any) -> bytes:
 
 
 def event(body: Any, name: str = "") -> bytes:
-    named = f"event: {name}\n".encode() if name else b""
-    return named + b"data: " + encoded(body) + b"\n\n"
+    name_line = f"event: {name}\n".encode() if name else b""
+    return name_line + b"data: " + encoded(body) + b"\n\n"

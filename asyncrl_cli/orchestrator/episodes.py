@@ -212,7 +212,7 @@ class Episodes:
                 played = await self._watched(playing, session)
                 return played, await session.finish()
         except GatewayLost as lost:  # even if the agent has a result: its tokens are not known without the session
-            return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.number)
+            return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.session_number)
 
     async def _watched(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
         """The result of ``work``. Raises ``GatewayLost`` immediately when the gateway is lost."""

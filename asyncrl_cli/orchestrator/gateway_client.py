@@ -123,7 +123,7 @@ class _Link:
         session = self._sessions[number] = RemoteSession(
             self, number, access, on_segments=on_segments, generate=generate
         )
-        self._next_outgoing().sessions.append(replace(opening, number=number))
+        self._next_outgoing().sessions.append(replace(opening, session_number=number))
         return session
 
     def close(self, session: RemoteSession) -> None:
@@ -145,8 +145,8 @@ class _Link:
             outgoing, self._outgoing = self._outgoing, Outgoing()
             await wait_for(self.actor.tell.remote(outgoing), GATEWAY, ANSWER_S)
             for change in outgoing.sessions:
-                if isinstance(change, SessionOpening) and change.number in self._sessions:
-                    self._sessions[change.number].opened.set_result(None)
+                if isinstance(change, SessionOpening) and change.session_number in self._sessions:
+                    self._sessions[change.session_number].opened.set_result(None)
 
     async def _collect(self) -> None:
         while True:
@@ -161,24 +161,24 @@ class _Link:
             for generation in incoming.requests.values():
                 self._begin(generation)
             for end in incoming.ends:
-                self._sessions.pop(end.number).end.set_result(end)
+                self._sessions.pop(end.session_number).end.set_result(end)
 
     def _begin(self, generation: Generation) -> None:
         session = None if generation.session is None else self._sessions.get(generation.session)
         if generation.session is not None and (session is None or session.closing):
             failure = RolloutFailure(generation.request.rollout_id, "the session has ended")
-            self._next_outgoing().results.append((generation.number, failure))
+            self._next_outgoing().results.append((generation.generation_number, failure))
             return
         generate = self._generate if session is None else session.generate
-        call = self._calls[generation.number] = self._group.create_task(self._answer(generation, generate))
-        call.add_done_callback(lambda _: self._calls.pop(generation.number))
+        call = self._calls[generation.generation_number] = self._group.create_task(self._answer(generation, generate))
+        call.add_done_callback(lambda _: self._calls.pop(generation.generation_number))
         if session is not None:
             session.calls.add(call)
             call.add_done_callback(session.calls.discard)
 
     async def _answer(self, generation: Generation, generate: Generate) -> None:
         def grown(segments: list[Segment]) -> None:
-            self._next_outgoing().segments.append((generation.number, segments))
+            self._next_outgoing().segments.append((generation.generation_number, segments))
 
         result: Rollout | RolloutFailure
         try:
@@ -188,7 +188,7 @@ class _Link:
         except Exception as error:  # a bug fails this call, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
-        self._next_outgoing().results.append((generation.number, result))
+        self._next_outgoing().results.append((generation.generation_number, result))
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:

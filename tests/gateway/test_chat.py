@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.tokenizer import CHARACTERS, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.json_values import key
+from asyncrl_cli.gateway.json_values import canonical_json
 from asyncrl_cli.gateway.parsers import ParserError, hermes, tool_parser, vllm_tool_parser
 from asyncrl_cli.gateway.reply_stream import INCOMPLETE, TextStream
 from asyncrl_cli.records.prompt import ChatError, normalized
@@ -191,11 +191,11 @@ def test_equivalent_messages_are_equal() -> None:
     one = called("1+1") | {"content": ""}
     other = json.loads(json.dumps(called("1+1"))) | {"refusal": None, "audio": None, "annotations": [], "name": None}
     other["tool_calls"][0]["function"]["arguments"] = '{\n "e":"1+1"}'
-    assert key(normalized(one)) == key(normalized(other))
+    assert canonical_json(normalized(one)) == canonical_json(normalized(other))
     assert normalized({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == (
         {"role": "user", "content": "ab"}
     )
-    assert key(normalized(called("1+1"))) != key(normalized(called("1+2")))
+    assert canonical_json(normalized(called("1+1"))) != canonical_json(normalized(called("1+2")))
     assert normalized({"role": "tool", "content": "1", "tool_call_id": "x"}) != normalized(
         {"role": "tool", "content": "1"}
     )

@@ -13,7 +13,7 @@ import pytest
 from gateway_stand_ins import KEY, Engine, Served, in_time, key_of, served, until
 
 from asyncrl_cli.gateway.actor import _FullOnce
-from asyncrl_cli.gateway.connections import MOST_CONNECTIONS, ConnectionLimits
+from asyncrl_cli.gateway.connections import MAX_CONNECTIONS, ConnectionLimits
 
 pytestmark = pytest.mark.slow
 
@@ -149,8 +149,8 @@ def test_the_cap_follows_from_the_limit_of_descriptors() -> None:
 
     assert under(100, 256) == "128 256"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard >= 2 * MOST_CONNECTIONS:
-        assert under(100, hard).startswith(f"{MOST_CONNECTIONS} ")
+    if hard >= 2 * MAX_CONNECTIONS:
+        assert under(100, hard).startswith(f"{MAX_CONNECTIONS} ")
 
 
 def test_a_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

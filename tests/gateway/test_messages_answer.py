@@ -19,7 +19,7 @@ from test_messages_blocks import replies
 
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.messages_reply import MessagesAnswer
-from asyncrl_cli.gateway.reply_stream import FIELDS, Part
+from asyncrl_cli.gateway.reply_stream import FIELDS, ReplyPart
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.records.prompt import Message
 
@@ -58,13 +58,13 @@ def parsed(stream: bytes) -> list[dict[str, Any]]:
 
 
 @st.composite
-def pieces(draw: st.DrawFn, message: Message) -> list[Part]:
+def pieces(draw: st.DrawFn, message: Message) -> list[ReplyPart]:
     """A reply's texts in pieces, as a session delivers them: reasoning first."""
     parts = []
     for kind, name in FIELDS.items():
         text = message.get(name) or ""
         cuts = sorted({0, len(text), *draw(st.lists(st.integers(0, len(text)), max_size=3))})
-        parts += [Part(kind, text[one:other]) for one, other in pairwise(cuts)]
+        parts += [ReplyPart(kind, text[one:other]) for one, other in pairwise(cuts)]
     return parts
 
 
@@ -75,7 +75,7 @@ def test_a_stream_adds_up_to_the_answer(message: Message, data: st.DataObject) -
     theirs = TheirMessage.model_validate(json.loads(json.dumps(whole)))
     assert unknown(theirs) == []
     answer = answer_of()
-    stream = b"".join(answer.piece(0, part) for part in data.draw(pieces(message)))
+    stream = b"".join(answer.part_events(0, part) for part in data.draw(pieces(message)))
     stream += answer.closing(0, reply) + answer.end([[reply]])
     snapshot: Any = None
     buffers: dict[int, bytes] = {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.json_values import key
+from asyncrl_cli.gateway.json_values import canonical_json
 from asyncrl_cli.gateway.messages_reply import reply_blocks
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
 from asyncrl_cli.records.prompt import Message, normalized
@@ -66,7 +66,7 @@ def conversation(*messages: Any, **more: Any) -> list[Message]:
 
 def spoken(message: Message) -> tuple[str, str]:
     """The part of a message that sessions compare."""
-    return key(normalized(message)), message.get("reasoning_content", "")
+    return canonical_json(normalized(message)), message.get("reasoning_content", "")
 
 
 @given(replies(), st.data())

@@ -16,7 +16,7 @@ from asyncrl_cli.checks.prompts import check_special_tokens
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
-from asyncrl_cli.gateway.reply_stream import Part, divided
+from asyncrl_cli.gateway.reply_stream import ReplyPart, divided
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
@@ -215,7 +215,7 @@ def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered
 
 def test_a_text_is_not_divided() -> None:
     script = Script(KEEPS, THOUGHT)
-    parts: list[Part] = []
+    parts: list[ReplyPart] = []
 
     async def test() -> None:
         (reply,) = await ask_text(script.session(), "a", CallOptions(), lambda _, part: parts.append(part))
@@ -228,7 +228,7 @@ def test_a_text_is_not_divided() -> None:
 @pytest.mark.parametrize("most", [None, 4])
 def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int | None) -> None:
     script = Script(KEEPS, f"<think>why </thi not</think>so{CALL}")
-    parts: list[Part] = []
+    parts: list[ReplyPart] = []
 
     async def test() -> Reply:
         options = CallOptions(max_tokens=most)

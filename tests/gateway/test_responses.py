@@ -241,7 +241,7 @@ def test_a_conversation_may_change_its_api() -> None:
 
 
 def test_kept_conversations_are_bounded() -> None:
-    kept = KeptResponses(most=3, limit=400)
+    kept = KeptResponses(max_count=3, limit=400)
     small = [{"role": "user", "content": "x"}]
     for name in "abc":
         kept.add(name, small)

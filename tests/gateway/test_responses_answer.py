@@ -16,7 +16,7 @@ from test_responses import EVENT
 from test_responses_items import TOOLS, replies
 
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.reply_stream import Part
+from asyncrl_cli.gateway.reply_stream import ReplyPart
 from asyncrl_cli.gateway.responses_reply import ResponsesAnswer, begun_response
 from asyncrl_cli.gateway.responses_request import ResponsesRequest
 from asyncrl_cli.gateway.session import Reply
@@ -83,7 +83,7 @@ def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, da
 def test_a_failure_ends_the_stream() -> None:
     for error, code in ((ApiError(503, "gone"), "server_error"), (ApiError(410, "gone"), "invalid_prompt")):
         answer = answer_of()
-        events = parsed(answer.piece(0, Part("content", "a")) + answer.failed(error))
+        events = parsed(answer.piece(0, ReplyPart("content", "a")) + answer.failed(error))
         assert events[-1]["type"] == "response.failed"
         assert events[-1]["response"]["status"] == "failed"
         assert events[-1]["response"]["error"] == {"code": code, "message": "gone"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import HERMES, LAYOUTS
-from asyncrl_cli.gateway.reply_stream import FIELDS, Kind, Part
+from asyncrl_cli.gateway.reply_stream import FIELDS, TextKind, ReplyPart
 from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -99,10 +99,10 @@ STOPS = st.lists(st.sampled_from(["STOP", "a", "\n\n", "😀", "</", "TOP"]), ma
 
 def streamed(
     chat: ChatFormat, ids: Sequence[int], cuts: Sequence[int], stop: Sequence[str], tools: Any
-) -> tuple[dict[str, Any], list[Part], int]:
+) -> tuple[dict[str, Any], list[ReplyPart], int]:
     """The message, the parts, and how many of them came before the end."""
     message = dict(chat.parse([1], ids, tools, stop))
-    parts: list[Part] = []
+    parts: list[ReplyPart] = []
     stream = chat.stream(tools, stop)
     for start, end in itertools.pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
         parts += stream.feed(ids[start:end])
@@ -118,7 +118,7 @@ def streamed(
     return message, parts, early
 
 
-def joined(parts: Sequence[Part], kind: Kind) -> str:
+def joined(parts: Sequence[ReplyPart], kind: TextKind) -> str:
     return "".join(part.text for part in parts if part.kind == kind)
 
 
@@ -175,7 +175,7 @@ def test_a_format_without_a_layout_comes_at_the_end_and_its_reasoning_does_not()
     assert message["tool_calls"] and message["reasoning_content"] == "why"
     assert early == len(parts) == 3
     _, parts, early = streamed(chat, chat.encode("<think>why</think>so so"), range(100), [], [CALC])
-    assert (early, parts[-1]) == (3, Part("content", "so so"))
+    assert (early, parts[-1]) == (3, ReplyPart("content", "so so"))
     granite = chat_format(None, "granite", False)
     text = "Here is my thought process: why Here is my response: so"
     assert streamed(granite, granite.encode(text), range(100), [], None)[2] == 0

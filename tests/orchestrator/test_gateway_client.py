@@ -13,7 +13,7 @@ import pytest
 from stand_ins import StandInGateway, remote, run, spec, turns
 from test_episodes import CHAT, PROMPT, SAMPLING, Model
 
-from asyncrl_cli.gateway.actor import MOST_TOKENS, GatewaySetup, Outgoing, SessionOpening, Transfer
+from asyncrl_cli.gateway.actor import MAX_COLLECTED_TOKENS, GatewaySetup, Outgoing, SessionOpening, Transfer
 from asyncrl_cli.gateway.session import CallOptions, Limits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
@@ -199,7 +199,9 @@ def test_an_answer_goes_to_its_own_request_if_names_are_equal() -> None:
 def test_no_answer_has_more_requests_than_the_driver_can_read_at_once() -> None:
     async def test() -> None:
         transfer = Transfer()
-        calls = [asyncio.create_task(transfer.generate(0, request(f"1-0/{n}", MOST_TOKENS // 2))) for n in range(5)]
+        calls = [
+            asyncio.create_task(transfer.generate(0, request(f"1-0/{n}", MAX_COLLECTED_TOKENS // 2))) for n in range(5)
+        ]
         await turns()
         counts = [len((await transfer.collect(1)).requests) for _ in range(3)]
         assert counts == [2, 2, 1]
