@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.gateway.errors import ApiError, new_request_id
 from asyncrl_cli.gateway.json_values import JsonObject, finite
-from asyncrl_cli.gateway.reply_stream import TextKind, ReplyPart
+from asyncrl_cli.gateway.reply_stream import ReplyPart, TextKind
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event

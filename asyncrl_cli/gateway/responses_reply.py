@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from asyncrl_cli.gateway.custom_tools import custom_input
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.json_values import JsonObject, canonical_json, finite
-from asyncrl_cli.gateway.reply_stream import TextKind, ReplyPart
+from asyncrl_cli.gateway.reply_stream import ReplyPart, TextKind
 from asyncrl_cli.gateway.responses_request import CLIENT_TOOL_TYPES, ClientTool, CustomTool, OtherTool, ResponsesRequest
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply

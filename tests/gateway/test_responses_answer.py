@@ -38,7 +38,7 @@ def answer_of(kept: dict[str, Message] | None = None, **body: Any) -> ResponsesA
     keep = None if kept is None else kept.__setitem__
     begun = begun_response(asked, "tiny", fixed_sampling=False)
     begun["id"] = "resp_stem"
-    return ResponsesAnswer(begun, asked.own_tools(), chat_format().decode, token_ids=False, keep=keep)
+    return ResponsesAnswer(begun, asked.client_tools(), chat_format().decode, token_ids=False, keep=keep)
 
 
 def parsed(stream: bytes) -> list[Any]:

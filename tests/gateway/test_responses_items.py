@@ -25,7 +25,7 @@ TOOLS: Any = [
         "tools": [{"type": "function", "name": "find"}, {"type": "custom", "name": "patch"}],
     },
 ]
-OWN = {own.chat_name: own for own in ResponsesRequest.model_validate({"input": "", "tools": TOOLS}).own_tools()}
+OWN = {own.chat_name: own for own in ResponsesRequest.model_validate({"input": "", "tools": TOOLS}).client_tools()}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 VALUES = st.one_of(TEXTS, st.integers(), st.booleans(), st.none())
 ARGUMENTS = st.one_of(

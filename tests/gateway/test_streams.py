@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import HERMES, LAYOUTS
-from asyncrl_cli.gateway.reply_stream import FIELDS, TextKind, ReplyPart
+from asyncrl_cli.gateway.reply_stream import FIELDS, ReplyPart, TextKind
 from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer
 
 pytestmark = pytest.mark.slow
