@@ -22,7 +22,7 @@ from typing import Any
 import async_vs_sync
 from common import ASYNCRL, header, metrics, row
 
-from asyncrl_cli.journal.events import Admit, Finish, events
+from asyncrl_cli.journal.events import events
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 
@@ -72,8 +72,8 @@ def generation_alone(folder: Path, steps: int) -> float:
     print("generating", file=sys.stderr, flush=True)
     with snapshot(async_vs_sync.run_of(folder, settings) / FILE) as connection:
         known = list(events(connection, ("admit", "finish")))
-    last_admission = max(event.at for event in known if isinstance(event, Admit))
-    finished = sorted((event.at, event.tokens) for event in known if isinstance(event, Finish))
+    last_admission = max(event.at for event in known if event.kind == "admit")
+    finished = sorted((event.at, int(event.facts["tokens"])) for event in known if event.kind == "finish")
     full = [(at, tokens) for at, tokens in finished if at <= last_admission]
     sums = list(accumulate(tokens for _, tokens in full))
     first = int(WARM * len(full))

@@ -74,9 +74,8 @@ add(
     ("runs", runs.runs, "List runs.", "runs --json"),
     ("watch", watch.watch, "Watch a run in the terminal.", "watch latest"),
     ("report", report.report, "Write an HTML report of one or more runs.", "report latest -o report.html"),
-    ("staleness", inspect.staleness, "Show and verify staleness.", "staleness latest --what-if 4"),
+    ("staleness", inspect.staleness, "Show and verify staleness.", "staleness latest"),
     ("events", inspect.events, "Print a run's events, in order.", "events latest --kind fault"),
-    ("timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "timeline latest -o out.json"),
     ("track", runs.track, "Send the missing data of an ended run to MLflow.", "track latest"),
     section=LOOK,
 )

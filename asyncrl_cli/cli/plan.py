@@ -92,8 +92,8 @@ def predicted_pages(
     """
     from asyncrl_cli.inspect.health import health
     from asyncrl_cli.inspect.plan_page import calibration_page, comparison_page, machine_page, plan_page
+    from asyncrl_cli.inspect.reproduction import no_advice
     from asyncrl_cli.inspect.resolved import resolved_spec
-    from asyncrl_cli.inspect.what_if import no_advice
     from asyncrl_cli.journal.history import metrics_rows
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
@@ -191,8 +191,8 @@ def _reproduced(run: RunDirectory, calibration: Calibration) -> tuple[Line, ...]
     """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
     from asyncrl_cli.core.errors import ConfigError
     from asyncrl_cli.inspect.plan_page import comparison_table
+    from asyncrl_cli.inspect.reproduction import reproduced
     from asyncrl_cli.inspect.resolved import resolved_spec
-    from asyncrl_cli.inspect.what_if import reproduced
 
     reproduction = reproduced(resolved_spec(run), calibration)
     if reproduction.misfit is None:

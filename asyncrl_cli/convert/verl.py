@@ -233,7 +233,7 @@ _VLLM = "put vLLM's own arguments under rollout.engine_args"
 OTHERS = [
     needless("*_target_ hydra.* defaults ray_kwargs.* trainer.ray_wait_register_center_timeout *nccl_timeout",
              "about verl's own processes and configuration"),
-    needless("*profiler.* *profiler", "profiling: asyncrl has `timeline`, `report` and metrics"),
+    needless("*profiler.* *profiler", "profiling: asyncrl has `report`, `events` and metrics"),
     lost("*megatron.*_parallel_size *megatron.sequence_parallel *virtual_pipeline_model_parallel_size "
          "*.veomni.expert_parallel_size *.engine.tp *.engine.pp *.engine.vpp *.engine.ep *.engine.cp *.engine.etp",
          "the trainer is DeepSpeed ZeRO-3: experts are divided by trainer.expert_parallel", 1, True),

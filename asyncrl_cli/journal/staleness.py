@@ -13,7 +13,7 @@ Only sampled tokens count: tokens that the policy was given in an episode (``CON
 episodes are admitted without the prompt's tokens. In any other group a ``CONTEXT`` token is older than its group, which
 is a violation.
 
-Steps count from 0 here.
+Steps count from 1 in the report, and from 0 in the rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncrl_cli.journal.progress import Progress, progress
 from asyncrl_cli.records.generation import CONTEXT, branch_id, training_rollout_id
@@ -39,8 +40,8 @@ class StepStaleness:
     ``dropped`` is True if the journal has dropped some of the tokens (``journal.keep``).
     """
 
-    first: int
-    last: int
+    first_step: int
+    last_step: int
     groups: Counter[int] = field(default_factory=Counter)
     tokens: Counter[int] = field(default_factory=Counter)
     rollouts: int = 0
@@ -79,39 +80,45 @@ class Report:
     violations: tuple[Violation, ...]
 
 
+class _Group(NamedTuple):
+    version: int
+    step: int | None  # from 0; None if its batch does not exist
+    is_episode: bool
+
+
 def staleness_report(connection: sqlite3.Connection) -> Report:
     """Check every batch, group and segment."""
-    where = progress(connection)
-    batch_versions = dict(connection.execute("SELECT step, version FROM batches ORDER BY step"))
-    groups: dict[int, tuple[int, int | None]] = {}
-    episodes: set[int] = set()
-    for group_id, version, step, prompt_bytes in connection.execute(
-        "SELECT g.id, g.version, b.step, length(g.prompt_ids) FROM groups g LEFT JOIN batches b ON b.step = g.step"
-    ):
-        groups[group_id] = (version, step)
-        if not prompt_bytes:
-            episodes.add(group_id)
-    steps = {step: StepStaleness(step, step) for step in batch_versions}
-    every = where.settings.publish_every
-    settings_at = _settings_at(connection, where)
+    run_progress = progress(connection)
+    batch_versions: dict[int, int] = dict(connection.execute("SELECT step, version FROM batches ORDER BY step"))
+    groups = {
+        group_id: _Group(version, step, is_episode=not prompt_bytes)
+        for group_id, version, step, prompt_bytes in connection.execute(
+            "SELECT g.id, g.version, b.step, length(g.prompt_ids) FROM groups g LEFT JOIN batches b ON b.step = g.step"
+        )
+    }
+    steps = {step: StepStaleness(step + 1, step + 1) for step in batch_versions}
+    publish_every = run_progress.settings.publish_every
     violations = [
-        Violation(step, None, f"the batch has version {version}, but its step belongs to version {step // every}")
+        Violation(
+            step + 1, None, f"the batch has version {version}, but its step belongs to version {step // publish_every}"
+        )
         for step, version in batch_versions.items()
-        if version != step // every
+        if version != step // publish_every
     ]
     violations += [
-        Violation(step, group_id, "there is no such batch")
+        Violation(step + 1, group_id, "there is no such batch")
         for step, group_id in connection.execute(
             "SELECT step, id FROM groups WHERE step IS NOT NULL AND step NOT IN (SELECT step FROM batches)"
         )
     ]
+    settings_at = _settings_at(connection, run_progress)
     late = 0
-    for group_id, (version, step) in groups.items():
-        if step is None:
+    for group_id, group in groups.items():
+        if group.step is None:
             continue
-        staleness = batch_versions[step] - version
-        steps[step].groups[staleness] += 1
-        settings = settings_at(step)
+        staleness = batch_versions[group.step] - group.version
+        steps[group.step].groups[staleness] += 1
+        settings = settings_at(group.step)
         bound = settings.max_staleness
         if staleness > bound and settings.on_stale == "train":
             late += 1
@@ -119,67 +126,81 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
             fault = f"{staleness} versions later, and the bound is {bound}"
             if staleness < 0:
                 fault = "before this version existed"
-            what = f"admitted at version {version}, trained at version {batch_versions[step]}: {fault}"
-            violations.append(Violation(step, group_id, what))
-    tokens = 0
-    held: set[int] = set()  # groups with tokens
+            what = f"admitted at version {group.version}, trained at version {batch_versions[group.step]}: {fault}"
+            violations.append(Violation(group.step + 1, group_id, what))
+    token_count = 0
+    groups_with_tokens: set[int] = set()
     # The index ``segments_sizes`` answers this query without the tokens, which may be gigabytes.
     for group_id, version, count in connection.execute(
         "SELECT group_id, version, sum(length(tokens)) / 4 FROM segments GROUP BY group_id, version"
     ):
-        if version == CONTEXT and group_id in episodes:
+        segment_group = groups.get(group_id)
+        if version == CONTEXT and segment_group and segment_group.is_episode:
             continue
-        tokens += count
-        if group_id not in groups:
+        token_count += count
+        if segment_group is None:
             what = f"there is no such group, but {count} tokens of version {version}"
             violations.append(Violation(None, group_id, what))
             continue
-        admitted_at, step = groups[group_id]
+        step = segment_group.step
         if step is not None:
-            held.add(group_id)
+            groups_with_tokens.add(group_id)
             steps[step].tokens[batch_versions[step] - version] += count
-        wrong = version < admitted_at or (step is not None and version > batch_versions[step])
-        if wrong and len(violations) < MOST_VIOLATIONS:
-            violations += _token_violations(
-                connection, group_id=group_id, version=version, admitted_at=admitted_at, step=step
-            )
-    for group_id, with_tokens, crossed in connection.execute(
+        is_wrong = version < segment_group.version or (step is not None and version > batch_versions[step])
+        if is_wrong and len(violations) < MOST_VIOLATIONS:
+            violations += _token_violations(connection, group_id, segment_group, version)
+    for group_id, rollouts, crossed in connection.execute(
         "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
     ):
-        _, step = groups.get(group_id, (0, None))
-        if step is not None:
-            steps[step].rollouts += with_tokens
+        if group_id in groups and (step := groups[group_id].step) is not None:
+            steps[step].rollouts += rollouts
             steps[step].crossed += crossed or 0
-            steps[step].dropped |= bool(with_tokens) and group_id not in held
+            steps[step].dropped |= bool(rollouts) and group_id not in groups_with_tokens
     return Report(
-        progress=where,
+        progress=run_progress,
         steps=tuple(steps.values()),
-        groups=sum(step is not None for _, step in groups.values()),
-        tokens=tokens,
+        groups=sum(group.step is not None for group in groups.values()),
+        tokens=token_count,
         late=late,
         violations=tuple(violations[:MOST_VIOLATIONS]),
     )
 
 
-def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int], BufferSettings]:
+def _settings_at(connection: sqlite3.Connection, run_progress: Progress) -> Callable[[int], BufferSettings]:
     """Settings by step: a step's batch was taken under the settings of the last start before it."""
     starts = [
         (step, BufferSettings(**json.loads(text)))
         for step, text in connection.execute("SELECT step, settings FROM starts ORDER BY id")
     ]
 
-    def at(step: int) -> BufferSettings:
-        before = bisect_right(starts, step, key=lambda start: start[0])
-        return starts[before - 1][1] if before else now.settings
+    def settings_at(step: int) -> BufferSettings:
+        earlier_starts = bisect_right(starts, step, key=lambda start: start[0])
+        return starts[earlier_starts - 1][1] if earlier_starts else run_progress.settings
 
-    return at
+    return settings_at
+
+
+def _token_violations(
+    connection: sqlite3.Connection, group_id: int, group: _Group, version: int
+) -> Iterator[Violation]:
+    fault = "newer than its batch"
+    if version < group.version:
+        fault = f"older than its group, which was admitted at version {group.version}"
+    for index, branch, start, count in connection.execute(
+        "SELECT rollout_index, branch, start, length(tokens) / 4 FROM segments "
+        "WHERE group_id = ? AND version = ? ORDER BY rollout_index, branch, start",
+        (group_id, version),
+    ):
+        name = branch_id(training_rollout_id(group_id, index), branch)
+        what = f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
+        yield Violation(None if group.step is None else group.step + 1, group_id, what)
 
 
 def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStaleness, ...]:
     """Combine steps into at most ``rows`` ranges of 1, 2, 5, 10, 20, ... steps; the last range may have fewer."""
     sizes = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
     size = next(size for size in sizes if size * rows >= len(steps))
-    return tuple(together(steps[at : at + size]) for at in range(0, len(steps), size))
+    return tuple(together(steps[start : start + size]) for start in range(0, len(steps), size))
 
 
 def mean_age(counts: Counter[int]) -> float:
@@ -189,30 +210,11 @@ def mean_age(counts: Counter[int]) -> float:
 
 def together(steps: tuple[StepStaleness, ...]) -> StepStaleness:
     return StepStaleness(
-        first=steps[0].first,
-        last=steps[-1].last,
+        first_step=steps[0].first_step,
+        last_step=steps[-1].last_step,
         groups=sum((step.groups for step in steps), Counter()),
         tokens=sum((step.tokens for step in steps), Counter()),
         rollouts=sum(step.rollouts for step in steps),
         crossed=sum(step.crossed for step in steps),
         dropped=any(step.dropped for step in steps),
     )
-
-
-def _token_violations(
-    connection: sqlite3.Connection, group_id: int, version: int, admitted_at: int, step: int | None
-) -> Iterator[Violation]:
-    fault = (
-        f"older than its group, which was admitted at version {admitted_at}"
-        if version < admitted_at
-        else "newer than its batch"
-    )
-    for index, branch, start, count in connection.execute(
-        "SELECT rollout_index, branch, start, length(tokens) / 4 FROM segments "
-        "WHERE group_id = ? AND version = ? ORDER BY rollout_index, branch, start",
-        (group_id, version),
-    ):
-        name = branch_id(training_rollout_id(group_id, index), branch)
-        yield Violation(
-            step, group_id, f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
-        )

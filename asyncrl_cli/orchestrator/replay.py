@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.journal.events import Start
-from asyncrl_cli.journal.history import step_metrics
+from asyncrl_cli.journal.history import starts, step_metrics
 from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
@@ -52,7 +51,7 @@ def changes_since(run: RunDirectory, first: int) -> list[str]:
     """Reasons why a replay from step ``first`` on may give other weights: resumes that changed training settings."""
     reasons = []
     with reading(run.path / FILE) as connection:
-        for start in Start.read(connection):
+        for start in starts(connection):
             changed = training_changes(start.note)
             if start.process == "resume" and changed and start.steps_taken > first:
                 reasons.append(f"the resume after step {start.steps_taken} changed {', '.join(changed)}")

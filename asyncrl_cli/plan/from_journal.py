@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from asyncrl_cli.journal.events import Checkpoint, Start
-from asyncrl_cli.journal.progress import progress
-from asyncrl_cli.journal.step_timeline import (
+from asyncrl_cli.journal.history import (
     EVALUATION,
     StepSpan,
+    checkpoints,
     engine_requests,
     evaluation_spans,
     first_group,
     group_spans,
-    last_groups,
+    last_scores,
     pauses_since,
     rollout_times,
     staleness_of,
+    starts,
     step_spans,
 )
+from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
 from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength
@@ -137,10 +138,10 @@ class _Measurement:
     def _undisturbed(self, evaluations: Spans) -> list[StepSpan]:
         """The steps without a start, a checkpoint's stall or one of these evaluations."""
         settings, spans = self._settings, self._spans
-        starts = [(start.at, start.at) for start in Start.read(self._connection)]
-        begun = [(one.at - one.seconds, one.stall_s) for one in Checkpoint.read(self._connection)]
+        process_starts = [(start.at, start.at) for start in starts(self._connection)]
+        begun = [(one.at - one.seconds, one.stall_s) for one in checkpoints(self._connection)]
         saved = [(at, at + stall_s) for at, stall_s in begun]
-        disturbed = joined([*starts, *saved, *evaluations])
+        disturbed = joined([*process_starts, *saved, *evaluations])
         full = (settings.max_staleness + 2) * settings.publish_every  # steps until the buffer is full
         found = []
         at = 0
@@ -239,9 +240,9 @@ class _Measurement:
         return PublishCost(fmean(held), fmean(delivered), min(fmean(stalls), fmean(delivered) or fmean(stalls)))
 
     def _overheads(self, alone: _Alone) -> Overheads:
-        ended = last_groups(self._connection)
+        last_scored = last_scores(self._connection)
         free = [
-            alone(max(self._begun[span.step], ended.get(span.step, (None, None))[0] or 0.0), span.taken_at)
+            alone(max(self._begun[span.step], last_scored.get(span.step) or 0.0), span.taken_at)
             for span in self._chosen
         ]
         first: dict[str, float] = {}  # by rollout

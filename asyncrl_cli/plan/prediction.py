@@ -1,6 +1,6 @@
 """Predicts a scenario: the time of a step, its limit, and the effect of other settings and lengths.
 
-This is the only source of advice on speed: `asyncrl plan`, `asyncrl report` and `asyncrl staleness --what-if` print
+This is the only source of advice on speed: `asyncrl plan` and `asyncrl report` print
 ``advice``. Every number comes from ``simulate``. The limit of a run is the part with the largest effect on the time of
 a step when it is improved (decision 0047). Pure.
 """

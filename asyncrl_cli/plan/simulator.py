@@ -1,6 +1,6 @@
 """Simulates a run, event by event. The real ``Ledger`` decides about admissions and batches, and costs give the times.
 
-``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. It follows the
+``asyncrl plan`` and the report's advice call ``simulate``. It follows the
 orchestrator's rules: groups start while the ledger has room and engines have places. A batch is taken and trained, and
 a version is written if one is due. Engines load it while the trainer takes its next batch, with at most one publish in
 flight (decision 0038). Evaluations, checkpoints and faults are not simulated. Pure: no clock, no I/O.

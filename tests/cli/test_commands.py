@@ -58,7 +58,6 @@ COMMANDS = [
     "staleness",
     "doctor",
     "report",
-    "timeline",
     "events",
     "watch",
     "checkpoint",

@@ -43,16 +43,15 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "show"),
     ("checkpoint", "verify"),
     ("checkpoint", "export", "--to", "model"),
-    ("staleness", "--what-if", "2"),
+    ("staleness",),
     ("report", "-o", "report.html"),
     ("report", "-o", HOSTILE.replace("\x00", "").replace("/", "") + "/report.html"),
-    ("timeline", "-o", "timeline.json"),
     ("scale", "2"),
     ("resume", "latest"),
     ("replay", "latest"),
     ("validate-spec", HOSTILE.replace("\x00", "")),
 )
-TEXT_ONLY = {"watch", "verify", "export", "report", "timeline", "scale", "resume", "validate-spec"}
+TEXT_ONLY = {"watch", "verify", "export", "report", "scale", "resume", "validate-spec"}
 """Commands without ``--json``."""
 
 

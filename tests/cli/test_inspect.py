@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +29,6 @@ PAGES = (
     ("inspect", "buffer", "--rollout", "2-1"),
     ("inspect", "run"),
     ("staleness",),
-    ("staleness", "--what-if", "4"),
 )
 TEXT = "3+4 is 7,\nso: 7"
 
@@ -140,11 +134,8 @@ def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tup
         "inspect buffer --group 1 --state running",
         "inspect buffer --group 1 --rollout 1-0",
         "inspect buffer --limit 0",
-        "inspect buffer --watch --json",
-        "inspect buffer --watch",
         "inspect buffer --min-reward high",
         "inspect buffers",
-        "staleness --what-if -1",
         "replay --from 5 --to 3",
     ],
 )
@@ -201,8 +192,8 @@ def test_inspect_buffer_summarizes_the_buffer(run: RecordedRun, asyncrl: Any) ->
     assert lines[:2] == ["run      run-1, died", "progress 5 of 1000 batches taken, weight version 4"]
     counts = run.book.ledger.counts()
     rows = {line.split()[0]: line.split() for line in lines[5:11]}
-    assert rows["running"][1:5] == [str(counts.running), "0", "of", str(2 * counts.running)]
-    assert rows["running"][5] == str(len(TEXT) + 1), "tokens so far"
+    assert rows["running"][1:3] == [str(counts.running), "0"]
+    assert rows["running"][3] == str(len(TEXT) + 1), "tokens so far"
     assert [rows[state][1] for state in ("finished", "taken", "trained", "rejected")] == [
         str(counts.finished),
         "2",
@@ -249,7 +240,7 @@ def test_an_episode_shows_context_apart_from_sampled_text(
     assert "prompt   of an episode: see the context of its rollouts" in lines
     at = next(at for at, line in enumerate(lines) if line.startswith("rollout 0-1"))
     assert lines[at:] == [
-        "rollout 0-1: reward 1; 16 tokens in 3 calls, 8 of context, 1 branch, ended by the model",
+        "rollout 0-1: reward 1; 16 tokens, ended by the model",
         "  metrics: seconds 0.5, turns 3",
         "  context, 3 tokens",
         "  > 3+4",
@@ -261,7 +252,7 @@ def test_an_episode_shows_context_apart_from_sampled_text(
         "  version 0, 4 tokens, log-prob mean -0.250, lowest -0.250",
         "    ans<eos>",
         '    | "a" -0.25 "n" -0.25 "s" -0.25 "<eos>" -0.25',
-        "  branch 1: another conversation of the same rollout in 1 call, 3 of context",
+        "  branch 1: another conversation of the same rollout",
         "  context, 3 tokens",
         "  > 3+4",
         "  version 0, 8 tokens, log-prob mean -0.250, lowest -0.250",
@@ -360,36 +351,6 @@ def test_a_rollout_with_dropped_tokens_says_so(run: RecordedRun, asyncrl: Any) -
     assert "tokens of some steps were dropped" in asyncrl("staleness")[1]
 
 
-def test_watch_redraws_until_it_is_stopped(run: RecordedRun, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl_cli.cli.app", "inspect", "buffer", "--watch"],
-        cwd=tmp_path,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "60"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
-    os.close(theirs)
-    seen = b""
-    deadline = time.monotonic() + 60
-    with contextlib.suppress(OSError):  # a closed terminal is an error
-        while time.monotonic() < deadline and seen.count(b"batches taken") < 3:
-            seen += os.read(ours, 65536)
-        write(run, "DELETE FROM groups WHERE state = 'rejected'")
-        time.sleep(1.5)
-        process.send_signal(signal.SIGINT)
-        while True:
-            seen += os.read(ours, 65536)
-    os.close(ours)
-    assert process.wait(30) == 0
-    assert seen.count(b"batches taken") >= 3
-    assert b"failed 1" in seen
-    assert b"failed 1" not in seen[seen.rindex(b"batches taken") :], "a change is shown"
-    assert b"Traceback" not in seen
-
-
 # -- inspect run
 
 
@@ -407,36 +368,31 @@ def test_inspect_run_shows_the_history(run: RecordedRun, asyncrl: Any, tmp_path:
     lines = asyncrl("inspect", "run")[1].splitlines()
     assert lines[0] == "run      run-1, died, step 4 of 1000, weight version 4"
     assert "command  asyncrl train spec.yaml" in lines
-    assert "code     asyncrl 0.1, Python 3.11.2, commit 0123456789ab with changes" in lines
+    assert "code     asyncrl 0.1, Python 3.11.2" in lines
     starts = lines.index("starts               kind    at step  version  process")
     assert [line.split()[2:5] for line in lines[starts + 1 : starts + 3]] == [["train", "0", "0"], ["resume", "5", "4"]]
     failures = lines.index("failures: 1 killed")
     assert lines[failures + 1].endswith("  engine-0: SIGKILL")
-    assert lines[failures + 2] == "    logs say more"
+    assert lines[failures + 2] == "  logs say more"
     assert "trained  4 steps in 40 s, 10 s per step" in lines
     assert "tokens   trained 400 (10/s), generated 800 (20/s)" in lines
-    assert "time     trainer busy 50%, engines busy 75%, engines paused by weight updates 25%" in lines
-    assert "(1 older removed)" in lines
+    assert "time     trainer busy 50%, engines busy 75%, engines paused 25%" in lines
     assert any(line.startswith("after step 0  greedy     0.250") for line in lines)
     document = json.loads(asyncrl("inspect", "run", "--json")[1])
     assert document["phase"] == "died"
-    assert document["history"]["work"]["trained_tokens_per_s"] == 10
+    assert document["history"]["work"]["trained_tokens"] == 400
+    assert [row["after_step"] for row in document["history"]["checkpoints"]] == [2, 4]
     assert len(document["history"]["starts"]) == 2
 
 
 def test_pages_show_that_a_run_learns_nothing(run: RecordedRun, asyncrl: Any) -> None:
-    """`inspect run` and `staleness --what-if`, which then gives no advice."""
     assert "health   no rule was broken in 4 steps" in asyncrl("inspect", "run-1")[1]
     assert json.loads(asyncrl("inspect", "run", "--json")[1])["findings"] == []
-    assert "No advice" not in asyncrl("staleness", "--what-if", "0")[1]
     write(run, "UPDATE batches SET metrics = json_set(metrics, '$.\"response/truncated_ratio\"', 0.9)")
     lines = asyncrl("inspect", "run")[1].splitlines()
     assert any(line.startswith("health   90% of the responses were truncated") for line in lines)
     (finding,) = json.loads(asyncrl("inspect", "run", "--json")[1])["findings"]
     assert (finding["rule"], finding["first_step"], finding["last_step"]) == ("truncated_responses", 1, None)
-    out = asyncrl("staleness", "--what-if", "0")[1]
-    assert "No advice: the training has been unhealthy since step 1 (truncated_responses)" in " ".join(out.split())
-    assert "smallest that costs no noticeable time" not in out and "limits the speed" not in out
 
 
 def test_pages_agree_on_the_version_that_engines_serve(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
@@ -448,7 +404,7 @@ def test_pages_agree_on_the_version_that_engines_serve(run: RecordedRun, asyncrl
 def test_a_run_that_is_driven_is_running(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     driver = RunDirectory(tmp_path / "runs/run-1")
     driver.lock()
-    for arguments in PAGES[:1] + PAGES[4:6]:
+    for arguments in PAGES[:1] + PAGES[4:]:
         assert asyncrl(*arguments)[1].startswith("run      run-1, running")
     driver.unlock()
 
@@ -463,8 +419,8 @@ def test_the_bound_is_verified(run: RecordedRun, asyncrl: Any) -> None:
     document = json.loads(asyncrl("staleness", "--json")[1])
     assert document["held"]
     assert [step["first_step"] for step in document["steps"]] == [1, 2, 3, 4, 5]
-    assert document["all"]["groups_by_staleness"].keys() <= {"0", "1", "2"}
-    assert 0 < document["all"]["rollouts_crossed"] < document["all"]["rollouts"]
+    assert document["all"]["groups"].keys() <= {"0", "1", "2"}
+    assert 0 < document["all"]["crossed"] < document["all"]["rollouts"]
 
 
 def test_a_violated_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
@@ -499,31 +455,7 @@ def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert len(out.splitlines()) < 26
     assert "\n56-60 " in out
     assert "\n61 " in out
-    (header,) = [line for line in out.splitlines() if line.startswith("step ")]
-    assert header.split() == ["step", *(["0-4", "5-9", "10-14", "15-17", "mean", "max"] * 2), "crossed"]
     assert max(map(len, out.splitlines())) <= WIDTH
-
-
-def test_what_if_estimates_the_step_time(run: RecordedRun, asyncrl: Any) -> None:
-    out = asyncrl("staleness", "--what-if", "0")[1]
-    assert "This is an estimate" in out
-    estimate = json.loads(asyncrl("staleness", "--what-if", "0", "--json")[1])["what_if"]
-    recorded, (as_it_was, as_it_would) = estimate["recorded"], estimate["simulated"]
-    assert (recorded["max_staleness"], as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 2, 0)
-    assert as_it_would["step_s"] > as_it_was["step_s"]
-    assert estimate["time_relative_to_own_bound"] == as_it_would["step_s"] / as_it_was["step_s"]
-    assert estimate["assumptions"] and ("With bound 0, steps would take" in out) is estimate["reproduced"]
-
-
-def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:
-    directory = make_run(tmp_path / "runs")
-    RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda g: 1.0)
-    assert asyncrl("staleness")[0] == 0
-    code, _, err = asyncrl("staleness", "--what-if", "1")
-    assert (code, err) == (
-        1,
-        "error: no step is trained yet\n --> run-1\nhint: --what-if needs the times of trained steps\n",
-    )
 
 
 # -- helpers

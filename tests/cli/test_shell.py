@@ -17,10 +17,10 @@ from rich.console import Console
 
 from asyncrl_cli.cli.app import app, main
 from asyncrl_cli.cli.output import in_runs_dir
-from asyncrl_cli.cli.report import _writing
 from asyncrl_cli.cli.running import drive
 from asyncrl_cli.inspect.dashboard import Panel, Shown
-from asyncrl_cli.journal.events import KINDS
+from asyncrl_cli.inspect.report import page
+from asyncrl_cli.journal.events import QUERIES
 from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
@@ -29,6 +29,7 @@ from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.load import load_spec
+from tests.journal.recorded_run import make_run
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ob
         *(
             ((*command.split(), "nothing", *options), 2)
             for command, *options in (
-                *[("watch",), ("report",), ("timeline",), ("events",), ("staleness",), ("track",), ("resume",)],
+                *[("watch",), ("report",), ("events",), ("staleness",), ("track",), ("resume",)],
                 *[("replay",), ("evaluate",), ("serve",), ("inspect run",), ("inspect buffer",), ("checkpoint list",)],
                 *[("checkpoint show",), ("checkpoint verify",), ("checkpoint prune",), ("report -o x latest",)],
                 ("scale", "--engines", "2"),
@@ -216,7 +217,7 @@ def test_the_table_of_keys_has_every_command_with_json() -> None:
 def test_help_lists_every_kind_of_event(asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
     assert asyncrl("events", "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}" in text
+    assert f"{', '.join(list(QUERIES)[:-1])} or {list(QUERIES)[-1]}" in text
 
 
 @pytest.mark.parametrize(
@@ -287,8 +288,12 @@ def test_a_hint_about_a_run_has_the_folder_that_was_given(
     assert "asyncrl resume --runs-dir mine RUN --without-journal" in capsys.readouterr().err
 
 
-def test_a_new_folder_of_a_file_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_folder_of_a_file_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "summarize", lambda run: run)
+    monkeypatch.setattr(page, "render", lambda runs: "page")
+    make_run(tmp_path)
     for expected in (f"created the folder {tmp_path / 'new'}\n", ""):
-        with _writing("timeline", tmp_path / "new/timeline.json"):
-            (tmp_path / "new").mkdir(exist_ok=True)
+        report(["latest"], tmp_path / "new/report.html", tmp_path)
         assert capsys.readouterr().err == expected

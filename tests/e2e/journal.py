@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.journal.history import engine_requests
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.journal.step_timeline import engine_requests
 from asyncrl_cli.records.generation import EVALUATION
 from asyncrl_cli.spec.load import load_spec
 from tests.e2e.conftest import rows

@@ -1,4 +1,4 @@
-"""`inspect buffer` names the images of a rollout and saves them, from the journal alone."""
+"""`inspect buffer` names the images of a rollout, from the journal alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 
 from asyncrl_cli.inspect.buffer_pages import rollout_page
 from asyncrl_cli.inspect.decoding import content_text
-from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, evaluation_files, held_out_samples, newest, samples
+from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, evaluation_files, held_out_samples, samples
 from asyncrl_cli.inspect.watching import rollout_text
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.queries import group_record
@@ -27,7 +27,7 @@ from tests.journal.buffer_stand_ins import rollout
 SETTINGS = BufferSettings(1, 1, 1, "wait", 10, 1, False)
 
 
-def test_a_rollouts_page_names_its_images_and_saves_their_files(tmp_path: Path) -> None:
+def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
     red = Image.of(picture("red"))
     content = (
         {"role": "user", "content": [{"type": "image", "image": red.digest}, {"type": "text", "text": "what?"}]},
@@ -40,13 +40,12 @@ def test_a_rollouts_page_names_its_images_and_saves_their_files(tmp_path: Path) 
     book.journal.commit(book.journal.noted())
     book.journal.close()
 
-    page = rollout_page(RunDirectory(tmp_path), open_for_reading(tmp_path / FILE), "0-0", tmp_path / "saved")
+    page = rollout_page(RunDirectory(tmp_path), open_for_reading(tmp_path / FILE), "0-0")
     name = f"{red.digest}.png"
     assert f"image    {name}: 56 x 84 pixels, 2 tokens, {len(red.data):,} bytes" in page.lines
     assert any(f"[image {red.digest}]what?" in line for line in page.lines)
     assert page.document["images"] == [{"image": red.digest, "start": 1, "tokens": 2}]
     json.dumps(page.document)
-    assert (tmp_path / "saved" / name).read_bytes() == red.data
     assert content_text(content) == f"user: [image {red.digest}]what?"
     group = group_record(open_for_reading(tmp_path / FILE), 0)
     watched = str(rollout_text(group, index=(0, 0), decoder=None, colouring="log-prob"))
@@ -68,9 +67,7 @@ def test_report_shows_the_images_of_held_out_prompts_that_the_journal_has(tmp_pa
             rows.append({"uid": uid, "prompt": content, "response": "?", "reward": 0})
         rows.append({"uid": "odd", "prompt": [{"content": [1]}], "response": "?", "reward": 0})
         (tmp_path / f"evaluations/{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    both = newest(evaluation_files(RunDirectory(tmp_path)), "greedy")
-    assert both is not None
-    found = held_out_samples(open_for_reading(tmp_path / FILE), *both)
+    found = held_out_samples(open_for_reading(tmp_path / FILE), evaluation_files(RunDirectory(tmp_path)))
     assert {one.uid: len(one.images) for one in found} == {"known": 1, "unknown": 0, "odd": 0}
 
 

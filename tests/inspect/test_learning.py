@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.inspect.health import HealthFinding
-from asyncrl_cli.inspect.report.findings import change, leading_series, trend
-from asyncrl_cli.inspect.report.findings import learned as answer
-from asyncrl_cli.journal.events import Evaluation
+from asyncrl_cli.inspect.report.answers import change, leading_series, trend
+from asyncrl_cli.inspect.report.answers import learned as answer
+from asyncrl_cli.journal.history import Evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def test_evaluations_of_other_prompts_are_not_compared() -> None:
 
 
 def test_a_run_that_ended_before_its_first_step_learned_nothing() -> None:
-    assert learned([], [], {}, ended=True) == ("The run ended before its first step.", "plain")
+    assert learned([], [], {}, has_ended=True) == ("The run ended before its first step.", "plain")
 
 
 def test_the_leading_evaluations_are_greedy_or_the_most_frequent() -> None:

@@ -19,30 +19,16 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import duration
+from asyncrl_cli.inspect.report import charts
 from asyncrl_cli.inspect.report import samples as samples_module
-from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts, scatter_chart
-from asyncrl_cli.inspect.report.curves import Axis, Curves, Points, curves, smoothed
-from asyncrl_cli.inspect.report.findings import HEALTH_LINES, failed, healthy
+from asyncrl_cli.inspect.report.answers import HEALTH_LINES, failed, healthy
+from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, Curves, Points, curve_charts, curves, smoothed
 from asyncrl_cli.inspect.report.page import embedded, render, short_labels, summarize, write
-from asyncrl_cli.inspect.report.samples import (
-    GPU,
-    PROCESSOR,
-    evaluation_files,
-    held_out_samples,
-    machine_samples,
-    newest,
-    samples,
-)
+from asyncrl_cli.inspect.report.samples import evaluation_files, held_out_samples, samples
+from asyncrl_cli.journal.history import step_spans
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.journal.rollouts import (
-    distinct_rewards,
-    group_shares,
-    histogram,
-    length_and_reward,
-    reward_shares,
-)
+from asyncrl_cli.journal.rollouts import group_shares, histogram, reward_shares
 from asyncrl_cli.journal.schema import FILE, open_for_writing
-from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
@@ -151,24 +137,24 @@ def finding(rule: str, first: int, last: int | None = None, stops_learning: bool
 
 def test_health_in_words() -> None:
     ended, slow, broken = finding("a", 1, 3), finding("b", 4, None, stops_learning=False), finding("c", 5)
-    assert healthy([], 0, is_over=True).answer == "The run ended before its first step."
-    past = healthy([ended], 9, is_over=True)
+    assert healthy([], 0, has_ended=True).answer == "The run ended before its first step."
+    past = healthy([ended], 9, has_ended=True)
     assert (past.tone, past.more) == ("plain", ("Steps 1 to 3: a seen (a).",))
-    now = healthy([ended, slow, broken], 9, is_over=True)
+    now = healthy([ended, slow, broken], 9, has_ended=True)
     assert now.tone == "bad" and now.answer.startswith("No: c seen, since step 5."), "what stops learning comes first"
     assert [text[:12] for text in now.more] == ["B seen, sinc", "Steps 1 to 3"]
-    many = healthy([finding("a", step, step) for step in range(1, 40)], 50, is_over=True)
+    many = healthy([finding("a", step, step) for step in range(1, 40)], 50, has_ended=True)
     assert len(many.more) == HEALTH_LINES + 1 and many.more[-1].startswith("And 27 more")
 
 
 def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDirectory) -> None:
-    from plotly.graph_objects import Figure  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    from plotly.graph_objects import Figure
 
     page = render([summarize(run)])
-    charts = charts_of(page)
-    assert len(charts) >= 8
-    assert set(charts) == {a["id"] for _, a in Elements(page).elements if a.get("class") == "chart"}
-    for chart in charts.values():
+    drawn = charts_of(page)
+    assert len(drawn) >= 8
+    assert set(drawn) == {a["id"] for _, a in Elements(page).elements if a.get("class") == "chart"}
+    for chart in drawn.values():
         Figure(data=chart["data"], layout=chart["layout"])  # raises for properties that a figure does not have
         for trace in chart["data"]:
             assert all(len(xs) == len(trace["y"]) for xs in trace.get("meta", {}).values())
@@ -250,7 +236,6 @@ def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pyt
     journal.close()
     with snapshot(tmp_path / FILE) as connection:
         found = {"tokens": histogram(connection, "tokens"), "reward": histogram(connection, "reward")}
-        points = length_and_reward(connection)
     for column, name in enumerate(found, 1):
         of = found[name]
         assert of is not None
@@ -263,13 +248,12 @@ def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pyt
             nearest = np.abs(inside[:, None] - values).argmin(axis=1)
             np.testing.assert_allclose(shares[:, at], np.bincount(nearest, minlength=len(values)) / len(inside))
             first = last
-    assert {(tokens, reward, step - 1) for tokens, reward, step in points} == {(t, r, s) for s, t, r in rows.tolist()}
 
 
 def test_a_quantity_with_one_value_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 1.0)
     with snapshot(tmp_path / FILE) as connection:
-        assert histogram(connection, "tokens") is None and length_and_reward(connection) == []
+        assert histogram(connection, "tokens") is None
     run.step()
     with snapshot(tmp_path / FILE) as connection:
         found = histogram(connection, "tokens")
@@ -288,19 +272,24 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
     journal.close()
     with snapshot(run.path / FILE) as connection:
         spans = list(step_spans(connection, 1))
-        found = curves(connection, spans, ("reward/mean", "train/loss", "no/such"), points=points)
+        monkeypatch.setattr(charts, "POINTS", points)
+        found = curves(connection, spans, [], 2)
     size = -(-7 // points)
     parts = [np.array(rewards[at : at + size]) for at in range(0, 7, size)]
     expected = [np.nanmean(part) if np.isfinite(part).any() else None for part in parts]
-    assert found.series["reward/mean"] == tuple(expected)
+    assert found.series["reward/mean"] == expected
     assert set(found.series) == {"reward/mean", "train/loss"}
-    assert found.axis.steps == tuple(min(at + size, 7) for at in range(0, 7, size))
-    assert found.axis.tokens == tuple(10 * step for step in found.axis.steps)
-    held_out = found.evaluations["greedy", 8]
-    where = held_out.axis
-    assert (where.steps, where.tokens, where.hours, held_out.values) == ((4,), (40.0,), (1.0,), (0.5,))
-    for chart in curve_charts({"run": found}).charts:
-        json.dumps(chart.data, allow_nan=False)
+    assert found.axis["steps"] == [min(at + size, 7) for at in range(0, 7, size)]
+    assert found.axis["tokens"] == [10 * step for step in found.axis["steps"]]
+    held_out = found.accuracy["greedy", 8]
+    assert {name: list(values) for name, values in held_out.axis.items()} == {
+        "steps": [4],
+        "tokens": [40],
+        "hours": [1],
+    }
+    assert held_out.values == (0.5,)
+    for chart in curve_charts({"run": found})[0]:
+        json.dumps(chart.figure.to_plotly_json(), allow_nan=False)
 
 
 # -- rollouts to read
@@ -346,9 +335,7 @@ def test_held_out_samples_show_learned_and_wrong_answers(tmp_path: Path) -> None
         ]
         lines = [json.dumps(row) for row in (head, *rows)]
         run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", "\n".join([*lines, '{"uid": "half a li']))
-    both = newest(evaluation_files(run), "greedy")
-    assert both is not None
-    found = held_out_samples(sqlite3.connect(":memory:"), *both)
+    found = held_out_samples(sqlite3.connect(":memory:"), evaluation_files(run))
     assert [one.uid for one in found] == ["learned", "never", "lost"]
     assert found[0].prompt == "user: learned"
     assert [(one.step, one.text, one.correct) for one in (found[0].before, found[0].after)] == [
@@ -364,15 +351,7 @@ def test_damaged_files_next_to_the_journal_are_skipped(tmp_path: Path) -> None:
     run.write_text("evaluations/b.jsonl", '{"kind": "greedy", "step": "x"}\n')
     run.write_text("evaluations/c.jsonl", '{"kind": "sampled", "step": 3, "pass_at": [0.5, 0.75]}\n')
     (tmp_path / "evaluations/d.jsonl").mkdir()
-    run.write_text(
-        "system.jsonl",
-        'half\n[1]\n{"time": "x"}\n{"time": 5, "system/cpu_utilization_percentage": 50, '
-        '"system/gpu_0_utilization_percentage": 20, "system/gpu_11_utilization_percentage": 40, '
-        '"system/system_memory_usage_megabytes": "many"}\n{"time": 6, "sys',
-    )
     assert [(one.step, one.pass_at) for one in evaluation_files(run)] == [(3, (0.5, 0.75))]
-    (sample,) = machine_samples(run)
-    assert (sample.at, sample.values) == (5.0, {PROCESSOR: 0.5, GPU: pytest.approx(0.3)})
 
 
 @pytest.mark.parametrize(
@@ -416,62 +395,53 @@ def test_a_running_mean_is_a_mean_of_neighbours(values: list[float | None]) -> N
 
 
 def course(steps: int, **changes: Any) -> Curves:
-    axis = Axis(*(tuple(float(at) for at in range(steps)) for _ in range(3)))
+    axis = dict.fromkeys(("steps", "tokens", "hours"), tuple(float(at) for at in range(steps)))
     varied = {name: tuple(at / steps + len(name) for at in range(steps)) for name in SERIES}
-    return replace(Curves(axis, varied, {}, max_staleness=2), **changes)
+    return replace(Curves(axis, varied, {}, {}, max_staleness=2), **changes)
 
 
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:
-    (chart,) = [one for one in curve_charts({"run": course(30)}).charts if one.title == STALENESS]
-    assert [(shape["y0"], shape["y1"]) for shape in chart.layout["shapes"]] == [(2, 2)]
-    assert chart.layout["shapes"][0]["label"]["text"] == "bound 2"
-    widest, mean = (trace["line"]["width"] for trace in chart.data)
-    assert widest > 2 * mean and chart.data[0]["name"] == "max"
+    (figure,) = [chart.figure for chart in curve_charts({"run": course(30)})[0] if chart.title == STALENESS]
+    (shape,) = figure.layout.shapes
+    assert (shape.y0, shape.y1, shape.label.text) == (2, 2, "bound 2")
+    widest, mean = (trace.line.width for trace in figure.data)
+    assert widest > 2 * mean and figure.data[0].name == "max"
 
 
 def test_evaluations_on_other_prompts_are_not_joined() -> None:
     def points(*steps: int) -> Points:
         at = tuple(map(float, steps))
-        return Points(Axis(at, at, at), (0.5,) * len(at), ((0.4, 0.6),) * len(at))
+        return Points({"steps": at}, (0.5,) * len(at), ((0.4, 0.6),) * len(at))
 
     evaluations = {("greedy", 128): points(10, 20, 30), ("greedy", 512): points(0, 40), ("sampled", 512): points(0, 40)}
-    chart = curve_charts({"run": course(30, evaluations=evaluations)}).charts[1]
+    chart = curve_charts({"run": course(30, accuracy=evaluations)})[0][1]
     assert chart.title == "Held-out accuracy"
-    assert [trace["mode"] for trace in chart.data] == ["lines+markers", "markers", "markers"]
-    assert [trace["name"] for trace in chart.data] == [
+    assert [trace.mode for trace in chart.figure.data] == ["lines+markers", "markers", "markers"]
+    assert [trace.name for trace in chart.figure.data] == [
         "greedy, 128 prompts",
         "greedy, 512 prompts",
         "sampled, 512 prompts",
     ]
-    assert chart.data[0]["error_y"]["array"] == pytest.approx([0.1] * 3)
+    assert list(chart.figure.data[0].error_y.array) == pytest.approx([0.1] * 3)
 
 
 def test_constant_metrics_are_listed_and_not_drawn() -> None:
-    flat = course(30).series | {"response/truncated_ratio": (0.0,) * 30}
-    found = curve_charts({"run": course(30, series=flat)})
-    assert found.constant == {"Truncated responses (share)": 0.0}
-    assert "Truncated responses (share)" not in [chart.title for chart in found.charts]
+    flat = dict(course(30).series) | {"response/truncated_ratio": (0.0,) * 30}
+    found, constants = curve_charts({"run": course(30, series=flat)})
+    assert constants == {"Truncated responses (share)": 0.0}
+    assert "Truncated responses (share)" not in [chart.title for chart in found]
 
 
-def test_rewards_of_few_values_are_shares_and_points_of_equal_reward_are_scattered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_of_few_values_are_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 1.0)
     for _ in range(4):
         run.step()
     with snapshot(tmp_path / FILE) as connection:
-        few = distinct_rewards(connection)
         rewards, groups = reward_shares(connection), group_shares(connection)
-        points = length_and_reward(connection)
-    assert few == [0.0, 1.0]
     assert (
         rewards is not None and rewards.shares == {"0": (0.5,) * 4, "1": (0.5,) * 4} and rewards.steps == (1, 2, 3, 4)
     )
     assert groups is not None and groups.shares == {"different": (1.0,) * 4}
-    chart = scatter_chart(points, few)
-    heights = chart.data[0]["y"]
-    assert len(set(heights)) == len(points) and chart.data[0]["customdata"] == [reward for _, reward, _ in points]
-    assert all(abs(shown - reward) <= 0.3 for shown, (_, reward, _) in zip(heights, points, strict=True))
 
 
 def test_groups_of_one_rollout_are_not_called_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,13 +463,8 @@ def test_labels_are_as_short_as_they_stay_different(run_ids: list[str], labels: 
     assert short_labels(run_ids) == labels
 
 
-def test_the_summary_has_the_setup_and_the_true_wall_time(run: RunDirectory) -> None:
-    run.write_text("spec.yaml", "task: {use: chain_sum}\ntrainer: {ranks: 2, optimizer: {learning_rate: 5.0e-4}}\n")
-    run.write_text("system.jsonl", '{"time": 1790000050, "system/system_memory_usage_megabytes": 4000}\n')
+def test_the_summary_has_the_true_wall_time(run: RunDirectory) -> None:
     found = {name: value for group in summarize(run).facts.values() for name, value in group.items()}
-    assert found["task"] == "chain_sum" and found["learning rate"].startswith("0.0005")
-    assert found["trainer ranks"].startswith("2, each with")
-    assert found["memory"] == "mean 4.0 GB, peak 4.0 GB"
     assert found["steps trained"] == "12 of 1,000"
     updated = run.state.updated
     assert found["wall time"] == duration(updated - 1789997600.0)

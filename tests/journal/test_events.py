@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import queries
-from asyncrl_cli.journal.events import KINDS, Event, Reader, events
+from asyncrl_cli.journal.events import QUERIES, Event, Reader, events
 from asyncrl_cli.journal.queries import snapshot, spooled
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import EngineRequest
@@ -73,7 +72,7 @@ def test_every_event_is_yielded_once_and_in_order(recorded: RecordedRun, tmp_pat
             "publish": 6,
             **dict.fromkeys(("request", "join", "leave", "checkpoint", "eval", "fault", "stall"), 1),
         }
-    assert Counter(event.name for event in found) == expected
+    assert Counter(event.kind for event in found) == expected
     assert [event.at for event in found] == sorted(event.at for event in found)
     assert expected["score"] > 20
 
@@ -83,9 +82,7 @@ def test_a_rollout_is_admitted_finished_and_scored_in_this_order(recorded: Recor
     with snapshot(path_of(tmp_path)) as connection:
         found = list(events(connection))
     of_first = [
-        (event.name, event.facts())
-        for event in found
-        if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
+        (event.kind, event.facts) for event in found if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
     ]
     assert [name for name, _ in of_first] == ["admit", "segment", "finish", "score", "group"]
     facts = dict(of_first)
@@ -95,7 +92,7 @@ def test_a_rollout_is_admitted_finished_and_scored_in_this_order(recorded: Recor
 
 
 def _plain(event: Event) -> dict[str, object]:
-    return {name: value for name, value in event.facts().items() if not isinstance(value, dict)}
+    return {name: value for name, value in event.facts.items() if not isinstance(value, dict)}
 
 
 def test_a_following_reader_gets_the_same_events_as_a_reader_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:
@@ -125,21 +122,23 @@ def test_a_following_reader_gets_the_same_events_as_a_reader_at_the_end(recorded
 def test_only_requested_kinds_of_events_are_yielded(recorded: RecordedRun, tmp_path: Path) -> None:
     five_steps(recorded, tmp_path)
     with snapshot(path_of(tmp_path)) as connection:
-        assert {event.name for event in events(connection, ["step", "fault"])} == {"step", "fault"}
+        assert {event.kind for event in events(connection, ["step", "fault"])} == {"step", "fault"}
         late = list(events(connection, since=STARTED + 60))
         assert late
         assert min(event.at for event in late) > STARTED + 60
 
 
-def test_every_kind_and_field_is_documented() -> None:
+def test_every_kind_and_field_is_documented(recorded: RecordedRun, tmp_path: Path) -> None:
     rows = {
         cells[0].strip("` "): cells[1]
         for line in DOCUMENTED.read_text().partition("\n## Events\n")[2].partition("\n## ")[0].splitlines()
         if line.startswith("| `") and (cells := line.strip("|").split("|"))
     }
-    assert rows.keys() == KINDS.keys()
-    for name, kind in KINDS.items():
-        assert [f"`{field.name}`" for field in fields(kind) if field.name != "at"] == rows[name].strip().split(", ")
+    assert rows.keys() == QUERIES.keys()
+    with snapshot(path_of(tmp_path)) as connection:
+        for kind, query in QUERIES.items():
+            columns = connection.execute(query, {"since": 0, "group": 0, "step": 0}).description[1:]
+            assert [f"`{name}`" for name, *_ in columns] == rows[kind].strip().split(", ")
 
 
 def test_a_paused_reader_does_not_block_the_log(recorded: RecordedRun) -> None:
@@ -155,7 +154,7 @@ def test_a_paused_reader_does_not_block_the_log(recorded: RecordedRun) -> None:
     assert not busy
     assert path.with_name(f"{path.name}-wal").stat().st_size == 0
     with queries.snapshot(path) as connection:
-        everything = [event for event in events(connection) if getattr(event, "message", "") != "later"]
+        everything = [event for event in events(connection) if event.facts.get("message") != "later"]
     assert [first, *shown] == everything
 
 

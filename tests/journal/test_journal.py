@@ -33,10 +33,10 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import file as journal_file
 from asyncrl_cli.journal import schema
 from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.history import engine_requests, pauses_since
 from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, SCHEMA, JournalError, open_for_reading, open_for_writing
-from asyncrl_cli.journal.step_timeline import engine_requests, pauses_since
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt

@@ -216,7 +216,7 @@ def test_context_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: 
         report = staleness_report(connection)
         crossed = next(row for row in list_groups(connection, GroupFilter("trained"), 100) if row.staleness)
         record = group_record(connection, crossed.group_id)
-        batches = [read_batch(connection, step.first) for step in report.steps]
+        batches = [read_batch(connection, step.first_step - 1) for step in report.steps]
     assert (lengths["trained"].minimum, lengths["trained"].maximum) == (8, 8), "two calls and a branch"
     assert crossed.tokens == 16
     assert report.violations == ()
@@ -279,9 +279,9 @@ def test_staleness_report_matches_the_rows(run: RecordedRun, journal: sqlite3.Co
     report = staleness_report(journal)
     assert report.violations == ()
     assert (report.late, report.groups) == (0, 8)
-    assert [step.first for step in report.steps] == [0, 1, 2, 3]
+    assert [step.first_step for step in report.steps] == [1, 2, 3, 4]
     for step in report.steps:
-        batch = run.book.journal.batch(step.first)
+        batch = run.book.journal.batch(step.first_step - 1)
         found = [int(batch.version - version) for g in batch.groups for r in g.rollouts for version in r.versions]
         assert sorted(step.tokens.elements()) == sorted(found)
         assert sorted(step.groups.elements()) == sorted(batch.version - group.version for group in batch.groups)
@@ -353,8 +353,8 @@ def test_tokens_are_counted_by_the_index(journal: sqlite3.Connection) -> None:
 def test_steps_are_combined_into_ranges() -> None:
     steps = tuple(StepStaleness(step, step) for step in range(95))
     assert in_ranges(steps[:20], 20) == steps[:20]
-    assert [(r.first, r.last) for r in in_ranges(steps[:21], 20)][-2:] == [(18, 19), (20, 20)]
-    assert [(r.first, r.last) for r in in_ranges(steps, 20)][-2:] == [(85, 89), (90, 94)]
+    assert [(r.first_step, r.last_step) for r in in_ranges(steps[:21], 20)][-2:] == [(18, 19), (20, 20)]
+    assert [(r.first_step, r.last_step) for r in in_ranges(steps, 20)][-2:] == [(85, 89), (90, 94)]
     assert in_ranges((), 20) == ()
 
 

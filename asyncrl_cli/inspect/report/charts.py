@@ -1,71 +1,72 @@
-"""The report's charts, as plotly.js figures: dicts that become JSON.
+"""The report's charts, as plotly figures.
 
-A curve's x values are in its ``meta``, one list per axis. The page's script shows the chosen axis, and sets the colours
+A curve's x values are in its ``meta``, one list per axis: the page's script shows the chosen axis, and sets the colours
 that depend on light or dark mode. No meaning needs colour: metrics also differ by dashes, and runs by markers.
+
+Invariant: every series of a run has the same points, at most ``POINTS``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from typing import Any
-from zlib import crc32
+import sqlite3
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
-from asyncrl_cli.inspect.report.curves import Axis, Curves, in_parts, smoothed
-from asyncrl_cli.inspect.report.evidence import NAMES, PARTS, StepTime, TrainerPart
+from asyncrl_cli.core.intervals import wilson
+from asyncrl_cli.inspect.report.answers import PART_NAMES, StepTime
+from asyncrl_cli.inspect.report.samples import EvaluationFile
+from asyncrl_cli.journal.history import StepSpan, evaluations, first_start
 from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
+
+Value = TypeVar("Value")
+Axis = Mapping[str, Sequence[float]]
+"""A curve's x values: ``steps`` done (from 1), trained ``tokens``, and ``hours`` since the run's first start."""
 
 COLOURS = ("#2a85c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's palette, which colour-blind people can tell apart. The blue is lighter, for dark backgrounds."""
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
-FAINT = "#8b949e"
-PART_COLOURS: Mapping[TrainerPart, str] = dict(
-    zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#999999"), strict=True)
-)
+PART_COLOURS = ("#009e73", "#56b4e9", "#e69f00", "#cc79a7", "#999999")
 GROUP_COLOURS = dict(zip(GROUP_NAMES, ("#e69f00", "#0072b2", "#b8c4ce"), strict=True))
-"""Groups with only wrong, mixed, and only right rollouts."""
 RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")
 """From low to high. Colour-blind people see the same order."""
-STEP_SCALE = [[0, "#56b4e9"], [0.5, "#9a6fb0"], [1, "#d55e00"]]
-"""From early to late steps, visible on light and dark backgrounds."""
+POINTS = 500
+"""Largest number of points of a curve. With more steps, a point is the mean of consecutive steps."""
+SMOOTHED_FROM = 20
+"""Smallest number of points with a running mean."""
+PASS_AT = 4
+"""Largest number of values of k in the chart of pass@k."""
 MARKERS = 8
 """Largest number of markers on a run's curve in a comparison of runs."""
-DIGITS = 5
-"""Significant digits of numbers in a chart."""
-SHARE = "~%"
-"""Format of shares on an axis, with as many digits as its ticks need: 0.5%, 1%, 1.5%."""
 STEP_RANGES = 80
 """Columns in a chart of shares."""
 MOST_AGES = 8
 """Largest number of staleness values in a chart of stacked shares; more values become a heat map."""
-JITTER = 0.3
-"""Half the height over which equal rewards are scattered, as a share of the distance between two values."""
+SHARE = "~%"
+"""Format of shares on an axis, with as many digits as its ticks need: 0.5%, 1%, 1.5%."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One figure. ``section`` is its part of the page if it shows all runs."""
+class Chart(NamedTuple):
+    """A plotly ``Figure``. ``section`` is its part of the page if it shows all runs."""
 
     title: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
+    figure: Any
     section: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A chart of metrics."""
+class Panel(NamedTuple):
+    """A chart of metrics, with labels by the metrics' names. ``smooth``: draw a running mean over the values."""
 
     section: str
     title: str
-    series: Mapping[str, str]
-    """Labels by the metrics' names."""
+    labels: Mapping[str, str]
     smooth: bool = True
-    """Draw a running mean over the values."""
 
 
 LEARNING, OPTIMIZATION, SPEED = "Learning", "Optimization", "Staleness and speed"
@@ -73,13 +74,13 @@ STALENESS = "Staleness of groups (versions)"
 LEARNING_RATE = "Learning rate"
 PANELS = (
     Panel(LEARNING, "Reward", {"reward/mean": "mean", "reward/correct": "share correct"}),
-    Panel(LEARNING, "Masked rollouts (reward None)", {"reward/masked_rollouts": "masked"}),
+    Panel(LEARNING, "Masked rollouts (reward None)", {"reward/masked_rollouts": ""}),
     Panel(LEARNING, "Response length (tokens)", {"response/tokens_mean": "mean", "response/tokens_max": "longest"}),
-    Panel(LEARNING, "Truncated responses (share)", {"response/truncated_ratio": "truncated"}),
-    Panel(LEARNING, "Entropy (nats)", {"train/entropy": "entropy"}),
-    Panel(OPTIMIZATION, "Loss", {"train/loss": "loss"}),
-    Panel(OPTIMIZATION, "Gradient norm", {"train/gradient_norm": "norm"}),
-    Panel(OPTIMIZATION, LEARNING_RATE, {"train/learning_rate": "rate"}, smooth=False),
+    Panel(LEARNING, "Truncated responses (share)", {"response/truncated_ratio": ""}),
+    Panel(LEARNING, "Entropy (nats)", {"train/entropy": ""}),
+    Panel(OPTIMIZATION, "Loss", {"train/loss": ""}),
+    Panel(OPTIMIZATION, "Gradient norm", {"train/gradient_norm": ""}),
+    Panel(OPTIMIZATION, LEARNING_RATE, {"train/learning_rate": ""}, smooth=False),
     Panel(
         OPTIMIZATION,
         "KL divergence (nats)",
@@ -99,331 +100,318 @@ PANELS = (
         "Clipped tokens (share)",
         {"train/clip_low_fraction": "below", "train/clip_high_fraction": "above"},
     ),
-    Panel(OPTIMIZATION, "Log-prob gap to the sampling policy (nats)", {"correction/logprob_gap_mean": "mean"}),
+    Panel(OPTIMIZATION, "Log-prob gap to the sampling policy (nats)", {"correction/logprob_gap_mean": ""}),
     Panel(SPEED, STALENESS, {"staleness/groups_max": "max", "staleness/groups_mean": "mean"}, smooth=False),
     Panel(SPEED, "Tokens per second", {"tokens/generated_per_s": "generated", "tokens/trained_per_s": "trained"}),
-    Panel(SPEED, "Trained tokens per second and GPU", {"tokens/trained_per_gpu_s": "trained"}),
     Panel(SPEED, "Model FLOPs utilization (MFU)", {"mfu/update": "updates", "mfu/end_to_end": "end to end"}),
     Panel(SPEED, "Step time (s)", {"time/step_s": "step", "time/train_s": "training"}),
     Panel(SPEED, "Engines (share of time)", {"share/engines_busy": "busy", "share/engines_paused": "paused"}),
 )
-SERIES = tuple(name for panel in PANELS for name in panel.series)
+SERIES = tuple(metric for panel in PANELS for metric in panel.labels)
 
 
-@dataclass(frozen=True, slots=True)
-class CurveCharts:
-    """Charts of all runs together, and panels with one constant value."""
-
-    charts: tuple[Chart, ...]
-    constant: Mapping[str, float] = field(default_factory=dict)
+# -- a run's curves
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A curve of one run. ``run_at`` is the run's index in the chart, ``at`` the curve's index in the run."""
+class Points(NamedTuple):
+    """A series with its own points, and their 95 % intervals if known."""
 
-    run: str
-    label: str
-    run_at: int
-    at: int
     axis: Axis
     values: Sequence[float | None]
+    intervals: Sequence[tuple[float, float]] = ()
 
 
-def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
-    """Draw held-out accuracy, the ``PANELS`` and the machine, with all runs in each chart.
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A run's measurements over time.
 
-    A chart is omitted if no run has data for it. ``runs``: curves by the runs' labels.
+    Args:
+        series: metrics by name; None if a step has no value.
+        accuracy: by kind and number of prompts: evaluations on different prompts cannot be compared.
+        pass_at: by label, such as ``pass@4``.
+    """
+
+    axis: Axis
+    series: Mapping[str, Sequence[float | None]]
+    accuracy: Mapping[tuple[str, int], Points]
+    pass_at: Mapping[str, Points]
+    max_staleness: int = 0
+
+
+def curves(
+    connection: sqlite3.Connection, spans: Sequence[StepSpan], files: Sequence[EvaluationFile], max_staleness: int
+) -> Curves:
+    """Read the metrics ``SERIES`` of a run's steps, and all evaluations."""
+    begun_at = first_start(connection)
+    span_steps = [span.step for span in spans]
+    trained_tokens = [0.0, *accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans)]
+
+    def axis(steps: Sequence[float], times: Sequence[float]) -> Axis:
+        tokens = [trained_tokens[bisect_left(span_steps, step)] for step in steps]
+        return {"steps": steps, "tokens": tokens, "hours": [(at - begun_at) / 3600 for at in times]}
+
+    ranges = in_parts(spans, POINTS)
+    ends = [part[-1] for part in ranges]
+    series = {name: [mean(span.metrics.get(name) for span in part) for part in ranges] for name in SERIES}
+    evaluated: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    all_evaluations = sorted(evaluations(connection), key=lambda evaluation: evaluation.kind)
+    for evaluation in all_evaluations:
+        point = (evaluation.after_step, evaluation.at, evaluation.accuracy)
+        evaluated.setdefault((evaluation.kind, evaluation.prompts), []).append(point)
+    accuracy = {}
+    for (kind, prompts), points in evaluated.items():
+        steps, times, values = zip(*points, strict=True)
+        accuracy[kind, prompts] = Points(axis(steps, times), values, [wilson(value, prompts) for value in values])
+    pass_at = {}
+    if sampled := [file for file in files if file.kind == "sampled" and len(file.pass_at) > 1]:
+        sampled_at = {evaluation.after_step: evaluation.at for evaluation in all_evaluations}
+        sampled_axis = axis([file.step for file in sampled], [sampled_at.get(file.step, begun_at) for file in sampled])
+        largest_k = min(len(file.pass_at) for file in sampled)
+        for k in sorted({1, largest_k, *(2**power for power in range(1, PASS_AT - 1) if 2**power < largest_k)}):
+            pass_at[f"pass@{k}"] = Points(sampled_axis, [file.pass_at[k - 1] for file in sampled])
+    return Curves(
+        axis=axis([span.step + 1.0 for span in ends], [span.reported_at for span in ends]),
+        series={name: values for name, values in series.items() if any(value is not None for value in values)},
+        accuracy=accuracy,
+        pass_at=pass_at,
+        max_staleness=max_staleness,
+    )
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the finite values, or None without any."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else None
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
+    """Return the running mean over about an eighth of all points, fewer at the ends.
+
+    It is None where a value is None. Returns None for few points.
+    """
+    if len(values) < SMOOTHED_FROM:
+        return None
+    running_means = []
+    for index, value in enumerate(values):
+        reach = min(max(2, len(values) // 16), max(2, min(index, len(values) - 1 - index)))
+        running_means.append(None if value is None else mean(values[max(0, index - reach) : index + reach + 1]))
+    return running_means
+
+
+def in_parts(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
+    """Split values into at most ``most`` parts of equal length; the last part may be shorter."""
+    size = max(1, -(-len(values) // most))
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+# -- charts of all runs
+
+
+class _Line(NamedTuple):
+    """A curve of one run. ``run_index`` is the run's index in the chart, ``curve`` the curve's index in the run."""
+
+    run: str
+    run_index: int
+    curve: int
+    label: str
+    points: Points
+
+
+def curve_charts(runs: Mapping[str, Curves]) -> tuple[list[Chart], dict[str, float]]:
+    """Draw held-out accuracy and the ``PANELS``, with all runs in each chart, by the runs' labels.
+
+    A chart is omitted if no run has data for it. A panel with one constant value is returned by title instead.
     """
     several = len(runs) > 1
-    charts, constant = [], {}
+    charts, constants = [], {}
     for panel in PANELS:
-        lines = _lines_of(panel, runs)
-        values = {value for line in lines for value in line.values if value is not None}
-        if len(values) == 1 and panel.title != STALENESS:
-            constant[panel.title] = values.pop()
-        elif lines:
-            charts.append(_chart(panel.section, panel.title, lines, several=several, smooth=panel.smooth))
-            if panel.title == STALENESS:
-                _add_bounds(charts[-1], {curves.max_staleness for curves in runs.values()})
-    passed = [
-        _Line(run, label=name, run_at=run_at, at=at, axis=points.axis, values=points.values)
-        for run_at, (run, curves) in enumerate(runs.items())
-        for at, (name, points) in enumerate(curves.pass_at.items())
-    ]
-    held_out = [_accuracy(runs), _chart(LEARNING, "Held-out pass@k (sampled)", passed, several=several)]
-    charts[1:1] = [chart for chart in held_out if chart.data]
-    for title in dict.fromkeys(title for curves in runs.values() for title in curves.machine):
         lines = [
-            _Line(
-                label, label="", run_at=at, at=0, axis=curves.machine[title].axis, values=curves.machine[title].values
-            )
-            for at, (label, curves) in enumerate(runs.items())
-            if title in curves.machine
+            _Line(run, run_index, index, label, Points(curves.axis, curves.series[metric]))
+            for run_index, (run, curves) in enumerate(runs.items())
+            for index, (metric, label) in enumerate(panel.labels.items())
+            if metric in curves.series
         ]
-        charts.append(_chart(SPEED, title, lines, several=several))
-    return CurveCharts(tuple(charts), constant)
-
-
-def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
-    """A line for each run and metric. Leaves out metrics that are 0 or equal to an earlier metric in all runs, unless
-    none is left."""
-    known = [name for name in panel.series if any(name in curves.series for curves in runs.values())]
-
-    def idle(name: str) -> bool:
-        return all(not any(curves.series.get(name, ())) for curves in runs.values())
-
-    def twin(name: str) -> bool:
-        earlier = known[: known.index(name)]
-        return any(all(c.series.get(name) == c.series.get(other) for c in runs.values()) for other in earlier)
-
-    shown = [name for name in known if not idle(name) and not twin(name)] or known[:1]
-    labels = {name: panel.series[name] for name in shown}
-    if len(panel.series) == 1 or list(labels.values()) == ["mean"]:
-        labels = dict.fromkeys(shown, "")  # the title is enough
-    return [
-        _Line(run, label=labels[name], run_at=run_at, at=at, axis=curves.axis, values=curves.series[name])
-        for run_at, (run, curves) in enumerate(runs.items())
-        for at, name in enumerate(shown)
-        if name in curves.series
+        values = {value for line in lines for value in line.points.values if value is not None}
+        if len(values) == 1 and panel.title != STALENESS:
+            constants[panel.title] = values.pop()
+        elif lines:
+            charts.append(Chart(panel.title, _figure(lines, several, panel.smooth), panel.section))
+            if "share" in panel.title:
+                charts[-1].figure.update_yaxes(tickformat=SHARE)
+            elif panel.title == LEARNING_RATE:
+                charts[-1].figure.update_yaxes(tickformat="~g", rangemode="tozero")
+            elif panel.title == STALENESS:
+                _add_bounds(charts[-1].figure, {curves.max_staleness for curves in runs.values()})
+    pass_at = [
+        _Line(run, run_index, index, label, points)
+        for run_index, (run, curves) in enumerate(runs.items())
+        for index, (label, points) in enumerate(curves.pass_at.items())
     ]
+    held_out = [
+        Chart("Held-out accuracy", _accuracy(runs), LEARNING),
+        Chart("Held-out pass@k (sampled)", _figure(pass_at, several), LEARNING),
+    ]
+    charts[1:1] = [chart for chart in held_out if chart.figure.data]
+    return charts, constants
 
 
-def _chart(section: str, title: str, lines: Sequence[_Line], *, several: bool, smooth: bool = False) -> Chart:
-    data: list[dict[str, Any]] = []
-    labels: set[str] = set()
+def _figure(lines: Iterable[_Line], several: bool, smooth: bool = False) -> Any:
+    """Draw curves. The legend shows each label once, and switches this label's curves in all runs."""
+    from plotly.graph_objects import Figure
+
+    figure = Figure()
+    labels = {""}
     for line in lines:
-        mean = smoothed(line.values) if smooth else None
-        trace = _trace(line, several=several)
-        if mean is not None:
-            faint = {"showlegend": False, "hoverinfo": "skip", "hovertemplate": None, "opacity": 0.4}
-            data.append(trace | faint | {"line": {"color": trace["line"]["color"], "width": 1.0}})
-            trace["y"] = short(mean)
+        trace = _trace(line, several)
+        if smooth and (running_mean := smoothed(line.points.values)) is not None:
+            figure.add_trace(trace)
+            figure.data[-1].update(showlegend=False, hoverinfo="skip", hovertemplate=None, opacity=0.4, line_width=1)
+            trace.y = rounded(running_mean)
         if several:
-            symbol = SYMBOLS[line.run_at % len(SYMBOLS)]
-            trace |= {"mode": "lines+markers", "marker": {"symbol": symbol, "size": 7, "maxdisplayed": MARKERS}}
-        trace["showlegend"] = bool({line.label} - labels - {""})
+            symbol = SYMBOLS[line.run_index % len(SYMBOLS)]
+            trace.update(mode="lines+markers", marker={"symbol": symbol, "size": 7, "maxdisplayed": MARKERS})
+        trace.showlegend = line.label not in labels
         labels.add(line.label)
-        data.append(trace)
-    axis = {"tickformat": SHARE} if "share" in title else {}
-    if title == LEARNING_RATE:
-        axis = {"tickformat": "~g", "rangemode": "tozero"}
-    return Chart(title, data=data, layout={"yaxis": axis}, section=section)
+        figure.add_trace(trace)
+    return figure
 
 
-def _trace(line: _Line, *, several: bool) -> dict[str, Any]:
-    """A curve. The legend shows each label once, and switches this label's curves in all runs."""
+def _trace(line: _Line, several: bool) -> Any:
+    from plotly.graph_objects import Scatter
+
     name = ", ".join(filter(None, [line.run if several else "", line.label]))
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(line.values) == 1 else "lines",
-        "name": line.label,
-        "legendgroup": line.label,
-        "hovertemplate": f"%{{x}}: %{{y}}<extra>{name}</extra>",
-        "y": short(line.values),
-        "meta": {axis: short(values) for axis, values in asdict(line.axis).items()},
-        "line": {
-            "color": COLOURS[(line.run_at if several else line.at) % len(COLOURS)],
-            "dash": DASHES[line.at % len(DASHES)],
-            "width": 2.0,
+    return Scatter(
+        mode="lines+markers" if len(line.points.values) == 1 else "lines",
+        name=line.label,
+        legendgroup=line.label,
+        hovertemplate=f"%{{x}}: %{{y}}<extra>{name}</extra>",
+        y=rounded(line.points.values),
+        meta={name: rounded(values) for name, values in line.points.axis.items()},
+        line={
+            "color": COLOURS[(line.run_index if several else line.curve) % len(COLOURS)],
+            "dash": DASHES[line.curve % len(DASHES)],
+            "width": 2,
         },
-    }
+    )
 
 
-def _add_bounds(chart: Chart, bounds: set[int]) -> None:
+def _add_bounds(figure: Any, bounds: set[int]) -> None:
     """Draw the bound. The largest staleness gets a broad line, because the mean may lie on it."""
-    for trace in chart.data:
-        broad = trace["name"] == "max"
-        trace["line"] |= {"shape": "hvh", "dash": "solid", "width": 5.0 if broad else 1.6}
-        trace["opacity"] = 0.45 if broad else 1.0
-    chart.layout["shapes"] = [
-        {
-            "type": "line",
-            "xref": "paper",
-            "x0": 0,
-            "x1": 1,
-            "y0": bound,
-            "y1": bound,
-            "line": {"color": FAINT, "width": 1.5, "dash": "dot"},
-            "label": {"text": f"bound {bound}", "textposition": "end"},
-        }
-        for bound in sorted(bounds)
-    ]
-    chart.layout["yaxis"] = {"range": [-0.1, max(bounds) * 1.15 + 0.3], "dtick": max(1, max(bounds) // 4)}
+    figure.update_traces(line={"shape": "hvh", "dash": "solid", "width": 1.6})
+    figure.update_traces(selector={"name": "max"}, line_width=5, opacity=0.45)
+    for bound in sorted(bounds):
+        label = {"text": f"bound {bound}", "textposition": "end"}
+        figure.add_hline(bound, line={"color": "#8b949e", "width": 1.5, "dash": "dot"}, label=label)
+    figure.update_yaxes(range=[-0.1, max(bounds) * 1.15 + 0.3], dtick=max(1, max(bounds) // 4))
 
 
-def _accuracy(runs: Mapping[str, Curves]) -> Chart:
+def _accuracy(runs: Mapping[str, Curves]) -> Any:
     """Evaluations with 95 % intervals. A line joins three or more evaluations on the same number of prompts."""
-    data: list[dict[str, Any]] = []
-    labels: set[str] = set()
-    for run_at, (run, curves) in enumerate(runs.items()):
-        kinds = list(dict.fromkeys(kind for kind, _ in curves.evaluations))
-        for (kind, prompts), points in curves.evaluations.items():
-            line = _Line(
-                run,
-                label=f"{kind}, {prompts:,} prompts",
-                run_at=run_at,
-                at=kinds.index(kind),
-                axis=points.axis,
-                values=points.values,
-            )
-            trace = _trace(line, several=len(runs) > 1)
-            joined = len(points.values) > 2
-            symbol = SYMBOLS[run_at % len(SYMBOLS)] + ("" if joined else "-open-dot" if line.at else "-open")
-            measured = list(zip(points.values, points.spans, strict=True))
-            trace |= {
-                "mode": "lines+markers" if joined else "markers",
-                "showlegend": line.label not in labels,
-                "marker": {"symbol": symbol, "size": 6 if joined else 10, "color": trace["line"]["color"]},
-                "error_y": {
-                    "type": "data",
+    from plotly.graph_objects import Figure
+
+    figure = Figure(layout={"yaxis": {"range": [0, 1.04]}})
+    labels = set()
+    for run_index, (run, curves) in enumerate(runs.items()):
+        kinds = list(dict.fromkeys(kind for kind, _ in curves.accuracy))
+        for (kind, prompts), points in curves.accuracy.items():
+            index, label = kinds.index(kind), f"{kind}, {prompts:,} prompts"
+            trace = _trace(_Line(run, run_index, index, label, points), len(runs) > 1)
+            is_joined = len(points.values) > 2
+            symbol = SYMBOLS[run_index % len(SYMBOLS)] + ("" if is_joined else "-open-dot" if index else "-open")
+            distances = [
+                (high - (value or 0.0), (value or 0.0) - low)
+                for value, (low, high) in zip(points.values, points.intervals, strict=True)
+            ]
+            trace.update(
+                mode="lines+markers" if is_joined else "markers",
+                showlegend=label not in labels,
+                marker={"symbol": symbol, "size": 6 if is_joined else 10, "color": trace.line.color},
+                error_y={
                     "symmetric": False,
-                    "array": short([high - value for value, (_, high) in measured]),
-                    "arrayminus": short([value - low for value, (low, _) in measured]),
+                    "array": rounded([above for above, _ in distances]),
+                    "arrayminus": rounded([below for _, below in distances]),
                     "thickness": 1,
                     "width": 2,
                 },
-            }
-            labels.add(line.label)
-            data.append(trace)
-    return Chart("Held-out accuracy", data=data, layout={"yaxis": {"range": [0, 1.04]}}, section=LEARNING)
+            )
+            labels.add(label)
+            figure.add_trace(trace)
+    return figure
 
 
 # -- a single run: how its time was spent, and the distributions of its training data
 
 
-def time_chart(times: Sequence[StepTime]) -> Chart:
-    """Draw the trainer's time by activity, as shares in ranges of steps."""
-    ranges = in_parts(times, STEP_RANGES)
-    sums = [{part: math.fsum(time.seconds[part] for time in some) for part in PARTS} for some in ranges]
-    shown = [part for part in PARTS if any(spent[part] for spent in sums)]
-    shares = {
-        NAMES[part].removeprefix("waiting for "): [spent[part] / (sum(spent.values()) or 1.0) for spent in sums]
-        for part in shown
-    }
-    colours = [PART_COLOURS[part] for part in shown]
-    return _stacked("The trainer's time", x=[some[-1].step + 1 for some in ranges], shares=shares, colours=colours)
-
-
-def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
-    """Draw the shares of tokens by staleness, over ranges of steps."""
-    ranges = in_ranges(steps, STEP_RANGES)
-    ages = range(max((max(step.tokens, default=0) for step in ranges), default=0) + 1)
-    title, x = "Tokens by their staleness in versions", [step.last + 1 for step in ranges]
-    shares = [[step.tokens[age] / (step.tokens.total() or 1) for step in ranges] for age in ages]
-    if len(ages) > MOST_AGES:
-        return _heat_map(title, x=x, y=list(ages), z=shares, name="staleness")
-    return _stacked(
-        title, x=x, shares={str(age): share for age, share in zip(ages, shares, strict=True)}, colours=ramp(len(ages))
-    )
-
-
-def shares_chart(title: str, found: Shares) -> Chart:
-    of_groups = found.shares.keys() <= GROUP_COLOURS.keys()
-    colours = [GROUP_COLOURS[name] for name in found.shares] if of_groups else ramp(len(found.shares))
-    return _stacked(title, x=found.steps, shares=found.shares, colours=colours)
-
-
-def histogram_chart(title: str, found: Histogram) -> Chart:
-    return _heat_map(title, x=found.steps, y=found.values, z=found.shares)
-
-
-def scatter_chart(points: Sequence[tuple[int, float, int]], rewards: Sequence[float] | None) -> Chart:
-    """Draw length against reward, coloured by step.
-
-    ``rewards``: all values that occur if they are few, otherwise None. With few values the points would cover each
-    other, so they are scattered around their value.
-    """
-    tokens, heights, steps = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [])
-    axis: dict[str, Any] = {"title": {"text": "reward"}}
-    shown: Sequence[float] = heights
-    if rewards is not None:
-        apart = min((high - low for low, high in pairwise(rewards)), default=1.0)
-        shown = [
-            reward + JITTER * apart * (crc32(repr((at, count)).encode()) / 2**32 - 0.5) * 2
-            for at, (reward, count) in enumerate(zip(heights, tokens, strict=True))
-        ]
-        axis |= {"tickvals": list(rewards), "zeroline": False}
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": tokens,
-        "y": short(shown),
-        "customdata": short(heights),
-        "marker": {
-            "size": 5,
-            "opacity": 0.6,
-            "color": steps,
-            "colorscale": STEP_SCALE,
-            "colorbar": {"title": {"text": "step"}, "thickness": 10, "outlinewidth": 0},
-        },
-        "hovertemplate": "%{x} tokens, reward %{customdata} (step %{marker.color})<extra></extra>",
-    }
-    layout = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": axis}
-    return Chart(f"Length and reward of {len(points):,} rollouts", [trace], layout)
-
-
-def ramp(count: int) -> list[str]:
-    """Return ``count`` colours, from low to high."""
-    if count <= 1:
-        return [RAMP[1]] * count
-    colours = []
-    for at in range(count):
-        below, share = divmod(at * (len(RAMP) - 1) / (count - 1), 1)
-        low, high = (bytes.fromhex(RAMP[min(int(below) + one, len(RAMP) - 1)][1:]) for one in (0, 1))
-        mixed = bytes(round(dark + (light - dark) * share) for dark, light in zip(low, high, strict=True))
-        colours.append(f"#{mixed.hex()}")
-    return colours
-
-
-def _stacked(title: str, x: Sequence[int], shares: Mapping[str, Sequence[float]], colours: Sequence[str]) -> Chart:
-    widths = [at - before for before, at in pairwise([2 * x[0] - x[1] if len(x) > 1 else x[0] - 1, *x])] if x else []
-    data = [
-        {
-            "type": "bar",
-            "width": widths,
-            "offset": [-width for width in widths],
-            "name": name,
-            "x": list(x),
-            "y": short(share),
-            "marker": {"color": colour, "line": {"width": 0}},
-            "hovertemplate": f"{name} %{{y:.1%}} (to step %{{x}})<extra></extra>",
-        }
-        for (name, share), colour in zip(shares.items(), colours, strict=True)
-    ]
-    layout = {
-        "showlegend": True,
-        "barmode": "stack",
-        "bargap": 0,
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"tickformat": SHARE, "range": [0, 1]},
-    }
-    return Chart(title, data, layout)
-
-
-def _heat_map(
-    title: str, x: Sequence[float], y: Sequence[float], z: Sequence[Sequence[float]], name: str = ""
-) -> Chart:
-    trace = {
-        "type": "heatmap",
-        "x": short(x),
-        "y": short(y),
-        "z": [short(row) for row in z],
-        "zmin": 0,
-        "colorbar": {"tickformat": SHARE, "thickness": 10, "outlinewidth": 0},
-        "hovertemplate": "to step %{x}<br>%{y}: %{z:.1%}<extra></extra>",
-    }
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": name}}}
-    return Chart(title, [trace], layout)
-
-
-def short(values: Sequence[float | None]) -> list[Any]:
-    """Round numbers to ``DIGITS``. NaN and infinity, which JSON does not have, become None."""
-    found: list[Any] = []
-    for value in values:
-        if value is None or not math.isfinite(value):
-            found.append(None)
+def run_charts(
+    times: Sequence[StepTime], staleness: tuple[StepStaleness, ...], shares: Mapping[str, Shares | Histogram]
+) -> Iterator[Chart]:
+    """Draw the trainer's time, the tokens' staleness, and ``shares`` by title."""
+    if times:
+        ranges = in_parts(times, STEP_RANGES)
+        names = [name.removeprefix("waiting for ") for name in PART_NAMES.values()]
+        sums = [[math.fsum(time.seconds[part] for time in steps) for part in PART_NAMES] for steps in ranges]
+        by_part = zip(*([seconds / (sum(spent) or 1.0) for seconds in spent] for spent in sums), strict=True)
+        parts = dict(zip(names, by_part, strict=True))
+        colours = dict(zip(names, PART_COLOURS, strict=True))
+        figure = _stacked(Shares(tuple(steps[-1].step + 1 for steps in ranges), parts), colours)
+        yield Chart("The trainer's time", figure)
+    if staleness:
+        step_ranges = in_ranges(staleness, STEP_RANGES)
+        ends = tuple(step.last_step for step in step_ranges)
+        ages = range(max(max(step.tokens, default=0) for step in step_ranges) + 1)
+        by_age = tuple(tuple(step.tokens[age] / (step.tokens.total() or 1) for step in step_ranges) for age in ages)
+        title = "Tokens by their staleness in versions"
+        if len(ages) > MOST_AGES:
+            yield Chart(title, _heat_map(Histogram(tuple(ages), ends, by_age), "staleness"))
         else:
-            rounded = value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
-            found.append(int(rounded) if float(rounded).is_integer() else rounded)
-    return found
+            yield Chart(title, _stacked(Shares(ends, dict(zip(map(str, ages), by_age, strict=True)))))
+    for title, distribution in shares.items():
+        yield Chart(
+            title,
+            _heat_map(distribution) if isinstance(distribution, Histogram) else _stacked(distribution, GROUP_COLOURS),
+        )
+
+
+def _stacked(shares: Shares, colours: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """Draw shares as bars; without ``colours``, a ramp from low to high."""
+    from plotly.colors import sample_colorscale
+    from plotly.graph_objects import Bar, Figure
+
+    steps = shares.steps
+    before = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
+    widths = [end - start for start, end in pairwise(before)]
+    count = len(shares.shares)
+    ramp = sample_colorscale(RAMP, [index / max(1, count - 1) for index in range(count)])
+    figure = Figure(layout={"showlegend": True, "barmode": "stack", "bargap": 0, "xaxis": {"title": {"text": "step"}}})
+    figure.update_yaxes(tickformat=SHARE, range=[0, 1])
+    for (name, values), colour in zip(shares.shares.items(), ramp, strict=True):
+        bar = Bar(
+            name=name,
+            x=list(steps),
+            y=rounded(values),
+            width=widths,
+            offset=[-width for width in widths],
+            marker={"color": colours.get(name, colour), "line": {"width": 0}},
+            hovertemplate=f"{name} %{{y:.1%}} (to step %{{x}})<extra></extra>",
+        )
+        figure.add_trace(bar)
+    return figure
+
+
+def _heat_map(histogram: Histogram, name: str = "") -> Any:
+    from plotly.graph_objects import Figure, Heatmap
+
+    heat_map = Heatmap(
+        x=list(histogram.steps),
+        y=rounded(histogram.values),
+        z=[rounded(row) for row in histogram.shares],
+        zmin=0,
+        colorbar={"tickformat": SHARE, "thickness": 10, "outlinewidth": 0},
+        hovertemplate="to step %{x}<br>%{y}: %{z:.1%}<extra></extra>",
+    )
+    return Figure(heat_map, {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": name}}})
+
+
+def rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Round numbers to five digits. NaN and infinity, which JSON does not have, become None."""
+    return [None if value is None or not math.isfinite(value) else float(f"{value:.5g}") for value in values]

@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
@@ -26,38 +25,27 @@ from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.health import health
 from asyncrl_cli.inspect.pages import moment, number
-from asyncrl_cli.inspect.report.charts import (
-    SERIES,
-    Chart,
-    curve_charts,
-    histogram_chart,
-    scatter_chart,
-    shares_chart,
-    staleness_chart,
-    time_chart,
+from asyncrl_cli.inspect.report.answers import (
+    Answer,
+    failed,
+    healthy,
+    learned,
+    limited,
+    other_costs,
+    stale,
+    trainer_shares,
+    trainer_time,
 )
-from asyncrl_cli.inspect.report.curves import Curves, curves
-from asyncrl_cli.inspect.report.evidence import StepTime, activity, besides, breakdown, prediction, trainer_time
+from asyncrl_cli.inspect.report.charts import Chart, Curves, curve_charts, curves, run_charts
 from asyncrl_cli.inspect.report.facts import Facts, facts
-from asyncrl_cli.inspect.report.findings import Answer, failed, healthy, learned, limited, stale
-from asyncrl_cli.inspect.report.samples import (
-    HeldOutSample,
-    Sample,
-    evaluation_files,
-    held_out_samples,
-    machine_samples,
-    newest,
-    samples,
-)
+from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, evaluation_files, held_out_samples, samples
+from asyncrl_cli.inspect.reproduction import no_advice, prediction
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
-from asyncrl_cli.inspect.what_if import no_advice
-from asyncrl_cli.journal import rollouts
-from asyncrl_cli.journal.events import Fault
-from asyncrl_cli.journal.history import failures, history, metrics_rows
+from asyncrl_cli.journal.history import Fault, failures, history, metrics_rows, step_spans
 from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.journal.rollouts import distributions
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.journal.staleness import Report, staleness_report
-from asyncrl_cli.journal.step_timeline import step_spans
+from asyncrl_cli.journal.staleness import staleness_report
 from asyncrl_cli.plan.prediction import Prediction
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
@@ -70,17 +58,22 @@ LABEL_LENGTH = 28
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
+    """A run on the page.
+
+    Args:
+        prediction: the prediction, or the reason why there is none.
+        facts: the same names for every run.
+        held_out: answers before and after training.
+    """
+
     run_id: str
     answers: tuple[Answer, ...]
     prediction: Prediction | str
-    """The prediction, or the reason why there is none."""
     facts: Facts
-    """The same names for every run."""
     curves: Curves
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
     held_out: tuple[HeldOutSample, ...]
-    """Answers before and after training."""
     decoded: bool
     faults: tuple[Fault, ...]
     faults_in_all: int
@@ -90,79 +83,50 @@ class RunSummary:
 
 def summarize(run: RunDirectory) -> RunSummary:
     """Read a run. Raises ``JournalError`` if its journal is missing or cannot be read."""
-    spec, files, machine = resolved_spec(run), evaluation_files(run), machine_samples(run)
+    spec, files = resolved_spec(run), evaluation_files(run)
+    phase = run.status
+    has_ended = phase not in ACTIVE
+    decoder = open_decoder(run)
     with snapshot(run.path / FILE) as connection:
-        past = history(connection)
-        settings = past.progress.settings
+        run_history = history(connection)
+        settings = run_history.progress.settings
         spans = list(step_spans(connection, settings.publish_every))
         staleness = staleness_report(connection)
-        times = trainer_time(connection, spans, settings.groups_per_step)
-        spent = activity(times, spans)
+        times = trainer_time(connection, spans)
+        shares = trainer_shares(times)
         findings = health(metrics_rows(connection), spec)
-        reason = no_advice(findings)
-        found = reason or prediction(connection, spec)
-        recorded: list[str] = []
-        if spent:
-            costs = besides(connection, spec=spec, spans=spans, settings=settings, spent=spent)
-            recorded = [breakdown(spent)] if reason else [breakdown(spent), *costs]
-        course = curves(
-            connection, spans=spans, names=SERIES, files=files, samples=machine, max_staleness=settings.max_staleness
-        )
-        decoder = open_decoder(run)
+        unhealthy = no_advice(findings)
+        predicted = unhealthy or prediction(connection, spec)
+        costs = list(other_costs(connection, spec, spans, shares)) if shares and not unhealthy else []
         faults = failures(connection, FAULTS_SHOWN, newest=False)
-        charts = tuple(_charts(connection, times, staleness))
-        chosen = samples(connection, decoder)
-        both = newest(files, "greedy")
-        held_out = tuple(held_out_samples(connection, *both)) if both else ()
-    phase = run.status
-    ended = phase not in ACTIVE
+        run_curves = curves(connection, spans, files, settings.max_staleness)
+        charts = tuple(run_charts(times, staleness.steps, distributions(connection)))
+        rollouts = tuple(samples(connection, decoder))
+        held_out = tuple(held_out_samples(connection, files))
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
-    first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
+    first_fault = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
+    is_healthy = all(finding.last_step is not None for finding in findings)
     return RunSummary(
         run_id=run.run_id,
         answers=(
-            healthy(findings, len(spans), ended),
-            learned(rewards, evaluations=past.evaluations, spec=spec, ended=ended, findings=findings),
-            limited(found, recorded, ended),
-            stale(staleness, ended),
-            failed(
-                phase,
-                reason=run.state.reason,
-                fault_counts=past.failures_by_kind,
-                first_fault=first,
-                is_healthy=all(finding.last_step is not None for finding in findings),
-            ),
+            healthy(findings, len(spans), has_ended),
+            learned(rewards, run_history.evaluations, spec, has_ended=has_ended, findings=findings),
+            limited(predicted, shares, costs, has_ended),
+            stale(staleness, has_ended),
+            failed(phase, run.state.reason, run_history.failures_by_kind, first_fault, is_healthy),
         ),
-        prediction=found,
-        facts=facts(run=run, phase=phase, past=past, spans=spans, spent=spent, spec=spec, files=files, machine=machine),
-        curves=course,
+        prediction=predicted,
+        facts=facts(run, run_history, spans, files),
+        curves=run_curves,
         charts=charts,
-        samples=tuple(chosen),
+        samples=rollouts,
         held_out=held_out,
         decoded=decoder is not None,
         faults=faults,
-        faults_in_all=sum(past.failures_by_kind.values()),
+        faults_in_all=sum(run_history.failures_by_kind.values()),
         spec=spec,
         spec_text=spec_text(run),
     )
-
-
-def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], staleness: Report) -> Iterator[Chart]:
-    if times:
-        yield time_chart(times)
-    if staleness.steps:
-        yield staleness_chart(staleness.steps)
-    few = rollouts.distinct_rewards(connection)
-    if few and (shares := rollouts.reward_shares(connection)) is not None:
-        yield shares_chart("Rollouts by reward", shares)
-    elif few is None and (rewards := rollouts.histogram(connection, "reward")) is not None:
-        yield histogram_chart("Rewards", rewards)
-    if (groups := rollouts.group_shares(connection)) is not None:
-        yield shares_chart("Groups by their rewards", groups)
-    if (lengths := rollouts.histogram(connection, "tokens")) is not None:
-        yield histogram_chart("Length of responses (tokens)", lengths)
-    if points := rollouts.length_and_reward(connection):
-        yield scatter_chart(points, few)
 
 
 def render(runs: Sequence[RunSummary]) -> str:
@@ -181,28 +145,37 @@ def render(runs: Sequence[RunSummary]) -> str:
     environment.filters |= {"moment": moment, "counted": counted}
     charts: dict[str, Chart] = {}
 
-    def drawn(some: Iterable[Chart]) -> list[tuple[str, str]]:
+    def chart_ids(new_charts: Iterable[Chart]) -> list[tuple[str, str]]:
         """Add charts to the page. Returns their ids and titles."""
-        first = len(charts)
-        charts.update((f"chart-{at}", chart) for at, chart in enumerate(some, first))
-        return [(name, chart.title) for name, chart in list(charts.items())[first:]]
+        named = {f"chart-{index}": chart for index, chart in enumerate(new_charts, len(charts))}
+        charts.update(named)
+        return [(name, chart.title) for name, chart in named.items()]
 
     labels = short_labels([run.run_id for run in runs])
-    course = curve_charts(dict(zip(labels, (run.curves for run in runs), strict=True)))
-    sections = dict.fromkeys(chart.section for chart in course.charts)
+    common_charts, constants = curve_charts(dict(zip(labels, (run.curves for run in runs), strict=True)))
+    sections = dict.fromkeys(chart.section for chart in common_charts)
     folder = resources.files("asyncrl_cli.inspect.report") / "page"
     return environment.get_template("report.html.j2").render(
         runs=runs,
         labels=labels,
-        common=[(name, drawn(chart for chart in course.charts if chart.section == name)) for name in sections],
-        constant={title: number(value) for title, value in course.constant.items()},
-        own={run.run_id: drawn(run.charts) for run in runs},
+        common=[(name, chart_ids(chart for chart in common_charts if chart.section == name)) for name in sections],
+        constant={title: number(value) for title, value in constants.items()},
+        own={run.run_id: chart_ids(run.charts) for run in runs},
         differences=differences(runs),
         style=(folder / "report.css").read_text(encoding="utf-8"),
         script=(folder / "report.js").read_text(encoding="utf-8"),
         plotly=(resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
-        data=embedded({name: {"data": chart.data, "layout": chart.layout} for name, chart in charts.items()}),
+        data=embedded({name: _figure_data(chart) for name, chart in charts.items()}),
     )
+
+
+def _figure_data(chart: Chart) -> dict[str, Any]:
+    figure = chart.figure.to_plotly_json()
+    # The page's script sets all colours, which plotly's template would override.
+    return {
+        "data": figure["data"],
+        "layout": {name: figure["layout"][name] for name in figure["layout"] if name != "template"},
+    }
 
 
 def short_labels(run_ids: Sequence[str]) -> list[str]:

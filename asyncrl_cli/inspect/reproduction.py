@@ -1,5 +1,5 @@
-"""Simulates a recorded run with its measured lengths and costs (docs/planning.md), for `asyncrl staleness` and the
-report. They have a run's spec only as plain values."""
+"""Simulates a recorded run with its measured lengths and costs (docs/planning.md), for `asyncrl plan` and the report.
+They have a run's spec only as plain values."""
 
 from __future__ import annotations
 
@@ -12,37 +12,19 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
 from asyncrl_cli.plan.comparison import Line, compare, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import STEPS, Devices, Prediction, predict, with_bound
-from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
+from asyncrl_cli.plan.prediction import STEPS, Devices, Prediction, predict
+from asyncrl_cli.plan.simulator import Scenario, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class Reproduced:
     """A recorded run, simulated with its own settings."""
 
-    spec: Mapping[str, Any]
-    measured: Calibration
     scenario: Scenario
-    outcome: Outcome
     lines: tuple[Line, ...]
     """The outcome next to the measurements."""
     misfit: str | None
     """The part that does not fit the measurements; then no prediction holds. None if all parts fit."""
-
-    def under(self, max_staleness: int) -> Outcome:
-        if max_staleness == self.scenario.settings.max_staleness:
-            return self.outcome
-        return simulate(with_bound(self.scenario, max_staleness), STEPS)
-
-    def prediction(self) -> Prediction:
-        """Predict the run, as `asyncrl plan` does for the same spec."""
-        longest = max(rollout.response for group in self.scenario.groups for rollout in group.rollouts)
-        devices = Devices.of(
-            value_at(self.spec, "rollout.gpus_per_engine") or 0,
-            value_at(self.spec, "trainer.gpus_per_rank") or 0,
-            setting(self.spec, "trainer.ranks", 1),
-        )
-        return predict(self.scenario, setting(self.spec, "rollout.max_response_tokens", longest), devices)
 
 
 def no_advice(findings: Sequence[HealthFinding]) -> str:
@@ -69,17 +51,20 @@ def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
     )
     outcome = simulate(scenario, STEPS)
     lines = compare(outcome, measured.observed)
-    return Reproduced(
-        spec,
-        measured=measured,
-        scenario=scenario,
-        outcome=outcome,
-        lines=lines,
-        misfit=misfit(lines, outcome, measured.observed),
+    return Reproduced(scenario, lines, misfit(lines, outcome, measured.observed))
+
+
+def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:
+    """Predict a recorded run, as `asyncrl plan` does for the same spec. Returns the reason if that is impossible."""
+    gpus_per_engine, gpus_per_rank = (
+        value_at(spec, key) or 0 for key in ("rollout.gpus_per_engine", "trainer.gpus_per_rank")
     )
-
-
-def reproduced_from(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Reproduced:
-    """Simulate the run in a journal. Raises ``ValueError`` for too few steps, or batches without groups."""
-    on_one_host = not value_at(spec, "trainer.gpus_per_rank") and not value_at(spec, "rollout.gpus_per_engine")
-    return reproduced(spec, calibrate(connection, on_one_host))
+    try:
+        simulated = reproduced(spec, calibrate(connection, not gpus_per_engine and not gpus_per_rank))
+    except ValueError as error:
+        return str(error)
+    if simulated.misfit is not None:
+        return f"the simulator does not reproduce the recorded steps within 10 % (the worst part: {simulated.misfit})"
+    longest = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
+    devices = Devices.of(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
+    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest), devices)
