@@ -17,6 +17,7 @@ from rich.console import Console
 
 from asyncrl_cli.cli.app import app, main
 from asyncrl_cli.cli.output import in_runs_dir
+from asyncrl_cli.cli.report import report
 from asyncrl_cli.cli.running import drive
 from asyncrl_cli.inspect.dashboard import Panel, Shown
 from asyncrl_cli.inspect.report import page
