@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from asyncrl_cli.core.intervals import LEVEL, Z, wilson
 from asyncrl_cli.core.terminal import counted
@@ -77,7 +77,8 @@ def healthy(findings: Sequence[HealthFinding], steps: int, has_ended: bool) -> A
         return Answer(question, f"Yes: no rule was broken in {counted(steps, 'step')}.", "good")
     # Findings that last and stop learning come first.
     worst, *others = sorted(findings, key=lambda one: (one.last_step is not None, not one.stops_learning))
-    answer, tone = f"No: {worst.text}.", cast("Tone", "bad")
+    answer = f"No: {worst.text}."
+    tone: Tone = "bad"
     if worst.last_step is not None:
         others, tone = list(findings), "plain"
         answer = f"Yes, in the newest of {counted(steps, 'step')}; before, a rule was broken."
