@@ -71,10 +71,10 @@ def finite(value: object) -> float | None:
         value = value.item() if hasattr(value, "item") else value
         if not hasattr(type(value), "__float__"):  # float() would also parse text
             return None
-        number = float(value)  # type: ignore[arg-type]
+        converted = float(value)  # type: ignore[arg-type]
     except Exception:  # too large, an array with several elements, a symbol
         return None
-    return number + 0.0 if abs(number) <= LARGEST else None  # adding 0.0 turns -0.0 into 0.0
+    return converted + 0.0 if abs(converted) <= LARGEST else None  # adding 0.0 turns -0.0 into 0.0
 
 
 @runtime_checkable

@@ -60,8 +60,8 @@ class FunctionTask:
             raise TaskError(message, location=location, hint="call it in a function reward(prompt, response)") from None
         stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         names = [name for name, parameter in self._signature.parameters.items() if parameter.kind not in stars]
-        self._row = _chosen(names, ROW, "prompt")
-        self._response = _chosen(names, self.response_names, self.usual_name)
+        self._row = _only_match(names, ROW, "prompt")
+        self._response = _only_match(names, self.response_names, self.usual_name)
         if not self._response:
             raise TaskError(
                 f"{name}{self._signature} has no parameter that is clearly the response",
@@ -75,14 +75,14 @@ class FunctionTask:
         value: Reward = self._call(row, {self._row: row, self._response: response, "finished": finished})
         return value
 
-    def _call(self, row: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    def _call(self, row: Mapping[str, Any], call_values: Mapping[str, Any]) -> Any:
         nested = row.get("reward_model")  # here verl's rows have the ground truth
-        values = {**(nested if isinstance(nested, Mapping) else {}), **row, **given}
+        values = {**(nested if isinstance(nested, Mapping) else {}), **row, **call_values}
         arguments: dict[str, Any] = {}
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                taken = arguments.keys() | given.keys()
-                arguments[name] = {column: row[column] for column in row if column not in taken}
+                passed_names = arguments.keys() | call_values.keys()
+                arguments[name] = {column: row[column] for column in row if column not in passed_names}
             elif name in values and parameter.kind is not parameter.VAR_POSITIONAL:
                 arguments[name] = values[name]
             elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
@@ -116,10 +116,10 @@ class GroupFunction(FunctionTask):
         return self._call(columns, {"completions": completions, "finished": finished})
 
 
-def _chosen(names: Collection[str], known: Collection[str], first: str) -> str:
-    """Return ``first`` if it is among the names, or the only ``known`` name; empty if there is none or several."""
-    found = [name for name in names if (name.strip("_") or "prompt") in known]
-    return first if first in found else found[0] if len(found) == 1 else ""
+def _only_match(names: Collection[str], accepted_names: Collection[str], usual_name: str) -> str:
+    """Return ``usual_name`` if it is among the names, or the only accepted name; empty if there is none or several."""
+    matches = [name for name in names if (name.strip("_") or "prompt") in accepted_names]
+    return usual_name if usual_name in matches else matches[0] if len(matches) == 1 else ""
 
 
 class AgentFunction:

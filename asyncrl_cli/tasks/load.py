@@ -44,7 +44,7 @@ ANY_KIND = (
     "environment(prompt), an environment class with reset and step, a function f(prompt, response) or "
     "f(prompt, responses), or an async function f(prompt, model)"
 )
-ONE_BY_ONE = "rollouts of agents and environments are episodes, which are scored one by one"
+EPISODES_ARE_SINGLE = "rollouts of agents and environments are episodes, which are scored one by one"
 
 
 def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect: bool = False) -> Any:
@@ -55,9 +55,9 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect
     not need. Raises ``TaskError``.
     """
 
-    def load(one: TaskSpec | TaskMember, use: str, location: str) -> Any:
-        task = load_one(use, one.options, search_path, location=location)
-        if one.tools is None or not connect:
+    def load(section: TaskSpec | TaskMember, use: str, location: str) -> Any:
+        task = load_one(use, section.options, search_path, location=location)
+        if section.tools is None or not connect:
             return task
         episodic = is_episodic(task)
         plays_itself = episodic and getattr(type(task), "environment", None) is not ToolTask.environment
@@ -66,7 +66,7 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect
             problem = f"{use} {reason}, so it cannot be given tools"
             hint = "connect to the servers in its own code, or use a ToolTask or a task with a reward"
             raise TaskError(problem, location=f"{location}.tools", hint=hint)
-        servers = McpServers(one.tools.mcp, search_path, location=f"{location}.tools.mcp")
+        servers = McpServers(section.tools.mcp, search_path, location=f"{location}.tools.mcp")
         if not episodic:
             return OneCall(task, servers)
         task.mcp_servers = servers
@@ -102,16 +102,16 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
         target = READY_TASKS.get(use, use)
         module_name, colon, name = target.partition(":")
         if not (module_name and colon and name):
-            known = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
-            known += " (`asyncrl init --list` has examples)"
-            hint = did_you_mean(use, READY_TASKS, known)
+            ready_names = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
+            ready_names += " (`asyncrl init --list` has examples)"
+            hint = did_you_mean(use, READY_TASKS, ready_names)
             raise TaskError(f"there is no ready task {use!r}", location=USE, hint=hint)
-        found = import_named(target, search_path, location=USE, hint=ANY_KIND, error_type=TaskError)
-        if isinstance(found, type):
-            return _construct(found, use, options)
-        if callable(found):
-            return _wrap(found, use, options)
-        message = f"{target} is neither a class nor a function (got {type(found).__name__})"
+        target_object = import_named(target, search_path, location=USE, hint=ANY_KIND, error_type=TaskError)
+        if isinstance(target_object, type):
+            return _construct(target_object, use, options)
+        if callable(target_object):
+            return _wrap(target_object, use, options)
+        message = f"{target} is neither a class nor a function (got {type(target_object).__name__})"
         raise TaskError(message, location=USE, hint=ANY_KIND)
     except TaskError as error:
         # A task does not know its location in the spec, so its errors have keys of the section `task`.
@@ -120,49 +120,51 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
         raise
 
 
-def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
+def _construct(task_class: type, use: str, options: Mapping[str, Any]) -> Any:
     """Construct a task of the class ``found``, or wrap it if it is an environment class."""
     methods = [
         name
         for name in ("reward", "rewards", "run", "environment", "reset", "step")
-        if callable(getattr(found, name, None))
+        if callable(getattr(task_class, name, None))
     ]
     if "rewards" in methods and (episodic := {"run", "environment", "reset"}.intersection(methods)):
         raise TaskError(
-            f"{use} has rewards for whole groups and {min(episodic)}: {ONE_BY_ONE}",
+            f"{use} has rewards for whole groups and {min(episodic)}: {EPISODES_ARE_SINGLE}",
             location=USE,
             hint="return the reward of each episode instead, or give it reward(prompt, response, finished)",
         )
     is_environment = methods == ["reset", "step"]
     if not is_environment and not {"reward", "rewards", "run", "environment"}.intersection(methods):
-        missing = {"reset": "step", "step": "reset"}.get("".join(methods))
-        lacks = missing or "reward, rewards, run or environment"
+        missing_method = {"reset": "step", "step": "reset"}.get("".join(methods))
+        lacks = missing_method or "reward, rewards, run or environment"
         raise TaskError(
-            f"{use} is not a task: class {found.__name__} has no method {lacks}",
+            f"{use} is not a task: class {task_class.__name__} has no method {lacks}",
             location=USE,
-            hint=f"give it {missing}, as it has {methods[0]}" if missing else ANY_KIND,
+            hint=f"give it {missing_method}, as it has {methods[0]}" if missing_method else ANY_KIND,
         )
-    if "run" in methods and not inspect.iscoroutinefunction(found.run):  # type: ignore[attr-defined]
+    if "run" in methods and not inspect.iscoroutinefunction(task_class.run):  # type: ignore[attr-defined]
         raise TaskError(
             f"{use} has a method run that is not async", location=USE, hint="make it async def run(self, prompt, model)"
         )
-    signature = inspect.signature(found)
-    given = ("prompt", "sandbox") if is_environment else ()
-    further = {name: None for name in given if name in signature.parameters}
+    signature = inspect.signature(task_class)
+    episode_parameters = ("prompt", "sandbox") if is_environment else ()
+    further = {name: None for name in episode_parameters if name in signature.parameters}
     try:
         signature.bind(**options, **further)
     except TypeError as error:
         accepted = list(signature.parameters)
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         hints = [did_you_mean(option, accepted) for option in options if option not in accepted and not takes_any]
-        hints.append(f"it is constructed as {found.__name__}{signature.replace(return_annotation=signature.empty)}")
+        hints.append(
+            f"it is constructed as {task_class.__name__}{signature.replace(return_annotation=signature.empty)}"
+        )
         raise TaskError(
             f"the options do not fit {use}: {error}", location=OPTIONS, hint=" ".join(filter(None, hints))
         ) from None
     if is_environment:
-        return EnvironmentClass(found, options, use)
+        return EnvironmentClass(task_class, options, use)
     try:
-        task = found(**options)
+        task = task_class(**options)
     except TaskError:
         raise
     except Exception as error:
@@ -183,8 +185,8 @@ def _check_reward(task: Any, use: str, name: str) -> None:
     try:
         signature = inspect.signature(getattr(task, name))
         signature.bind(None, "", *([True] if name == "reward" or "finished" in signature.parameters else []))
-        first, second = [*signature.parameters, "", ""][:2]
-        if first in RESPONSE | RESPONSES or second in ROW:
+        first_name, second_name = [*signature.parameters, "", ""][:2]
+        if first_name in RESPONSE | RESPONSES or second_name in ROW:
             raise TypeError(f"its parameters are {signature}")
     except ValueError:  # a builtin without a signature
         return

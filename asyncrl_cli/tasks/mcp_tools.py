@@ -62,9 +62,11 @@ class McpServers:
         """Each tool's server and OpenAI definition, by the tool's name."""
         for server in specs:
             for tool in self._allowed(server):
-                other, _ = self.definitions.get(tool.name, ("", {}))
-                if other or not re.fullmatch(r"[\w-]{1,64}", tool.name):
-                    problem = f"is also a tool of {other!r}" if other else "has a name that a model cannot call"
+                other_server, _ = self.definitions.get(tool.name, ("", {}))
+                if other_server or not re.fullmatch(r"[\w-]{1,64}", tool.name):
+                    problem = (
+                        f"is also a tool of {other_server!r}" if other_server else "has a name that a model cannot call"
+                    )
                     problem, hint = f"the tool {tool.name!r} {problem}", "exclude it: set allowed_tools"
                     raise TaskError(problem, location=f"{location}.{server}", hint=hint)
                 function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
@@ -86,20 +88,20 @@ class McpServers:
                 tools = thread.submit(lambda: asyncio.run(listed(printed))).result()
             except Exception as error:
                 printed.seek(0)
-                last = " ".join(printed.read().splitlines()[-1:])
+                last_line = " ".join(printed.read().splitlines()[-1:])
                 timed_out = isinstance(first_cause(error), TimeoutError)
                 lost = f"the MCP server {server!r} did not list its tools within {self.limit_s(server):g} s"
                 problem = (lost if timed_out else str(_lost(server, error))) + (
-                    f"; it printed: {last:.200}" if last else ""
+                    f"; it printed: {last_line:.200}" if last_line else ""
                 )
                 hint = "correct its command or url, or start it"
                 hint = "pip install 'asyncrl[mcp]'" if isinstance(error, ImportError) else hint
                 raise TaskError(problem, location=key, hint=hint) from error
-        allowed = self._specs[server].allowed_tools or list(tools)
-        for name in set(allowed) - tools.keys():
+        allowed_names = self._specs[server].allowed_tools or list(tools)
+        for name in set(allowed_names) - tools.keys():
             hint = did_you_mean(name, tools, f"it has {', '.join(tools)}")
             raise TaskError(f"{server} has no tool {name!r}", location=f"{key}.allowed_tools", hint=hint)
-        return [tools[name] for name in allowed]
+        return [tools[name] for name in allowed_names]
 
     def limit_s(self, server: str) -> float:
         """Seconds to connect, and for each call."""
@@ -145,24 +147,24 @@ class McpTool:
         if not isinstance(values, dict):
             raise ValueError("the arguments are not a JSON object")
         result = awaited(self.session.call(self.server, self.name, values))
-        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        texts = [item.text if item.type == "text" else f"[{item.type}]" for item in result.content]
         if not texts and result.structured_content is not None:
             texts = [json.dumps(result.structured_content, ensure_ascii=False)]
         if result.is_error:
             raise ToolError("\n".join(texts))
-        images = sum(part.type == "image" for part in result.content)
+        images = sum(item.type == "image" for item in result.content)
         if not images or not SEES_IMAGES.get():
             self.session.hidden_images += images
             return "\n".join(texts)
-        parts: list[dict[str, Any]] = []
-        for part, text in zip(result.content, texts, strict=True):
-            if part.type == "image":
-                parts.append({"type": "image", "image": checked(base64.b64decode(part.data))})
-            elif parts and parts[-1]["type"] == "text":
-                parts[-1]["text"] += f"\n{text}"
+        message_parts: list[dict[str, Any]] = []
+        for item, text in zip(result.content, texts, strict=True):
+            if item.type == "image":
+                message_parts.append({"type": "image", "image": checked(base64.b64decode(item.data))})
+            elif message_parts and message_parts[-1]["type"] == "text":
+                message_parts[-1]["text"] += f"\n{text}"
             else:
-                parts.append({"type": "text", "text": text})
-        return parts
+                message_parts.append({"type": "text", "text": text})
+        return message_parts
 
 
 class McpSession:

@@ -36,8 +36,8 @@ def task_name(prompt: Prompt) -> str:
 
 def reward_limit_s(spec: TaskSpec, prompt: Prompt) -> float:
     """Time limit in seconds for the reward of a response to ``prompt``."""
-    own = {member.name: member.reward_timeout_s for member in spec.mix}.get(task_name(prompt))
-    return spec.reward_timeout_s if own is None else own
+    member_limit_s = {member.name: member.reward_timeout_s for member in spec.mix}.get(task_name(prompt))
+    return spec.reward_timeout_s if member_limit_s is None else member_limit_s
 
 
 def interleave(weights: Sequence[float], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -99,23 +99,23 @@ class MixTask:
         the split ends before the first repetition."""
         members = self._spec.mix
         strata, rows_before = interleave([member.weight for member in members], size)
-        wanted = Counter(strata.tolist())
-        own: list[Sequence[Prompt]] = []
+        row_counts = Counter(strata.tolist())
+        member_prompts: list[Sequence[Prompt]] = []
         for index, member in enumerate(members):
             source = (member.train if split == "train" else member.eval) or SplitSpec()
             if source.path is None and source.size is None:
-                source = source.model_copy(update={"size": max(1, wanted[index])})
+                source = source.model_copy(update={"size": max(1, row_counts[index])})
             prompts = load_prompts(
                 split, source, self.tasks[member.name], base=self._base, location=f"task.mix.{index}.{split}"
             )
-            own.append(prompts)
+            member_prompts.append(prompts)
         if split == "eval":
-            lengths = np.array([len(prompts) for prompts in own])
+            lengths = np.array([len(prompts) for prompts in member_prompts])
             again = np.flatnonzero(rows_before >= lengths[strata])
             end = int(again[0]) if len(again) else size
             strata, rows_before = strata[:end], rows_before[:end]
         names = [member.name for member in members]
-        return MixedPrompts(names, own, strata=strata, rows_before=rows_before)
+        return MixedPrompts(names, member_prompts, strata=strata, rows_before=rows_before)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         task, its_prompt = self.scored_by(prompt)

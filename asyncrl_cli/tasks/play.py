@@ -97,14 +97,14 @@ async def play(
                 reply = await ask(http, model, messages, tools=tools, variables=variables)
             except LimitReached:
                 break
-            step, number = await asyncio.to_thread(_step, environment, reply)
-            rewards.append(number)
+            step, step_reward = await asyncio.to_thread(_step, environment, reply)
+            rewards.append(step_reward)
             metrics.update(step.metrics)
             if step.done:
                 break
             if messages[-1]["role"] == "assistant":  # the reply continued this message
-                begun = normalized(messages.pop())["content"]
-                reply = {**reply, "content": begun + (reply.get("content") or "")}
+                begun_text = normalized(messages.pop())["content"]
+                reply = {**reply, "content": begun_text + (reply.get("content") or "")}
             messages += [reply, *with_data_urls(step.messages, images)]
     finally:
         if (close := getattr(environment, "close", None)) is not None:
@@ -168,11 +168,11 @@ def _step(environment: Environment, reply: Message) -> tuple[Step, float | None]
     step = environment.step(reply)
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is not a Step")
-    if (number := finite(step.reward)) is None and step.reward is not None:
+    if (reward := finite(step.reward)) is None and step.reward is not None:
         raise TypeError(
             f"step returned the reward {step.reward!r:.200}, which is not a finite number or None (at most {LARGEST:g})"
         )
-    return step, number
+    return step, reward
 
 
 async def ask(

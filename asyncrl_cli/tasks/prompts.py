@@ -22,14 +22,14 @@ HELD_OUT_ONE_IN = 10
 """By default, one text in this many is held out."""
 
 
-def is_held_out(text: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
-    """True if prompts with this text belong to the ``eval`` split; one text in ``one_in`` does.
+def is_held_out(text: str, folds: int = HELD_OUT_ONE_IN) -> bool:
+    """True if prompts with this text belong to the ``eval`` split; one text in ``folds`` does.
 
     Invariant: a hash of the text alone decides, not the seed, the row or the size of a split. So a prompt that is drawn
     in two rows is never both trained on and evaluated.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % one_in == 0
+    return int.from_bytes(digest, "little") % folds == 0
 
 
 def load_prompts(
@@ -57,8 +57,8 @@ def load_prompts(
         raise DataError(f"{location}.size is missing", hint="set it to the number of prompts that the task should make")
     prompts = task.prompts(split_name, split_spec.size)
     form = RowForm(location, check=check)
-    for number, prompt in enumerate(_check_first(prompts), start=1):
-        form.checked(prompt, number)
+    for row_index, prompt in enumerate(_check_first(prompts), start=1):
+        form.checked(prompt, row_index)
     return prompts
 
 

@@ -240,22 +240,22 @@ def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
     return " ".join(" ".join(summary).split()), {name: words for name, words in descriptions.items() if words}
 
 
-def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:
+def call_message(call_index: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:
     """A reply that calls a tool, for demonstrations. The calls of a conversation are numbered from 0."""
     function = {"name": tool, "arguments": json.dumps(arguments)}
-    call = {"id": f"call{number}", "type": "function", "function": function}
+    call = {"id": f"call{call_index}", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def result_message(number: int, content: str) -> Message:
+def result_message(call_index: int, content: str) -> Message:
     """The result of call ``number``, for demonstrations."""
-    return {"role": "tool", "tool_call_id": f"call{number}", "content": content}
+    return {"role": "tool", "tool_call_id": f"call{call_index}", "content": content}
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
     """A JSON schema without pydantic's titles, which repeat the names and cost the policy tokens."""
     return {
-        key: {name: _without_titles(one) for name, one in value.items()}
+        key: {name: _without_titles(subschema) for name, subschema in value.items()}
         if key == "properties"
         else _without_titles(value)
         if isinstance(value, dict)

@@ -22,7 +22,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.tasks.base import AgentTask, DemonstrationTask, PromptTask
+from asyncrl_cli.tasks.base import AgentTask, PromptTask
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mcp_tools import ServerLost
 from asyncrl_cli.tasks.tools import ToolEnvironment
@@ -231,7 +231,7 @@ def test_an_episode_that_is_stopped_ends_its_program(scored: Any) -> None:
 
 
 def test_a_task_with_a_reward_becomes_an_episode(scored: Any, folder: Path) -> None:
-    assert isinstance(scored, AgentTask) and isinstance(scored, PromptTask) and isinstance(scored, DemonstrationTask)
+    assert isinstance(scored, AgentTask) and isinstance(scored, PromptTask)
     assert scored.reward(*(scored.prompts("train", 1)[0], "#", True)) == 0.0
     opening = scored.opening(scored.prompts("train", 1)[0])  # type: ignore[attr-defined]
     assert "surroundings" in [tool["function"]["name"] for tool in opening.fields["tools"]]

@@ -40,7 +40,7 @@ from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, R
 from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 
-KEPT = 2**16
+KEPT_BYTES = 2**16
 """Bytes kept from the end of each of a command's streams."""
 LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel's limit is 128 KiB."""
@@ -89,10 +89,10 @@ class Command:
         self._reward: FunctionTask | None = None
         if reward is not None:
             location, hint = "task.options.reward", "name a function as module:function, in a file next to the spec"
-            found = import_named(reward, None, location=location, hint=hint, error_type=TaskError)
-            if not callable(found):
+            function = import_named(reward, None, location=location, hint=hint, error_type=TaskError)
+            if not callable(function):
                 raise TaskError(f"{reward} is not a function", location=location, hint=hint)
-            self._reward = FunctionTask(found, reward, location)
+            self._reward = FunctionTask(function, reward, location)
 
     async def run(
         self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
@@ -107,8 +107,8 @@ class Command:
             self._run_here(prompt, model) if sandbox is None else self._run_inside(prompt, model, sandbox)
         )
         if status != 0:
-            last = _last_line(errors) or _last_line(printed) or "it printed nothing"
-            raise CommandFailed(f"it ended with status {status}: {last}")
+            last_line = _last_line(errors) or _last_line(printed) or "it printed nothing"
+            raise CommandFailed(f"it ended with status {status}: {last_line}")
         return printed
 
     async def _run_here(self, prompt: Prompt, model: ModelAccess) -> tuple[int, str, str]:
@@ -122,8 +122,8 @@ class Command:
             if self._cwd is not None:
                 cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
             # The command may use another Python, so it gets the user's PYTHONPATH instead of the run's module path.
-            given = os.environ.get(GIVEN_PYTHONPATH, os.environ.get("PYTHONPATH"))
-            path = os.pathsep.join(filter(None, (os.environ.get(SPEC_FOLDER), given)))
+            user_path = os.environ.get(GIVEN_PYTHONPATH, os.environ.get("PYTHONPATH"))
+            path = os.pathsep.join(filter(None, (os.environ.get(SPEC_FOLDER), user_path)))
             inherited = inherited_by_agents(os.environ) | {"PYTHONPATH": path}
             return await _run(self._words, cwd, inherited | _variables(row, scratch, model) | self._env)
 
@@ -141,7 +141,7 @@ class Command:
         result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has its own limit
         if result.stopped:
             raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
-        errors = (await sandbox.read_file(ERRORS))[-KEPT:] if result.status != 0 else b""
+        errors = (await sandbox.read_file(ERRORS))[-KEPT_BYTES:] if result.status != 0 else b""
         return result.status or 0, result.output, errors.decode(errors="replace")
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
@@ -202,15 +202,15 @@ async def _end_of(descriptor: int) -> bytes:
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
     )
-    kept = b""
+    last_bytes = b""
     try:
-        while chunk := await reader.read(KEPT):
-            kept = (kept + chunk)[-KEPT:]
+        while chunk := await reader.read(KEPT_BYTES):
+            last_bytes = (last_bytes + chunk)[-KEPT_BYTES:]
     except asyncio.CancelledError:
         pass  # another process keeps the pipe open
     finally:
         transport.close()
-    return kept
+    return last_bytes
 
 
 def _last_line(text: str) -> str:
@@ -233,14 +233,15 @@ def _reward_in(line: str) -> float | RewardResult:
 
 def _check_program(program: str, cwd: str | None, path: str | None) -> None:
     """Raise ``TaskError`` if the program is missing, as far as this is known before an episode."""
-    missing = False
     if "/" not in program or os.path.isabs(program):
-        missing = shutil.which(program, path=path) is None
-    elif cwd is None:  # a relative path in an empty folder
-        missing = True
-    elif os.path.isabs(cwd) or SPEC_FOLDER in os.environ:  # else the folder is not known yet
-        missing = shutil.which(os.path.join(os.environ.get(SPEC_FOLDER, ""), cwd, program)) is None
-    if missing:
+        exists = shutil.which(program, path=path) is not None
+    elif cwd is None:
+        exists = False  # a relative path in an empty folder
+    else:
+        folder_is_known = os.path.isabs(cwd) or SPEC_FOLDER in os.environ
+        location = os.path.join(os.environ.get(SPEC_FOLDER, ""), cwd, program)
+        exists = not folder_is_known or shutil.which(location) is not None
+    if not exists:
         raise TaskError(
             f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),
             location="task.options.command",

@@ -38,7 +38,7 @@ PATTERN = (
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
 LONGEST_LINE = 1_000
 """The score is searched for in so many characters at the end, because a pattern may take quadratic time."""
-SHOWN = 100
+SHOWN_CHARACTERS = 100
 """Errors show so many characters from the end of an answer."""
 
 
@@ -122,55 +122,57 @@ class Judge:
 
             self._client = AsyncOpenAI(**self._access)
         messages = self._messages(row_of(prompt), response)
-        for left in reversed(range(self._retries + 1)):
+        for attempts_left in reversed(range(self._retries + 1)):
             answer = await self._client.chat.completions.create(messages=messages, **self._request)
             choice = answer.choices[0]
             text = choice.message.content or ""
             try:
                 if choice.finish_reason == "length":  # "Score: 10" may be the start of "Score: 10 - 3"
-                    raise NoScore(f"the judge's answer is truncated at its length limit: {_shown(text)}")
+                    raise NoScore(f"the judge's answer is truncated at its length limit: {_answer_end(text)}")
                 score = self._score(text)
                 break
             except NoScore:
-                if not left:
+                if not attempts_left:
                     raise
                 messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": AGAIN}]
         return RewardResult((score - self._low) / (self._high - self._low), {"judge_score": score})
 
     def _messages(self, row: Mapping[str, Any], response: str) -> list[dict[str, str]]:
-        shown = {
+        texts = {
             name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in row.items()
         }
         if not isinstance(row["prompt"], str):
-            shown["prompt"] = "\n\n".join(
+            texts["prompt"] = "\n\n".join(
                 f"{message['role']}: {_text(message['content'])}" for message in row["prompt"]
             )
         scale = {"low": f"{self._low:g}", "high": f"{self._high:g}"}
-        question = self._template.format_map(shown | scale | {"response": response})
+        question = self._template.format_map(texts | scale | {"response": response})
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*system, {"role": "user", "content": question}]
 
     def _score(self, answer: str) -> float:
         line = next((line for line in reversed(answer.splitlines()) if line.strip()), "")
-        found = self._pattern.search(line, max(0, len(line) - LONGEST_LINE))
-        if found is None or found[1] is None:
-            raise NoScore(f"the judge's answer does not end with a score: {_shown(answer)}")
+        match = self._pattern.search(line, max(0, len(line) - LONGEST_LINE))
+        if match is None or match[1] is None:
+            raise NoScore(f"the judge's answer does not end with a score: {_answer_end(answer)}")
         try:
-            score, highest = float(found[1]), float(found.groupdict().get("of") or self._high)
+            score, highest = float(match[1]), float(match.groupdict().get("of") or self._high)
         except ValueError:
-            raise NoScore(f"the judge's score {found[0]!r} is not a number") from None
+            raise NoScore(f"the judge's score {match[0]!r} is not a number") from None
         if highest != self._high or not self._low <= score <= self._high:
-            given = found[1] if highest == self._high else f"{found[1]} out of {highest:g}"
-            raise NoScore(f"the judge's score {given} is not from {self._low:g} to {self._high:g}: {_shown(answer)}")
+            score_text = match[1] if highest == self._high else f"{match[1]} out of {highest:g}"
+            raise NoScore(
+                f"the judge's score {score_text} is not from {self._low:g} to {self._high:g}: {_answer_end(answer)}"
+            )
         return score
 
 
-def _shown(answer: str) -> str:
-    return repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])
+def _answer_end(answer: str) -> str:
+    return repr(answer if len(answer) <= SHOWN_CHARACTERS else "…" + answer[-SHOWN_CHARACTERS:])
 
 
 def _text(content: Any) -> Any:
     """A message's text; images are replaced by ``[image]``."""
     if not isinstance(content, list):
         return content
-    return " ".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
+    return " ".join(item["text"] if item["type"] == "text" else "[image]" for item in content)

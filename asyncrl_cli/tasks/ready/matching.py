@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any, NoReturn
 
 from asyncrl_cli.data.rows import kind, paths_in, value_at
 from asyncrl_cli.records.prompt import Prompt
@@ -15,31 +14,20 @@ class MissingField(Exception):
     """The row lacks a field that the task needs; the message names it."""
 
 
-def text_field(prompt: Prompt, name: str) -> str:
-    """A field of the row as text. Raises ``MissingField`` if it is missing, or neither text nor number."""
-    value = _field(prompt, name)
-    return _texts(value)[0] if _is_text(value) else _missing(prompt, name, value)
-
-
 def texts_field(prompt: Prompt, name: str) -> list[str]:
     """The texts of a field that has a text, a number, or a list of these. Raises ``MissingField``, also for []."""
-    value = _field(prompt, name)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    if not values or not all(map(_is_text, values)):
-        _missing(prompt, name, value)
-    return [text for item in values for text in _texts(item)]
-
-
-def _field(prompt: Prompt, name: str) -> Any:
     try:
-        return value_at(prompt.fields, name)
+        value = value_at(prompt.fields, name)
     except KeyError:
         columns = ", ".join(paths_in(prompt.fields)) or "none"
         raise MissingField(f"the row has no field {name!r}; it has {columns}") from None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if values and all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in values):
+        return [text for item in values for text in _texts(item)]
+    fault = "an empty list" if value in ([], ()) else kind(value)
+    if isinstance(value, Mapping) and value:
+        fault += f" with {', '.join(paths_in(value, f'{name}.'))}"
+    raise MissingField(f"the row's field {name!r} is {fault}, not text, a number or a list of these")
 
 
 def _texts(value: str | float) -> list[str]:
@@ -48,13 +36,6 @@ def _texts(value: str | float) -> list[str]:
         plain = f"{Decimal(repr(value or 0.0)):f}"
         return list(dict.fromkeys((plain.removesuffix(".0"), plain, repr(value))))
     return [str(value)]
-
-
-def _missing(prompt: Prompt, name: str, value: Any) -> NoReturn:
-    fault = "an empty list" if value in ([], ()) else kind(value)
-    if isinstance(value, Mapping) and value:
-        fault += f" with {', '.join(paths_in(value, f'{name}.'))}"
-    raise MissingField(f"the row's field {name!r} is {fault}, not text, a number or a list of these")
 
 
 class ExactMatch:
@@ -88,51 +69,30 @@ class RegexMatch:
     """The task ``regex``: 1.0 if the response matches a regular expression, else 0.0.
 
     If the pattern has groups, the last match's first group is compared with the row's field, as in ``exact``. A pattern
-    without groups only has to match. With ``pattern_field``, each row has its own pattern.
+    without groups only has to match.
     """
 
-    def __init__(
-        self,
-        pattern: str | None = None,
-        pattern_field: str | None = None,
-        field: str = "answer",
-        ignore_case: bool = False,
-        strip: bool = True,
-    ) -> None:
+    def __init__(self, pattern: str, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
         """Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError``."""
-        if (pattern is None) == (pattern_field is None):
-            raise ValueError("give one of pattern and pattern_field")
-        self._flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
-        if pattern == "":
+        if not pattern:
             raise ValueError("pattern is empty, so every response would be right")
         try:
-            self._pattern = None if pattern is None else re.compile(pattern, self._flags)
+            self._pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
         except re.error as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error
-        self._pattern_field = pattern_field
         self._exact = ExactMatch(field, ignore_case, strip)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` for a row that lacks a field, and ``re.error`` for a row's invalid pattern."""
-        if self._pattern_of(prompt).groups:
+        """Raise ``MissingField`` for a row that lacks the field."""
+        if self._pattern.groups:
             self._exact.check_prompt(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """1.0 if the response matches, else 0.0. Raises like ``check_prompt``."""
-        pattern = self._pattern_of(prompt)
-        matches = list(pattern.finditer(response))
+        matches = list(self._pattern.finditer(response))
         if not matches:
             return 0.0
-        return self._exact.reward(prompt, matches[-1][1] or "", finished) if pattern.groups else 1.0
-
-    def _pattern_of(self, prompt: Prompt) -> re.Pattern[str]:
-        if self._pattern is not None:
-            return self._pattern
-        assert self._pattern_field is not None
-        pattern = text_field(prompt, self._pattern_field)
-        if not pattern:
-            raise MissingField(f"the row's field {self._pattern_field!r} is empty, so every response would be right")
-        return re.compile(pattern, self._flags)
+        return self._exact.reward(prompt, matches[-1][1] or "", finished) if self._pattern.groups else 1.0
 
 
 class Prompts:

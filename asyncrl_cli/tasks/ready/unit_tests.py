@@ -50,10 +50,10 @@ class UnitTests:
 
         Raises ``ValueError`` for invalid options, and ``TaskError`` if the sandbox does not work here.
         """
-        numbers = {"time_s": time_s, "memory_mb": memory_mb, "disk_mb": disk_mb, "processes": processes}
-        for name, number in numbers.items():
-            if not number > 0:
-                raise ValueError(f"{name} must be more than 0, not {number}")
+        limits = {"time_s": time_s, "memory_mb": memory_mb, "disk_mb": disk_mb, "processes": processes}
+        for name, limit in limits.items():
+            if not limit > 0:
+                raise ValueError(f"{name} must be more than 0, not {limit}")
         self._field = field
         self._partial = partial
         self._limits = Limits(time_s=time_s, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes)
@@ -129,18 +129,18 @@ def tests_in(code: str, entry_point: str | None) -> list[Check]:
     """The tests in a piece of code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing."""
     tree = ast.parse(code)
     functions = [node for node in tree.body if isinstance(node, Function)]
-    named = [(node.name, node, 0) for node in functions if node.name == "test" or node.name.startswith("test_")]
+    tests = [(node.name, node, 0) for node in functions if node.name == "test" or node.name.startswith("test_")]
     for holder in tree.body:
         if isinstance(holder, ast.ClassDef) and (
             # The classes in which pytest and unittest look for tests.
             holder.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in holder.bases)
         ):
             methods = [node for node in holder.body if isinstance(node, Function) and node.name.startswith("test")]
-            named += [(f"{holder.name}.{node.name}", node, 1) for node in methods]
-    for _, node, given in named:
-        _check_arguments(node, given)
-    if named:
-        return [Check(code, name) for name, _, _ in named]
+            tests += [(f"{holder.name}.{node.name}", node, 1) for node in methods]
+    for _, node, self_arguments in tests:
+        _check_arguments(node, self_arguments)
+    if tests:
+        return [Check(code, name) for name, _, _ in tests]
     uses = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if any(node.name == "check" and len(node.args.args) == 1 for node in functions) and "check" not in uses:
         if not (entry_point or "").isidentifier():
@@ -151,13 +151,15 @@ def tests_in(code: str, entry_point: str | None) -> list[Check]:
     return [Check(code)]
 
 
-def _check_arguments(node: Function, given: int) -> None:
+def _check_arguments(node: Function, passed_arguments: int) -> None:
     """Raise ``UnusableTests`` if a test needs more arguments than ``given``, which only pytest could pass."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    needed = (
+    required_arguments = (
         len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) + node.args.kw_defaults.count(None)
     )
-    if (needed > given and not decorators) or any("parametrize" in decorator for decorator in decorators):
+    if (required_arguments > passed_arguments and not decorators) or any(
+        "parametrize" in decorator for decorator in decorators
+    ):
         raise UnusableTests(f"{node.name} takes arguments: pytest's fixtures and parameters are not supported")
 
 
@@ -165,8 +167,8 @@ def _is_definition(node: ast.stmt) -> bool:
     """True if a statement only defines or imports something."""
     if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)):
         return isinstance(node, (Function, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass))
-    names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
-    calls = any(isinstance(part, ast.Call) for part in ast.walk(node))
+    names = [child for child in ast.walk(node) if isinstance(child, ast.Name)]
+    calls = any(isinstance(child, ast.Call) for child in ast.walk(node))
     return not calls and all(isinstance(name.ctx, ast.Store) for name in names)
 
 

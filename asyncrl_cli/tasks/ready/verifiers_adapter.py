@@ -25,7 +25,7 @@ from asyncrl_cli.tasks.prompts import is_held_out
 
 KEY = "ASYNCRL_POLICY_KEY"
 """Prefix of the environment variables that pass the policy's keys to verifiers; each episode has a variable."""
-_NUMBERS = count()
+_KEY_COUNTER = count()
 LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """The default agent for a plain taskset: a chat loop on this machine."""
 
@@ -127,7 +127,7 @@ class VerifiersEnvironment:
 @contextmanager
 def key_variable(api_key: str) -> Iterator[str]:
     """Set an environment variable with an episode's key; no other episode of this process uses the variable."""
-    name = f"{KEY}_{next(_NUMBERS)}"
+    name = f"{KEY}_{next(_KEY_COUNTER)}"
     os.environ[name] = api_key
     try:
         yield name
