@@ -66,7 +66,6 @@ add(
     app,
     ("train", running.train, "Check a spec, then train.", "train specs/quickstart.yaml --set seed=1"),
     ("resume", running.resume, "Continue a stopped or killed run.", "resume latest --steps 120"),
-    ("scale", runs.scale, "Change how many engines a live run has.", "scale latest --engines 4"),
     section=TRAIN,
 )
 add(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _COMMAND = re.compile(
     r"asyncrl (?:(?:inspect|checkpoint) \w+|"
-    r"resume|replay|evaluate|serve|watch|scale|runs|track|events|staleness|report)\b(?![^`;]*(?:--runs-dir|/))"
+    r"resume|replay|evaluate|serve|watch|runs|track|events|staleness|report)\b(?![^`;]*(?:--runs-dir|/))"
 )
 """A command about a run that names neither the folder of runs nor a path."""
 

@@ -54,7 +54,6 @@ from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
-from asyncrl_cli.runs.scaling import forget_requests
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
@@ -197,7 +196,6 @@ async def _start(
 ) -> Orchestrator:
     """Start and connect all parts. Functions that stop them, each in bounded time, are added to ``closing``."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
-    forget_requests(run)
     # The buffer first: it records the faults of all other parts.
     settings = BufferSettings.of(spec)
     buffer, opening = await Buffer.open(run.path / FILE, settings, start.kind, start.note, start.base, limit_s=limit_s)

@@ -144,8 +144,7 @@ class Orchestrator:
             warn=parts.reporter.warn,
         )
         self._pool = EnginePool(
-            (spec.rollout.min_engines, spec.rollout.max_engines),
-            parts.run,
+            spec.rollout.max_engines,
             make=parts.make_engine,
             client=parts.client,
             weights=self._publisher,
@@ -347,7 +346,7 @@ class Orchestrator:
                 if answer.overdue:
                     await self._scheduler.requeue(answer.overdue)
                     continue
-                running = self._pool.missing() or f"{self._client.running} rollouts are running"
+                running = self._pool.shortage() or f"{self._client.running} rollouts are running"
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
@@ -74,12 +75,12 @@ def draining_nodes() -> dict[str, str]:
     }
 
 
-def why_gone(node: str) -> str:
+def why_gone(node_id: str) -> str:
     """Why an actor is lost with its node; empty while the node lives. A node that is being drained counts as gone."""
-    if node not in {one.node_id for one in live_nodes()}:
+    if node_id not in {node.node_id for node in live_nodes()}:
         return "its node is gone"
-    until = draining_nodes().get(node)
-    return "" if until is None else f"its node is being drained{until}"
+    deadline = draining_nodes().get(node_id)
+    return "" if deadline is None else f"its node is being drained{deadline}"
 
 
 async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
@@ -88,35 +89,30 @@ async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
     ``unreachable``: Ray may not know yet that the node is lost, so ``ask`` is repeated for up to ``NODE_DEATH_S``.
     """
     deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
-    while not (why := await asyncio.to_thread(ask)) and time.monotonic() < deadline:
+    while not (reason := await asyncio.to_thread(ask)) and time.monotonic() < deadline:
         await asyncio.sleep(LOOK_S)
-    return why
+    return reason
 
 
 def numbers_of(address: str) -> tuple[tuple[int, int, str], ...]:
     """A key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
-    return tuple(
-        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"[.:]", address) if part
-    )
+    pieces = filter(None, re.split(r"[.:]", address))
+    return tuple((0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces)
 
 
 def eligible(nodes: Sequence[Node], selector: NodeSelector) -> tuple[Node, ...]:
     """The nodes that a part of the run may use."""
-    names = set(selector.nodes)
+    labels = selector.labels.items()
     return tuple(
-        node
-        for node in nodes
-        if not names or names & {node.address, node.name}
-        if all(_has(node.labels.get(key), wanted) for key, wanted in selector.labels.items())
+        node for node in nodes if all(_matches(node.labels.get(key), expression) for key, expression in labels)
     )
 
 
-def _has(value: str | None, wanted: str) -> bool:
-    """True if a label's value matches the ``wanted`` expression by Ray's rules. None (no label) equals no value."""
-    negated = wanted.startswith("!")
-    wanted = wanted.removeprefix("!")
-    values = re.split(r", ?", wanted[3:-1]) if wanted.startswith("in(") else [wanted]
-    return (value in values) != negated
+def _matches(value: str | None, expression: str) -> bool:
+    """True if a label's value matches an expression by Ray's rules. None (no label) equals no value."""
+    positive = expression.removeprefix("!")
+    values = re.split(r", ?", positive[3:-1]) if positive.startswith("in(") else [positive]
+    return (value in values) != expression.startswith("!")
 
 
 def engine_wants(spec: ExperimentSpec) -> dict[str, float]:
@@ -136,142 +132,104 @@ def bundle_wants(spec: ExperimentSpec) -> dict[str, float]:
     return {"CPU": spec.trainer.threads_per_rank + spec.rollout.threads_per_engine, "GPU": 1}
 
 
+class _Demand(NamedTuple):
+    """``count`` bundles of resources, each on one of the ``nodes``. ``key``: the key of `cluster` that chose these."""
+
+    key: str
+    actor: str
+    count: int
+    bundle: Resources
+    nodes: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        return f"{counted(self.count, self.actor)} of {amounts(self.bundle)}"
+
+
 def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, ranks: int) -> str:
     """Check that the nodes have room for these engines and trainer ranks, each on one node.
 
-    Returns a text about the room; raises ``RunError`` with the missing resources.
+    Returns a text about the room; raises ``RunError`` with the missing resources. A run that fits is never refused. A
+    run whose engines and ranks fit separately and in total, but not together, is accepted: then Ray finds no room, and
+    ``PlacementGroup.held`` says so.
     """
-    if spec.cluster.autoscaling:
+    cluster = spec.cluster
+    if cluster.autoscaling:
         return f"{len(nodes)} nodes; the cluster adds others when Ray asks for them"
-    together = shares_gpus(spec) and ranks > 0
-    if together:
-        engines = 0  # they are in the bundles of the ranks
-    rank = "engine-and-rank pair" if together else "trainer rank"
-    parts = {"engines": (engines, engine_wants(spec), "engine"), "trainer": (ranks, bundle_wants(spec), rank)}
-    usable: dict[str, tuple[Node, ...]] = {}
-    for part, (count, wants, what) in parts.items():
-        selector: NodeSelector = getattr(spec.cluster, part)
-        usable[part] = eligible(nodes, selector) if count else ()
-        if not count:
-            continue
-        known = {name for node in nodes for name in (node.address, node.name)}
-        if missing := [name for name in selector.nodes if name not in known]:
-            raise RunError(
-                f"no node of the cluster has the address or name {', '.join(missing)}",
-                location=f"cluster.{part}.nodes",
-                hint=f"the cluster has {listed([str(node) for node in nodes])}",
-            )
-        if not usable[part]:
-            labels = ", ".join(f"{key}={value}" for key, value in selector.labels.items())
+    pairs = shares_gpus(spec) and ranks > 0  # then the engines are in the ranks' bundles
+    rank_name = "engine-and-rank pair" if pairs else "trainer rank"
+    demands = [
+        _Demand("engines", "engine", 0 if pairs else engines, engine_wants(spec), eligible(nodes, cluster.engines)),
+        _Demand("trainer", rank_name, ranks, bundle_wants(spec), eligible(nodes, cluster.trainer)),
+    ]
+    demands = [demand for demand in demands if demand.count]
+    for demand in demands:
+        if not demand.nodes:
+            labels = ", ".join(f"{name}={value}" for name, value in getattr(cluster, demand.key).labels.items())
             raise RunError(
                 f"no node of the cluster has the labels {labels}",
-                location=f"cluster.{part}.labels",
+                location=f"cluster.{demand.key}.labels",
                 hint="`ray start --labels` gives a node its labels; `ray list nodes` shows them",
             )
-        if not any(times_on(node, wants) for node in usable[part]):
+        if not any(times_on(node, demand.bundle) for node in demand.nodes):
             raise RunError(
-                f"no node has room for one {what}: it needs {amounts(wants)} on one node, and there are "
-                f"{_totals(usable[part], wants)}",
-                location=f"cluster.{part}",
+                f"no node has room for one {demand.actor}: it needs {amounts(demand.bundle)} on one node, and there "
+                f"are {_totals(demand.nodes, demand.bundle)}",
+                location=f"cluster.{demand.key}",
                 hint="add a node that has them, or lower the threads and GPUs of one engine or rank",
             )
-    needed = " and ".join(
-        f"{counted(count, what)} of {amounts(wants)}" for count, wants, what in parts.values() if count
-    )
-    found = most_engines(
-        usable["engines"], rank_nodes=usable["trainer"], engine=engine_wants(spec), rank=bundle_wants(spec), ranks=ranks
-    )
-    if found is None or found < engines:
-        room = (
-            f"fewer than {ranks} trainer ranks"
-            if found is None
-            else f"{found} of the engines{' next to the ranks' if ranks else ''}"
-        )
-        kinds = {kind: 1.0 for _, wants, _ in parts.values() for kind, amount in wants.items() if amount}
-        every = [node for node in nodes if node in usable["engines"] or node in usable["trainer"]]
+    usable = [node for node in nodes if any(node in demand.nodes for demand in demands)]
+    fit = all(sum(times_on(node, demand.bundle) for node in demand.nodes) >= demand.count for demand in demands)
+    needed: dict[str, float] = {}
+    for demand in demands:
+        for kind, amount in demand.bundle.items():
+            needed[kind] = needed.get(kind, 0.0) + demand.count * amount
+    fit &= all(sum(node.total.get(kind, 0.0) for node in usable) + ROUNDING >= total for kind, total in needed.items())
+    needs = " and ".join(map(str, demands))
+    if not fit:
         raise RunError(
-            f"the run needs {needed}, and there is room for {room}: {_totals(every, kinds)}",
+            f"the run needs {needs}, and there are only {_totals(usable, needed)}",
             location="cluster",
             hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
         )
-    return f"room for {needed} on {counted(len(nodes), 'node')}"
+    return f"room for {needs} on {counted(len(nodes), 'node')}"
 
 
-def most_engines(
-    engine_nodes: Sequence[Node], rank_nodes: Sequence[Node], engine: Resources, rank: Resources, ranks: int
-) -> int | None:
-    """The largest number of engines that fit on the nodes together with all ranks; None if the ranks alone do not fit.
-
-    Exact, by dynamic programming: ``best[r]`` is the largest number of engines next to r ranks on the nodes so far.
-    """
-    best: list[int | None] = [0] + [None] * ranks
-    hosts_engines, hosts_ranks = ({node.node_id for node in some} for some in (engine_nodes, rank_nodes))
-    for node in {node.node_id: node for node in (*engine_nodes, *rank_nodes)}.values():
-        most_here = min(ranks, _times(node.total, rank)) if node.node_id in hosts_ranks else 0
-        engines_here = [
-            _times({kind: amount - here * rank.get(kind, 0) for kind, amount in node.total.items()}, engine)
-            if node.node_id in hosts_engines
-            else 0
-            for here in range(most_here + 1)
-        ]
-        best = [
-            max(
-                (
-                    before + engines_here[here]
-                    for here in range(min(most_here, placed) + 1)
-                    if (before := best[placed - here]) is not None
-                ),
-                default=None,
-            )
-            for placed in range(ranks + 1)
-        ]
-    return best[ranks]
-
-
-def _times(there: Resources, wants: Resources) -> int:
-    return min((int((there.get(kind, 0) + ROUNDING) // amount) for kind, amount in wants.items() if amount), default=0)
-
-
-def times_on(node: Node, wants: Resources) -> int:
+def times_on(node: Node, bundle: Resources) -> int:
     """Number of actors with these resources that fit on the node when it is empty."""
-    return _times(node.total, wants)
+    wanted = ((node.total.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount)
+    return min((int((total + ROUNDING) // amount) for total, amount in wanted), default=0)
 
 
-def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:
+def shortage(bundle: Resources, count: int, nodes: Sequence[Node]) -> str:
     """A text about the resources that ``count`` bundles need, and the free resources of the usable ``nodes``."""
-    kinds = [kind for kind, amount in wants.items() if amount]
-    needs = f"{f'{count} × ' if count > 1 else ''}{amounts(wants)}"
+    kinds = [kind for kind, amount in bundle.items() if amount]
+    needs = f"{f'{count} × ' if count > 1 else ''}{amounts(bundle)}"
     if not nodes:
         return f"it needs {needs}; the cluster has no node that it may use"
-    there = [
+    room = [
         ", ".join(f"{node.free.get(kind, 0):g} of {node.total.get(kind, 0):g} {kind}s" for kind in kinds)
         for node in nodes
     ]
     if len(nodes) == 1:
-        return f"it needs {needs}; free: {there[0]}"
-    by_node = [f"{free} on {node}" for node, free in zip(nodes, there, strict=True)]
-    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {listed(by_node, '; ')}"
+        return f"it needs {needs}; free: {room[0]}"
+    by_node = [f"{free} on {node}" for node, free in zip(nodes, room, strict=True)]
+    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {_listed(by_node)}"
 
 
-def _totals(nodes: Sequence[Node], wants: Resources) -> str:
-    return listed(
-        [
-            f"{amounts({kind: node.total.get(kind, 0) for kind, amount in wants.items() if amount})} on {node}"
-            for node in nodes
-        ],
-        "; ",
-    )
+def _totals(nodes: Sequence[Node], bundle: Resources) -> str:
+    kinds = [kind for kind, amount in bundle.items() if amount]
+    return _listed([f"{amounts({kind: node.total.get(kind, 0) for kind in kinds})} on {node}" for node in nodes])
 
 
-def listed(texts: Sequence[str], separator: str = ", ") -> str:
+def _listed(texts: Sequence[str]) -> str:
     """At most ``SHOWN_NODES`` of the texts, and the number of the others."""
-    more = len(texts) - SHOWN_NODES
-    return separator.join(texts[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")
+    omitted = len(texts) - SHOWN_NODES
+    return "; ".join(texts[:SHOWN_NODES]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def amounts(resources: Resources) -> str:
     """A text such as ``1 CPU and 2 GPUs``. Resources with amount 0 are omitted unless all are 0."""
-    shown = {kind: amount for kind, amount in resources.items() if amount} or resources
+    nonzero = {kind: amount for kind, amount in resources.items() if amount} or resources
     return " and ".join(
-        f"{f'{amount:g}' if amount else 'no'} {kind}{'s' if amount != 1 else ''}" for kind, amount in shown.items()
+        f"{f'{amount:g}' if amount else 'no'} {kind}{'s' if amount != 1 else ''}" for kind, amount in nonzero.items()
     )

@@ -22,7 +22,7 @@ from asyncrl_cli.system.remote import START_TIMEOUT_S
 FIRST_NOTICE_S, NOTICE_S = 15.0, 60.0
 """Seconds until the first warning that a part waits for resources, and between two warnings."""
 LOOK_S = 5.0
-"""Seconds between two checks for nodes that the spec names and that have joined the cluster."""
+"""Seconds between two checks whether Ray has found room, and on usable nodes."""
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
 T = TypeVar("T")
@@ -41,19 +41,11 @@ class Examiner(Protocol):
         ...
 
 
-class ExaminerFactory(Protocol):
-    """Makes a run's examiner."""
-
-    def __call__(
-        self,
-        folder: Path,
-        rank_nodes: Callable[[], Collection[str]],
-        note: Callable[[str, str, str], Awaitable[None]],
-        warn: Callable[[str], None],
-    ) -> Examiner:
-        """``folder``: the run's folder. ``rank_nodes()`` returns the nodes of the trainer ranks, from which hosts get
-        their weights. ``note(kind, part, message)`` records a fault of a node."""
-        ...
+ExaminerFactory = Callable[
+    [Path, Callable[[], Collection[str]], Callable[[str, str, str], Awaitable[None]], Callable[[str], None]], Examiner
+]
+"""Makes a run's examiner from the run's folder; a function that returns the nodes of the trainer ranks, from which
+hosts get their weights; ``note(kind, part, message)``, which records a fault of a node; and ``warn(text)``."""
 
 
 class _Trusting:
@@ -96,29 +88,23 @@ class PlacementGroup:
         self._selector = selector
         self._examiner = examiner or _Trusting()
         self._group: Any = None
-        self._asked: tuple[frozenset[str], frozenset[str]] | None = None  # the named and the avoided nodes
+        self._avoided = frozenset[str]()  # the nodes that the request excludes
 
     def ask(self) -> None:
         """Request the resources from Ray without waiting, unless they are requested already.
 
-        A request that still waits is replaced when the set of usable nodes has changed.
+        A request that still waits is replaced when the set of avoided nodes has changed.
         """
         from ray.util.placement_group import placement_group
 
-        labels, named, avoided = dict(self._selector.labels), frozenset[str](), self._examiner.avoided
-        if self._selector.nodes:
-            named = frozenset(node.node_id for node in eligible(live_nodes(), self._selector)) - avoided
-        asked = named, avoided
-        if self._group is not None and (asked == self._asked or self._table()["state"] == "CREATED"):
+        avoided = self._examiner.avoided
+        if self._group is not None and (avoided == self._avoided or self._table()["state"] == "CREATED"):
             return
         self.remove()
-        if named:
-            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that rejoins has a new id
-        elif self._selector.nodes:
-            return
-        elif avoided:
-            labels[NODE_ID] = f"!in({','.join(sorted(avoided))})"
-        self._asked = asked
+        self._avoided = avoided
+        labels = dict(self._selector.labels)
+        if avoided:  # nodes that the spec chooses by id are only checked again
+            labels.setdefault(NODE_ID, f"!in({','.join(sorted(avoided))})")
         selectors = [labels] * self.count if labels else None
         self._group = placement_group([self._bundle] * self.count, "PACK", bundle_label_selector=selectors)
 
@@ -139,26 +125,22 @@ class PlacementGroup:
         started = time.monotonic()
         next_notice = started + FIRST_NOTICE_S
         self.ask()
-        while not await self._held_on_usable_nodes():
+        while True:
+            if await self.ready(LOOK_S):
+                if await self._examiner.usable(self.nodes()):
+                    return
+                self.remove()
             if (now := time.monotonic()) >= next_notice:
-                waits = self.shortage(await asyncio.to_thread(live_nodes))
+                missing_room = self.shortage(await asyncio.to_thread(live_nodes))
                 if limit_s is not None and now - started > limit_s:
                     raise RunError(
-                        f"Ray found no room for {self.who} within {limit_s:.0f} s: {waits}",
+                        f"Ray found no room for {self.who} within {limit_s:.0f} s: {missing_room}",
                         location="cluster",
                         hint="stop other programs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
                     )
-                warn(f"{self.who} waits until Ray has room for it: {waits}")
+                warn(f"{self.who} waits until Ray has room for it: {missing_room}")
                 next_notice = now + NOTICE_S
             self.ask()
-
-    async def _held_on_usable_nodes(self) -> bool:
-        if not await self.ready(LOOK_S):
-            return False
-        if await self._examiner.usable(self.nodes()):
-            return True
-        self.remove()
-        return False
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
         """Wait for the first answer of actors in the group. Warns and raises like ``held`` if their node dies first:
@@ -176,15 +158,15 @@ class PlacementGroup:
         usable = [node for node in nodes if node.node_id not in self._examiner.avoided]
         return shortage(self._bundle, self.count, eligible(usable, self._selector))
 
-    def options(self, index: int = 0, part: Resources | None = None) -> dict[str, Any]:
-        """Ray's options for the actor in a bundle. It uses the bundle's resources, or a ``part`` of them."""
+    def options(self, index: int = 0, share: Resources | None = None) -> dict[str, Any]:
+        """Ray's options for the actor in a bundle. It uses the bundle's resources, or a ``share`` of them."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        wants = self._bundle if part is None else part
+        resources = self._bundle if share is None else share
         return {
-            "num_cpus": wants.get("CPU", 0),
-            "num_gpus": wants.get("GPU", 0),
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
             "scheduling_strategy": strategy,
         }
 
@@ -199,7 +181,7 @@ class PlacementGroup:
         """Release the resources. Ray kills the actors in the group."""
         from ray.util.placement_group import remove_placement_group
 
-        group, self._group, self._asked = self._group, None, None
+        group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
 

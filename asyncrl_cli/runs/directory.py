@@ -8,7 +8,6 @@
       metrics.jsonl     one line per step
       system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
-      scale.json        the newest request of `asyncrl scale`; scale-answer.json is its answer
       mlflow.json       MLflow's id of the run, and what was sent to it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       model_stub/       the model's config and tokenizer, which engines start from

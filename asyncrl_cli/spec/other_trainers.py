@@ -182,6 +182,8 @@ _HINTS = {
     "continue a run with `asyncrl resume RUN`; remove it": "resume_mode resume_from_checkpoint resume_from_path",
     "choose with tracking.mlflow, tracking.tensorboard and tracking.wandb": "report_to logger",
     "every step is logged; remove it": "logging_steps",
+    "nodes are chosen by labels: `ray start --labels role=trainer`, and cluster.trainer.labels: {role: trainer}":
+        "cluster.trainer.nodes cluster.engines.nodes",
     "notify yourself with a monitor: set tracking.monitors (docs/watching.md has an example)": "notify",
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }

@@ -402,15 +402,14 @@ class TrackingSpec(Section):
 
 
 class NodeSelector(Section):
-    """The nodes of a joined cluster that may be used. Without `nodes` and `labels`, all may be used."""
+    """The nodes of a joined cluster that may be used. Without `labels`, all may be used."""
 
-    nodes: list[Annotated[str, pattern(_HOST, "must be a host name or an address")]] = Field(default_factory=list)
-    """Addresses or host names, as `ray status -v` shows them."""
     labels: dict[
         Annotated[str, pattern(_LABEL_KEY, "must be a label's key, such as `role` or `ray.io/market-type`")],
         Annotated[str, pattern(_LABEL_VALUES, "must be a value, `!value`, `in(a, b)` or `!in(a, b)`")],
     ] = Field(default_factory=dict)
-    """Labels that a node must have (`ray start --labels`), each with a value, `!value`, `in(a, b)` or `!in(a, b)`."""
+    """Labels that a node must have (`ray start --labels`), each with a value, `!value`, `in(a, b)` or `!in(a, b)`. Ray
+    itself gives each node the label `ray.io/node-id`."""
 
 
 class ClusterSpec(Section):

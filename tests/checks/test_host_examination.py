@@ -40,7 +40,7 @@ def test_only_hosts_that_the_run_may_use_are_examined() -> None:
     anywhere, there = NodeSelector(), NodeSelector(labels={"role": "rollout"})
     named = [(host.name, host.share) for host in hosts_for(None, NODES, "3" * 40)]
     assert named == [("gpus (10.0.0.3)", 1.0), ("head (10.0.0.1)", 1.0), ("cpus (10.0.0.2)", 1.0)]
-    trainer = NodeSelector(nodes=["10.0.0.2"])
+    trainer = NodeSelector(labels={"role": "trainer"})
     for wanted, expected in (
         (placed(anywhere, anywhere), {"head": 0.0, "cpus": 1.0, "gpus": 1.0}),
         (placed(there, there, gpus=4), {"head": 0.0, "gpus": 1.0}),

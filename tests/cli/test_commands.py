@@ -50,7 +50,6 @@ COMMANDS = [
     "evaluate",
     "serve",
     "convert",
-    "scale",
     "runs",
     "track",
     "inspect",
@@ -229,21 +228,6 @@ def test_a_run_that_died_took_as_long_as_its_processes_wrote_logs(
     early.write_json(STATE, json.loads((early.path / STATE).read_text()) | {"updated": started + 1})
     rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs").out)
     assert {row["run"]: row["took_s"] for row in rows}["early"] == pytest.approx(90)
-
-
-# -- scale
-
-
-def test_scale_refuses_a_run_that_is_not_running_and_an_invalid_number(asyncrl: Command, filled: Path) -> None:
-    done = asyncrl("scale", "stopped", "--engines", "2")
-    assert done.code == 1
-    assert done.err.splitlines() == [
-        "error: the run is not running, its phase is interrupted",
-        " --> stopped",
-        "hint: set the number when you continue it: asyncrl resume stopped --set rollout.engines=2",
-    ]
-    assert asyncrl("scale", "driven", "--engines", "0").code == 2
-    assert asyncrl("scale", "driven").code == 2
 
 
 # -- train, when it is refused

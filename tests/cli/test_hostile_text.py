@@ -46,12 +46,11 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("staleness",),
     ("report", "-o", "report.html"),
     ("report", "-o", HOSTILE.replace("\x00", "").replace("/", "") + "/report.html"),
-    ("scale", "2"),
     ("resume", "latest"),
     ("replay", "latest"),
     ("validate-spec", HOSTILE.replace("\x00", "")),
 )
-TEXT_ONLY = {"watch", "verify", "export", "report", "scale", "resume", "validate-spec"}
+TEXT_ONLY = {"watch", "verify", "export", "report", "resume", "validate-spec"}
 """Commands without ``--json``."""
 
 

@@ -64,7 +64,6 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ob
                 *[("watch",), ("report",), ("events",), ("staleness",), ("track",), ("resume",)],
                 *[("replay",), ("evaluate",), ("serve",), ("inspect run",), ("inspect buffer",), ("checkpoint list",)],
                 *[("checkpoint show",), ("checkpoint verify",), ("checkpoint prune",), ("report -o x latest",)],
-                ("scale", "--engines", "2"),
                 ("checkpoint export", "--to", "x"),
                 *[("train",), ("validate-spec",), ("plan",), ("init",), ("runs --runs-dir",), ("doctor --cluster",)],
                 *[("convert verl",), ("convert trl",), ("convert prime-rl",), ("inspect latest",), ("checkpoint ./",)],
@@ -236,7 +235,6 @@ def test_help_lists_every_kind_of_event(asyncrl: Callable[..., object], capsys: 
         ("convert hf", "commands: verl, trl"),
         ("--runs-dir x runs", "options of a command come after its name"),
         ("resume", "example: asyncrl resume latest"),
-        ("scale latest 3", "example: asyncrl scale latest --engines 4"),
         ("init reward", "did you mean `reward-function`?"),
     ],
 )
@@ -269,7 +267,7 @@ def test_an_assignment_that_is_a_file_or_a_value_stays_one(
     [
         ("list them: asyncrl checkpoint list", "list them: asyncrl checkpoint list --runs-dir 'my runs'"),
         ("`asyncrl resume RUN --steps 2` continues", "`asyncrl resume --runs-dir 'my runs' RUN --steps 2` continues"),
-        ("asyncrl scale runs/run-1 --engines 2", "asyncrl scale runs/run-1 --engines 2"),
+        ("asyncrl watch runs/run-1 --once", "asyncrl watch runs/run-1 --once"),
         ("asyncrl runs --runs-dir x", "asyncrl runs --runs-dir x"),
         ("asyncrl train SPEC", "asyncrl train SPEC"),
     ],

@@ -29,7 +29,7 @@ from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.engine_pool import EnginePool
+from asyncrl_cli.orchestrator import nodes
 from asyncrl_cli.orchestrator.engines import client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import DriverStart, _save_before_leaving
@@ -283,7 +283,7 @@ class Process(StandInProcess):
 
 
 class Cluster:
-    """A cluster with room for more engines, each on its own node. It reclaims nodes, and sometimes scales the run."""
+    """A cluster with room for more engines, each on its own node. It reclaims nodes."""
 
     def __init__(self, fate: Fate, make: Callable[[str, str, bool], Process]) -> None:
         """``make(name, node, started)``: an engine on a node."""
@@ -292,7 +292,6 @@ class Cluster:
         # The first engine is on the node of rank 0, the others are on nodes without ranks.
         self._nodes = (f"host-{9 * number}" for number in count())
         self._processes: list[Process] = []
-        self.pool: EnginePool | None = None
 
     def engine(self, name: str, started: bool = False) -> Process:
         """A new engine."""
@@ -301,9 +300,6 @@ class Cluster:
         return process
 
     def draining(self) -> dict[str, str]:
-        assert self.pool is not None
-        if self._fate.strikes("scale", 0.02):
-            self.pool.want(self._fate.random.randint(*self.pool.bounds))
         if self._fate.strikes("drain", 0.02):
             return {self._fate.random.choice(self._processes).node: ", until noon"}
         return {}
@@ -520,6 +516,7 @@ class Simulation:
         self.fate.driver.clear()
         before = asyncio.all_tasks()
         orchestrator = await self._start(start)
+        nodes.draining_nodes, nodes.why_gone = self._cluster.draining, self._cluster.why_gone
         running = asyncio.create_task(orchestrator.run())
         dying = asyncio.create_task(self.fate.driver.wait())
         await asyncio.wait([running, dying], return_when=asyncio.FIRST_COMPLETED)
@@ -577,7 +574,7 @@ class Simulation:
 
             return Process(self.fate, name=name, make_actor=actor, budget=budget, node=node, started=started)
 
-        cluster = Cluster(self.fate, make)
+        cluster = self._cluster = Cluster(self.fate, make)
         processes: list[Any] = [
             cluster.engine(f"engine-{index}", started=True) for index in range(spec.rollout.min_engines)
         ]
@@ -595,7 +592,7 @@ class Simulation:
             held_out=HeldOut(held_out, scorer),
             sets={name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
         )
-        orchestrator = Orchestrator(
+        return Orchestrator(
             Parts(
                 spec=spec,
                 opening=opening,
@@ -619,9 +616,6 @@ class Simulation:
                 watchdog=dog,
             )
         )
-        cluster.pool = orchestrator._pool
-        cluster.pool._draining, cluster.pool._why_gone = cluster.draining, cluster.why_gone
-        return orchestrator
 
     async def _agent_works(self, agent: StandInAgent) -> None:
         for _ in range(self.fate.random.randint(0, 5)):
@@ -654,6 +648,8 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.engine_pool.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.nodes.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.RETRY_S", 0.0),
+        patch("asyncrl_cli.orchestrator.nodes.draining_nodes"),  # each driver sets them
+        patch("asyncrl_cli.orchestrator.nodes.why_gone"),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.core.files.sync", lambda path: None),
     ):

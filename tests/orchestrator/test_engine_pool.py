@@ -5,46 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from stand_ins import Notes, StandInEngine, StandInProcess, request, run, segment, turns
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import engine_pool
-from asyncrl_cli.orchestrator.engine_pool import EnginePool, Phase, changes
+from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
-from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.scaling import request_engines
 
 pytestmark = pytest.mark.slow
-
-PHASES = tuple(Phase)
-phases_by_number = st.dictionaries(st.integers(0, 9), st.sampled_from(PHASES), max_size=8)
-
-
-@given(wanted=st.integers(1, 8), phases=phases_by_number)
-def test_changes_reach_the_wanted_number_of_engines(wanted: int, phases: dict[int, Phase]) -> None:
-    joins, leaves = changes(wanted, phases)
-    staying = {number for number, phase in phases.items() if phase != Phase.LEAVING}
-    assert len(staying) + len(joins) - len(leaves) == wanted
-    assert not (joins and leaves)
-    assert not set(joins) & set(phases), "a number is free once its engine has left"
-    assert set(range(max(joins, default=0))) <= {*phases, *joins}, "the lowest free ones are used"
-    assert set(leaves) <= staying
-    if any(phases[number] == Phase.SERVING for number in leaves):
-        assert all(phases[number] == Phase.SERVING for number in staying - set(leaves)), "serving engines leave last"
-    for kind in PHASES[:2]:
-        left = [number for number in leaves if phases[number] == kind]
-        stay = [number for number in staying - set(leaves) if phases[number] == kind]
-        assert min(left, default=10) > max(stay, default=-1), "the highest numbers leave first"
-    after = {number: phase for number, phase in phases.items() if number not in leaves}
-    after |= dict.fromkeys(joins, PHASES[0])
-    assert changes(wanted, after) == ([], [])
 
 
 class OwnWeights:
@@ -57,7 +30,7 @@ class OwnWeights:
 class Scene:
     """A pool in a cluster with ``room`` for more engines, each on its own node."""
 
-    def __init__(self, bounds: tuple[int, int], room: int, folder: Path = Path("nowhere")) -> None:
+    def __init__(self, started: int, target: int, room: int) -> None:
         self.notes = Notes()
         self.changes: list[tuple[str, str, str]] = []
         self.counts: list[tuple[int, int]] = []
@@ -67,21 +40,21 @@ class Scene:
         self.drained: dict[str, str] = {}
         self.gone: set[str] = set()
         self.budget = self.notes.budget(0)
-        processes = [self.process(f"engine-{index}") for index in range(bounds[0])]
+        processes = [self.process(f"engine-{index}") for index in range(started)]
         self.client = GenerationClient(processes, slots=4, retries=0, hang_s=600.0, decode=str)
         here: Any = self
         self.pool = EnginePool(
-            bounds,
-            RunDirectory(folder),
+            target,
             make=here.further,
             client=self.client,
             weights=OwnWeights(),
             buffer=here,
             budget=self.budget,
             reporter=here,
-            draining=lambda: self.drained,
-            why_gone=lambda node: "its node is gone" if node in self.gone else "",
         )
+
+    def why_gone(self, node: str) -> str:
+        return "its node is gone" if node in self.gone else ""
 
     def process(self, name: str) -> StandInProcess:
         process = StandInProcess(name, StandInEngine, self.budget)
@@ -130,21 +103,23 @@ class Scene:
 
 
 @asynccontextmanager
-async def pooled(least: int, most: int, room: int = 10, folder: Path = Path("nowhere")) -> AsyncIterator[Scene]:
+async def pooled(started: int, target: int, room: int = 10) -> AsyncIterator[Scene]:
     """A running pool with its first engines."""
-    scene = Scene((least, most), room, folder)
-    async with asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(scene.pool.run())
-        await scene.until(lambda: len(scene.client.serving()) >= least)
-        yield scene
-        working.cancel()
+    scene = Scene(started, target, room)
+    with (
+        patch("asyncrl_cli.orchestrator.nodes.draining_nodes", lambda: scene.drained),
+        patch("asyncrl_cli.orchestrator.nodes.why_gone", scene.why_gone),
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(scene.pool.run())
+            await scene.until(lambda: len(scene.client.serving()) >= started)
+            yield scene
+            working.cancel()
 
 
-def play(
-    test: Callable[[Scene], Awaitable[None]], least: int, most: int, room: int = 10, folder: Path = Path("nowhere")
-) -> None:
+def play(test: Callable[[Scene], Awaitable[None]], started: int, target: int, room: int = 10) -> None:
     async def body() -> None:
-        async with pooled(least, most, room, folder) as scene:
+        async with pooled(started, target, room) as scene:
             await test(scene)
 
     run(body())
@@ -172,34 +147,15 @@ def test_engines_join_when_there_is_room_and_the_wait_is_reported_once() -> None
     play(check, 1, 4, room=1)
 
 
-def test_the_next_driver_keeps_the_number_that_a_run_was_scaled_to(tmp_path: Path) -> None:
-    folder = RunDirectory.create(tmp_path, "run")
-    folder.update(phase="running")
-
-    async def first(scene: Scene) -> None:
-        answer = await asyncio.to_thread(request_engines, folder, 2)
-        assert answer.accepted and scene.pool.wanted == 2
-        refused = await asyncio.to_thread(request_engines, folder, 5)
-        assert (refused.accepted, refused.message) == (False, "5 is not between 1 and 4")
-        assert scene.pool.wanted == 2
-
-    async def resumed(scene: Scene) -> None:
-        wanted = 2 if scene.pool.bounds == (1, 4) else scene.pool.bounds[1]
-        await scene.until(lambda: scene.counts[-1] == (wanted, wanted))
-
-    play(first, 1, 4, folder=folder.path)
-    play(resumed, 1, 4, folder=folder.path)
-    play(resumed, 1, 3, folder=folder.path)
-
-
-def test_scaling_down_moves_the_last_engines_rollouts_with_their_tokens() -> None:
+def test_an_engine_that_leaves_moves_its_rollouts_with_their_tokens_to_others() -> None:
     async def check(scene: Scene) -> None:
         await scene.until(lambda: len(scene.serving) == 2)
         await scene.ask("a", "b")
         stays, leaves = scene.engine("engine-0"), scene.engine("engine-1")
         assert (stays.ids, leaves.ids) == (["a"], ["b"])
-        scene.pool.want(1)
+        scene.drained = {"node of engine-1": ", until noon"}
         await scene.until(lambda: leaves.aborts)
+        scene.drained = {}
         assert scene.serving == ["engine-0"], "no request is sent to it from the start"
         await scene.ask("c")
         assert stays.ids == ["a", "c"]
@@ -208,12 +164,13 @@ def test_scaling_down_moves_the_last_engines_rollouts_with_their_tokens() -> Non
         assert stays.ids == ["a", "c", "b"]
         assert [(part.start, part.end) for part in stays.submitted[-1].prefix] == [(0, 3)]
         assert (stays.aborts, stays.cancelled) == (0, []), "the other one is not disturbed"
-        await scene.until(lambda: scene.changes[-1] == ("engine-1", "leave", "scaled to 1"))
+        reason = "its node is being drained, until noon"
+        await scene.until(lambda: scene.changes[-1] == ("engine-1", "leave", reason))
         assert not scene.notes, "no restart is counted"
-        scene.pool.want(2)
-        await scene.until(lambda: scene.serving == ["engine-0", "engine-1"])
+        scene.room.release()
+        await scene.until(lambda: scene.serving == ["engine-0", "engine-2"])
 
-    play(check, 1, 2)
+    play(check, 1, 2, room=1)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "drained"])
@@ -273,8 +230,9 @@ def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
         await scene.ask("a", "b")
         leaves = scene.engine("engine-1")
         await leaves.deliver(segments=[segment("b", 0, 2)])
-        scene.pool.want(1)
+        scene.drained = {"node of engine-1": ", until noon"}
         await scene.until(lambda: leaves.aborts)
+        scene.drained = {}
         leaves.die()
         await scene.until(lambda: any(change == "leave" for _, change, _ in scene.changes))
         await turns()
@@ -284,7 +242,7 @@ def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
         ]
         assert not scene.notes
 
-    play(check, 1, 2)
+    play(check, 1, 2, room=1)
 
 
 def test_an_engine_that_cannot_join_is_requested_again_and_the_run_continues() -> None:
@@ -315,10 +273,10 @@ def test_engines_may_fail_to_join_any_number_of_times(monkeypatch: pytest.Monkey
 
 def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
     async def check(scene: Scene) -> None:
-        assert scene.pool.missing() == ""
+        assert scene.pool.shortage() == ""
         scene.engine("engine-0").put(told_to_leave=True)
-        await scene.until(lambda: scene.pool.missing().endswith("no room"))
-        assert scene.pool.missing() == "no engine serves; engine-0 waits until Ray has room for it: no room"
+        await scene.until(lambda: scene.pool.shortage().endswith("no room"))
+        assert scene.pool.shortage() == "no engine serves; engine-0 waits until Ray has room for it: no room"
         await scene.until(lambda: scene.counts[-1] == (0, 1))
         await scene.ask("a")
         scene.room.release()
@@ -327,16 +285,3 @@ def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
         assert scene.engine("engine-0").ids == ["a"]
 
     play(check, 1, 1, room=0)
-
-
-def test_an_engine_that_waits_for_room_is_dropped_first() -> None:
-    async def check(scene: Scene) -> None:
-        await scene.until(lambda: len(scene.serving) == 2)
-        scene.pool.want(2)
-        await scene.until(lambda: scene.counts[-1] == (2, 2))
-        scene.room.release()
-        await turns()
-        assert scene.serving == ["engine-0", "engine-1"]
-        assert not [change for change in scene.changes if change[1] == "leave"], "it never served"
-
-    play(check, 1, 3, room=1)

@@ -210,15 +210,15 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         trainer.remove()
         assert trainer.nodes() == ()
 
-        # By name: a missing node is waited for.
-        named = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(nodes=["203.0.113.9"]))
-        named.ask()
-        assert not await named.ready(0.5)
-        address = next(node.address for node in live_nodes() if node.node_id == head)
-        named._selector = NodeSelector(nodes=[address], labels={"role": "!rollout"})
-        await named.held(pytest.fail, limit_s=60.0)
-        assert named.nodes() == (head,)
-        named.remove()
+        # By id, and not by label.
+        on_head = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={placement.NODE_ID: head}))
+        await on_head.held(pytest.fail, limit_s=60.0)
+        assert on_head.nodes() == (head,)
+        on_head.remove()
+        nowhere = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={"role": "none"}))
+        nowhere.ask()
+        assert not await nowhere.ready(0.5)
+        nowhere.remove()
         # A node that the examiner refuses is released, and another node is found.
         elsewhere = PlacementGroup("engine-3", {"CPU": 1}, selector=NodeSelector(), examiner=Examiner({head}))
         await elsewhere.held(pytest.fail, limit_s=60.0)
@@ -233,7 +233,6 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         full.remove()
         full.remove()
         assert not await full.ready(0.0)
-        named.remove()
 
         # Engines that share GPUs with ranks: each pair has one GPU, and each rank another one.
         factory = ActorFactory(sharing(2), Path(), Path())

@@ -207,7 +207,7 @@ specs = st.builds(
         ]
     ),
 )
-VICTIMS = ("engine", "trainer", "driver", "agent", "node", "sigterm", "drain", "scale", "join")
+VICTIMS = ("engine", "trainer", "driver", "agent", "node", "sigterm", "drain", "join")
 fates = st.builds(
     lambda seed, faults, victims: (seed, faults, victims),
     seed=st.integers(0, 2**32),

@@ -321,7 +321,7 @@ def test_a_cluster_is_joined_from_one_of_its_hosts(write: Write) -> None:
 
 
 def test_nodes_can_be_chosen_only_in_a_joined_cluster(write: Write) -> None:
-    chosen = ("cluster.trainer.nodes=[head]", "cluster.engines.labels={role: rollout}")
+    chosen = ("cluster.trainer.labels={role: head}", "cluster.engines.labels={role: rollout}")
     chosen = (*chosen, "cluster.autoscaling=true")
     assert len(findings(write(), *chosen)) == 3
     assert findings(write(), *chosen, "cluster.address=auto") == []
