@@ -300,37 +300,6 @@ def _check_local_store(uri: str) -> None:
         raise ConfigError(f"{folder} is not writable for this user", location="tracking.uri", hint=hint)
 
 
-def check_upload(spec: ExperimentSpec) -> Result:
-    """Check that fsspec supports the protocol of `checkpoints.upload`, or that the command's program exists."""
-    target, protocol = spec.checkpoints.upload, spec.checkpoints.upload_protocol
-    if target is None:
-        return "off"
-    if protocol is None:
-        if missing := _missing_program(target):
-            return Warned(f"there is no program {missing}", "correct checkpoints.upload, or install it")
-        return "a command"
-    import fsspec
-
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"fsspec cannot write {protocol}:// here: {error}",
-            location="checkpoints.upload",
-            hint=f"install the package of {protocol}://, or give a command",
-        ) from None
-    return f"{protocol}://"
-
-
-def _missing_program(command: str) -> str | None:
-    """The program of a shell command if the shell cannot find it; None if it can, or if the program is unknown."""
-    first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)
-    if first is None:
-        return None
-    found = subprocess.run(["sh", "-c", 'command -v -- "$0"', first[1]], capture_output=True, check=False)
-    return first[1] if found.returncode else None
-
-
 def existing(path: Path) -> Path:
     """Return the path, or its nearest parent folder that exists."""
     while not path.exists() and not path.is_symlink():

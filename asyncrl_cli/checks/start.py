@@ -146,7 +146,6 @@ class StartChecks:
         if spec.model.max_images:
             yield Check("images", machine.check_images)
         yield Check("tracking", self._tracking)
-        yield Check("upload", lambda: machine.check_upload(spec))
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)
         experiment = self._experiment

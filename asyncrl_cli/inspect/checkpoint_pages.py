@@ -54,8 +54,6 @@ class Stored:
             "saved_at": record.at if record else checkpoint.saved_at,
             "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
             "accuracy": self.accuracies.get(checkpoint.step),
-            # `done`, or why the last upload failed.
-            "upload": record and (record.upload_failure or (record.uploaded_at and "done")),
             "kept": list(self.reasons(self.retention)[checkpoint.step]),
         }
 
@@ -94,13 +92,12 @@ def list_page(run_checkpoints: Stored) -> Page:
             duration(time.time() - row["saved_at"]),
             f"{len(row['damages'])} damaged" if row["damages"] else "ok",
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
-            {None: "-", "done": "done"}.get(row["upload"], "failed"),
             ", ".join(row["kept"]) or NOT_KEPT,
         )
         for row in rows
     ]
-    header = ("step", "size", "age", "files", "greedy", "upload", "kept because")
-    return Page(document, table(header, cells, left=(3, 5, 6)))
+    header = ("step", "size", "age", "files", "greedy", "kept because")
+    return Page(document, table(header, cells, left=(3, 5)))
 
 
 def show_page(run_checkpoints: Stored, checkpoint: Checkpoint) -> Page:
@@ -119,7 +116,6 @@ def show_page(run_checkpoints: Stored, checkpoint: Checkpoint) -> Page:
         f"trainer     {counted(trainer.ranks, 'rank')}, ZeRO-{trainer.zero_stage}, {trainer.dtype}",
         f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
         f"kept        {', '.join(row['kept']) or NOT_KEPT}",
-        f"upload      {row['upload'] or 'none'}",
         f"files       {'; '.join(map(str, verify(checkpoint, contents=False))) or 'ok'}",
         "",
         *table(("file", "size"), [(name, decimal(size)) for name, size in files.items()]),

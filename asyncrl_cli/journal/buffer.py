@@ -221,11 +221,6 @@ class Buffer:
             self._book.journal.checkpoint_removed(old)
         await self._commit()
 
-    async def uploaded(self, step: int, failure: str) -> None:
-        """Record that a checkpoint was uploaded, or why it was not."""
-        self._book.journal.uploaded(step, failure)
-        await self._commit()
-
     async def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
         """Record an evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
         self._book.journal.evaluated(result, images)

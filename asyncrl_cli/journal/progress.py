@@ -97,12 +97,6 @@ def kept_checkpoints(connection: sqlite3.Connection) -> set[int]:
     return {step for (step,) in connection.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
 
 
-def checkpoints_to_upload(connection: sqlite3.Connection) -> set[int]:
-    """Return the steps of all checkpoints that exist and were not uploaded."""
-    query = "SELECT step FROM checkpoints WHERE removed_at IS NULL AND uploaded_at IS NULL"
-    return {step for (step,) in connection.execute(query)}
-
-
 # -- groups and their prompts
 
 

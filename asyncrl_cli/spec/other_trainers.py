@@ -120,7 +120,6 @@ _KEYS = {
     "evaluation.every": "eval_steps eval_interval eval.interval test_freq eval_strategy",
     "checkpoints.every": "save_steps save_freq save_interval save_strategy ckpt.interval ckpt_interval",
     "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num max_ckpts_to_keep",
-    "checkpoints.upload": "default_hdfs_dir push_to_hub hub_model_id",
     "checkpoints.keep_every": "keep_interval",
     "rollout.tool_parser": "tool_call_parser",
     "runs_dir": "output_dir save_path ckpt_path default_local_dir logging_dir",
@@ -184,6 +183,8 @@ _HINTS = {
     "every step is logged; remove it": "logging_steps",
     "nodes are chosen by labels: `ray start --labels role=trainer`, and cluster.trainer.labels: {role: trainer}":
         "cluster.trainer.nodes cluster.engines.nodes",
+    "copy complete checkpoints yourself, for example with `aws s3 sync` or `rclone copy` (docs/tutorial.md)":
+        "checkpoints.upload default_hdfs_dir push_to_hub hub_model_id",
     "notify yourself with a monitor: set tracking.monitors (docs/watching.md has an example)": "notify",
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }

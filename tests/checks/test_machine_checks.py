@@ -186,15 +186,6 @@ def test_a_server_that_does_not_answer_is_doubtful_and_its_password_stays_secret
     assert machine.check_tracking(away, ask=False) == "MLflow at 127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"),
-    [("nosuchprogram --now", True), ("/nosuch/program", True), ("cd / && ls", False), ("A=1 nosuch", False)],
-)
-def test_an_upload_by_a_program_that_is_not_there_is_doubtful(command: str, missing: bool) -> None:
-    result = machine.check_upload(changed("checkpoints", upload=command))
-    assert isinstance(result, Warned) == missing
-
-
 def test_a_local_store_of_mlflow_needs_its_folder(tmp_path: Path) -> None:
     for uri in (f"sqlite:///{tmp_path}/mlflow.db", f"file://{tmp_path}/a/b", str(tmp_path / "a"), "sqlite://", "uc:x"):
         assert str(machine.check_tracking(changed("tracking", uri=uri), ask=False)).startswith("MLflow at ")

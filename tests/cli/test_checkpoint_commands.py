@@ -102,19 +102,6 @@ def test_list_says_why_each_checkpoint_is_kept(asyncrl: Any, run: RunDirectory) 
     assert rows[4].endswith("- - last 1")
 
 
-def test_uploads_are_listed(asyncrl: Any, run: RunDirectory) -> None:
-    spec = (run.path / "spec.yaml").read_text().replace("upload: null", "upload: file:///backup")
-    run.write_text("spec.yaml", spec)
-    with closing(open_for_writing(run.path / FILE)) as journal:
-        journal.execute("UPDATE checkpoints SET uploaded_at = 1 WHERE step = 20")
-        journal.execute("UPDATE checkpoints SET upload_failure = 'no space' WHERE step = 30")
-    _, out, _ = asyncrl("list")
-    header, *rows = [" ".join(line.split()) for line in out.splitlines()]
-    assert header == "step size age files greedy upload kept because"
-    assert "0.750 done best 1" in rows[1] and "0.500 failed every 30" in rows[2] and "- - last 1" in rows[4]
-    assert "upload      no space" in asyncrl("show", "--step", "30")[1]
-
-
 def test_list_as_json(asyncrl: Any, run: RunDirectory) -> None:
     (run.path / "checkpoints/step-000040/state/shard").unlink()
     code, out, _ = asyncrl("list", run.run_id[:6], "--json")

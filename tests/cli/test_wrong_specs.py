@@ -226,15 +226,15 @@ def test_a_cache_that_can_be_large_enough_is_accepted(check: Callable[[str], Non
 def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
     check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: object) -> str:
+    def fails() -> str:
         raise ZeroDivisionError("an unexpected value")
 
-    monkeypatch.setattr(machine, "check_upload", fails)
-    with pytest.raises(ConfigError, match="upload: the check failed: ZeroDivisionError: an unexpected value"):
+    monkeypatch.setattr(machine, "check_packages", fails)
+    with pytest.raises(ConfigError, match="packages: the check failed: ZeroDivisionError: an unexpected value"):
         check("")
     with StartChecks(load_spec("spec.yaml").spec, Path(), print) as checks:
         found = {finding.check: finding.status for finding in checks.findings()}
-    assert found["upload"] == "failure"
+    assert found["packages"] == "failure"
     assert found["algorithm"] == "ok"
 
 

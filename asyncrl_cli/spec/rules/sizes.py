@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
@@ -230,15 +229,6 @@ def versions(spec: ExperimentSpec) -> Iterator[Problem]:
     elif staleness * every >= steps:
         message = f"has no effect: all {steps} steps may train on the first rollouts"
         yield warning("pipeline.max_staleness", message, f"use less than {-(-steps // every)}, or more steps")
-
-
-@rule
-def upload(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`checkpoints.upload` is a URL or a command, not a folder."""
-    target = spec.checkpoints.upload or ""
-    if os.path.isdir(os.path.expanduser(target)):
-        url = f"file://{os.path.abspath(os.path.expanduser(target))}"
-        yield Problem("checkpoints.upload", "is a folder, neither a URL nor a command", f"write {url}")
 
 
 @rule
