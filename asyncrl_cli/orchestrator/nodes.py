@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
@@ -132,7 +131,8 @@ def bundle_wants(spec: ExperimentSpec) -> dict[str, float]:
     return {"CPU": spec.trainer.threads_per_rank + spec.rollout.threads_per_engine, "GPU": 1}
 
 
-class _Demand(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Demand:
     """``count`` bundles of resources, each on one of the ``nodes``. ``key``: the key of `cluster` that chose these."""
 
     key: str

@@ -93,13 +93,13 @@ def test_list_says_why_each_checkpoint_is_kept(asyncrl: Any, run: RunDirectory) 
     code, out, _ = asyncrl("list")
     assert code == 0
     header, *rows = [" ".join(line.split()) for line in out.splitlines()]
-    assert header == "step size age files greedy upload kept because"
+    assert header == "step size age files greedy kept because"
     assert [row.split()[0] for row in rows] == ["10", "20", "30", "40", "50"]
-    assert "0.250 - nothing: `prune` removes it" in rows[0]
-    assert rows[1].endswith("ok 0.750 - best 1")
-    assert rows[2].endswith("0.500 - every 30")
-    assert "1 damaged - - nothing" in rows[3]
-    assert rows[4].endswith("- - last 1")
+    assert "0.250 nothing: `prune` removes it" in rows[0]
+    assert rows[1].endswith("ok 0.750 best 1")
+    assert rows[2].endswith("0.500 every 30")
+    assert "1 damaged - nothing" in rows[3]
+    assert rows[4].endswith("- last 1")
 
 
 def test_list_as_json(asyncrl: Any, run: RunDirectory) -> None:
