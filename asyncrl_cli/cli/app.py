@@ -72,7 +72,7 @@ add(
     app,
     ("runs", runs.runs, "List runs.", "runs --json"),
     ("watch", watch.watch, "Watch a run in the terminal.", "watch latest"),
-    ("report", report.report, "Write an HTML report of one or more runs.", "report latest -o report.html"),
+    ("report", report.report, "Write an HTML report of a run.", "report latest -o report.html"),
     ("staleness", inspect.staleness, "Show and verify staleness.", "staleness latest"),
     ("events", inspect.events, "Print a run's events, in order.", "events latest --kind fault"),
     ("track", runs.track, "Send the missing data of an ended run to MLflow.", "track latest"),

@@ -85,25 +85,23 @@ def plan(
 def predicted_pages(
     spec: ExperimentSpec, calibration_run: RunDirectory, compared_run: RunDirectory | None
 ) -> dict[str, Page]:
-    """Return the measurements, the prediction, the machine's speed since then, and a comparison with another run.
+    """Return the measurements, the prediction, and a comparison with another run.
 
     Raises ``ConfigError`` if the simulation does not reproduce the measured run, or if that run's measurements do not
     hold for the spec.
     """
     from asyncrl_cli.inspect.health import health
-    from asyncrl_cli.inspect.plan_page import calibration_page, comparison_page, machine_page, plan_page
+    from asyncrl_cli.inspect.plan_page import calibration_page, comparison_page, plan_page
     from asyncrl_cli.inspect.reproduction import no_advice
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.journal.history import metrics_rows
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
-    from asyncrl_cli.plan.comparison import compare, error_parts
+    from asyncrl_cli.plan.comparison import compare
     from asyncrl_cli.plan.prediction import Devices, predict, spans
-    from asyncrl_cli.plan.scenario import planned_scenario, shares_host
+    from asyncrl_cli.plan.scenario import planned_scenario
     from asyncrl_cli.records.groups import BufferSettings
-    from asyncrl_cli.runs.manifest import SPEED
     from asyncrl_cli.spec.load import load_recorded
-    from asyncrl_cli.system.processors import processor_speed
 
     measured_spec = load_recorded(calibration_run.path).spec
     calibration = measure(calibration_run, measured_spec)
@@ -117,20 +115,10 @@ def predicted_pages(
     with snapshot(calibration_run.path / FILE) as connection:
         reason = no_advice(health(metrics_rows(connection), resolved_spec(calibration_run)))
     pages["plan"] = plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, reason=reason)
-    if shares_host(spec):
-        # A run to compare with recorded the machine's speed when it started.
-        current_speed = processor_speed() if compared_run is None else compared_run.manifest.get(SPEED)
-        pages["machine"] = machine_page(calibration_run, current_speed, predicted.outcome.step_s)
     if compared_run is not None:
         comparison = measure(compared_run, load_recorded(compared_run.path).spec)
-        error_seconds = error_parts(planned.scenario, comparison)
         lines = compare(predicted.outcome, comparison.observed)
-        pages["comparison"] = comparison_page(
-            compared_run.run_id,
-            lines=lines,
-            parts=error_seconds,
-            own_s=predicted.outcome.step_s + error_seconds["together"],
-        )
+        pages["comparison"] = comparison_page(compared_run.run_id, lines)
     return pages
 
 
@@ -155,11 +143,9 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     from asyncrl_cli.cli.output import start_checks
     from asyncrl_cli.cli.running import drive
     from asyncrl_cli.orchestrator.launch import DriverStart
-    from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
     from asyncrl_cli.spec.load import dump_spec, load_spec
-    from asyncrl_cli.system.processors import processor_speed
 
     spec = load_spec(path, overrides).spec
     pipeline, trainer = spec.pipeline, spec.trainer
@@ -180,9 +166,8 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     )
     with start_checks(loaded.spec, path.absolute().parent) as checks:
         experiment = checks.experiment()
-    speed = processor_speed() if shares_host(loaded.spec) else None
     run = RunDirectory.create(loaded.spec.runs_dir, f"{loaded.spec.name}-calibration")
-    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path, speed))
+    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path))
     drive(experiment, run, DriverStart(), quiet=True)
     return run
 

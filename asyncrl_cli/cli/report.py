@@ -1,4 +1,4 @@
-"""`asyncrl report`: runs as an HTML page."""
+"""`asyncrl report`: a run as an HTML page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import RunsDir
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import is_replaceable
@@ -15,14 +15,11 @@ from asyncrl_cli.runs.catalogue import find_run
 
 
 def report(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN", help="Ids of runs, unique prefixes of ids, paths, or `latest` (the default)."),
-    ] = None,
+    run: RunName = "latest",
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="The file to write. Default: report.html in the first run's folder."
+            "-o", "--output", metavar="FILE", help="The file to write. Default: report.html in the run's folder."
         ),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
@@ -30,13 +27,13 @@ def report(
     """Write a report that any browser opens without a network: whether the run learned, what limited its speed, its
     staleness and failures, with curves, distributions and rollouts.
 
-    Reads the journals of runs that are running, stopped or dead.
+    Reads the journal of a run that is running, stopped or dead.
     """
     from asyncrl_cli.inspect.report.page import render, summarize, write
 
-    found_runs = list({run.path: run for run in (find_run(runs_dir, name) for name in runs or ["latest"])}.values())
-    page = render([summarize(run) for run in found_runs])
-    path = output or found_runs[0].path / "report.html"
+    found_run = find_run(runs_dir, run)
+    page = render(summarize(found_run))
+    path = output or found_run.path / "report.html"
     is_new_folder = not path.parent.is_dir()
     try:
         write(page, path)

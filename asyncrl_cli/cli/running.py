@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the run's id and problems.")]
-CALIBRATING_STEPS = 20
-"""Shortest run that can calibrate `asyncrl plan`. Only from this length on the machine's speed is measured."""
 
 
 def train(
@@ -59,28 +57,17 @@ def train(
     for problem in loaded.warnings:
         echo(str(problem), err=True)
 
-    from asyncrl_cli.core.background import Background
     from asyncrl_cli.orchestrator.interrupts import stop_on_signals
     from asyncrl_cli.orchestrator.launch import DriverStart
-    from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.manifest import describe_start
-    from asyncrl_cli.system.processors import SECONDS, processor_speed
 
-    measuring, speeds = Background("processor speed"), list[float]()
-    if shares_host(loaded.spec) and loaded.spec.stop.total >= CALIBRATING_STEPS:
-        # The checks leave the other cores idle, and no process of the run competes for them yet.
-        measuring.submit(lambda: speeds.append(processor_speed(second_core_busy=True)))
     with stop_on_signals():  # also between the checks and the run
         with start_checks(loaded.spec, spec.absolute().parent) as checks:
             experiment = checks.experiment()
         checked = experiment.spec  # with `stop.epochs` converted to steps
-        measuring.wait(2 * SECONDS)
-        speed = speeds[0] if speeds and checked.stop.total >= CALIBRATING_STEPS else None
         # After the checks, because a refused spec must leave no folder behind (decision 0028).
         run = RunDirectory.create(checked.runs_dir, checked.name)
-        run.begin(
-            dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed, checked.model.path)
-        )
+        run.begin(dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, checked.model.path))
         drive(experiment, run=run, start=DriverStart(), quiet=quiet)
 
 

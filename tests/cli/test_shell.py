@@ -294,5 +294,5 @@ def test_a_new_folder_of_a_file_is_announced(
     monkeypatch.setattr(page, "render", lambda runs: "page")
     make_run(tmp_path)
     for expected in (f"created the folder {tmp_path / 'new'}\n", ""):
-        report(["latest"], tmp_path / "new/report.html", tmp_path)
+        report("latest", tmp_path / "new/report.html", tmp_path)
         assert capsys.readouterr().err == expected

@@ -24,7 +24,7 @@ SPEC = Path(__file__).parents[2] / "specs/quickstart.yaml"
 def quickstart_run(folder: Path) -> RunDirectory:
     """The run, without tokens and rewards."""
     run = make_run(folder)
-    (run.path / "spec.yaml").write_text(SPEC.read_text())
+    (run.path / "spec.yaml").write_text(SPEC.read_text().replace("./models", str(SPEC.parent / "models")))
     journal = open_for_writing(run.path / FILE)
     of = settings(groups_per_step=32, max_staleness=2, group_size=8, total_steps=140)
     described = {name: getattr(of, name) for name in of.__dataclass_fields__}

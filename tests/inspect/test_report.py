@@ -23,7 +23,7 @@ from asyncrl_cli.inspect.report import charts
 from asyncrl_cli.inspect.report import samples as samples_module
 from asyncrl_cli.inspect.report.answers import HEALTH_LINES, failed, healthy
 from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, Curves, Points, curve_charts, curves, smoothed
-from asyncrl_cli.inspect.report.page import embedded, render, short_labels, summarize, write
+from asyncrl_cli.inspect.report.page import embedded, render, summarize, write
 from asyncrl_cli.inspect.report.samples import evaluation_files, held_out_samples, samples
 from asyncrl_cli.journal.history import step_spans
 from asyncrl_cli.journal.queries import snapshot
@@ -89,7 +89,7 @@ def charts_of(page: str) -> dict[str, Any]:
 
 
 def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) -> None:
-    page = render([summarize(run)])
+    page = render(summarize(run))
     found = Elements(page)
     tags = [tag for tag, _ in found.elements]
     assert tags.count("script") == 3 and "img" not in tags and "link" not in tags
@@ -107,7 +107,7 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
 
 
 def test_page_of_an_unhealthy_run_says_so_first_and_gives_no_advice_on_speed(run: RunDirectory) -> None:
-    found = Elements(render([summarize(run)]))
+    found = Elements(render(summarize(run)))
     questions = found.text["dt"]
     assert questions.split("?")[:-1] == [
         *("Is it healthy", "Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
@@ -150,7 +150,7 @@ def test_health_in_words() -> None:
 def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDirectory) -> None:
     from plotly.graph_objects import Figure
 
-    page = render([summarize(run)])
+    page = render(summarize(run))
     drawn = charts_of(page)
     assert len(drawn) >= 8
     assert set(drawn) == {a["id"] for _, a in Elements(page).elements if a.get("class") == "chart"}
@@ -160,27 +160,11 @@ def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDire
             assert all(len(xs) == len(trace["y"]) for xs in trace.get("meta", {}).values())
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {}
-    for name, rate in (("fast", 0.1), ("slow", 0.2)):
-        runs[name] = made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], run_id=name)
-        vary_metrics(runs[name], SERIES)
-        runs[name].write_text("spec.yaml", f"seed: 1\ntrainer: {{rate: {rate}}}\n{name}: [1]\n")
-    page = render([summarize(run) for run in runs.values()])
-    text = Elements(page).text
-    assert "trainer.rate" in text["code"] and "0.10.2" in text["code"]
-    assert "not set" in text["code"] and "seed" not in text["code"]
-    reward = charts_of(page)["chart-0"]["data"]
-    fast, slow = (next(one for one in reward if f"<extra>{name}," in (one["hovertemplate"] or "")) for name in runs)
-    assert fast["line"]["color"] != slow["line"]["color"]
-    assert fast["marker"]["symbol"] != slow["marker"]["symbol"], "not by colour alone"
-
-
 def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, phase="starting")
     RecordedRun(run.path / FILE, monkeypatch, settings(), lambda _: 3.0)
     (run.path / "manifest.json").unlink()
-    text = Elements(render([summarize(run)])).text["dd"]
+    text = Elements(render(summarize(run))).text["dd"]
     assert text.count("The run ended before its first step.") == 4 and "process died" in text
     assert "yet" not in text and "fault" not in text
 
@@ -288,7 +272,7 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
         "hours": [1],
     }
     assert held_out.values == (0.5,)
-    for chart in curve_charts({"run": found})[0]:
+    for chart in curve_charts(found)[0]:
         json.dumps(chart.figure.to_plotly_json(), allow_nan=False)
 
 
@@ -375,7 +359,7 @@ def test_a_damaged_journal_still_has_a_report(run: RunDirectory, damage: str) ->
     run.write_text(
         "spec.yaml", "model: 3\ntask: {mix: 5}\nrollout: {engines: {}}\ntrainer: []\nalgorithm: {correction: 1}\n"
     )
-    charts_of(render([summarize(run)]))
+    charts_of(render(summarize(run)))
 
 
 # -- data of charts
@@ -401,7 +385,7 @@ def course(steps: int, **changes: Any) -> Curves:
 
 
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:
-    (figure,) = [chart.figure for chart in curve_charts({"run": course(30)})[0] if chart.title == STALENESS]
+    (figure,) = [chart.figure for chart in curve_charts(course(30))[0] if chart.title == STALENESS]
     (shape,) = figure.layout.shapes
     assert (shape.y0, shape.y1, shape.label.text) == (2, 2, "bound 2")
     widest, mean = (trace.line.width for trace in figure.data)
@@ -414,7 +398,7 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
         return Points({"steps": at}, (0.5,) * len(at), ((0.4, 0.6),) * len(at))
 
     evaluations = {("greedy", 128): points(10, 20, 30), ("greedy", 512): points(0, 40), ("sampled", 512): points(0, 40)}
-    chart = curve_charts({"run": course(30, accuracy=evaluations)})[0][1]
+    chart = curve_charts(course(30, accuracy=evaluations))[0][1]
     assert chart.title == "Held-out accuracy"
     assert [trace.mode for trace in chart.figure.data] == ["lines+markers", "markers", "markers"]
     assert [trace.name for trace in chart.figure.data] == [
@@ -427,7 +411,7 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
 
 def test_constant_metrics_are_listed_and_not_drawn() -> None:
     flat = dict(course(30).series) | {"response/truncated_ratio": (0.0,) * 30}
-    found, constants = curve_charts({"run": course(30, series=flat)})
+    found, constants = curve_charts(course(30, series=flat))
     assert constants == {"Truncated responses (share)": 0.0}
     assert "Truncated responses (share)" not in [chart.title for chart in found]
 
@@ -448,19 +432,6 @@ def test_groups_of_one_rollout_are_not_called_equal(tmp_path: Path, monkeypatch:
     RecordedRun(tmp_path / FILE, monkeypatch, settings(group_size=1), lambda _: 1.0).step()
     with snapshot(tmp_path / FILE) as connection:
         assert group_shares(connection) is None and reward_shares(connection) is not None
-
-
-@pytest.mark.parametrize(
-    ("run_ids", "labels"),
-    [
-        (["fast-20261122-060527-0582", "slow-20261122-060527-0583"], ["fast", "slow"]),
-        (["a-20261122-060527-0582", "a-20261122-060529-0583"], ["a 0582", "a 0583"]),
-        (["run-1", "run-2"], ["run-1", "run-2"]),
-        (["one"], ["one"]),
-    ],
-)
-def test_labels_are_as_short_as_they_stay_different(run_ids: list[str], labels: list[str]) -> None:
-    assert short_labels(run_ids) == labels
 
 
 def test_the_summary_has_the_true_wall_time(run: RunDirectory) -> None:

@@ -1,7 +1,7 @@
 """The report's charts, as plotly figures.
 
 A curve's x values are in its ``meta``, one list per axis: the page's script shows the chosen axis, and sets the colours
-that depend on light or dark mode. No meaning needs colour: metrics also differ by dashes, and runs by markers.
+that depend on light or dark mode. No meaning needs colour: metrics also differ by dashes.
 
 Invariant: every series of a run has the same points, at most ``POINTS``.
 """
@@ -30,9 +30,14 @@ Axis = Mapping[str, Sequence[float]]
 
 COLOURS = ("#2a85c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's palette, which colour-blind people can tell apart. The blue is lighter, for dark backgrounds."""
-SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
-PART_COLOURS = ("#009e73", "#56b4e9", "#e69f00", "#cc79a7", "#999999")
+PART_COLOURS = {
+    "training": "#009e73",
+    "publishing weights": "#56b4e9",
+    "groups": "#0072b2",
+    "saving checkpoints": "#cc79a7",
+    "other waits": "#999999",
+}
 GROUP_COLOURS = dict(zip(GROUP_NAMES, ("#e69f00", "#0072b2", "#b8c4ce"), strict=True))
 RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")
 """From low to high. Colour-blind people see the same order."""
@@ -42,8 +47,6 @@ SMOOTHED_FROM = 20
 """Smallest number of points with a running mean."""
 PASS_AT = 4
 """Largest number of values of k in the chart of pass@k."""
-MARKERS = 8
-"""Largest number of markers on a run's curve in a comparison of runs."""
 STEP_RANGES = 80
 """Columns in a chart of shares."""
 MOST_AGES = 8
@@ -53,7 +56,7 @@ SHARE = "~%"
 
 
 class Chart(NamedTuple):
-    """A plotly ``Figure``. ``section`` is its part of the page if it shows all runs."""
+    """A plotly ``Figure``. ``section`` is its part of the page if its x axis can be chosen."""
 
     title: str
     figure: Any
@@ -204,157 +207,122 @@ def in_parts(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-# -- charts of all runs
+# -- charts over steps
 
 
-class _Line(NamedTuple):
-    """A curve of one run. ``run_index`` is the run's index in the chart, ``curve`` the curve's index in the run."""
-
-    run: str
-    run_index: int
-    curve: int
-    label: str
-    points: Points
-
-
-def curve_charts(runs: Mapping[str, Curves]) -> tuple[list[Chart], dict[str, float]]:
-    """Draw held-out accuracy and the ``PANELS``, with all runs in each chart, by the runs' labels.
-
-    A chart is omitted if no run has data for it. A panel with one constant value is returned by title instead.
-    """
-    several = len(runs) > 1
+def curve_charts(curves: Curves) -> tuple[list[Chart], dict[str, float]]:
+    """Draw held-out accuracy and the ``PANELS`` that have data. A constant panel is returned by title instead."""
     charts, constants = [], {}
     for panel in PANELS:
-        lines = [
-            _Line(run, run_index, index, label, Points(curves.axis, curves.series[metric]))
-            for run_index, (run, curves) in enumerate(runs.items())
-            for index, (metric, label) in enumerate(panel.labels.items())
+        lines = {
+            label: Points(curves.axis, curves.series[metric])
+            for metric, label in panel.labels.items()
             if metric in curves.series
-        ]
-        values = {value for line in lines for value in line.points.values if value is not None}
+        }
+        values = {value for points in lines.values() for value in points.values if value is not None}
         if len(values) == 1 and panel.title != STALENESS:
             constants[panel.title] = values.pop()
         elif lines:
-            charts.append(Chart(panel.title, _figure(lines, several, panel.smooth), panel.section))
+            figure = _figure(lines, panel.smooth)
+            charts.append(Chart(panel.title, figure, panel.section))
             if "share" in panel.title:
-                charts[-1].figure.update_yaxes(tickformat=SHARE)
+                figure.update_yaxes(tickformat=SHARE)
             elif panel.title == LEARNING_RATE:
-                charts[-1].figure.update_yaxes(tickformat="~g", rangemode="tozero")
+                figure.update_yaxes(tickformat="~g", rangemode="tozero")
             elif panel.title == STALENESS:
-                _add_bounds(charts[-1].figure, {curves.max_staleness for curves in runs.values()})
-    pass_at = [
-        _Line(run, run_index, index, label, points)
-        for run_index, (run, curves) in enumerate(runs.items())
-        for index, (label, points) in enumerate(curves.pass_at.items())
-    ]
+                _add_bound(figure, curves.max_staleness)
     held_out = [
-        Chart("Held-out accuracy", _accuracy(runs), LEARNING),
-        Chart("Held-out pass@k (sampled)", _figure(pass_at, several), LEARNING),
+        Chart("Held-out accuracy", _accuracy(curves), LEARNING),
+        Chart("Held-out pass@k (sampled)", _figure(curves.pass_at), LEARNING),
     ]
     charts[1:1] = [chart for chart in held_out if chart.figure.data]
     return charts, constants
 
 
-def _figure(lines: Iterable[_Line], several: bool, smooth: bool = False) -> Any:
-    """Draw curves. The legend shows each label once, and switches this label's curves in all runs."""
+def _figure(lines: Mapping[str, Points], smooth: bool = False) -> Any:
+    """Draw curves by their labels."""
     from plotly.graph_objects import Figure
 
     figure = Figure()
-    labels = {""}
-    for line in lines:
-        trace = _trace(line, several)
-        if smooth and (running_mean := smoothed(line.points.values)) is not None:
+    for index, (label, points) in enumerate(lines.items()):
+        trace = _trace(index, label, points)
+        if smooth and (running_mean := smoothed(points.values)) is not None:
             figure.add_trace(trace)
             figure.data[-1].update(showlegend=False, hoverinfo="skip", hovertemplate=None, opacity=0.4, line_width=1)
             trace.y = rounded(running_mean)
-        if several:
-            symbol = SYMBOLS[line.run_index % len(SYMBOLS)]
-            trace.update(mode="lines+markers", marker={"symbol": symbol, "size": 7, "maxdisplayed": MARKERS})
-        trace.showlegend = line.label not in labels
-        labels.add(line.label)
         figure.add_trace(trace)
     return figure
 
 
-def _trace(line: _Line, several: bool) -> Any:
+def _trace(index: int, label: str, points: Points) -> Any:
     from plotly.graph_objects import Scatter
 
-    name = ", ".join(filter(None, [line.run if several else "", line.label]))
     return Scatter(
-        mode="lines+markers" if len(line.points.values) == 1 else "lines",
-        name=line.label,
-        legendgroup=line.label,
-        hovertemplate=f"%{{x}}: %{{y}}<extra>{name}</extra>",
-        y=rounded(line.points.values),
-        meta={name: rounded(values) for name, values in line.points.axis.items()},
-        line={
-            "color": COLOURS[(line.run_index if several else line.curve) % len(COLOURS)],
-            "dash": DASHES[line.curve % len(DASHES)],
-            "width": 2,
-        },
+        mode="lines+markers" if len(points.values) == 1 else "lines",
+        name=label,
+        legendgroup=label,  # the legend's entry also switches the faint values below a running mean
+        showlegend=bool(label),
+        hovertemplate=f"%{{x}}: %{{y}}<extra>{label}</extra>",
+        y=rounded(points.values),
+        meta={name: rounded(values) for name, values in points.axis.items()},
+        line={"color": COLOURS[index % len(COLOURS)], "dash": DASHES[index % len(DASHES)], "width": 2},
     )
 
 
-def _add_bounds(figure: Any, bounds: set[int]) -> None:
+def _add_bound(figure: Any, bound: int) -> None:
     """Draw the bound. The largest staleness gets a broad line, because the mean may lie on it."""
     figure.update_traces(line={"shape": "hvh", "dash": "solid", "width": 1.6})
     figure.update_traces(selector={"name": "max"}, line_width=5, opacity=0.45)
-    for bound in sorted(bounds):
-        label = {"text": f"bound {bound}", "textposition": "end"}
-        figure.add_hline(bound, line={"color": "#8b949e", "width": 1.5, "dash": "dot"}, label=label)
-    figure.update_yaxes(range=[-0.1, max(bounds) * 1.15 + 0.3], dtick=max(1, max(bounds) // 4))
+    label = {"text": f"bound {bound}", "textposition": "end"}
+    figure.add_hline(bound, line={"color": "#8b949e", "width": 1.5, "dash": "dot"}, label=label)
+    figure.update_yaxes(range=[-0.1, bound * 1.15 + 0.3], dtick=max(1, bound // 4))
 
 
-def _accuracy(runs: Mapping[str, Curves]) -> Any:
+def _accuracy(curves: Curves) -> Any:
     """Evaluations with 95 % intervals. A line joins three or more evaluations on the same number of prompts."""
     from plotly.graph_objects import Figure
 
     figure = Figure(layout={"yaxis": {"range": [0, 1.04]}})
-    labels = set()
-    for run_index, (run, curves) in enumerate(runs.items()):
-        kinds = list(dict.fromkeys(kind for kind, _ in curves.accuracy))
-        for (kind, prompts), points in curves.accuracy.items():
-            index, label = kinds.index(kind), f"{kind}, {prompts:,} prompts"
-            trace = _trace(_Line(run, run_index, index, label, points), len(runs) > 1)
-            is_joined = len(points.values) > 2
-            symbol = SYMBOLS[run_index % len(SYMBOLS)] + ("" if is_joined else "-open-dot" if index else "-open")
-            distances = [
-                (high - (value or 0.0), (value or 0.0) - low)
-                for value, (low, high) in zip(points.values, points.intervals, strict=True)
-            ]
-            trace.update(
-                mode="lines+markers" if is_joined else "markers",
-                showlegend=label not in labels,
-                marker={"symbol": symbol, "size": 6 if is_joined else 10, "color": trace.line.color},
-                error_y={
-                    "symmetric": False,
-                    "array": rounded([above for above, _ in distances]),
-                    "arrayminus": rounded([below for _, below in distances]),
-                    "thickness": 1,
-                    "width": 2,
-                },
-            )
-            labels.add(label)
-            figure.add_trace(trace)
+    kinds = list(dict.fromkeys(kind for kind, _ in curves.accuracy))
+    for (kind, prompts), points in curves.accuracy.items():
+        trace = _trace(kinds.index(kind), f"{kind}, {prompts:,} prompts", points)
+        is_joined = len(points.values) > 2
+        symbol = "circle" if is_joined else "circle-open-dot" if kinds.index(kind) else "circle-open"
+        measured = [(value or 0.0, *interval) for value, interval in zip(points.values, points.intervals, strict=True)]
+        trace.update(
+            mode="lines+markers" if is_joined else "markers",
+            marker={"symbol": symbol, "size": 6 if is_joined else 10, "color": trace.line.color},
+            error_y={
+                "symmetric": False,
+                "array": rounded([high - value for value, _, high in measured]),
+                "arrayminus": rounded([value - low for value, low, _ in measured]),
+                "thickness": 1,
+                "width": 2,
+            },
+        )
+        figure.add_trace(trace)
     return figure
 
 
-# -- a single run: how its time was spent, and the distributions of its training data
+# -- how the time was spent, and the distributions of the training data
 
 
 def run_charts(
-    times: Sequence[StepTime], staleness: tuple[StepStaleness, ...], shares: Mapping[str, Shares | Histogram]
+    times: Sequence[StepTime],
+    staleness: tuple[StepStaleness, ...],
+    distributions: Mapping[str, Shares | Histogram],
 ) -> Iterator[Chart]:
-    """Draw the trainer's time, the tokens' staleness, and ``shares`` by title."""
+    """Draw the trainer's time, the tokens' staleness, and ``distributions`` by title."""
     if times:
         ranges = in_parts(times, STEP_RANGES)
-        names = [name.removeprefix("waiting for ") for name in PART_NAMES.values()]
-        sums = [[math.fsum(time.seconds[part] for time in steps) for part in PART_NAMES] for steps in ranges]
-        by_part = zip(*([seconds / (sum(spent) or 1.0) for seconds in spent] for spent in sums), strict=True)
-        parts = dict(zip(names, by_part, strict=True))
-        colours = dict(zip(names, PART_COLOURS, strict=True))
-        figure = _stacked(Shares(tuple(steps[-1].step + 1 for steps in ranges), parts), colours)
-        yield Chart("The trainer's time", figure)
+        sums = [{part: math.fsum(time.seconds[part] for time in steps) for part in PART_NAMES} for steps in ranges]
+        shares = {
+            name.removeprefix("waiting for "): [spent[part] / (sum(spent.values()) or 1.0) for spent in sums]
+            for part, name in PART_NAMES.items()
+            if any(spent[part] for spent in sums)
+        }
+        steps = tuple(part[-1].step + 1 for part in ranges)
+        yield Chart("The trainer's time", _stacked(Shares(steps, shares), PART_COLOURS))
     if staleness:
         step_ranges = in_ranges(staleness, STEP_RANGES)
         ends = tuple(step.last_step for step in step_ranges)
@@ -365,11 +333,11 @@ def run_charts(
             yield Chart(title, _heat_map(Histogram(tuple(ages), ends, by_age), "staleness"))
         else:
             yield Chart(title, _stacked(Shares(ends, dict(zip(map(str, ages), by_age, strict=True)))))
-    for title, distribution in shares.items():
-        yield Chart(
-            title,
-            _heat_map(distribution) if isinstance(distribution, Histogram) else _stacked(distribution, GROUP_COLOURS),
-        )
+    for title, distribution in distributions.items():
+        if isinstance(distribution, Histogram):
+            yield Chart(title, _heat_map(distribution))
+        else:
+            yield Chart(title, _stacked(distribution, GROUP_COLOURS))
 
 
 def _stacked(shares: Shares, colours: Mapping[str, str] = MappingProxyType({})) -> Any:

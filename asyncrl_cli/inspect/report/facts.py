@@ -1,4 +1,4 @@
-"""A run's summary: short values by name, in groups. Every run has the same names, so runs can be compared."""
+"""A run's summary: short values by name, in groups."""
 
 from __future__ import annotations
 

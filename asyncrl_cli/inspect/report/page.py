@@ -1,4 +1,4 @@
-"""The report: everything about each run, read at one moment, as one HTML file that loads nothing.
+"""The report: everything about a run, read at one moment, as one HTML file that loads nothing.
 
 Memory is bounded for any length of run: SQL counts and chooses rollouts, and only steps are held one by one.
 
@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.files import output_file
-from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.health import health
@@ -50,10 +46,6 @@ from asyncrl_cli.plan.prediction import Prediction
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 FAULTS_SHOWN = 100
-NOT_SET = "not set"
-RUN_ID = re.compile(r"^(.+)-\d{8}-\d{6}-(\w+)$")
-LABEL_LENGTH = 28
-"""Largest length of a run's label in charts and tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,6 @@ class RunSummary:
 
     Args:
         prediction: the prediction, or the reason why there is none.
-        facts: the same names for every run.
         held_out: answers before and after training.
     """
 
@@ -77,7 +68,6 @@ class RunSummary:
     decoded: bool
     faults: tuple[Fault, ...]
     faults_in_all: int
-    spec: Mapping[str, Any]
     spec_text: str
 
 
@@ -124,13 +114,12 @@ def summarize(run: RunDirectory) -> RunSummary:
         decoded=decoder is not None,
         faults=faults,
         faults_in_all=sum(run_history.failures_by_kind.values()),
-        spec=spec,
         spec_text=spec_text(run),
     )
 
 
-def render(runs: Sequence[RunSummary]) -> str:
-    """Render the page of one run, or of several runs side by side."""
+def render(run: RunSummary) -> str:
+    """Render the page of a run."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -143,25 +132,18 @@ def render(runs: Sequence[RunSummary]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"moment": moment, "counted": counted}
-    charts: dict[str, Chart] = {}
-
-    def chart_ids(new_charts: Iterable[Chart]) -> list[tuple[str, str]]:
-        """Add charts to the page. Returns their ids and titles."""
-        named = {f"chart-{index}": chart for index, chart in enumerate(new_charts, len(charts))}
-        charts.update(named)
-        return [(name, chart.title) for name, chart in named.items()]
-
-    labels = short_labels([run.run_id for run in runs])
-    common_charts, constants = curve_charts(dict(zip(labels, (run.curves for run in runs), strict=True)))
-    sections = dict.fromkeys(chart.section for chart in common_charts)
+    curves, constants = curve_charts(run.curves)
+    charts = {f"chart-{index}": chart for index, chart in enumerate([*curves, *run.charts])}
+    by_section: dict[str, list[tuple[str, str]]] = {}
+    for name, chart in charts.items():
+        by_section.setdefault(chart.section, []).append((name, chart.title))
+    own = by_section.pop("", [])
     folder = resources.files("asyncrl_cli.inspect.report") / "page"
     return environment.get_template("report.html.j2").render(
-        runs=runs,
-        labels=labels,
-        common=[(name, chart_ids(chart for chart in common_charts if chart.section == name)) for name in sections],
+        run=run,
+        common=list(by_section.items()),
+        own=own,
         constant={title: number(value) for title, value in constants.items()},
-        own={run.run_id: chart_ids(run.charts) for run in runs},
-        differences=differences(runs),
         style=(folder / "report.css").read_text(encoding="utf-8"),
         script=(folder / "report.js").read_text(encoding="utf-8"),
         plotly=(resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
@@ -172,26 +154,8 @@ def render(runs: Sequence[RunSummary]) -> str:
 def _figure_data(chart: Chart) -> dict[str, Any]:
     figure = chart.figure.to_plotly_json()
     # The page's script sets all colours, which plotly's template would override.
-    return {
-        "data": figure["data"],
-        "layout": {name: figure["layout"][name] for name in figure["layout"] if name != "template"},
-    }
-
-
-def short_labels(run_ids: Sequence[str]) -> list[str]:
-    """Shorten run ids while they stay different: to the name, the name with the last part, or the entire id."""
-
-    def name(run_id: str) -> str:
-        return RUN_ID.sub(r"\1", run_id)
-
-    def with_last(run_id: str) -> str:
-        return RUN_ID.sub(r"\1 \2", run_id)
-
-    for shorten in (name, with_last):
-        labels = [shorten(run_id)[:LABEL_LENGTH] for run_id in run_ids]
-        if len(set(labels)) == len(labels):
-            return labels
-    return list(run_ids)
+    layout = {name: value for name, value in figure["layout"].items() if name != "template"}
+    return {"data": figure["data"], "layout": layout}
 
 
 def write(text: str, path: Path) -> None:
@@ -202,12 +166,3 @@ def write(text: str, path: Path) -> None:
 def embedded(value: Any) -> str:
     """Return JSON that is safe inside a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def differences(runs: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
-    """Return the keys that differ between the runs' specs, with the value of each run."""
-    specs = [flatten(run.spec) for run in runs]
-    keys = dict.fromkeys(key for spec in specs for key in spec)
-    texts = [{k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in spec.items()} for spec in specs]
-    rows = [(key, [text.get(key, NOT_SET) for text in texts]) for key in keys]
-    return [(key, values) for key, values in rows if any(a != b for a, b in pairwise(values))]

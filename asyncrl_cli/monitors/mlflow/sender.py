@@ -240,7 +240,7 @@ class Sender:
             from asyncrl_cli.inspect.report.page import render, summarize
 
             try:
-                page = render([summarize(ended)])
+                page = render(summarize(ended))
             except Exception as error:  # trying again would not help; `asyncrl report` says more
                 self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 return

@@ -30,13 +30,12 @@ INK = "getComputedStyle(document.querySelector('#chart-0 .xtick text')).fill"
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, names = tmp_path_factory.mktemp("report"), ("slow trainer", "tight bound")
+    folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
-        runs = [made_run(folder, patch, SITUATIONS[name], run_id=name.replace(" ", "-")) for name in names]
-        for run in runs:
-            vary_metrics(run, SERIES)
-            (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
-        write(render([summarize(run) for run in runs]), folder / "report.html")
+        run = made_run(folder, patch, SITUATIONS["tight bound"])
+        vary_metrics(run, SERIES)
+        (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
+        write(render(summarize(run)), folder / "report.html")
     return folder / "report.html"
 
 
@@ -75,7 +74,6 @@ def test_it_is_drawn_and_its_controls_work(chromium: str, report: Path, tmp_path
             assert await shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
             charts = await shown.evaluate("document.querySelectorAll('.chart').length")
             assert charts == await shown.evaluate("document.querySelectorAll('.chart > .plot-container').length") > 20
-            assert await shown.evaluate("document.querySelectorAll('#differences tbody tr').length") == 1
             fonts, anchors = await shown.evaluate(FONTS), await shown.evaluate(ANCHORS)
             assert fonts[0] == fonts[1], "charts are in the page's font"
             assert len(anchors) > 5 and all(anchors)
