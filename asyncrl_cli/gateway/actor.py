@@ -38,8 +38,8 @@ stands still while it reads an answer."""
 
 @dataclass(frozen=True, slots=True)
 class SessionOpening:
-    """A session to open. ``name`` is in its URL and may be reused once the session has ended. ``number`` is unique;
-    ``GatewayClient`` sets it. ``session.Session`` describes the other fields."""
+    """A session to open. ``name`` is in its URL and may be reused once the session has ended. ``session_number`` is
+    unique; ``GatewayClient`` sets it. ``session.Session`` describes the other fields."""
 
     name: str
     rollout_id: str
@@ -64,7 +64,7 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request of a session, or of a call without one (None). ``number`` is unique; request ids are not, because an
+    """A request of a session, or of a call without one (None). ``generation_number`` is unique; request ids are not, because an
     episode that is played again reuses them."""
 
     generation_number: int

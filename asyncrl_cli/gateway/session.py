@@ -1,8 +1,13 @@
 """A session: the calls of one program to the model, as the token sequences of one rollout.
 
 If a call's messages begin with an earlier call's messages and its reply, it continues the earlier call's exact tokens.
-Every other call begins a branch (docs/gateway.md, "Conversations and token ids"; decision 0017). transcript.py keeps
-the tokens; chat.py makes them from messages.
+Every other call begins a branch (docs/gateway.md, "Conversations and token ids"; decision 0017). Its parts:
+
+* ``ChatFormat`` (chat.py) renders messages to tokens, and parses tokens to messages;
+* ``Conversation`` and ``History`` (history.py) find the earlier turn that a call continues;
+* ``Transcript`` (transcript.py) keeps the branches' tokens, with the tokens of an earlier play;
+* ``FieldStream`` (reply_stream.py) turns tokens into the visible pieces of a stream;
+* ``generate`` samples: the driver's generation client, reached through ``actor.Transfer``.
 
 A call is rendered first (``render_chat``, ``render_text``, ``render_ids``), perhaps in another thread. It takes its
 branch only in ``answer``, before the first await, so concurrent calls cannot extend the same branch.
@@ -95,23 +100,26 @@ class Rendered:
     """A call's prompt."""
 
     prompt_ids: tuple[int, ...]
-    after: tuple[Branch, Turn] | None = None
+    continued_turn: tuple[Branch, Turn] | None = None
     """The turn that the call continues; without one it begins a branch."""
     tools: Tools | None = None
-    messages: History | None = None
+    history: History | None = None
     """A chat's messages, by which a later call finds this one."""
     text: str | None = None
     """A completion's text, for the same purpose."""
     chat: ChatFormat | None = None
     """Parses the reply of a chat."""
-    begun: Message | None = None
+    continued_message: Message | None = None
     """The message that the reply continues, if any."""
     images: tuple[PlacedImage, ...] = ()
 
     @property
     def branch(self) -> Branch | None:
         """The branch that the call can continue right now; None if it must begin a new one."""
-        return self.after[0] if self.after is not None and self.after[0].extends(self.after[1]) else None
+        if self.continued_turn is None:
+            return None
+        branch, turn = self.continued_turn
+        return branch if branch.extends(turn) else None
 
 
 class Session:
@@ -171,34 +179,34 @@ class Session:
 
     # -- a call
 
-    async def answer(self, asked: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:
+    async def answer(self, rendered: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:
         """Answer a call with ``options.n`` replies.
 
         Raises ``ApiError`` if the call cannot be answered, and the exceptions of ``generate``.
         """
         self._refuse_if_ended()
-        if not asked.prompt_ids:
+        if not rendered.prompt_ids:
             raise invalid_value("the prompt is empty")
-        sampling = self._sampling_of(options, len(asked.prompt_ids))
+        sampling = self._sampling_of(options, len(rendered.prompt_ids))
         # Before the first await: two concurrent calls must not get the same number, or extend the same branch.
-        first, self.calls = self.calls, self.calls + options.n
+        first_index, self.calls = self.calls, self.calls + options.n
         calls = [
-            self._transcript.begin(None if choice else asked.branch, asked.prompt_ids, asked.images)
+            self._transcript.begin(None if choice else rendered.branch, rendered.prompt_ids, rendered.images)
             for choice in range(options.n)
         ]
         replies = []
         for choice, call in enumerate(calls):
-            index = first + choice
+            index = first_index + choice
             reply = self._reply(
                 call,
-                asked,
+                rendered,
                 sampling=self._seeded(sampling, options, choice=choice, index=index),
                 index=index,
                 on_part=None if on_part is None else partial(on_part, choice),
             )
             replies.append(reply)
         try:
-            return [await replies[0]] if options.n == 1 else await _all(replies)
+            return [await replies[0]] if options.n == 1 else await _gather(replies)
         finally:
             for call in calls:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # does nothing if the call has ended
@@ -206,18 +214,18 @@ class Session:
     async def _reply(
         self,
         call: Call,
-        asked: Rendered,
+        rendered: Rendered,
         *,
         sampling: Sampling,
         index: int,
         on_part: Callable[[ReplyPart], None] | None,
     ) -> Reply:
-        stream = None if on_part is None else self._stream(asked, sampling.stop)
+        stream = None if on_part is None else self._stream(rendered, sampling.stop)
 
-        def send(parts: Callable[[FieldStream], list[ReplyPart]]) -> None:
+        def send(next_parts: Callable[[FieldStream], list[ReplyPart]]) -> None:
             if stream is not None and on_part is not None:
-                for part in parts(stream):
-                    on_part(part)
+                for reply_part in next_parts(stream):
+                    on_part(reply_part)
 
         def on_tokens(ids: Sequence[int]) -> None:
             send(lambda stream: stream.feed(ids))
@@ -232,13 +240,13 @@ class Session:
         decoded = self._chat.decode(ids)
         text = cut(decoded, sampling.stop)
         message: Message = {"role": "assistant", "content": text}
-        if asked.chat is not None:
-            message = asked.chat.parse(call.prompt_ids, token_ids=ids, tools=asked.tools, stop=sampling.stop)
+        if rendered.chat is not None:
+            message = rendered.chat.parse(call.prompt_ids, token_ids=ids, tools=rendered.tools, stop=sampling.stop)
         turn = Turn(
-            end=call.first + len(ids),
+            end=call.prompt_length + len(ids),
             last_token=ids[-1],
-            messages=None if asked.messages is None else asked.messages.then(_whole(asked.begun, message)),
-            text=None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
+            messages=rendered.history and rendered.history.then(_joined_reply(rendered.continued_message, message)),
+            text=None if rendered.text is None else rendered.text + self._chat.decode(ids, special=True),
             stopped=text != decoded,
         )
         self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
@@ -254,9 +262,9 @@ class Session:
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
         )
 
-    def _stream(self, asked: Rendered, stop: Sequence[str]) -> FieldStream:
-        if asked.chat is not None:
-            return asked.chat.stream(asked.tools, stop)
+    def _stream(self, rendered: Rendered, stop: Sequence[str]) -> FieldStream:
+        if rendered.chat is not None:
+            return rendered.chat.stream(rendered.tools, stop)
         return FieldStream(self._chat.decode, lambda ids: (ids, False), stop)
 
     async def _sample(
@@ -266,7 +274,7 @@ class Session:
         request_id = f"{self.rollout_id}/{index}"
         on_tokens(call.replayed.ids.tolist())
 
-        def grown(segments: list[Segment]) -> None:
+        def on_new_segments(segments: list[Segment]) -> None:
             on_tokens(self._transcript.grow(call, segments))
 
         request = RolloutRequest(
@@ -274,14 +282,14 @@ class Session:
             prompt_ids=call.prompt_ids,
             sampling=sampling,
             prefix=tuple(call.replayed.segments(request_id)),
-            newest=call.newest,
+            newest=call.newest_version,
             priority=self._priority,
             affinity=self.rollout_id,
             streamed=streamed,
             awaited=True,
             images=call.images,
         )
-        task = asyncio.ensure_future(self._generate(request, grown))
+        task = asyncio.ensure_future(self._generate(request, on_new_segments))
         self._running.add(task)
         try:
             rollout = await task
@@ -306,7 +314,7 @@ class Session:
             return tokens.slice(0, stop_at), "stop"
         if count >= sampling.max_tokens:
             tokens = tokens.slice(0, sampling.max_tokens)
-        elif not call.more and tokens.ids[-1] not in self._chat.end_tokens:
+        elif not call.has_next and tokens.ids[-1] not in self._chat.end_tokens:
             return None
         return tokens, "stop" if tokens.ids[-1] in self._chat.end_tokens else "length"
 
@@ -343,45 +351,50 @@ class Session:
         self._refuse_if_ended()
         tools = tools or None
         with _chat_errors():
-            given = {**self._chat.template_kwargs, **(variables or {})}
-            conversation = await render(partial(Conversation.of, messages, tools, given))
+            template_variables = {**self._chat.template_kwargs, **(variables or {})}
+            conversation = await render(partial(Conversation.of, messages, tools, template_variables))
             self._refuse_flood(conversation.characters)
             chat = self._chat
             if variables or continues:
                 chat = await render(partial(chat.varied, variables or {}, continues))
-            begun = conversation.messages[-1] if continues else None
-            if found := self._transcript.longest(lambda _, turn: conversation.covered_by(turn.messages)):
-                branch, turn = found
+            continued_message = conversation.messages[-1] if continues else None
+            if continued_turn := self._transcript.longest_turn(lambda _, turn: conversation.covered_by(turn.messages)):
+                branch, turn = continued_turn
                 assert turn.messages is not None
-                covered = turn.messages.count - 1  # the tools have a key, too, but are no message
-                new, before = conversation.messages[covered:], conversation.messages[covered - 1]
-                known, rest = _until(branch, turn), Tokens([], ())
+                covered_count = turn.messages.count - 1  # the tools have a key, too, but are no message
+                new_messages = conversation.messages[covered_count:]
+                last_reply = conversation.messages[covered_count - 1]
+                turn_ids, new_tokens = _turn_ids(branch, turn), Tokens([], ())
                 try:
-                    if new:
-                        rest = await render(partial(chat.continue_, new, tools, turn.last_token, before, images))
-                    elif turn.stopped or before.get("tool_calls") or not before["content"]:
+                    if new_messages:
+                        new_tokens = await render(
+                            partial(chat.continue_, new_messages, tools, turn.last_token, last_reply, images)
+                        )
+                    elif turn.stopped or last_reply.get("tool_calls") or not last_reply["content"]:
                         raise ChatError("its message is not the end of its tokens")
                     elif turn.last_token in chat.end_tokens:  # continue without the end token, in a new branch
-                        known, found = known[:-1], None
+                        turn_ids, continued_turn = turn_ids[:-1], None
                 except ChatError:
                     pass  # the template cannot continue this turn, so the call begins a branch
                 else:
                     history = conversation.after(turn.messages, continues)
                     return Rendered(
-                        (*known, *rest.ids),
-                        found,
+                        (*turn_ids, *new_tokens.ids),
+                        continued_turn,
                         tools=tools,
-                        messages=history,
+                        history=history,
                         chat=chat,
-                        begun=begun,
+                        continued_message=continued_message,
                         images=(
                             *branch.images_until(turn.end),
-                            *(replace(one, offset=len(known) + one.offset) for one in rest.images),
+                            *(replace(image, offset=len(turn_ids) + image.offset) for image in new_tokens.images),
                         ),
                     )
             ids, places = await render(partial(chat.render, conversation.messages, tools, images))
         history = conversation.after(None, continues)
-        return Rendered(tuple(ids), tools=tools, messages=history, chat=chat, begun=begun, images=places)
+        return Rendered(
+            tuple(ids), tools=tools, history=history, chat=chat, continued_message=continued_message, images=places
+        )
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
         """As ``render_chat``, for a text."""
@@ -392,10 +405,10 @@ class Session:
             return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
 
         with _chat_errors():
-            if found := self._transcript.longest(covers):
-                branch, turn = found
-                rest = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
-                return Rendered((*_until(branch, turn), *rest), found, text=prompt)
+            if continued_turn := self._transcript.longest_turn(covers):
+                branch, turn = continued_turn
+                new_ids = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
+                return Rendered((*_turn_ids(branch, turn), *new_ids), continued_turn, text=prompt)
             return Rendered(tuple(await render(partial(self._chat.encode, prompt, begins=True))), text=prompt)
 
     async def render_ids(self, prompt: Sequence[int]) -> Rendered:
@@ -408,17 +421,17 @@ class Session:
         ids = np.asarray(prompt, np.int32)
 
         def covers(branch: Branch, turn: Turn) -> int | None:
-            known = branch.known.tokens.ids[: turn.end]
-            return turn.end if np.array_equal(known, ids[: turn.end]) else None
+            turn_ids = branch.prefix.tokens.ids[: turn.end]
+            return turn.end if np.array_equal(turn_ids, ids[: turn.end]) else None
 
-        return Rendered(tuple(ids.tolist()), self._transcript.longest(covers))
+        return Rendered(tuple(ids.tolist()), self._transcript.longest_turn(covers))
 
     # -- limits and sampling
 
     def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
         limits = self._limits
-        wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
-        if options.n < 1 or wanted < 1:
+        call_limit = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
+        if options.n < 1 or call_limit < 1:
             raise invalid_value("n and max_tokens must be at least 1")
         room = limits.max_length - prompt_tokens
         if room < 1:
@@ -426,18 +439,20 @@ class Session:
         if limits.max_calls is not None and self.calls + options.n > limits.max_calls:
             raise self._refused("max_calls_exceeded", f"this session has reached its limit of {limits.max_calls} calls")
         if limits.max_sampled_tokens is not None:
-            left = limits.max_sampled_tokens - self.sampled_tokens
-            if left < 1:
+            remaining_tokens = limits.max_sampled_tokens - self.sampled_tokens
+            if remaining_tokens < 1:
                 raise self._refused(
                     "max_sampled_tokens_exceeded",
                     f"this session has reached its limit of {limits.max_sampled_tokens} generated tokens",
                 )
-            room = min(room, left)
-        own = self._sampling
+            room = min(room, remaining_tokens)
+        session_sampling = self._sampling
         return Sampling(
-            temperature=own.temperature if self.fixed_sampling or options.temperature is None else options.temperature,
-            max_tokens=min(room, limits.max_call_tokens, wanted),
-            stop=tuple(dict.fromkeys((*own.stop, *(stop for stop in options.stop if stop)))),
+            temperature=session_sampling.temperature
+            if self.fixed_sampling or options.temperature is None
+            else options.temperature,
+            max_tokens=min(room, limits.max_call_tokens, call_limit),
+            stop=tuple(dict.fromkeys((*session_sampling.stop, *(stop for stop in options.stop if stop)))),
         )
 
     def _seeded(self, sampling: Sampling, options: CallOptions, *, choice: int, index: int) -> Sampling:
@@ -453,8 +468,8 @@ class Session:
             raise self._too_long(f"{characters} characters")
 
     def _too_long(self, size: str) -> ApiError:
-        longest = self._limits.max_length
-        message = f"This model's maximum context length is {longest} tokens, and the messages have {size}"
+        max_length = self._limits.max_length
+        message = f"This model's maximum context length is {max_length} tokens, and the messages have {size}"
         return self._refused("context_length_exceeded", message)
 
     def _refused(self, code: str, message: str) -> ApiError:
@@ -479,17 +494,19 @@ def _chat_errors() -> Iterator[None]:
         raise invalid_value(str(error)) from error
 
 
-def _until(branch: Branch, turn: Turn) -> list[int]:
-    before: list[int] = branch.known.tokens.ids[: turn.end].tolist()
-    return before
+def _turn_ids(branch: Branch, turn: Turn) -> list[int]:
+    ids: list[int] = branch.prefix.tokens.ids[: turn.end].tolist()
+    return ids
 
 
-def _whole(begun: Message | None, message: Message) -> Message:
+def _joined_reply(continued_message: Message | None, message: Message) -> Message:
     """A reply joined with the message that it continued, as clients send it back."""
-    return message if begun is None else {**begun, **message, "content": begun["content"] + (message["content"] or "")}
+    if continued_message is None:
+        return message
+    return {**continued_message, **message, "content": continued_message["content"] + (message["content"] or "")}
 
 
-async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+async def _gather(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
     """Wait for all replies. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:

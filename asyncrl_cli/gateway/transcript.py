@@ -2,8 +2,8 @@
 
 Invariants (decision 0017):
 
-* A branch grows only at its end: by the tokens of a call's prompt, then by the call's sampled tokens (``end``). A
-  call's prompt begins with all tokens of its branch.
+* A branch grows only at its end: by the tokens of a call's prompt, then by the call's sampled tokens
+  (``Transcript.end``). A call's prompt begins with all tokens of its branch.
 * Every sampled token is sampled in exactly one branch. Other branches have it as ``CONTEXT``.
 * A branch has at most one running call. An abandoned call leaves the branch unchanged.
 * ``on_segments`` gets a branch's tokens from 0 on, without gaps and each once. It goes back to an earlier token only if
@@ -46,11 +46,11 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One sequence: the first ``end`` tokens of ``known``. Tokens beyond are recorded ones."""
+    """One sequence: the first ``length`` tokens of ``prefix``. Tokens beyond are recorded ones."""
 
-    number: int
-    known: TokenPrefix = field(default_factory=TokenPrefix)  # ``on_segments`` got all of it
-    end: int = 0
+    index: int
+    prefix: TokenPrefix = field(default_factory=TokenPrefix)  # ``on_segments`` got all of it
+    length: int = 0
     turns: list[Turn] = field(default_factory=list)
     busy: bool = False
     finish: FinishReason = "length"
@@ -67,27 +67,27 @@ class Branch:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A running call: it samples the tokens of ``branch`` from ``first`` on.
+    """A running call: it samples the tokens of ``branch`` after its prompt.
 
-    ``replayed``: the tokens of its reply that are recorded. ``more``: recorded tokens follow them, so they are the
+    ``replayed``: the tokens of its reply that are recorded. ``has_next``: recorded tokens follow them, so they are the
     complete reply.
     """
 
     branch: Branch
     prompt_ids: tuple[int, ...]
     replayed: TokenSequence
-    more: bool
+    has_next: bool
     images: tuple[PlacedImage, ...] = ()  # of the prompt
-    over: bool = False
+    is_over: bool = False
 
     @property
-    def first(self) -> int:
+    def prompt_length(self) -> int:
         return len(self.prompt_ids)
 
     @property
-    def newest(self) -> int:
+    def newest_version(self) -> int:
         """The newest weight version among the prompt's tokens; 0 if none was sampled."""
-        return int(self.branch.known.tokens.versions[: self.first].max(initial=0))
+        return int(self.branch.prefix.tokens.versions[: self.prompt_length].max(initial=0))
 
 
 class Transcript:
@@ -100,135 +100,138 @@ class Transcript:
         self._branches: list[Branch] = []
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
         # By branch number: tokens of recorded branches that no call has begun yet.
-        self._recorded = {number: TokenPrefix(segments) for number, segments in recorded.items()}
+        self._recorded = {index: TokenPrefix(segments) for index, segments in recorded.items()}
 
-    def longest(self, covers: Callable[[Branch, Turn], int | None]) -> tuple[Branch, Turn] | None:
+    def longest_turn(self, covers: Callable[[Branch, Turn], int | None]) -> tuple[Branch, Turn] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
 
         ``covers`` returns how much of the prompt a turn covers, or None if the prompt does not begin with it.
         """
-        found = [
-            (covered, branch.extends(turn), -branch.number, branch, turn)
+        candidates = [
+            (covered, branch.extends(turn), -branch.index, branch, turn)
             for branch in self._branches
             for turn in branch.turns
             if (covered := covers(branch, turn)) is not None
         ]
-        return max(found, key=lambda candidate: candidate[:3])[3:] if found else None
+        return max(candidates, key=lambda candidate: candidate[:3])[3:] if candidates else None
 
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:
         """Begin a call. ``prompt_ids`` begin with all tokens of ``branch``; without a branch, the call begins one."""
         prompt = np.asarray(prompt_ids, np.int32)
         if branch is None:
             branch = self._new(prompt)
-        end, first = branch.end, len(prompt)
-        if not _has(branch.known.tokens, end, prompt):
-            branch.known.cut(end)
+        end, prompt_length = branch.length, len(prompt)
+        if not _begins_with_prompt(branch.prefix.tokens, end, prompt):
+            branch.prefix.cut(end)
             self._add(branch, TokenSequence.context(prompt[end:]).segments(self._name(branch), end))
         branch.busy, branch.images = True, images
-        tokens = branch.known.tokens
-        last = first + _run(tokens.versions[first:])
+        tokens = branch.prefix.tokens
+        reply_end = prompt_length + _sampled_length(tokens.versions[prompt_length:])
         return Call(
             branch,
             prompt_ids=tuple(prompt_ids),
-            replayed=tokens.slice(first, last),
-            more=last < len(tokens.ids),
+            replayed=tokens.slice(prompt_length, reply_end),
+            has_next=reply_end < len(tokens.ids),
             images=images,
         )
 
     def grow(self, call: Call, segments: Sequence[Segment]) -> list[int]:
-        """Add a call's sampled tokens; a segment's ``start`` counts from ``call.first``. Returns the new ids."""
+        """Add a call's sampled tokens; a segment's ``start`` counts from the prompt's end. Returns the new ids."""
         name = self._name(call.branch)
-        moved = [replace(segment, rollout_id=name, start=call.first + segment.start) for segment in segments]
-        return [token for segment in self._add(call.branch, moved) for token in segment.ids.tolist()]
+        branch_segments = [
+            replace(segment, rollout_id=name, start=call.prompt_length + segment.start) for segment in segments
+        ]
+        return [token for segment in self._add(call.branch, branch_segments) for token in segment.ids.tolist()]
 
     def end(self, call: Call, sampled: TokenSequence, finish: FinishReason, turn: Turn) -> None:
-        branch, call.over = call.branch, True
-        end = call.first + len(sampled.ids)
-        self._add(branch, sampled.segments(self._name(branch), call.first))
+        branch, call.is_over = call.branch, True
+        end = call.prompt_length + len(sampled.ids)
+        self._add(branch, sampled.segments(self._name(branch), call.prompt_length))
         if isinstance(sampled, Rollout) and sampled.prompt_experts is not None:
-            tokens = branch.known.tokens
-            rows = [(call.first, sampled.prompt_experts), (len(sampled.ids), sampled.experts)]
+            tokens = branch.prefix.tokens
+            rows = [(call.prompt_length, sampled.prompt_experts), (len(sampled.ids), sampled.experts)]
             experts = filled(tokens.experts, join_experts([*rows, (len(tokens.ids) - end, None)]))
-            branch.known = TokenPrefix(replace(tokens, experts=experts).segments(self._name(branch)))
-        branch.end, branch.finish, branch.busy = end, finish, False
+            branch.prefix = TokenPrefix(replace(tokens, experts=experts).segments(self._name(branch)))
+        branch.length, branch.finish, branch.busy = end, finish, False
         branch.turns.append(turn)
         self._replies.append((branch, end))
 
     def abandon(self, call: Call, keep: bool) -> None:
         """End a call without a reply, unless it has ended. With ``keep``, the next call with the same prompt gets its
         tokens."""
-        if call.over:
+        if call.is_over:
             return
-        branch, call.over = call.branch, True
+        branch, call.is_over = call.branch, True
         branch.busy = False
         if not keep:
-            branch.known.cut(branch.end)
-        if branch.end == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
-            self._recorded[branch.number] = branch.known
+            branch.prefix.cut(branch.length)
+        if branch.length == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
+            self._recorded[branch.index] = branch.prefix
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
         """All branches with a reply, in the order they began; None if there are none."""
         rollouts = [
             Rollout(
-                *branch.known.tokens.slice(0, branch.end).arrays,
-                rollout_id=branch_id(self._rollout_id, number),
+                *branch.prefix.tokens.slice(0, branch.length).arrays,
+                rollout_id=branch_id(self._rollout_id, index),
                 prompt_ids=(),
-                text=decode(branch.known.tokens.ids[: branch.end].tolist()),
+                text=decode(branch.prefix.tokens.ids[: branch.length].tolist()),
                 finish_reason=branch.finish,
-                images=branch.images_until(branch.end),
+                images=branch.images_until(branch.length),
             )
-            for number, branch in enumerate(branch for branch in self._branches if branch.end)
+            for index, branch in enumerate(branch for branch in self._branches if branch.length)
         ]
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
 
     def replies(self) -> tuple[tuple[int, int], ...]:
         """For each complete reply, in order: the index of its sequence in ``rollout``, and the index after its last
         token."""
-        numbers = {id(branch): number for number, branch in enumerate(one for one in self._branches if one.end)}
-        return tuple((numbers[id(branch)], end) for branch, end in self._replies)
+        replied = [branch for branch in self._branches if branch.length]
+        indices = {id(branch): index for index, branch in enumerate(replied)}
+        return tuple((indices[id(branch)], end) for branch, end in self._replies)
 
     def _new(self, prompt: NDArray[np.int32]) -> Branch:
         """Begin a branch. If a recorded branch begins with this prompt, take its tokens, whatever its number."""
-        unused = (branch for branch in self._branches if branch.end == 0 and not branch.busy)
+        unused = (branch for branch in self._branches if branch.length == 0 and not branch.busy)
         branch = next(unused, None)
         if branch is None:
             branch = Branch(len(self._branches))
             self._branches.append(branch)
-        branch.known = TokenPrefix()
+        branch.prefix = TokenPrefix()
         # First the recorded branch with the same number, which is the right one unless the order of calls has changed.
-        for number in sorted(self._recorded, key=lambda number: (number != branch.number, number)):
-            if _has(self._recorded[number].tokens, 0, prompt):
-                recorded = self._recorded.pop(number)
-                if number == branch.number:
-                    branch.known = recorded
+        for index in sorted(self._recorded, key=lambda index: (index != branch.index, index)):
+            if _begins_with_prompt(self._recorded[index].tokens, 0, prompt):
+                recorded = self._recorded.pop(index)
+                if index == branch.index:
+                    branch.prefix = recorded
                 else:
                     self._add(branch, recorded.tokens.segments(self._name(branch)))
                 break
         return branch
 
     def _name(self, branch: Branch) -> str:
-        return branch_id(self._rollout_id, branch.number)
+        return branch_id(self._rollout_id, branch.index)
 
     def _add(self, branch: Branch, segments: Sequence[Segment]) -> list[Segment]:
         """Add segments to a branch, and report the new tokens."""
-        new = [added for segment in segments if (added := branch.known.add(segment)) is not None]
-        if new and self._on_segments is not None:
-            self._on_segments(new)
-        return new
+        new_segments = [added for segment in segments if (added := branch.prefix.add(segment)) is not None]
+        if new_segments and self._on_segments is not None:
+            self._on_segments(new_segments)
+        return new_segments
 
 
-def _has(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
+def _begins_with_prompt(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
     """True if the recorded context from ``start`` on equals the prompt's tokens there, and ends with the prompt."""
-    first = len(prompt)
+    prompt_length = len(prompt)
     return (
-        len(tokens.ids) >= first
-        and np.array_equal(tokens.ids[start:first], prompt[start:])
-        and bool((tokens.versions[start:first] == CONTEXT).all())
-        and bool((tokens.versions[first : first + 1] != CONTEXT).all())
+        len(tokens.ids) >= prompt_length
+        and np.array_equal(tokens.ids[start:prompt_length], prompt[start:])
+        and bool((tokens.versions[start:prompt_length] == CONTEXT).all())
+        and bool((tokens.versions[prompt_length : prompt_length + 1] != CONTEXT).all())
     )
 
 
-def _run(versions: NDArray[np.int32]) -> int:
+def _sampled_length(versions: NDArray[np.int32]) -> int:
     """Number of sampled tokens before the next context token."""
     context = np.flatnonzero(versions == CONTEXT)
     return int(context[0]) if len(context) else len(versions)

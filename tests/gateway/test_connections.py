@@ -94,7 +94,7 @@ def test_a_declared_length_is_refused_before_the_body_is_sent() -> None:
 def test_above_the_cap_the_longest_idle_connection_is_closed_and_busy_ones_stay() -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())
-        async with served(engine, limits=replace(LONG_DEADLINES, most=50)) as there:
+        async with served(engine, limits=replace(LONG_DEADLINES, max_connections=50)) as there:
             busy = await connect(there)
             busy[1].write(WHOLE)
             await until(lambda: engine.running == 1)
