@@ -64,8 +64,8 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request of a session, or of a call without one (None). ``generation_number`` is unique; request ids are not, because an
-    episode that is played again reuses them."""
+    """A request of a session, or of a call without one (None). ``generation_number`` is unique; request ids are not,
+    because an episode that is played again reuses them."""
 
     generation_number: int
     session: int | None

@@ -119,8 +119,8 @@ class ToolOutputItem(Wire):
     output: Content
 
 
-def _item_type(item: Any) -> str | None:
-    """The tag of an item; without a type it is a message."""
+def _kind(item: Any) -> str | None:
+    """The tag of an item; without a type it is a message. Pydantic names this function in its errors."""
     item_type = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", None)
     return item_type if isinstance(item_type, str) else None
 
@@ -132,7 +132,7 @@ InputItem = Annotated[
     | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
     | Annotated[ToolOutputItem, Tag("function_call_output")]
     | Annotated[ToolOutputItem, Tag("custom_tool_call_output")],
-    Discriminator(_item_type),
+    Discriminator(_kind),
 ]
 
 
@@ -197,7 +197,7 @@ class OtherTool(Wire):
     type: Text
 
 
-def _tool_type(tool: Any) -> str:
+def _tool_kind(tool: Any) -> str:
     tool_type = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
     return tool_type if tool_type in (*CLIENT_TOOL_TYPES, "namespace") else "other"
 
@@ -207,7 +207,7 @@ AnyTool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool_type),
+    Discriminator(_tool_kind),
 ]
 
 
