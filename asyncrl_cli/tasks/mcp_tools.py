@@ -61,7 +61,7 @@ class McpServers:
         self.definitions: dict[str, tuple[str, dict[str, Any]]] = {}
         """Each tool's server and OpenAI definition, by the tool's name."""
         for server in specs:
-            for tool in self._allowed(server):
+            for tool in self._allowed_tools(server):
                 other_server, _ = self.definitions.get(tool.name, ("", {}))
                 if other_server or not re.fullmatch(r"[\w-]{1,64}", tool.name):
                     problem = (
@@ -72,7 +72,7 @@ class McpServers:
                 function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
                 self.definitions[tool.name] = server, {"type": "function", "function": function}
 
-    def _allowed(self, server: str) -> list[Any]:
+    def _allowed_tools(self, server: str) -> list[Any]:
         async def listed(printed: TextIO) -> dict[str, Any]:
             async with asyncio.timeout(self.limit_s(server)), self.connected(server, printed) as client:
                 page = await client.list_tools()
@@ -152,9 +152,7 @@ class McpTool:
             texts = [json.dumps(result.structured_content, ensure_ascii=False)]
         if result.is_error:
             raise ToolError("\n".join(texts))
-        images = sum(item.type == "image" for item in result.content)
-        if not images or not SEES_IMAGES.get():
-            self.session.hidden_images += images
+        if not SEES_IMAGES.get() or not any(item.type == "image" for item in result.content):
             return "\n".join(texts)
         message_parts: list[dict[str, Any]] = []
         for item, text in zip(result.content, texts, strict=True):
@@ -175,9 +173,7 @@ class McpSession:
         self._servers = servers
         self._clients: dict[str, asyncio.Future[Any]] = {}
         self._holders: list[asyncio.Task[None]] = []
-        self._ended = asyncio.Event()
-        self.hidden_images = 0
-        """Images withheld from a model that sees none, since the last count."""
+        self._episode_end = asyncio.Event()
         self.tools = {
             name: McpTool(self, server, name, definition) for name, (server, definition) in servers.definitions.items()
         }
@@ -208,14 +204,14 @@ class McpSession:
         try:
             async with self._servers.connected(server, sys.stderr) as client:
                 connected.set_result(client)
-                await self._ended.wait()
+                await self._episode_end.wait()
         except Exception as error:
             if not connected.done():
                 connected.set_exception(error)
 
     async def close(self) -> None:
         """Disconnect within ``CLOSE_S``."""
-        self._ended.set()
+        self._episode_end.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*self._holders, return_exceptions=True)

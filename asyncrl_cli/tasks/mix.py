@@ -154,8 +154,8 @@ class OneCall:
         messages, tools, variables = chat_of(prompt)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
             if self._servers is None:
-                shown = with_data_urls(messages, prompt.images)
-                await ask(http, model, shown, tools=tools or (), variables=variables)
+                shown_messages = with_data_urls(messages, prompt.images)
+                await ask(http, model, shown_messages, tools=tools or (), variables=variables)
                 return None
             if tools:
                 raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")

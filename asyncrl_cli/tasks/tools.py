@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -95,8 +95,8 @@ class ToolEnvironment:
         return self._prompt.messages
 
     def step(self, reply: Message) -> Step:
-        """Return the results of the calls, or the final reward. Metrics: ``tool_calls``; ``tool_errors``, failed calls;
-        ``tool_images_hidden``, images named to a model that sees none."""
+        """Return the results of the calls, or the final reward. Metrics: ``tool_calls``; ``tool_errors``, failed
+        calls."""
         if calls := reply.get("tool_calls"):
             results = [self._called(call) for call in calls]
             messages = [
@@ -104,11 +104,7 @@ class ToolEnvironment:
                 for call, (content, _) in zip(calls, results, strict=True)
             ]
             errors = sum(not right for _, right in results)
-            metrics = {"tool_calls": float(len(calls)), "tool_errors": float(errors)}
-            if self._session is not None and self._session.hidden_images:
-                metrics["tool_images_hidden"] = float(self._session.hidden_images)
-                self._session.hidden_images = 0
-            return Step(messages, metrics=metrics)
+            return Step(messages, metrics={"tool_calls": float(len(calls)), "tool_errors": float(errors)})
         result = as_result(awaited(self._judge(self._prompt, reply.get("content") or "")))
         return Step(reward=result.reward, done=True, metrics=result.metrics)
 
@@ -165,15 +161,12 @@ class Tool:
 
     def __call__(self, arguments: str) -> Content:
         """Call the function. An image (Pillow's, or an ``Image``) or a list with images becomes the parts of a message.
-        Other results become text; dataclasses and pydantic's models become JSON, iterators the list of their items.
+        Other results become text; dataclasses and pydantic's models become JSON.
 
         Raises pydantic's ``ValueError`` for arguments that do not fit, ``TypeError`` for a result without a text, and
         the function's exceptions.
         """
-        result = self._call.validate_json(arguments or "{}")
-        while inspect.isawaitable(result) or isinstance(result, AsyncIterable):
-            result = awaited(_items(result) if isinstance(result, AsyncIterable) else result)
-        result = list(result) if isinstance(result, Iterator) else result
+        result = awaited(self._call.validate_json(arguments or "{}"))
         values = result if isinstance(result, list | tuple) else [result]
         if not any(map(_is_image, values)):
             return _as_text(result)
@@ -185,10 +178,6 @@ class Tool:
 
 def _is_image(value: Any) -> bool:
     return isinstance(value, Image) or is_pillow(value)
-
-
-async def _items(values: AsyncIterable[Any]) -> list[Any]:
-    return [value async for value in values]
 
 
 def _as_text(value: Any) -> str:

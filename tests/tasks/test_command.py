@@ -155,9 +155,8 @@ def test_no_process_of_a_command_is_left(tmp_path: Path, end: str) -> None:
     run(test())
 
 
-def test_a_command_runs_in_its_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_finds_files_next_to_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_FOLDER", str(tmp_path))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "reward").write_text("0.75")
-    assert play("cat reward", cwd="sub") == 0.75
     assert play('cat "$ASYNCRL_FOLDER/sub/reward"') == 0.75

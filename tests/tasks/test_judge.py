@@ -113,13 +113,12 @@ def test_an_answer_that_is_truncated_has_no_score(url: str, monkeypatch: pytest.
     assert len(Handler.asked) == 2
 
 
-def test_judge_gets_the_system_message_and_the_filled_template(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_gets_the_filled_template(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge = Judge(
         url,
         "judge",
         api_key_env="JUDGE_KEY",
-        system="Be strict.",
         scale=(1, 5),
         template="{prompt} | {response} | {answer} | {low}-{high} {{}}",
         request={"max_tokens": 5},
@@ -131,14 +130,11 @@ def test_judge_gets_the_system_message_and_the_filled_template(url: str, monkeyp
         "key": "Bearer secret",
         "model": "judge",
         "max_tokens": 5,
-        "messages": [
-            {"role": "system", "content": "Be strict."},
-            {"role": "user", "content": "What is 2+2? | It is 4. | 4 | 1-5 {}"},
-        ],
+        "messages": [{"role": "user", "content": "What is 2+2? | It is 4. | 4 | 1-5 {}"}],
     }
     chat = Prompt("row/2", ({"role": "user", "content": "Hi {x}"},), {"answer": "4"})
     judged(judge, "2", prompt=chat)
-    assert Handler.asked[0]["messages"][1]["content"].startswith("user: Hi {x} | It is 4.")
+    assert Handler.asked[0]["messages"][0]["content"].startswith("user: Hi {x} | It is 4.")
 
 
 def test_a_failing_server_is_retried_up_to_the_limit(url: str) -> None:
@@ -153,7 +149,7 @@ def test_a_failing_server_is_retried_up_to_the_limit(url: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"scale": (1, 1)}, {"template": "x"}, {"pattern": "x"}, {"timeout_s": 0}],
+    [{"scale": (1, 1)}, {"template": "x"}, {"timeout_s": 0}],
 )
 def test_invalid_options_of_the_judge(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -174,15 +170,16 @@ def test_a_judge_without_a_score_is_asked_again_and_shown_its_answer(url: str) -
     assert len(Handler.asked) == 2
 
 
-def test_only_the_end_of_a_long_line_is_searched(url: str) -> None:
+def test_only_the_end_of_a_long_line_is_searched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     judge, searched = Judge(url, "judge", retries=0), []
 
     class Pattern:
         def search(self, text: str, start: int) -> None:
             searched.append(len(text) - start)
 
-    judge._pattern = Pattern()  # type: ignore[assignment]
-    assert isinstance(judged(judge, "*" * 1_000_000), RewardFailure)
+    with monkeypatch.context() as patched:
+        patched.setattr("asyncrl_cli.tasks.ready.judge.SCORE", Pattern())
+        assert isinstance(judged(judge, "*" * 1_000_000), RewardFailure)
     assert searched == [1000]
     assert judged(Judge(url, "judge"), "*" * 1_000_000 + "Score: 7") == Scored(0.7, {"judge_score": 7.0})
 

@@ -124,7 +124,7 @@ def test_tools_of_a_program_are_called_in_the_folder_of_the_spec(
     assert texts[:3] == ["3", "3", "a\ndot\n[image]"]
     assert texts[3].split()[:3] == [folder.name, "yes", "None"]
     assert result.reward == 1.0
-    assert result.metrics == {"tool_calls": 4.0, "tool_errors": 0.0, "tool_images_hidden": 1.0}
+    assert result.metrics == {"tool_calls": 4.0, "tool_errors": 0.0}
 
 
 def test_images_of_a_tool_are_images_for_a_model_that_sees_them(local: Any) -> None:

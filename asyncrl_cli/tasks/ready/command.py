@@ -47,7 +47,7 @@ LONGEST_VARIABLE = 100_000
 ROW_FILE, ERRORS = "prompt.json", "errors.txt"
 """Files in a command's folder: the prompt's row, and in a sandbox its standard error."""
 CWD = "cwd"
-"""The subfolder in which the command starts, without the option ``cwd``."""
+"""The subfolder in which the command starts."""
 PIPES_S = 1.0
 """Seconds to read the rest of the output after a command has ended."""
 
@@ -63,14 +63,10 @@ class Command:
     sandbox_reads_spec_folder = True
 
     def __init__(
-        self,
-        command: str | Sequence[str],
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        reward: str | None = None,
+        self, command: str | Sequence[str], env: Mapping[str, str] | None = None, reward: str | None = None
     ) -> None:
-        """``command``: a list of words, or a line for the shell. It starts in ``cwd`` (relative to the spec file), or
-        in an empty folder that is removed afterwards. ``env`` is added to its environment.
+        """``command``: a list of words, or a line for the shell. It starts in an empty folder that is removed
+        afterwards. ``env`` is added to its environment.
 
         ``reward``: ``module:function``, called with the row and the text of the last reply. Raises ``TaskError``.
         """
@@ -83,8 +79,14 @@ class Command:
             )
         self.name = f"command {command if isinstance(command, str) else shlex.join(words)!r}"
         self._words = words
-        _check_program(words[0], cwd, (env or {}).get("PATH"))
-        self._cwd = cwd
+        relative = "/" in words[0] and not os.path.isabs(words[0])  # to the empty folder
+        if relative or shutil.which(words[0], path=(env or {}).get("PATH")) is None:
+            raise TaskError(
+                f"there is no program {words[0]}" + (" in an empty folder" if relative else ""),
+                location="task.options.command",
+                hint="correct its name, install it, give an absolute path, or write a line for the shell with "
+                "$ASYNCRL_FOLDER",
+            )
         self._env = dict(env or {})
         self._reward: FunctionTask | None = None
         if reward is not None:
@@ -119,8 +121,6 @@ class Command:
                 Path(scratch, name).write_text(text)
             cwd = Path(scratch, CWD)
             cwd.mkdir()
-            if self._cwd is not None:
-                cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
             # The command may use another Python, so it gets the user's PYTHONPATH instead of the run's module path.
             user_path = os.environ.get(GIVEN_PYTHONPATH, os.environ.get("PYTHONPATH"))
             path = os.pathsep.join(filter(None, (os.environ.get(SPEC_FOLDER), user_path)))
@@ -134,10 +134,9 @@ class Command:
         for name, text in {ROW_FILE: row, **home_files(model)}.items():
             await sandbox.write_file(name, text.encode())
         where = (await sandbox.run(f"mkdir -p {CWD} && pwd", time_s=YEAR_S)).output.strip()
-        spec_folder = os.environ.get(SPEC_FOLDER, "")
-        cwd = os.path.join(where, CWD) if self._cwd is None else os.path.join(spec_folder, self._cwd)
-        variables = _variables(row, where, model) | {SPEC_FOLDER: spec_folder} | self._env
-        line = f"cd {shlex.quote(cwd)} && exec {shlex.join(self._words)} 2>{shlex.quote(os.path.join(where, ERRORS))}"
+        variables = _variables(row, where, model) | {SPEC_FOLDER: os.environ.get(SPEC_FOLDER, "")} | self._env
+        cwd, errors_file = (shlex.quote(os.path.join(where, name)) for name in (CWD, ERRORS))
+        line = f"cd {cwd} && exec {shlex.join(self._words)} 2>{errors_file}"
         result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has its own limit
         if result.stopped:
             raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
@@ -229,21 +228,3 @@ def _reward_in(line: str) -> float | RewardResult:
         raise CommandFailed(
             f"the last line that it printed is not a reward (a number, or {{'reward': number}}): {line[:200]!r}"
         ) from None
-
-
-def _check_program(program: str, cwd: str | None, path: str | None) -> None:
-    """Raise ``TaskError`` if the program is missing, as far as this is known before an episode."""
-    if "/" not in program or os.path.isabs(program):
-        exists = shutil.which(program, path=path) is not None
-    elif cwd is None:
-        exists = False  # a relative path in an empty folder
-    else:
-        folder_is_known = os.path.isabs(cwd) or SPEC_FOLDER in os.environ
-        location = os.path.join(os.environ.get(SPEC_FOLDER, ""), cwd, program)
-        exists = not folder_is_known or shutil.which(location) is not None
-    if not exists:
-        raise TaskError(
-            f"there is no program {program}" + (f" in {cwd or 'an empty folder'}" if "/" in program else ""),
-            location="task.options.command",
-            hint="correct its name, install it, give an absolute path, or set cwd to the folder of a relative path",
-        )

@@ -49,7 +49,8 @@ class Gym:
             raise ValueError("template must have {question} in it")
         if rows < 1:
             raise ValueError(f"rows must be 1 or more, not {rows}")
-        names = data_set_names(f"gym/{data_set}")
+        _reasoning_gym(f"gym/{data_set}")
+        names = importlib.import_module("reasoning_gym.factory").DATASETS
         if data_set not in names:
             close = closest(data_set, names)
             raise TaskError(
@@ -121,13 +122,8 @@ def procedural_data(name: str, rows: int = ROWS, **config: Any) -> Any:
         ) from error
 
 
-def data_set_names(task: str) -> list[str]:
-    """The names of reasoning-gym's data sets. Raises ``TaskError`` that names ``task`` if it is not installed."""
-    _reasoning_gym(task)
-    return list(importlib.import_module("reasoning_gym.factory").DATASETS)
-
-
 def _reasoning_gym(task: str) -> Any:
+    """The package. Raises ``TaskError`` that names ``task`` if it is not installed."""
     try:  # here, because the import takes most of a second, and the package is an optional extra
         with large_imports(), warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, when Python compiles it

@@ -30,9 +30,10 @@ Rate the response to the prompt below, from {low} (worthless) to {high} (perfect
 {response}
 
 Think briefly. Then end with a line that says `Score: ` and the number."""
-PATTERN = (
-    r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*([-+]?\d+(?:\.\d+)?)"
-    r"(?:\s*(?:/|out of)\s*(?P<of>\d+(?:\.\d+)?))?[\s.*_`]*$"
+SCORE = re.compile(
+    r"(?:^|\b(?:score|rating)[\s*_`]*[:=])[\s*_`]*(?P<score>[-+]?\d+(?:\.\d+)?)"
+    r"(?:\s*(?:/|out of)\s*(?P<highest>\d+(?:\.\d+)?))?[\s.*_`]*$",
+    re.IGNORECASE,
 )
 """The number must be alone on the line or follow the label, because "7,5", ".5" and "10 - 3" are ambiguous."""
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
@@ -55,18 +56,12 @@ class Judge:
         model: str,
         api_key_env: str | None = None,
         template: str = TEMPLATE,
-        system: str | None = None,
         scale: Sequence[float] = (0.0, 10.0),
-        pattern: str = PATTERN,
         timeout_s: float = 25.0,
         retries: int = 2,
         request: Mapping[str, Any] | None = None,
     ) -> None:
-        """docs/tasks.md describes the options. Raises ``TaskError`` and ``ValueError`` for invalid ones.
-
-        ``pattern``: its first group is the score in the last line that is not empty. A group named ``of``, as in "7 out
-        of 10", must be the highest score. A score outside ``scale`` is invalid.
-        """
+        """docs/tasks.md describes the options. Raises ``TaskError`` and ``ValueError`` for invalid ones."""
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise TaskError(
@@ -82,9 +77,6 @@ class Judge:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
         if "response" not in names:
             raise ValueError("template must have {response} in it")
-        self._pattern = re.compile(pattern, re.IGNORECASE)
-        if self._pattern.groups < 1:
-            raise ValueError("pattern must have a group, the score")
         key = "none" if api_key_env is None else os.environ.get(api_key_env)
         if not key:
             raise TaskError(
@@ -93,7 +85,6 @@ class Judge:
                 hint="export it where asyncrl is started",
             )
         self._template = template
-        self._system = system
         self._low, self._high = float(low), float(high)
         self._access: dict[str, Any] = {
             "base_url": base_url,
@@ -146,24 +137,19 @@ class Judge:
                 f"{message['role']}: {_text(message['content'])}" for message in row["prompt"]
             )
         scale = {"low": f"{self._low:g}", "high": f"{self._high:g}"}
-        question = self._template.format_map(texts | scale | {"response": response})
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*system, {"role": "user", "content": question}]
+        return [{"role": "user", "content": self._template.format_map(texts | scale | {"response": response})}]
 
     def _score(self, answer: str) -> float:
+        """The score in the last line that is not empty. "7 out of 10" must name the highest score."""
         line = next((line for line in reversed(answer.splitlines()) if line.strip()), "")
-        match = self._pattern.search(line, max(0, len(line) - LONGEST_LINE))
-        if match is None or match[1] is None:
+        match = SCORE.search(line, max(0, len(line) - LONGEST_LINE))
+        if match is None:
             raise NoScore(f"the judge's answer does not end with a score: {_answer_end(answer)}")
-        try:
-            score, highest = float(match[1]), float(match.groupdict().get("of") or self._high)
-        except ValueError:
-            raise NoScore(f"the judge's score {match[0]!r} is not a number") from None
+        score, highest = float(match["score"]), float(match["highest"] or self._high)
         if highest != self._high or not self._low <= score <= self._high:
-            score_text = match[1] if highest == self._high else f"{match[1]} out of {highest:g}"
-            raise NoScore(
-                f"the judge's score {score_text} is not from {self._low:g} to {self._high:g}: {_answer_end(answer)}"
-            )
+            score_text = match["score"] if highest == self._high else f"{match['score']} out of {highest:g}"
+            limits = f"{self._low:g} to {self._high:g}"
+            raise NoScore(f"the judge's score {score_text} is not from {limits}: {_answer_end(answer)}")
         return score
 
 

@@ -39,12 +39,11 @@ def _texts(value: str | float) -> list[str]:
 
 
 class ExactMatch:
-    """The task ``exact``: 1.0 if the response is the row's field, else 0.0."""
+    """The task ``exact``: 1.0 if the response is the row's field, apart from white space around it, else 0.0."""
 
-    def __init__(self, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
+    def __init__(self, field: str = "answer", ignore_case: bool = False) -> None:
         self._field = field
         self._ignore_case = ignore_case
-        self._strip = strip
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise ``MissingField`` for a row without an answer, or with an empty one."""
@@ -61,8 +60,7 @@ class ExactMatch:
         return answers
 
     def _plain(self, text: str) -> str:
-        text = text.strip() if self._strip else text
-        return text.casefold() if self._ignore_case else text
+        return text.strip().casefold() if self._ignore_case else text.strip()
 
 
 class RegexMatch:
@@ -72,7 +70,7 @@ class RegexMatch:
     without groups only has to match.
     """
 
-    def __init__(self, pattern: str, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
+    def __init__(self, pattern: str, field: str = "answer", ignore_case: bool = False) -> None:
         """Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError``."""
         if not pattern:
             raise ValueError("pattern is empty, so every response would be right")
@@ -80,7 +78,7 @@ class RegexMatch:
             self._pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
         except re.error as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error
-        self._exact = ExactMatch(field, ignore_case, strip)
+        self._exact = ExactMatch(field, ignore_case)
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise ``MissingField`` for a row that lacks the field."""

@@ -41,8 +41,6 @@ class UnitTests:
         partial: bool = False,
         time_s: float = 10.0,
         memory_mb: int = 1024,
-        disk_mb: int = 64,
-        processes: int = 32,
         sandbox: Kind = "bubblewrap",
     ) -> None:
         """docs/tasks.md describes the options. ``time_s``, the limit for the code and all its tests, should be below
@@ -50,13 +48,12 @@ class UnitTests:
 
         Raises ``ValueError`` for invalid options, and ``TaskError`` if the sandbox does not work here.
         """
-        limits = {"time_s": time_s, "memory_mb": memory_mb, "disk_mb": disk_mb, "processes": processes}
-        for name, limit in limits.items():
+        for name, limit in {"time_s": time_s, "memory_mb": memory_mb}.items():
             if not limit > 0:
                 raise ValueError(f"{name} must be more than 0, not {limit}")
         self._field = field
         self._partial = partial
-        self._limits = Limits(time_s=time_s, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes)
+        self._limits = Limits(time_s=time_s, memory_mb=memory_mb)
         check_judge(sandbox)
         self._sandbox = sandbox
         self._to_try, self._try_s = ROWS_TRIED, TRY_S
