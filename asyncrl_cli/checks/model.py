@@ -61,8 +61,9 @@ def _check_hub_model(name: str, location: str) -> Result:
         raise ConfigError(f"the hub has no model {name!r}", location=location, hint=hint) from None
     except Exception as error:  # network errors have many types
         if cached:
-            found = f"{name}, from the cache; the hub does not answer"
-            return Warned(found, "set HF_HUB_OFFLINE=1 to start without asking it")
+            return Warned(
+                f"{name}, from the cache; the hub does not answer", "set HF_HUB_OFFLINE=1 to start without asking it"
+            )
         raise ConfigError(
             f"there is no folder {name!r}, and the model hub does not answer: {one_line(error)}",
             location=location,
@@ -94,8 +95,8 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
     try:
         model = without_weights(config, spec.model)
     except Exception as error:  # any layer may raise
-        wanted = "a vision-language model (model.max_images)" if spec.model.max_images else "a causal language model"
-        hint = "change the sizes in model.init.config" if spec.model.init else f"name {wanted}"
+        model_kind = "vision-language model (model.max_images)" if spec.model.max_images else "causal language model"
+        hint = "change the sizes in model.init.config" if spec.model.init else f"name a {model_kind}"
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {one_line(error)}"
         raise ConfigError(message, location=key, hint=hint) from error
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -126,11 +127,11 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         add_adapters(model, spec.model.lora, seed=0)
         if spec.model.published_adapter is not None:
             check_adapters(model, adapted_layers(model), spec.rollout.gpus_per_engine > 0)
-    found = sized(spec, config, model)
-    text = f"{found.name}, {_many(found.parameters)} parameters"
+    sized_model = sized(spec, config, model)
+    text = f"{sized_model.name}, {_many(sized_model.parameters)} parameters"
     if spec.model.lora is not None:
-        text += f", of adapters {_many(found.trained)}"
-    return text, found
+        text += f", of adapters {_many(sized_model.trained)}"
+    return text, sized_model
 
 
 def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
@@ -141,14 +142,14 @@ def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
 
     path = spec.algorithm.reference_path
     assert path is not None
-    found = _check_saved(path, REFERENCE)
-    others = load_saved_tokenizer(lambda: load_tokenizer(path, None), REFERENCE).get_vocab()
-    differing = ((number, token) for token, number in tokenizer.get_vocab().items() if others.get(token) != number)
-    if (first := min(differing, default=None)) is not None:
-        number, token = first
-        there = f"has the id {others[token]} there" if token in others else "does not exist there"
+    source = _check_saved(path, REFERENCE)
+    teacher_ids = load_saved_tokenizer(lambda: load_tokenizer(path, None), REFERENCE).get_vocab()
+    differing = ((id_, token) for token, id_ in tokenizer.get_vocab().items() if teacher_ids.get(token) != id_)
+    if (mismatch := min(differing, default=None)) is not None:
+        token_id, token = mismatch
+        teacher = f"has the id {teacher_ids[token]} there" if token in teacher_ids else "does not exist there"
         raise ConfigError(
-            f"{path} has another vocabulary: the policy's token {token!r} (id {number}) {there}",
+            f"{path} has another vocabulary: the policy's token {token!r} (id {token_id}) {teacher}",
             location=REFERENCE,
             hint="use a teacher of the policy's model family, with the same tokenizer",
         )
@@ -156,7 +157,7 @@ def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
     _check_config(config.get_text_config(), REFERENCE)
     _check_positions(config, spec.model.max_length, "the reference model")
     check_config(config, spec.trainer.sequence_parallel)
-    return found
+    return source
 
 
 def _check_positions(config: Any, max_length: int, owner: str) -> None:
@@ -176,12 +177,6 @@ def _check_config(config: Any, key: str) -> None:
     if isinstance(layers, int) and layers > MOST_LAYERS:
         message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
         raise ConfigError(message, location=key, hint="lower it: larger models have wider layers, and not more of them")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # one set of values, or one set per kind of layer
-        theta = settings.get("rope_theta") if isinstance(settings, dict) else None
-        if isinstance(theta, int | float) and not theta > 0:
-            hint = "set a positive number, such as 10000, or remove it"
-            raise ConfigError(f"rope_theta is {theta}: it must be more than 0", location=key, hint=hint)
 
 
 def check_served(config: Any, key: str) -> None:
@@ -189,12 +184,11 @@ def check_served(config: Any, key: str) -> None:
 
     ``config`` is the model's config, ``key`` its key in the spec.
     """
-    kinds = {config.model_type, config.get_text_config().model_type}
-    for kind in kinds & UNSERVED.keys():
-        message = f"a {kind} cannot be trained: {UNSERVED[kind]}"
+    configs = (config, config.get_text_config())
+    for model_type in {config.model_type for config in configs} & UNSERVED.keys():
+        message = f"a {model_type} cannot be trained: {UNSERVED[model_type]}"
         raise ConfigError(message, location=key, hint="use another model; docs/models.md lists the tested models")
-    parts = (config, config.get_text_config())
-    if quantized := next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None):
+    if quantized := next(filter(None, (getattr(config, "quantization_config", None) for config in configs)), None):
         settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
         method = settings.get("quant_method", "an unknown method")
         raise ConfigError(
@@ -213,13 +207,13 @@ def check_cache(spec: ExperimentSpec, config: Any) -> Result:
     if spec.rollout.gpus_per_engine:
         return "all memory that vLLM finds free on the GPU"
     if not (per_token := cache_bytes_per_token(spec, config)):
-        found = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
+        text = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
         if spec.rollout.kv_cache_mb is None:
-            raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb")
-        return Warned(found, "try a short run first")
+            raise ConfigError(text, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb")
+        return Warned(text, "try a short run first")
     size = kv_cache_bytes(spec, per_token)
     tokens = size // per_token
-    found = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
+    text = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
     if tokens < spec.model.max_length:
         raise ConfigError(
             f"room for {tokens} tokens is less than one sequence of model.max_length {spec.model.max_length}",
@@ -227,8 +221,8 @@ def check_cache(spec: ExperimentSpec, config: Any) -> Result:
             hint="raise it, or leave it out",
         )
     if tokens < spec.rollout.group_size * spec.rollout.longest_rollout:
-        return Warned(f"{found}: less than a group of longest rollouts", "raise rollout.kv_cache_mb")
-    return found
+        return Warned(f"{text}: less than a group of longest rollouts", "raise rollout.kv_cache_mb")
+    return text
 
 
 def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None]) -> str:
@@ -248,9 +242,9 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
             if objective.advantage is not None and ":" in algorithm.advantage:
                 rewards = torch.arange(2.0 * spec.rollout.group_size).reshape(2, -1) % 3
                 # Every name is a metric here, because the task's metrics are not known yet.
-                more = {"lengths": 1 + rewards.long(), "metrics": defaultdict(rewards.clone)}
-                asked = {name: more[name] for name in objective.asks}
-                check_advantages(objective.advantage(rewards=rewards, **asked), rewards)
+                inputs = {"lengths": 1 + rewards.long(), "metrics": defaultdict(rewards.clone)}
+                arguments = {name: inputs[name] for name in objective.asks}
+                check_advantages(objective.advantage(rewards=rewards, **arguments), rewards)
             if ":" in algorithm.loss:
                 location = "algorithm.loss"
                 logprobs = torch.full((2, 4), -1.0, requires_grad=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,24 +16,15 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, chat_of
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.tokenizer import templates_texts
-from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.records.prompt import ChatError, Message, Prompt
+from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.tasks.tools import call_message, result_message
 from asyncrl_cli.train.conversations import DATA, Example, RowEncoder, Rows, encode_row
 
 SPREAD = 1000
 """Number of evenly spread prompts in one pass over a split. A pass may be cut short by the time limit."""
 ENOUGH = 100
 """A split is refused if at least this many prompts were tried and none can be used, even if others were not tried."""
-BLANK = "with a blank prompt or message"
-SOLUTION_COLUMNS = ("answer", "solution", "completion", "response", "output", "target", "chosen")
-"""Usual names of solutions, also in rows for supervised training."""
-REPLY_COLUMNS = ("completion", "response", "chosen")
-"""Names that only rows for supervised training or preferences use."""
-SHORTEST_SOLUTION = 20
-"""Characters; a prompt may have a shorter text by chance."""
 SHOWN_CHARACTERS = 1000
 """Largest number of characters of a prompt's beginning in a message."""
 FIELD_CHARACTERS = 60
@@ -46,7 +37,6 @@ SPECIAL_HINT = (
     "set data.special_tokens: tokens if messages have the model's own tokens, or data.apply_chat_template: false if "
     "prompts already have all of the template's tokens"
 )
-BRANCH_HINT = "use a template that only appends (model.chat_template), or conversations with one request"
 NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
 """Special tokens that rewards do not look for: a model's end token, and marks that the gateway reads."""
 
@@ -57,31 +47,23 @@ def check_prompts(
     location: str,
     limit_s: float,
     locate: Callable[[int], str],
-    unread: Collection[str] = (),
 ) -> Result:
-    """Check that prompts can be encoded, and are short enough. Warns of blank prompts, and of rows for supervised
-    training: the prompt has the solution, or there is one in a column that is ``unread`` by the task.
+    """Check that prompts can be encoded, and are short enough.
 
     Tries all prompts, or as many evenly spread ones as ``limit_s`` seconds allow. The number depends on the machine's
     load, so a prompt that a run would skip is only a warning. ``locate`` gives the location of a row, counted from 0.
     Raises ``DataError`` if every prompt tried (``ENOUGH``, or all) is skipped, or if the chat template takes too long
     for a prompt, and ``RunError`` for a chat without a template.
     """
-    tried = too_long = 0
+    tried_count = long_count = 0
     special: list[str] = []
     unusable: list[tuple[int, DataError]] = []
-    signs: dict[str, list[int]] = {}
-    endings: dict[str, int] = {}
-    started = time.monotonic()
+    start_s = time.monotonic()
     for row in _spread(len(prompts)):
         try:
             prompt = prompts[row]
-            too_long += encoder.encode(prompt) is None
+            long_count += encoder.encode(prompt) is None
             special += filter(None, [encoder.special_text(prompt)])
-            for sign in _signs_of_other_use(prompt, unread):
-                signs.setdefault(sign, []).append(row)
-            if (final := prompt.messages[-1])["role"] == "assistant":
-                endings.setdefault(_plain_text(final), row)
         except DataError as error:
             if isinstance(error.__cause__, TemplateLimitError):  # the other prompts would take as long
                 error.location = locate(row)
@@ -90,62 +72,35 @@ def check_prompts(
         except UserError as error:
             error.location = location
             raise
-        tried += 1
-        seconds = time.monotonic() - started
+        tried_count += 1
+        seconds = time.monotonic() - start_s
         if seconds > limit_s:
             break
     summary = f"{len(prompts):,} prompts"
-    if tried < len(prompts):
-        summary += f", {tried:,} of them tried in {seconds:.1f} s"
-    if too_long + len(unusable) == tried and tried >= min(ENOUGH, len(prompts)):
+    if tried_count < len(prompts):
+        summary += f", {tried_count:,} of them tried in {seconds:.1f} s"
+    if long_count + len(unusable) == tried_count and tried_count >= min(ENOUGH, len(prompts)):
         if unusable:
-            row, first = unusable[0]
-            message = f"none of {tried:,} prompts tried can be used: {first.message}"
-            raise DataError(message, location=locate(row), hint=first.hint)
+            row, fault = unusable[0]
+            message = f"none of {tried_count:,} prompts tried can be used: {fault.message}"
+            raise DataError(message, location=locate(row), hint=fault.hint)
         raise DataError(
-            f"every prompt tried is longer than rollout.max_prompt_tokens: {tried:,} of {len(prompts):,}",
+            f"every prompt tried is longer than rollout.max_prompt_tokens: {tried_count:,} of {len(prompts):,}",
             location=location,
             hint="raise rollout.max_prompt_tokens, or shorten the prompts",
         )
     hints = []
-    if too_long:
-        summary += f"; {too_long:,} are longer than rollout.max_prompt_tokens and skipped"
+    if long_count:
+        summary += f"; {long_count:,} are longer than rollout.max_prompt_tokens and skipped"
         hints.append("raise rollout.max_prompt_tokens")
     if special:
         summary += _stays_text(special)
         hints.append(SPECIAL_HINT)
     if unusable:
-        row, first = unusable[0]
-        summary += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
-        hints.append(first.hint)
-    if len(endings) > 1:  # a beginning of the response is usually the same in all rows
-        signs["with different assistant messages at the end, which the response continues"] = list(endings.values())
-    for sign, rows in signs.items():
-        summary += f"; {counted(len(rows), 'row')} {sign}, such as {locate(rows[0])}"
-    if signs.keys() - {BLANK}:
-        hints.append("rows for supervised training belong in model.warm_start.data; prompts must not have the solution")
-    if BLANK in signs:
-        hints.append("fill in the blank texts, or remove the rows")
+        row, fault = unusable[0]
+        summary += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {fault.message}"
+        hints.append(fault.hint)
     return Warned(summary, "; ".join(hints)) if hints else summary
-
-
-def _plain_text(message: Message) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(str(piece.get("text", "") if piece.get("type") == "text" else piece) for piece in content)
-
-
-def _signs_of_other_use(prompt: Prompt, unread: Collection[str]) -> Iterator[str]:
-    """Yield the signs that a row is not meant as a prompt."""
-    texts = [_plain_text(message) for message in prompt.messages if not message.get("tool_calls")]
-    if not all(map(str.strip, texts)):
-        yield BLANK
-    for column in SOLUTION_COLUMNS:
-        solution = prompt.fields.get(column)
-        if isinstance(solution, str) and len(solution) >= SHORTEST_SOLUTION and solution in "\n".join(texts):
-            yield f"with the text of `{column}` in the prompt"
-    yield from (f"with a `{column}`, which the task does not read" for column in unread if prompt.fields.get(column))
 
 
 def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> tuple[Result, list[Example]]:
@@ -156,19 +111,19 @@ def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float)
     """
     examples: list[Example] = []
     special: list[str] = []
-    started = time.monotonic()
+    start_s = time.monotonic()
     for index in _spread(len(rows.prompts)):
         examples.append(encode_row(rows, index, rows.prompts[index], encoder))
         special += filter(None, [encoder.special_text(rows.prompts[index])])
-        if time.monotonic() - started > limit_s:
+        if time.monotonic() - start_s > limit_s:
             break
-    tried, too_long = len(examples), sum(len(example.ids) > max_length for example in examples)
-    summary = f"{len(rows.prompts):,} rows, {tried:,} of them tried"
+    long_count = sum(len(example.ids) > max_length for example in examples)
+    summary = f"{len(rows.prompts):,} rows, {len(examples):,} of them tried"
     hints = []
-    if too_long:
-        summary += f"; {too_long:,} are longer than model.max_length and skipped"
+    if long_count:
+        summary += f"; {long_count:,} are longer than model.max_length and skipped"
         hints.append("raise model.max_length")
-    if too_long == tried >= min(ENOUGH, len(rows.prompts)):
+    if long_count == len(examples) >= min(ENOUGH, len(rows.prompts)):
         raise DataError(summary, location=DATA, hint=hints[0])
     if special:
         summary += _stays_text(special)
@@ -182,26 +137,28 @@ def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tupl
         max(len(list(tokens)) for is_learned, tokens in groupby(example.learned) if is_learned) for example in examples
     ]
     longest_reply = max(reply_lengths)
-    too_long = sum(tokens > max_response_tokens for tokens in reply_lengths)
+    long_count = sum(tokens > max_response_tokens for tokens in reply_lengths)
     summary = f"{counted(len(examples), 'demonstration')} tried, replies of up to {longest_reply:,} tokens"
-    if not too_long:
+    if not long_count:
         return summary, longest_reply
     hint = f"raise rollout.max_response_tokens to {longest_reply:,}"
-    return Warned(f"{summary}; {too_long:,} have a reply longer than rollout.max_response_tokens", hint), longest_reply
+    return Warned(
+        f"{summary}; {long_count:,} have a reply longer than rollout.max_response_tokens", hint
+    ), longest_reply
 
 
 def _stays_text(special: Sequence[str]) -> str:
     return f"; {counted(len(special), 'row')} with special tokens, such as {special[0]!r}, which stay text"
 
 
-def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder) -> Result:
-    """Show a prompt in the model's form: the number of tokens, their text with special tokens and line breaks, images,
-    the row's template variables, and the fields for the task.
+def shown_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Result:
+    """Show the first prompt in the model's form: the number of tokens, their text with special tokens and line breaks,
+    images, the row's template variables, and the fields for the task.
 
     Warns of special tokens that stay text.
     """
     try:
-        prompt = prompts[row]
+        prompt = prompts[0]
         encoded = encoder.encode_with_images(prompt)
     except DataError as error:
         return Warned(f"it is skipped: {error.message}", error.hint)
@@ -210,8 +167,8 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder)
     ids = encoded.ids
     messages, tools, variables = chat_of(prompt)
     text = encoder.decode(ids)
-    by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
-    summary = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}"
+    form = "by the chat template" if encoder.is_templated(prompt) else "plain text"
+    summary = f"{len(ids)} tokens, {form}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}"
     if len(text) > SHOWN_CHARACTERS:  # the end is where the reply begins
         end = json.dumps(text[SHOWN_CHARACTERS:][-SHOWN_END:], ensure_ascii=False)
         summary += f" … {end} ({len(text):,} characters)"
@@ -226,16 +183,13 @@ def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder)
         summary += "\nthe response continues the assistant message at the end"
     fields = {name: value for name, value in prompt.fields.items() if not tools or name != "tools"}
     for name, values in (("variables of the row", variables), ("fields for the task", fields)):
-        if values:
-            texts = (f"{key} {json.dumps(value, ensure_ascii=False, default=dict)}" for key, value in values.items())
-            summary += f"\n{name}: {', '.join(map(_shortened, texts))}"
+        texts = [f"{key} {json.dumps(value, ensure_ascii=False, default=dict)}" for key, value in values.items()]
+        if texts:
+            shortened = (t if len(t) <= FIELD_CHARACTERS else f"{t[: FIELD_CHARACTERS - 1]}…" for t in texts)
+            summary += f"\n{name}: {', '.join(shortened)}"
     if special := encoder.special_text(prompt):
         return Warned(f"{special!r} in the row stays text; {summary}", SPECIAL_HINT)
     return summary
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= FIELD_CHARACTERS else f"{text[: FIELD_CHARACTERS - 1]}…"
 
 
 def check_template(
@@ -258,13 +212,16 @@ def check_template(
         raise ConfigError(str(error), location="model.chat_template", hint=hint) from None
     notes = []
     if episodic:
-        first = trial.lost.keys() & {Feature.NO_SYSTEM}
-        hello = [{"role": role, "content": "Hello"} for role in (("system", "user") if first else ("user",))]
+        roles = ("system", "user") if Feature.NO_SYSTEM in trial.lost else ("user",)
+        hello = [{"role": role, "content": "Hello"} for role in roles]
         notes.append(json.dumps(template.text(hello, reply=True), ensure_ascii=False))
     lost = []
     if templates_texts(tokenizer):  # models with the built-in template learn from demonstrations
-        wanted = set(Feature) if reasoning else set(Feature) - {Feature.REASONING}
-        lost = [f"{feature}{_because(why)}" for feature, why in trial.lost.items() if feature in wanted]
+        lost = [
+            f"{feature}{_because(why)}"
+            for feature, why in trial.lost.items()
+            if reasoning or feature is not Feature.REASONING
+        ]
     if lost:
         notes.append(f"the template does not show {', '.join(lost)}")
     if trial.one_call and Feature.PARALLEL not in trial.lost:
@@ -278,38 +235,6 @@ def check_template(
     return Warned("; ".join(notes), hint)
 
 
-def check_turns(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:
-    """Warn if the gateway cannot continue a conversation after a text or after a tool call, because the chat template
-    renders the end of a reply differently when other messages follow.
-
-    ``ends``: tokens at which engines end a reply.
-    """
-    chat = ChatFormat(tokenizer, template=template, end_tokens=ends)
-    call = call_message(0, "find", {"city": "Oslo"})
-    turns = {
-        "texts": (Feature.USER, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "Why?"}),
-        "tool calls": (Feature.RESULTS, call, result_message(0, "cold")),
-    }
-    lost = template.abilities().lost
-    broken = [
-        name
-        for name, (feature, reply, answer) in turns.items()
-        if feature not in lost and not any(_continues(chat, reply, answer, end) for end in ends)
-    ]
-    if not broken:
-        return ""
-    fault = f"the template ends {' and '.join(broken)} differently when other messages follow"
-    return Warned(f"{fault}, so each later request of a conversation begins a branch", BRANCH_HINT)
-
-
-def _continues(chat: ChatFormat, reply: Message, answer: Message, end: int) -> bool:
-    try:
-        chat.continue_([answer], None, end, reply)
-    except ChatError:
-        return False
-    return True
-
-
 def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:
     """Return a warning if conversations may have parts that the tokenizer's chat template leaves out."""
     if tokenizer.chat_template is None:  # then only completions are served
@@ -317,7 +242,7 @@ def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:
     template = ChatTemplate.from_spec(spec, tokenizer)
     reasoning = spec.rollout.reasoning_parser is not None
     result = check_template(template, tokenizer, episodic=True, reasoning=reasoning)
-    return f"{result.found}. {result.hint}" if isinstance(result, Warned) else ""
+    return f"{result.text}. {result.hint}" if isinstance(result, Warned) else ""
 
 
 def _because(why: str) -> str:
@@ -329,23 +254,23 @@ def check_template_kwargs(template: ChatTemplate, template_kwargs: Mapping[str, 
 
     Jinja itself ignores unknown variables silently.
     """
-    known = template.variables() if template_kwargs else None
-    unknown = next((name for name in template_kwargs if known is not None and name not in known), None)
-    if unknown is None or known is None:
+    variables = template.variables() if template_kwargs else None
+    unknown = next((name for name in template_kwargs if variables is not None and name not in variables), None)
+    if unknown is None or variables is None:
         return
-    hint = f"it reads {', '.join(sorted(known))}" if known else "remove it: the template reads no variables"
+    hint = f"it reads {', '.join(sorted(variables))}" if variables else "remove it: the template reads no variables"
     raise ConfigError(
         f"the chat template does not read {unknown!r}",
         location=f"model.chat_template_kwargs.{unknown}",
-        hint=did_you_mean(unknown, known, hint),
+        hint=did_you_mean(unknown, variables, hint),
     )
 
 
 def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:
     """Warn if engines do not stop at the token that ends a reply in the chat template, because every reply would then
     continue to ``max_response_tokens``."""
-    shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
-    summary = f"replies end at {shown}"
+    end_names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
+    summary = f"replies end at {end_names}"
     if tokenizer.chat_template is None:
         return summary
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": REPLY}]
@@ -353,11 +278,11 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
         text = template.text(messages)
     except ChatError:  # the template may need prompts of another form
         return summary
-    written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
+    end_ids = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
     # Some templates leave the end to the next message, and some write text that no model has as an end token.
-    if not ends.isdisjoint(written) or not written or written[0] not in tokenizer.added_tokens_decoder:
+    if not ends.isdisjoint(end_ids) or not end_ids or end_ids[0] not in tokenizer.added_tokens_decoder:
         return summary
-    end = tokenizer.convert_ids_to_tokens(written[0])
+    end = tokenizer.convert_ids_to_tokens(end_ids[0])
     hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
     return Warned(f"{summary}, and the chat template ends a reply with {end!r}", hint)
 
@@ -369,8 +294,8 @@ def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
     """
     names = map(str, tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer))))
     marks = [name for name in names if re.fullmatch(r"</[\w:.-]+>", name) and name not in NO_MARKS]
-    shown = "shown" if setting == "shown" else "hidden"
-    summary = f"{shown} in the text of responses"
+    visibility = "shown" if setting == "shown" else "hidden"
+    summary = f"{visibility} in the text of responses"
     if setting is not None or not marks:
         return summary
     summary = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {summary}: rewards cannot read them"

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checks import machine, model, prompts
-from asyncrl_cli.checks.engine import check_engine
+from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.checks.hosts.newcomers import Newcomers
+from asyncrl_cli.checks.machine import DRY_RUN_CHECKS, START_CHECKS, machine_checks
 from asyncrl_cli.checks.memory import check_memory_estimate
-from asyncrl_cli.checks.trial import opening_prompt, try_tasks
+from asyncrl_cli.checks.programs import check_engine
+from asyncrl_cli.checks.trial import Trial, try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.terminal import counted
@@ -53,15 +54,8 @@ PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Time limit, in seconds, for trying the prompts of a split."""
 DEMONSTRATIONS = 200
 """Number of a task's demonstrations to try."""
-SHOWN_PROMPTS = ("first prompt", "second prompt", "third prompt")
-PROMPT_CHECKS = frozenset(
-    {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", *SHOWN_PROMPTS}
-)
-"""The checks that show the prompts in the model's form."""
 TRAINING_CHECKS = frozenset({"memory", "runs folder", "tracking", "data.train", "memory with weights", "algorithm"})
 """The checks that an evaluation without training does not need."""
-CLUSTER_CHECKS = frozenset({"model files", "tokenizer", "model", "cluster"})
-"""The checks of the cluster's hosts, and the checks that find the model's size, because it decides on their memory."""
 
 
 class StartChecks:
@@ -129,28 +123,22 @@ class StartChecks:
             return self._experiment
         return replace(self._experiment, examiner=partial(Newcomers, self._spec, self._replica_bytes))
 
-    def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
-        """Make all checks, or ``only`` these, and yield their findings, including failures. `cluster` stands for all
-        checks of its hosts."""
-        yield from findings_of(check for check in self._checks() if only is None or check.name in only)
-        if only is None or "cluster" in only:
-            yield from self._hosts()
+    def findings(self) -> Iterator[Finding]:
+        """Make all checks and yield their findings, including failures."""
+        yield from findings_of(self._checks())
+        yield from self._hosts()
 
     def _checks(self) -> Iterator[Check]:
         """All checks, the cheapest first. The order matters: later checks use what earlier checks have loaded."""
         spec = self._spec
-        yield Check("devices", lambda: machine.check_devices(spec))
-        yield Check("memory", lambda: machine.check_memory(spec))
-        yield Check("runs folder", lambda: machine.check_run_folder(spec))
-        yield Check("packages", machine.check_packages)
-        if spec.model.max_images:
-            yield Check("images", machine.check_images)
+        names = DRY_RUN_CHECKS if self._thorough else START_CHECKS
+        yield from (check for check in machine_checks(spec.runs_dir, spec) if check.name in names)
         yield Check("tracking", self._tracking)
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)
         experiment = self._experiment
         episodic = experiment is not None and bool(experiment.episodic)
-        yield Check("gateway", lambda: machine.check_gateway(spec, episodic))
+        yield Check("gateway", lambda: services.check_gateway(spec, episodic))
         yield Check("model files", lambda: model.check_saved_model(spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
         yield Check("chat template", lambda: self._chat_template(episodic), ("tokenizer",))
@@ -183,7 +171,7 @@ class StartChecks:
     def _tracking(self) -> Result:
         with user_code("importing the monitors", self._notice, CODE_S):
             self._monitors = load_monitors(self._spec.tracking, self._search_path)
-        return machine.check_tracking(self._spec, self._thorough)
+        return services.check_tracking(self._spec, self._thorough)
 
     def _task(self) -> str:
         loaded = Experiment.load(
@@ -193,10 +181,10 @@ class StartChecks:
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
         held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"
-        found = f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
+        text = f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
         if self._spec.stop.epochs is not None:
-            found += f"; the run ends after {counted(experiment.spec.stop.total, 'step')}"
-        return found
+            text += f"; the run ends after {counted(experiment.spec.stop.total, 'step')}"
+        return text
 
     def _trial(self) -> Result:
         assert self._experiment is not None
@@ -222,7 +210,7 @@ class StartChecks:
         spec, tokenizer = self._spec, self._tokenizer
         template = ChatTemplate.from_spec(spec, tokenizer)
         prompts.check_template_kwargs(template, spec.model.chat_template_kwargs)
-        shown = prompts.check_template(
+        features = prompts.check_template(
             template,
             tokenizer,
             episodic=episodic,
@@ -230,8 +218,7 @@ class StartChecks:
             required=episodic or spec.data.apply_chat_template or spec.model.chat_template is not None,
         )
         ends = end_tokens(self._model_dir, tokenizer)
-        found = joined(prompts.check_reply_end(template, tokenizer, ends), shown)
-        return joined(found, prompts.check_turns(template, tokenizer, ends)) if episodic else found
+        return joined(prompts.check_reply_end(template, tokenizer, ends), features)
 
     def _prompt_checks(self, experiment: Experiment) -> Iterator[Check]:
         data, sets = self._spec.data, self._spec.evaluation.sets
@@ -243,26 +230,21 @@ class StartChecks:
         for location, (name, rows, split) in splits.items():
             if split is None or name in experiment.episodic:  # then the task writes the model's prompts
                 if self._thorough and location == "data.train" and self._takes_data and len(rows):
-                    yield Check(SHOWN_PROMPTS[0], partial(self._opening, experiment, rows), ("chat template",))
+                    yield Check("first prompt", partial(self._opening, experiment, rows), ("chat template",))
                 continue
             if location == "data.train" and not self._takes_data:
                 continue
             yield Check(location, partial(self._prompts, location, rows, split), ("chat template",))
-            if self._thorough and location == "data.train":
-                for row, check in enumerate(SHOWN_PROMPTS[: len(rows)]):
-                    yield Check(check, partial(self._shown_prompt, rows, row), (location,))
+            if self._thorough and location == "data.train" and len(rows):
+                yield Check("first prompt", partial(self._first_prompt, rows), (location,))
 
     def _prompts(self, location: str, rows: Sequence[Prompt], split: SplitSpec) -> Result:
-        task = self._spec.task
-        is_ready = task.use is not None and ":" not in task.use  # the user's own task may read any column
-        unread = [name for name in prompts.REPLY_COLUMNS if is_ready and name not in str(task.options)]
         return prompts.check_prompts(
             rows,
             PromptEncoder.of(self._spec, self._tokenizer),
             location=location,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
             locate=partial(row_location, split, self._search_path, location, rows),
-            unread=unread,
         )
 
     def _demonstrations(self, start: WarmStart) -> Result:
@@ -300,21 +282,20 @@ class StartChecks:
 
     def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:
         spec = self._spec
-        opening = opening_prompt(experiment.tasks[""], spec.task, self._search_path, rows[0], location="task")
+        trial = Trial(experiment.tasks[""], spec.task, self._search_path, location="task")
+        opening = trial.opening_prompt(rows[0])
         if opening is None:
             return "the agent writes it"
-        encoder = PromptEncoder.of(spec, self._tokenizer, openings=True)
-        return prompts.shown_prompt([opening], 0, encoder=encoder)
+        return prompts.shown_prompt([opening], PromptEncoder.of(spec, self._tokenizer, openings=True))
 
-    def _shown_prompt(self, rows: Sequence[Prompt], row: int) -> Result:
-        encoder = PromptEncoder.of(self._spec, self._tokenizer)
-        return prompts.shown_prompt(rows, row, encoder=encoder)
+    def _first_prompt(self, rows: Sequence[Prompt]) -> Result:
+        return prompts.shown_prompt(rows, PromptEncoder.of(self._spec, self._tokenizer))
 
     def _model(self) -> str:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"
         self._config = load_config(self._model_dir, location)
-        found, self._sized = model.check_model(self._spec, self._config, self._tokenizer)
-        return found
+        text, self._sized = model.check_model(self._spec, self._config, self._tokenizer)
+        return text
 
     def _weights_memory(self) -> Result:
         assert self._sized is not None

@@ -8,7 +8,7 @@ tasks, async rewards (they may ask other machines) and environments (they may st
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
@@ -30,142 +30,142 @@ from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 
 ROWS = 2
 """Number of rows on which each task is tried."""
-SEARCHED = 100
-"""Number of first rows to search for rows of each task in a mix."""
+SEARCHED_ROWS = 100
+"""Number of rows to search for rows of each task in a mix."""
 SHORT = "42"
 """A typical short response."""
 HINT = "fix it: in a run such a failure costs a group of rollouts"
 ALL_NONE = "every reward is None, so a run trains on no such response"
 
-ALL_EQUAL = "a row's `answer` gets the same reward as an empty response"
-EQUAL_HINT = "check the reward: equal rewards teach nothing (ignore this if a right response has another form)"
-
 
 def try_tasks(experiment: Experiment, thorough: bool) -> Result:
-    """Try the run's task, and the tasks of evaluation sets."""
+    """Try the run's task, and the tasks of evaluation sets. A thorough trial of rewards raises ``ConfigError`` for one
+    of `algorithm.reward_parts` that no response has."""
     spec = experiment.spec
     splits = [prompts for prompts in (experiment.train_prompts, experiment.eval_prompts) if prompts]
     tasks = {"task": (experiment.tasks[""], spec.task, splits)}
-    for name, chosen in spec.evaluation.sets.items():
-        if chosen.task is None:
+    for name, eval_set in spec.evaluation.sets.items():
+        if eval_set.task is None:
             splits.append(experiment.sets[name])
         else:
-            own = experiment.tasks[name], chosen.task, [experiment.sets[name]]
-            tasks[f"evaluation.sets.{name}.task"] = own
-    found, warned = [], ""
-    for location, (loaded, task, of_task) in tasks.items():
+            tasks[f"evaluation.sets.{name}.task"] = experiment.tasks[name], eval_set.task, [experiment.sets[name]]
+    texts, hint = [], ""
+    for location, (task, task_spec, task_splits) in tasks.items():
         try:
-            tried = try_task(
-                loaded,
-                spec=task,
-                search_path=experiment.search_path,
-                splits=of_task,
-                location=location,
-                thorough=thorough,
-                parts=spec.algorithm.reward_parts if location == "task" else (),
-            )
+            trial = Trial(task, spec=task_spec, search_path=experiment.search_path, location=location)
+            text = trial.run(task_splits, thorough)
         except TaskError as error:
-            if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
+            if any(":" in use for use in (task_spec.use or "", *(member.use for member in task_spec.mix))):
                 raise
             # The code of a ready task is right, but its judge may not run yet, so the other tasks are still tried.
-            warned = "a run loses the groups of such rows"
-            tried = error.message
-        if tried.endswith(ALL_NONE):
-            warned = warned or "return a number for responses that can be scored (is a return statement missing?)"
-        if tried.endswith(ALL_EQUAL):
-            warned = warned or EQUAL_HINT
-        found.append(f"{location}: {tried}")
-    text = "; ".join(found)
-    return Warned(text, warned) if warned else text
+            hint = "a run loses the groups of such rows"
+            text = error.message
+        else:
+            if thorough and location == "task":
+                trial.check_parts(spec.algorithm.reward_parts)
+        if text.endswith(ALL_NONE):
+            hint = hint or "return a number for responses that can be scored (is a return statement missing?)"
+        texts.append(f"{location}: {text}")
+    return Warned("; ".join(texts), hint) if hint else "; ".join(texts)
 
 
-def try_task(
-    task: Any,
-    spec: TaskSpec,
-    search_path: Path,
-    splits: Sequence[Sequence[Prompt]],
-    *,
-    location: str,
-    thorough: bool,
-    parts: Iterable[str] = (),
-) -> str:
-    """Call a task's rewards and environments on the first rows of each split. Returns a text that counts the calls.
+class Trial:
+    """The calls of one task's rewards and environments on the first rows of each split.
 
-    Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, otherwise at
-    ``location``. A thorough trial of rewards raises ``ConfigError`` for one of the reward's ``parts`` that no response
-    has.
+    A failure is a ``TaskError`` at the line of the user's code if it is known, otherwise at ``location``.
     """
-    scored: list[Response] = []
-    played: list[Prompt] = []
-    rows = [_first_rows(task, prompts, ROWS if thorough else 1) for prompts in splits]
-    for prompt in chain.from_iterable(rows if thorough else rows[:1]):
-        member = task_of(task, prompt)[0]
-        member = member.task if isinstance(member, OneCall) else member
-        if not isinstance(member, AgentTask | EnvironmentTask):
-            if thorough or (reward_location(member) and not awaits(member)):
-                texts = _responses(prompt) if thorough else [SHORT]
-                if scores_groups(member):
-                    texts = [*texts, SHORT]  # a group has at least two
-                    scored.append((prompt, tuple(texts), tuple(map(bool, texts))))
-                else:
-                    scored += [(prompt, text, bool(text)) for text in texts]
-        elif thorough and not isinstance(member, AgentTask):
-            played.append(prompt)
-    if not scored and not played:
-        return "not tried"
-    try:
-        results = asyncio.run(_try(spec, search_path=search_path, scored=scored, played=played, location=location))
-    except ProcessLost as lost:
-        raise TaskError(f"the trial of the task failed: {lost}", location=location, hint=HINT) from None
-    called = {"rewards": len(scored), "environments": len(played)}
-    text = f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in called.items() if count)}"
-    known = [result for result in chain.from_iterable(results) if result.reward is not None]
-    reported = {name for result in known for name in result.metrics}
-    if thorough and known and not played and not spec.mix:
-        for name in parts:
+
+    def __init__(self, task: Any, spec: TaskSpec, search_path: Path, *, location: str) -> None:
+        self._task = task
+        self._spec = spec
+        self._search_path = search_path
+        self._location = location
+        self._scores: list[Scored] = []
+        self._played = False
+
+    def run(self, splits: Sequence[Sequence[Prompt]], thorough: bool) -> str:
+        """Try the task, and return a text that counts the calls."""
+        responses: list[Response] = []
+        episodes: list[Prompt] = []
+        rows = [_first_rows(self._task, prompts, ROWS if thorough else 1) for prompts in splits]
+        for prompt in chain.from_iterable(rows if thorough else rows[:1]):
+            member = task_of(self._task, prompt)[0]
+            member = member.task if isinstance(member, OneCall) else member
+            if not isinstance(member, AgentTask | EnvironmentTask):
+                if thorough or (reward_location(member) and not awaits(member)):
+                    texts = _responses(prompt) if thorough else [SHORT]
+                    if scores_groups(member):
+                        texts = [*texts, SHORT]  # a group has at least two
+                        responses.append((prompt, tuple(texts), tuple(map(bool, texts))))
+                    else:
+                        responses += [(prompt, text, bool(text)) for text in texts]
+            elif thorough and not isinstance(member, AgentTask):
+                episodes.append(prompt)
+        if not responses and not episodes:
+            return "not tried"
+        try:
+            asyncio.run(self._call(responses, episodes))
+        except ProcessLost as lost:
+            raise TaskError(f"the trial of the task failed: {lost}", location=self._location, hint=HINT) from None
+        counts = {"rewards": len(responses), "environments": len(episodes)}
+        text = f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in counts.items() if count)}"
+        return f"{text}; {ALL_NONE}" if responses and not self._scores else text
+
+    def check_parts(self, parts: Iterable[str]) -> None:
+        """Raise ``ConfigError`` for one of the reward's ``parts`` that no response had. Episodes may end too early to
+        have them all."""
+        reported = {name for score in self._scores for name in score.metrics}
+        for name in parts if self._scores and not self._played and not self._spec.mix else ():
             if name not in (REWARD, *reported):
                 raise missing_part(name, reported, "no response of the trial")
-    if scored and not known:
-        return f"{text}; {ALL_NONE}"
-    rewards = defaultdict[str, set[float | None]](set)  # of the responses to each row
-    for (prompt, *_), scores in zip(scored, results, strict=False):
-        if "answer" in prompt.fields:
-            rewards[prompt.uid].update(one.reward for one in scores)
-    # Ready tasks are known to reward right answers, most of them in another form than the row's.
-    judged = thorough and ":" in (spec.use or "") and rewards
-    return f"{text}; {ALL_EQUAL}" if judged and all(len(of_row) == 1 for of_row in rewards.values()) else text
 
+    async def _call(self, responses: Sequence[Response], episodes: Sequence[Prompt]) -> None:
+        if responses:
+            async with _process(self._load(Work.PLAIN)) as process:
+                for response in responses:
+                    result = await process.score(response, reward_limit_s(self._spec, response[0]))
+                    _refuse(result, self._location, f"called with the response {response[1]!r}")
+                    scores = result if isinstance(result, tuple) else (result,)
+                    self._scores += [s for s in scores if isinstance(s, Scored) and s.reward is not None]
+        if episodes:
+            self._played = True
+            async with _process(self._load(Work.EPISODES)) as process:
+                for prompt in episodes:
+                    _refuse((await process.play(prompt, None)).score, self._location, "called with an empty reply")
 
-def opening_prompt(task: Any, spec: TaskSpec, search_path: Path, prompt: Prompt, *, location: str) -> Prompt | None:
-    """Return what the policy reads first in an episode of a row, as a row with messages and tools; None if an agent
-    writes it. Raises ``TaskError`` if the environment fails."""
-    member, row = task_of(task, prompt)
-    if isinstance(member, OneCall):
-        return member.opening(row)
-    if isinstance(member, AgentTask):
-        return None
-
-    async def played() -> Played:
-        async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
+    async def _play(self, prompt: Prompt) -> Played:
+        async with _process(self._load(Work.EPISODES)) as process:
             return await process.play(prompt, None)
 
-    result = asyncio.run(played())
-    _refuse(result.score, location, "called with an empty reply")
-    return result.opening
+    def opening_prompt(self, prompt: Prompt) -> Prompt | None:
+        """Return what the policy reads first in an episode of a row, as a row with messages and tools; None if an agent
+        writes it. Raises ``TaskError`` if the environment fails."""
+        member, row = task_of(self._task, prompt)
+        if isinstance(member, OneCall):
+            return member.opening(row)
+        if isinstance(member, AgentTask):
+            return None
+        result = asyncio.run(self._play(prompt))
+        _refuse(result.score, self._location, "called with an empty reply")
+        return result.opening
+
+    def _load(self, work: Work) -> Load:
+        return Load(self._spec, search_path=self._search_path, work=work, blocked_s=BLOCKED_S)
 
 
 def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
-    rows = Counter[int]()
-    left = count * (len(task.members) if isinstance(task, TaskMix) else 1)
-    for row in range(min(SEARCHED, len(prompts))):
+    """Up to ``count`` of the first rows for each task of a mix."""
+    row_counts = Counter[int]()
+    missing_rows = count * (len(task.members) if isinstance(task, TaskMix) else 1)
+    for row in range(min(SEARCHED_ROWS, len(prompts))):
         with suppress(DataError):  # the run skips such a row
             prompt = prompts[row]
             member = id(task_of(task, prompt)[0])
-            if rows[member] < count:
-                rows[member] += 1
-                left -= 1
+            if row_counts[member] < count:
+                row_counts[member] += 1
+                missing_rows -= 1
                 yield prompt
-        if not left:
+        if not missing_rows:
             return
 
 
@@ -173,25 +173,6 @@ def _responses(prompt: Prompt) -> list[str]:
     """The responses to score for a row. Most rows have the right response in the field ``answer``."""
     answer = prompt.fields.get("answer")
     return ["", SHORT] + ([str(answer)] if isinstance(answer, str | int | float) else [])
-
-
-async def _try(
-    spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
-) -> list[list[Scored]]:
-    """Return the results of each of ``scored``. Raises ``TaskError`` for a failure."""
-    results = []
-    if scored:
-        async with _process(Load(spec, search_path=search_path, work=Work.PLAIN, blocked_s=BLOCKED_S)) as process:
-            for response in scored:
-                result = await process.score(response, reward_limit_s(spec, response[0]))
-                _refuse(result, location, f"called with the response {response[1]!r}")
-                scores = result if isinstance(result, tuple) else (result,)
-                results.append([one for one in scores if isinstance(one, Scored)])
-    if played:
-        async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
-            for prompt in played:
-                _refuse((await process.play(prompt, None)).score, location, "called with an empty reply")
-    return results
 
 
 @asynccontextmanager
@@ -204,6 +185,6 @@ async def _process(load: Load) -> AsyncIterator[WorkerProcess]:
         process.close("the trial has ended")
 
 
-def _refuse(result: object, location: str, how: str) -> None:
+def _refuse(result: object, location: str, circumstances: str) -> None:
     if isinstance(result, RewardFailure):
-        raise TaskError(f"{result.reason} ({how})", location=result.location or location, hint=HINT)
+        raise TaskError(f"{result.reason} ({circumstances})", location=result.location or location, hint=HINT)

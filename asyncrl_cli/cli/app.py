@@ -59,7 +59,7 @@ add(
     ("init", init.init, "Copy a template: a spec with its code and data.", "init agent my-task"),
     ("validate-spec", validate_spec.validate_spec, "Check a spec.", "validate-spec specs/quickstart.yaml"),
     ("plan", plan.plan, "Predict the step time of a spec.", "plan SPEC --calibrate-from latest"),
-    ("doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "doctor --deep"),
+    ("doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "doctor"),
     section=BEFORE,
 )
 add(

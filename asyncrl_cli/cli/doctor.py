@@ -10,7 +10,6 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
-from asyncrl_cli.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl_cli.checks.finding import Finding
@@ -21,13 +20,7 @@ INDENT = 23
 
 
 def doctor(
-    spec: Annotated[
-        Path | None,
-        typer.Argument(metavar="SPEC", help="With --cluster: the spec to run on the cluster.", show_default=False),
-    ] = None,
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="Check the hosts of a running Ray cluster, and all pairs of them.")
-    ] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Check the hosts of a running Ray cluster.")] = False,
     address: Annotated[
         str | None,
         typer.Option("--address", metavar="ADDRESS", help="With --cluster: the cluster's address. Default: auto."),
@@ -35,54 +28,35 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Import no large libraries: takes a second instead of a minute.")
     ] = False,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Start an engine and a trainer on a small model: one more minute.")
-    ] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Check versions, devices, memory, disk, clocks, ports, limits, the compiler, and whether vLLM, DeepSpeed and Ray
-    work, with a hint for each problem. With --deep, vLLM generates and DeepSpeed makes a step of ZeRO-3.
+    """Check versions, devices, memory, disk, limits, the compiler, the sandbox, and whether vLLM, DeepSpeed and Ray can
+    be imported, with a hint for each problem.
 
-    With --cluster, check whether the hosts of a Ray cluster can work together: all connections and their speed, token,
-    versions, clocks, memory, and the folder of runs. With a spec, also check whether it fits the cluster.
+    With --cluster, check whether the hosts of a Ray cluster can work together: connections, token, versions, memory,
+    and the folder of runs. `asyncrl train SPEC --dry-run` checks a spec, also on its cluster.
 
     Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
-    if cluster:
-        if quick or deep:
-            raise typer.BadParameter("not with --cluster", param_hint="--deep" if deep else "--quick")
-        found = _of_cluster(address, runs_dir) if spec is None else _of_spec(spec, address)
-    elif spec is not None or address is not None:
-        raise typer.BadParameter("needs --cluster", param_hint="SPEC" if spec is not None else "--address")
-    elif quick and deep:
-        raise typer.BadParameter("choose one of --quick and --deep", param_hint="--deep")
-    else:
-        from asyncrl_cli.checks.doctor import examine
-
-        found = examine(runs_dir, quick, deep)
-    if not show_findings(found, "healthy", as_json):
+    if cluster and quick:
+        raise typer.BadParameter("not with --cluster", param_hint="--quick")
+    if address is not None and not cluster:
+        raise typer.BadParameter("needs --cluster", param_hint="--address")
+    if not show_findings(_findings(runs_dir, quick, (address or "auto") if cluster else None), "healthy", as_json):
         raise typer.Exit(1)
 
 
-def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
-    from asyncrl_cli.checks.hosts.examine import examine_cluster
+def _findings(runs_dir: Path, quick: bool, cluster: str | None) -> Iterator[Finding]:
+    from asyncrl_cli.checks.finding import findings_of
 
-    return examine_cluster(address or "auto", spec=None, runs_dir=runs_dir, replica_bytes=0)
+    if cluster is not None:
+        from asyncrl_cli.checks.hosts.examine import examine_cluster
 
+        return examine_cluster(cluster, spec=None, runs_dir=runs_dir, replica_bytes=0)
+    from asyncrl_cli.checks.machine import IMPORTS, machine_checks
 
-def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
-    """The start checks of a spec on its cluster. ``address`` takes precedence over the spec's address."""
-    from asyncrl_cli.checks.start import CLUSTER_CHECKS
-    from asyncrl_cli.cli.output import start_checks
-    from asyncrl_cli.spec.load import load_spec
-
-    spec = load_spec(file, () if address is None else (f"cluster.address={address}",)).spec
-    if spec.cluster.address is None:
-        hint = "set cluster.address in the spec, or use --address"
-        raise ConfigError("the spec names no cluster", location=str(file), hint=hint)
-    with start_checks(spec, file.absolute().parent) as checks:
-        yield from checks.findings(CLUSTER_CHECKS)
+    return findings_of(check for check in machine_checks(runs_dir) if not (quick and check.name in IMPORTS))
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
@@ -99,16 +73,14 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
             if not as_json and finding.status == "ok":  # immediately, because the last checks take long
                 show_finding(finding)
     finally:  # also after Ctrl-C
-        problems = sorted(
-            (finding for finding in results if finding.status != "ok"), key=lambda finding: finding.status == "failure"
-        )
-        for finding in () if as_json else problems:
+        warnings = [finding for finding in results if finding.status == "warning"]
+        failures = [finding for finding in results if finding.status == "failure"]
+        for finding in () if as_json else (*warnings, *failures):
             show_finding(finding)
-    failures = sum(finding.status == "failure" for finding in results)
     if as_json:
         echo_json({verdict: not failures, "findings": [asdict(finding) for finding in results]})
     elif failures:
-        echo(f"\n{len(results)} checks: {failures} failed, {len(problems) - failures} with a warning")
+        echo(f"\n{len(results)} checks: {len(failures)} failed, {len(warnings)} with a warning")
     return not failures
 
 
@@ -117,5 +89,5 @@ def show_finding(finding: Finding) -> None:
     from asyncrl_cli.inspect.pages import paragraph
 
     hint = [f"-> {finding.hint}"] if finding.hint else []
-    first, *more = paragraph("\n".join([finding.found, *hint]), " " * INDENT)
-    echo("\n".join([f"{MARKS[finding.status]}  {finding.check} ".ljust(INDENT) + first.lstrip(), *more]))
+    top_line, *lines = paragraph("\n".join([finding.found, *hint]), " " * INDENT)
+    echo("\n".join([f"{MARKS[finding.status]}  {finding.check} ".ljust(INDENT) + top_line.lstrip(), *lines]))

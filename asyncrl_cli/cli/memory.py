@@ -60,32 +60,32 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
     try:
         model = size_model(spec, model_config(spec, config_folder))
         estimate = estimate_memory(spec, model, gpu_bytes)
-        refused, warned = memory_problems(spec, model, estimate)
+        refusal, warnings = memory_problems(spec, estimate)
     except ConfigError as error:
         return MemoryAnswer(False, text="", diagnostics=(error.diagnostic(),), document={"problems": [_problem(error)]})
-    problems = [{"severity": "warning", "message": one.found, "hint": one.hint} for one in warned]
-    diagnostics = [diagnostic("warning", one.found, hint=one.hint) for one in warned]
-    if refused is not None:
-        problems.insert(0, _problem(refused))
-        diagnostics.append(refused.diagnostic())
+    problems = [{"severity": "warning", "message": warning.text, "hint": warning.hint} for warning in warnings]
+    diagnostics = [diagnostic("warning", warning.text, hint=warning.hint) for warning in warnings]
+    if refusal is not None:
+        problems.insert(0, _problem(refusal))
+        diagnostics.append(refusal.diagnostic())
     document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": problems}
     return MemoryAnswer(
-        refused is None, text=table(spec, model, estimate), diagnostics=tuple(diagnostics), document=document
+        refusal is None, text=table(spec, model, estimate), diagnostics=tuple(diagnostics), document=document
     )
 
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
     """Show the estimate as text: each GPU and host with its capacity and the parts of its memory."""
-    from asyncrl_cli.sizing.parts import shown
+    from asyncrl_cli.sizing.parts import size_text
 
     trained = f", {_many(model.trained)} of them trained" if model.trained < model.parameters else ""
     lines = [f"memory, estimated (docs/sizing.md): {model.name}, {_many(model.parameters)} weights{trained}"]
     for device in estimate.devices:
         count = f", {device.count} alike" if device.count > 1 else ""
-        has = f"it has {shown(device.capacity)}" if device.capacity is not None else "its capacity is not known"
+        has = f"it has {size_text(device.capacity)}" if device.capacity is not None else "its capacity is not known"
         lines += ["", f"{device.name}{count}"]
-        rows = [(part.name, shown(part.bytes), part.note) for part in device.parts]
-        rows.append(("sum", shown(device.total), has))
+        rows = [(part.name, size_text(part.bytes), part.note) for part in device.parts]
+        rows.append(("sum", size_text(device.total), has))
         width = max(len(name) for name, _, _ in rows)
         lines += [f"  {name:{width}}  {size:>11}  {note}".rstrip() for name, size, note in rows]
     if (cache := estimate.cache) is not None:
@@ -97,7 +97,7 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
         ]
     elif spec.rollout.gpus_per_engine and model.cache_numbers is not None:
         lines += ["", "set cluster.gpu_memory_gb, or use --gpu-memory, to see whether the GPUs are large enough"]
-    lines.append(f"the journal grows by about {shown(estimate.journal)} a step")
+    lines.append(f"the journal grows by about {size_text(estimate.journal)} a step")
     return "\n".join(lines)
 
 

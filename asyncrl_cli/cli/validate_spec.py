@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
-from asyncrl_cli.cli.doctor import show_finding
 from asyncrl_cli.cli.memory import parse_memory
 from asyncrl_cli.cli.output import debugging, echo, echo_json
 from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
-    from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.spec.load import LoadedSpec
     from asyncrl_cli.spec.problems import Problem
 
@@ -32,12 +30,6 @@ def validate_spec(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the complete spec, with all defaults.")] = False,
-    prompt: Annotated[
-        bool,
-        typer.Option(
-            "--prompt", help="Load task, data and tokenizer, and show the first prompts as the model sees them."
-        ),
-    ] = False,
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse a spec that does not fit."),
@@ -69,16 +61,12 @@ def validate_spec(
         return
     if not specs:
         raise typer.BadParameter("name a spec, or use --schema", param_hint="SPEC")
-    if len(specs) > 1 and (resolved or prompt or "-" in specs):
-        raise typer.BadParameter("--resolved, --prompt and `-` take one spec at a time", param_hint="SPEC")
-    if prompt and specs == ["-"]:
-        raise typer.BadParameter("--prompt needs a file: task and data are in its folder", param_hint="SPEC")
+    if len(specs) > 1 and (resolved or "-" in specs):
+        raise typer.BadParameter("--resolved and `-` take one spec at a time", param_hint="SPEC")
     if not memory and (gpu_memory is not None or model_config is not None):
         raise typer.BadParameter("needs --memory", param_hint="--gpu-memory" if gpu_memory else "--model-config")
     sizes = _Memory(parse_memory(gpu_memory), model_config) if memory else None
-    answers = [
-        _check(spec, overrides=overrides or (), resolved=resolved, prompt=prompt, memory=sizes) for spec in specs
-    ]
+    answers = [_check(spec, overrides=overrides or (), resolved=resolved, memory=sizes) for spec in specs]
     if as_json:
         documents = [answer.document for answer in answers]
         echo_json(documents if len(specs) > 1 else documents[0])
@@ -88,11 +76,9 @@ def validate_spec(
                 echo(str(problem), err=True)
             if answer.text:
                 echo(answer.text)
-            for line in answer.last:
+            for line in answer.diagnostics:
                 echo(line, err=True)
-            for finding in answer.findings:
-                show_finding(finding)
-    if not all(answer.valid and answer.passed for answer in answers):
+    if not all(answer.valid for answer in answers):
         raise typer.Exit(2)
 
 
@@ -102,12 +88,7 @@ class _Answer:
     text: str
     problems: tuple[object, ...]
     document: dict[str, object]
-    last: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        return all(finding.status != "failure" for finding in self.findings)
+    diagnostics: tuple[str, ...] = ()
 
 
 class _Memory(NamedTuple):
@@ -117,7 +98,7 @@ class _Memory(NamedTuple):
     config_folder: Path | None
 
 
-def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, memory: _Memory | None) -> _Answer:
+def _check(spec: str, overrides: Sequence[str], resolved: bool, memory: _Memory | None) -> _Answer:
     from asyncrl_cli.spec.load import dump_spec, load_spec
     from asyncrl_cli.spec.load import resolved as resolved_values
     from asyncrl_cli.spec.problems import SpecError
@@ -134,22 +115,17 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
     if resolved:
         document["resolved"] = resolved_values(loaded)
     text = dump_spec(loaded.spec, loaded.references).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
-    findings = _prompt(spec, loaded) if prompt else ()
-    if prompt:
-        document["findings"] = [asdict(finding) for finding in findings]
     if memory is None:
-        return _Answer(True, text=text, problems=warnings, document=document, findings=findings)
+        return _Answer(True, text=text, problems=warnings, document=document)
     from asyncrl_cli.cli.memory import memory_answer
 
-    found = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
-    document |= {"fits": found.fits, "memory": found.document}
+    answer = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
     return _Answer(
-        found.fits,
-        text=f"{text}\n{found.text}".rstrip(),
+        answer.fits,
+        text=f"{text}\n{answer.text}".rstrip(),
         problems=warnings,
-        document=document,
-        last=found.diagnostics,
-        findings=findings,
+        document=document | {"fits": answer.fits, "memory": answer.document},
+        diagnostics=answer.diagnostics,
     )
 
 
@@ -163,15 +139,6 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
     if reason := missing(settings.kind):
         message = f"this machine cannot start the sandbox: {reason}"
         yield Problem("task.sandbox", message=message, hint=HINTS[settings.kind], severity="warning", file=spec)
-
-
-def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:
-    """Run the checks that show the first prompts, and the checks that they depend on."""
-    from asyncrl_cli.checks.start import PROMPT_CHECKS
-    from asyncrl_cli.cli.output import start_checks
-
-    with start_checks(loaded.spec, Path(spec).absolute().parent, thorough=True, references=loaded.references) as checks:
-        return tuple(checks.findings(PROMPT_CHECKS))
 
 
 def _standard_input() -> bytes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache, gpu_share
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_parts, step_tokens
@@ -21,10 +19,6 @@ GPU_RANK_BYTES = 2 * GB
 """A rank's CUDA context, NCCL, and memory that the allocator cannot use: assumed."""
 CONTEXT_BYTES = 6 * GB // 10
 """A CUDA context, outside of a process's share of a GPU: assumed."""
-
-
-Change = Mapping[str, Any]
-"""Keys of a spec, with dots, and their new values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
         count = rollout.max_engines * tensor_parallel(spec)
-        devices.append(Device(Role.ENGINE, name, count, parts=engine, capacity=gpu_bytes, gpu=gpu_bytes))
+        devices.append(Device(Role.ENGINE, name, count, parts=engine, capacity=gpu_bytes))
     if engines_sleep(spec):
         devices.append(_both_awake(spec, model=model, engine=engine, gpu_bytes=gpu_bytes))
     for kind in host_kinds(spec):
@@ -76,7 +70,7 @@ def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None)
         name = f"share of a {name}"
         share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
         capacity = None if gpu_bytes is None else int(share * gpu_bytes)
-    return Device(Role.TRAINER, name, spec.trainer.ranks, parts=parts, capacity=capacity, gpu=gpu_bytes)
+    return Device(Role.TRAINER, name, spec.trainer.ranks, parts=parts, capacity=capacity)
 
 
 def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...], gpu_bytes: int | None) -> Device:
@@ -87,16 +81,7 @@ def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...
         Part("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
     )
     name = "GPU of an engine that is awake and a rank"
-    return Device(Role.BOTH, name, spec.trainer.ranks, parts=parts, capacity=gpu_bytes, gpu=gpu_bytes)
-
-
-def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
-    """Return the spec with these values, which are not validated again."""
-    for key, value in change.items():
-        section, name = key.split(".")
-        part = getattr(spec, section).model_copy(update={name: value})
-        spec = spec.model_copy(update={section: part})
-    return spec
+    return Device(Role.BOTH, name, spec.trainer.ranks, parts=parts, capacity=gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ class Device:
     count: int
     parts: tuple[Part, ...]
     capacity: int | None  # bytes available for the parts; None: unknown
-    gpu: int | None = None  # bytes of the GPU; more than the capacity if only a share is available
 
     @property
     def total(self) -> int:
@@ -51,12 +50,12 @@ def some(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 def memory_size(text: str) -> int:
     """Return the bytes of a size such as `80GB`, `79.6 GiB` or `80` (GB). Raises ``ValueError``."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
         raise ValueError(f"{text!r} is not a size such as 80GB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def shown(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     """Format bytes in GB, or in MB below 0.1 GB."""
     return f"{nbytes / GB:,.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 10**6:,.1f} MB"

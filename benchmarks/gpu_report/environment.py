@@ -39,9 +39,8 @@ def versions_and_devices(bench: Bench) -> dict[str, Any]:
 
 
 def doctor(bench: Bench) -> dict[str, Any]:
-    """`asyncrl doctor`; on GPUs with `--deep`, which starts an engine and a trainer."""
-    deep = ["--deep"] if bench.device == "cuda" else []
-    answer = bench.cli("doctor", "--json", *deep, "--runs-dir", str(bench.out), limit_s=600, check=False)
+    """`asyncrl doctor`, which also imports vLLM, DeepSpeed and Ray."""
+    answer = bench.cli("doctor", "--json", "--runs-dir", str(bench.out), limit_s=600, check=False)
     document = json.loads(answer)
     problems = [
         f"{one['check']}: {one['found']} -> {one['hint']}" for one in document["findings"] if one["status"] != "ok"

@@ -19,7 +19,6 @@ from asyncrl_cli.checks.prompts import (
     check_reply_end,
     check_template,
     check_template_kwargs,
-    check_turns,
     shown_prompt,
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
@@ -196,11 +195,11 @@ def shown(template: str | None, episodic: bool = True) -> Result:
 def test_the_check_of_a_template_lists_missing_features() -> None:
     found = shown(TEXT_ALONE)
     assert isinstance(found, Warned) and found.hint
-    assert "does not show system messages, tools, tool calls, tool results" in found.found
+    assert "does not show system messages, tools, tool calls, tool results" in found.text
     alone = shown(TEXT_ALONE, episodic=False)
     assert isinstance(alone, str) and "does not show" in alone, "rows that have any of it are refused one by one"
     refusing = shown(NO_SYSTEM)
-    assert isinstance(refusing, Warned) and "system messages (System role not supported)" in refusing.found
+    assert isinstance(refusing, Warned) and "system messages (System role not supported)" in refusing.text
     assert shown("own") == json.dumps("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -252,21 +251,6 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     assert ChatTemplate(tokenizer(marked)).variables() == {"x"}
 
 
-def test_a_template_that_cannot_continue_a_conversation_is_a_warning() -> None:
-    loaded = tokenizer()
-    ends = frozenset({loaded.eos_token_id})
-    assert check_turns(ChatTemplate(loaded), loaded, ends) == ""
-    loaded.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.function | tojson }}{% endfor %}{{ ';' if loop.last and m.tool_calls else eos_token }}{% endfor %}"
-    )
-    found = check_turns(ChatTemplate(loaded), loaded, ends)
-    assert isinstance(found, Warned) and "ends tool calls differently when other messages follow" in found.found
-    loaded.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token if loop.last else '' }}{% endfor %}"
-    found = check_turns(ChatTemplate(loaded), loaded, ends)
-    assert isinstance(found, Warned) and "ends texts and tool calls differently" in found.found
-
-
 def reply_end(loaded: Any, ends: frozenset[int]) -> Result:
     return check_reply_end(ChatTemplate(loaded), loaded, ends)
 
@@ -282,21 +266,21 @@ def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() ->
     only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
     found = reply_end(loaded, only_text)
     assert isinstance(found, Warned)
-    assert "the chat template ends a reply with '<|im_end|>'" in found.found and "eos_token_id" in found.hint
+    assert "the chat template ends a reply with '<|im_end|>'" in found.text and "eos_token_id" in found.hint
     assert isinstance(reply_end(tokenizer(None), only_text), str)
 
 
 def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens() -> None:
     loaded = tokenizer()
-    found = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99))
+    found = shown_prompt([TEXT], PromptEncoder(loaded, 99))
     count = len(PromptEncoder(loaded, 99).encode(TEXT) or ())
     shown = json.dumps("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
     assert found == f"{count} tokens, by the chat template: {shown}"
-    plain = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False))
+    plain = shown_prompt([TEXT], PromptEncoder(loaded, 99, apply_chat_template=False))
     assert str(plain).endswith(' tokens, plain text: "2 + 2?"')
     variables = {"chat_template_kwargs": {"enable_thinking": False}}
     begun = Prompt("row", (ASKED, {"role": "assistant", "content": "It is"}), {"answer": "4", **variables})
-    first, continues, *values = str(shown_prompt([TEXT, begun], 1, encoder=PromptEncoder(loaded, 99))).split("\n")
+    first, continues, *values = str(shown_prompt([begun], PromptEncoder(loaded, 99))).split("\n")
     assert first.endswith('It is"') and "continues the assistant message" in continues
     assert values == [
         "variables of the row: enable_thinking false",
@@ -307,11 +291,11 @@ def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens(
 def test_special_tokens_in_a_text_stay_text_with_a_warning() -> None:
     loaded = tokenizer()
     twice = Prompt("twice", "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
-    found = shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99))
-    assert isinstance(found, Warned) and "'<|im_start|>' in the row stays text" in found.found
+    found = shown_prompt([twice], PromptEncoder(loaded, 99))
+    assert isinstance(found, Warned) and "'<|im_start|>' in the row stays text" in found.text
     assert "data.special_tokens" in found.hint and "data.apply_chat_template" in found.hint
     checked = check_prompts([twice, TEXT], PromptEncoder(loaded, 99), location="data.train", limit_s=9.0, locate=str)
-    assert isinstance(checked, Warned) and "; 1 row with special tokens, such as '<|im_start|>'" in checked.found
+    assert isinstance(checked, Warned) and "; 1 row with special tokens, such as '<|im_start|>'" in checked.text
     reading = PromptEncoder(loaded, 99, template=ChatTemplate(loaded, reads_special=True))
     assert isinstance(check_prompts([twice], reading, location="data.train", limit_s=9.0, locate=str), str)
-    assert isinstance(shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False)), str)
+    assert isinstance(shown_prompt([twice], PromptEncoder(loaded, 99, apply_chat_template=False)), str)

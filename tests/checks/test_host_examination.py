@@ -14,10 +14,10 @@ from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import examine
 from asyncrl_cli.checks.hosts.examine import examine_cluster, hosts_for, refuse
 from asyncrl_cli.checks.hosts.probe import Host
-from asyncrl_cli.checks.machine import GIB
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.orchestrator.cluster import Actors
 from asyncrl_cli.orchestrator.nodes import Node
+from asyncrl_cli.sizing.host import GIB
 from asyncrl_cli.spec.sections import NodeSelector
 from tests.orchestrator.stand_ins import spec
 
@@ -105,14 +105,14 @@ def cluster() -> Iterator[str]:
 def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
     found = {finding.check: finding for finding in examine_cluster(cluster, None, tmp_path / "runs", 10_000 * GIB)}
     assert found["cluster"].found == f"3 nodes at {cluster}"
-    # The finding about the token depends on this machine's environment, the finding about the speed on its load.
-    assert {found[name].status for name in ("cluster", "versions", "clocks", "shared folder")} == {"ok"}
+    # The finding about the token depends on this machine's environment.
+    assert {found[name].status for name in ("cluster", "versions", "connections", "shared folder")} == {"ok"}
     assert found.keys() - {"token"} == {
-        *("cluster", "versions", "clocks", "shared folder"),
+        *("cluster", "versions", "shared folder"),
         "connections",
         "host memory",
     }
-    assert found["connections"].found.startswith("6 of 6 pairs; ")
+    assert found["connections"].found == "6 of 6 pairs"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,11 +138,11 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
     lost = {re.split("[: ]", finding.found)[0]: finding for finding in findings if finding.check == "hosts"}
     assert {name: one.status for name, one in lost.items()} == {"gone": "warning", "elsewhere": "failure"}
     assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
-    *_, pairs = (one for one in findings if one.check == "connections")  # after a warning of a busy machine's speed
-    assert pairs.found.startswith("2 of 2 pairs") and not alive
+    (pairs,) = (one for one in findings if one.check == "connections")
+    assert pairs.found == "2 of 2 pairs" and not alive
     # Only its own pairs are reported, and no problems of the other hosts.
     found = {finding.check: finding for finding in joined}
-    assert "hosts" not in found and found["connections"].found.startswith("4 of 4 pairs; ")
+    assert "hosts" not in found and found["connections"].found == "4 of 4 pairs"
     assert {finding.status for finding in joined} <= {"ok", "warning"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,19 +12,19 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import verdicts
-from asyncrl_cli.checks.hosts.probe import Facts, Failure
-from asyncrl_cli.checks.hosts.verdicts import SHOWN, WHY
+from asyncrl_cli.checks.hosts.probe import ANOTHER_HOST, CLOSED, NO_ROUTE, REFUSED, SILENT, Host, HostReport, Problem
+from asyncrl_cli.checks.hosts.verdicts import SHOWN
 from asyncrl_cli.checks.machine import GIB
 
 pytestmark = pytest.mark.slow
 
 VERSIONS = {"asyncrl": "0.2", "python": "3.11.9", "torch": "2.11.0+cpu", "ray": "2.60.0", "mlflow": "3.10"}
-FACTS = Facts(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True, clock=0.0)
-FAST = 1e9
+FACTS = HostReport(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True)
+PROBLEMS = (ANOTHER_HOST, CLOSED, NO_ROUTE, REFUSED, SILENT)
 pairs_of_hosts = st.integers(2, 9).map(lambda count: list(permutations([f"h{index}" for index in range(count)], 2)))
 
 
-def with_versions(**versions: str | None) -> Facts:
+def with_versions(**versions: str | None) -> HostReport:
     return replace(FACTS, versions={k: v for k, v in (VERSIONS | versions).items() if v is not None})
 
 
@@ -32,16 +33,10 @@ def statuses(findings: list[Finding]) -> list[str]:
 
 
 def test_hosts_with_an_old_driver_are_named_together() -> None:
-    old = replace(FACTS, driver=("the NVIDIA driver is 550", "install driver 580"))
+    old = replace(FACTS, driver=Problem("the NVIDIA driver is 550", "install driver 580"))
     (finding,) = verdicts.judge_drivers({"a": old, "b": FACTS, "c": old})
     assert finding == Finding("GPUs", Status.FAILURE, "a; c: the NVIDIA driver is 550", "install driver 580")
-    assert verdicts.judge_drivers({"b": FACTS}) == []
-
-
-def test_a_clock_that_is_wrong_is_named_with_its_offset() -> None:
-    assert verdicts.judge_clocks({"a": 0.4, "b": -0.9}).status == "ok"
-    finding = verdicts.judge_clocks({"a": 0.0, "b": -3.0, "c": 7.0})
-    assert (finding.status, finding.found) == ("warning", "not the driver's time on b: -3.0 s; c: +7.0 s")
+    assert list(verdicts.judge_drivers({"b": FACTS})) == []
 
 
 def test_versions_that_cannot_work_together_are_failures_and_name_both_hosts() -> None:
@@ -71,15 +66,13 @@ def test_other_code_is_a_failure_even_with_equal_versions() -> None:
 def test_a_pair_that_fails_is_named_with_both_ends_and_a_hint(
     pairs: list[tuple[str, str]], data: st.DataObject
 ) -> None:
-    kinds: list[Failure] = list(WHY)
-    failed = data.draw(st.dictionaries(st.sampled_from(pairs), st.sampled_from(kinds)))
-    hosts = list(dict.fromkeys(pair[0] for pair in pairs))
-    findings = verdicts.judge_pairs(hosts, failed, {pair: FAST for pair in pairs if pair not in failed})
+    failed = data.draw(st.dictionaries(st.sampled_from(pairs), st.sampled_from(PROBLEMS)))
+    findings = list(verdicts.judge_connections(failed, len(pairs)))
     failures = [finding for finding in findings if finding.status == "failure"]
     assert bool(failures) == bool(failed)
-    for (source, target), failure, finding in zip(failed, failed.values(), failures[:SHOWN], strict=False):
-        assert finding.found.startswith(f"{source} -> {target}: {target} {WHY[failure][0]}")
-        assert finding.hint == WHY[failure][1]
+    for ((source, target), problem), finding in zip(failed.items(), failures[:SHOWN], strict=False):
+        assert finding.found == f"{source} -> {target}: {target} {problem.text}"
+        assert finding.hint == problem.hint
     assert len(failures) == min(len(failed), SHOWN + 1)
     if len(failed) > SHOWN:
         assert failures[-1].found.startswith(f"{len(failed) - SHOWN} more pairs fail; ")
@@ -88,28 +81,27 @@ def test_a_pair_that_fails_is_named_with_both_ends_and_a_hint(
 
 def test_the_host_that_fails_with_all_others_is_pointed_out() -> None:
     hosts = [f"h{index}" for index in range(6)]
-    failed: dict[tuple[str, str], Failure] = {pair: Failure.SILENT for pair in permutations(hosts, 2) if "h3" in pair}
-    rest = verdicts.judge_pairs(hosts, failed, {})[SHOWN]
-    assert rest.found == "4 more pairs fail; h3 is in 10 of all 10" and "h3 first" in rest.hint
+    failed = {pair: SILENT for pair in permutations(hosts, 2) if "h3" in pair}
+    summary = list(verdicts.judge_connections(failed, 30))[SHOWN]
+    assert summary.found == "4 more pairs fail; h3 is in 10 of all 10" and "h3 first" in summary.hint
 
 
-def test_slow_pairs_are_a_warning_with_their_figures() -> None:
-    slow, summary = verdicts.judge_pairs(list("abc"), {}, {("a", "b"): 1e9, ("b", "c"): 1e9, ("c", "a"): 5e6})
-    assert (slow.status, slow.found) == ("warning", "slow: c -> a: 5.0 MB/s")
-    assert summary.status == "ok"
-    assert summary.found.startswith("6 of 6 pairs; slowest measured pair: c -> a, 5 MB/s")
+def memory(replica_bytes: int, **hosts: tuple[int, float]) -> Finding:
+    """The finding for hosts with these GiB and shares of a version."""
+    reports = {name: replace(FACTS, memory=gib * GIB) for name, (gib, _) in hosts.items()}
+    with_shares = [Host(name, name, "", share) for name, (_, share) in hosts.items() if share]
+    return verdicts.judge_memory(with_shares, reports, replica_bytes)
 
 
 def test_hosts_with_weights_need_two_versions_of_them() -> None:
-    whole = {"a": 8 * GIB, "b": 8 * GIB, "driver": 0}
-    assert verdicts.judge_memory({"a": 8 * GIB}, whole).status == "ok"
-    finding = verdicts.judge_memory({"a": 8 * GIB, "b": 7 * GIB}, whole)
+    assert memory(4 * GIB, a=(8, 1.0), driver=(0, 0.0)).status == "ok"
+    finding = memory(4 * GIB, a=(8, 1.0), b=(7, 1.0))
     assert finding.status == "failure" and "b has 7.0 GiB available and needs 8.0" in finding.found
     assert "a has" not in finding.found
-    shards = verdicts.judge_memory({"a": 9 * GIB, "b": 3 * GIB}, {"a": 8 * GIB, "b": 1 * GIB})
+    shards = memory(4 * GIB, a=(9, 1.0), b=(3, 0.125))
     assert shards.status == "ok" and "9.0 GiB available (a); its share of two versions takes 8.0 GiB" in shards.found
-    assert verdicts.judge_memory({"a": 1}, {"a": 0}).status == "ok", "without a spec the size of the weights is unknown"
-    assert verdicts.judge_memory({}, {}).status == "ok"
+    assert memory(0, a=(1, 1.0)).status == "ok", "without a spec the size of the weights is unknown"
+    assert memory(0).status == "ok"
 
 
 def test_a_cluster_without_a_token_is_a_warning() -> None:
@@ -119,9 +111,9 @@ def test_a_cluster_without_a_token_is_a_warning() -> None:
 
 
 def test_lost_hosts_and_unshared_folders_are_failures() -> None:
-    lost, left = verdicts.judge_lost(dict.fromkeys("ab", ("the process died", "look")), {"b"})
+    lost, left = verdicts.judge_lost(dict.fromkeys("ab", Problem("the process died", "look")), {"b"})
     assert (lost.status, lost.found, lost.hint) == ("failure", "a: the process died", "look")
     assert (left.status, left.found) == ("warning", "b has left the cluster during the check") and left.hint
-    assert verdicts.judge_folder("/runs", {}).found == "all hosts read and write /runs"
-    unshared = verdicts.judge_folder("/runs", {"b": "has no folder /runs"})
+    assert verdicts.judge_folder(Path("/runs"), {}).found == "all hosts read and write /runs"
+    unshared = verdicts.judge_folder(Path("/runs"), {"b": "has no folder /runs"})
     assert unshared.status == "failure" and unshared.found == "b has no folder /runs" and "runs_dir" in unshared.hint

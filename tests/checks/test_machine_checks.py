@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.checks import machine
+from asyncrl_cli.checks import machine, services
 from asyncrl_cli.checks.finding import Check, Warned, run_check
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
@@ -171,31 +171,24 @@ def test_the_gateways_port_must_be_free_where_it_is_used() -> None:
         gateway = base.rollout.gateway.model_copy(update={"port": port})
         busy = changed("rollout", gateway=gateway)
         with pytest.raises(ConfigError, match="Address already in use") as error:
-            machine.check_gateway(busy, used=True)
+            services.check_gateway(busy, used=True)
         assert error.value.location == "rollout.gateway.port"
-        assert "not used" in machine.check_gateway(busy, used=False)
+        assert "not used" in services.check_gateway(busy, used=False)
 
 
 def test_a_server_that_does_not_answer_is_doubtful_and_its_password_stays_secret() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     away = changed("tracking", uri=f"http://me:hidden@127.0.0.1:{port}")
-    found = machine.check_tracking(away, ask=True)
+    found = services.check_tracking(away, ask=True)
     assert isinstance(found, Warned)
     assert "hidden" not in str(found)
-    assert machine.check_tracking(away, ask=False) == "MLflow at 127.0.0.1"
-
-
-def test_a_local_store_of_mlflow_needs_its_folder(tmp_path: Path) -> None:
-    for uri in (f"sqlite:///{tmp_path}/mlflow.db", f"file://{tmp_path}/a/b", str(tmp_path / "a"), "sqlite://", "uc:x"):
-        assert str(machine.check_tracking(changed("tracking", uri=uri), ask=False)).startswith("MLflow at ")
-    with pytest.raises(ConfigError, match="does not exist"):
-        machine.check_tracking(changed("tracking", uri=f"sqlite:///{tmp_path}/a/mlflow.db"), ask=False)
+    assert services.check_tracking(away, ask=False) == "MLflow at 127.0.0.1"
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "package_versions", lambda: {"torch": "2", "ray": "2", "transformers": "5"})
-    with pytest.raises(RunError, match="not installed: deepspeed, vllm"):
+    with pytest.raises(RunError, match="not installed: deepspeed, mlflow, vllm"):
         machine.check_packages()
 
 
@@ -214,18 +207,18 @@ def test_memory_and_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         machine.check_memory(spec())
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1})())
     with pytest.raises(ConfigError, match="less than 1 GiB"):
-        machine.check_run_folder(spec().model_copy(update={"runs_dir": tmp_path / "runs"}))
+        machine.check_run_folder(tmp_path / "runs")
 
 
 def test_a_folder_that_ray_deletes_with_its_job_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/runs"
     with pytest.raises(ConfigError, match="which Ray deletes"):
-        machine.check_run_folder(spec().model_copy(update={"runs_dir": folder}))
+        machine.check_run_folder(folder)
 
 
 def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="File name too long"):
-        machine.check_run_folder(spec().model_copy(update={"runs_dir": tmp_path / ("x" * 300)}))
+        machine.check_run_folder(tmp_path / ("x" * 300))
 
 
 def test_a_check_without_one_of_its_packages_names_it() -> None:
@@ -240,5 +233,5 @@ def test_a_check_without_one_of_its_packages_names_it() -> None:
 def test_images_without_torchvision_name_package_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="images need the package torchvision") as refused:
-        machine.check_images()
+        machine.check_images(changed("model", max_images=1))
     assert refused.value.location == "model.max_images" and "asyncrl[vision]" in (refused.value.hint or "")

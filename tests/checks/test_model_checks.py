@@ -74,43 +74,12 @@ def test_a_split_without_a_usable_prompt_is_refused(first: str, says: str) -> No
         assert refused.value.hint
 
 
-SOLUTION = "3 times 4 is 12, plus 2 is 14."
-USER = {"role": "user", "content": "2 + 2?"}
-
-
-@pytest.mark.parametrize(
-    ("contents", "fields", "warning"),
-    [
-        ([" \n", "b"], {}, "1 row with a blank prompt or message, such as rows.jsonl:0"),
-        ([(USER, {"role": "assistant", "content": " "}, USER), "b"], {}, "1 row with a blank prompt or message"),
-        (["a " + SOLUTION, "b"], {"answer": SOLUTION}, "1 row with the text of `answer` in the prompt"),
-        (["a", "b"], {"completion": "14"}, "2 rows with a `completion`, which the task does not read"),
-        (
-            [(USER, {"role": "assistant", "content": "4"}), (USER, {"role": "assistant", "content": "5"})],
-            {},
-            "2 rows with different assistant messages at the end",
-        ),
-        ([(USER, {"role": "assistant", "content": "So"})] * 2, {}, ""),
-        ([(USER, {"role": "assistant", "content": "", "tool_calls": [{}]}, USER)], {}, ""),
-        (["12 + 2 = ", "b"], {"answer": "2"}, ""),
-    ],
-)
-def test_rows_that_are_hardly_meant_as_prompts_get_a_warning(contents: Any, fields: Any, warning: str) -> None:
-    rows = [Prompt(str(number), content, fields) for number, content in enumerate(contents)]
-    encoder: Any = SimpleNamespace(encode=lambda prompt: (1,), special_text=lambda prompt: "")
-    checked = check_prompts(
-        rows, encoder, location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format, unread=["completion"]
-    )
-    assert isinstance(checked, Warned) == bool(warning)
-    assert not warning or (warning in str(checked) and isinstance(checked, Warned) and checked.hint)
-
-
 def test_the_time_of_the_check_is_shown_to_a_tenth_of_a_second() -> None:
     assert ", 1 of them tried in 0.0 s" in str(check([FINE] * 9, AT_ONCE_S))
 
 
 def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
-    found = shown_prompt(prompts(BROKEN), 0, encoder=ENCODER)
+    found = shown_prompt(prompts(BROKEN), ENCODER)
     assert isinstance(found, Warned) and found.hint
 
 

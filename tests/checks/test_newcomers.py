@@ -17,7 +17,7 @@ from asyncrl_cli.orchestrator.nodes import Node
 from tests.orchestrator.stand_ins import Notes, run, spec
 
 SILENT = Finding("connections", Status.FAILURE, "new -> head: head gave no answer", "open the ports")
-SLOW = Finding("connections", Status.WARNING, "slow: 3 MB/s", "use the faster network")
+OPEN = Finding("token", Status.WARNING, "Ray asks for no token on guest", "start Ray with a token")
 
 
 class Scene:
@@ -29,7 +29,7 @@ class Scene:
         self.examined: list[tuple[str, list[tuple[str, float]], int]] = []
         self.notes = Notes()
         monkeypatch.setattr(newcomers, "live_nodes", lambda: tuple(self.nodes))
-        monkeypatch.setattr(newcomers, "_here", lambda: "head")
+        monkeypatch.setattr(newcomers, "_driver_node", lambda: "head")
         monkeypatch.setattr(newcomers, "examine", self._examine)
         budget = self.notes.budget()
         self.now = 0.0
@@ -62,11 +62,11 @@ def test_only_a_node_that_has_joined_is_examined_and_only_once(scene: Scene) -> 
         assert await usable(["head", "ranks"]) and not scene.examined
         scene.join("guest")
         scene.join("other")
-        scene.found = [SLOW]
+        scene.found = [OPEN]
         assert await asyncio.gather(usable(["guest"]), usable(["guest", "head"])) == [True, True]
         # Examined together with the driver's host and the ranks' hosts, which already have their weights in memory.
         assert scene.examined == [("guest (10.0.0.5)", [("head", 0.0), ("ranks", 0.0), ("guest", 1.0)], 7)]
-        assert len(scene.notes.warnings) == 1 and "slow: 3 MB/s" in scene.notes.warnings[0]
+        assert len(scene.notes.warnings) == 1 and "no token on guest" in scene.notes.warnings[0]
         assert scene.notes == []
 
     run(check())

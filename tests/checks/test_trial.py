@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Finding, findings_of
 from asyncrl_cli.checks.prompts import shown_prompt
 from asyncrl_cli.checks.start import StartChecks
-from asyncrl_cli.checks.trial import opening_prompt, try_task
+from asyncrl_cli.checks.trial import Trial
 from asyncrl_cli.core.errors import ConfigError, TaskError
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
@@ -33,8 +33,6 @@ def fine(prompt, response):
     return float(response == prompt["answer"])
 def parts(prompt, response):
     return {"score": float(response == prompt["answer"]), "format": 0.5}
-def constant(prompt, response):
-    return 0.5
 def nothing(prompt, response):
     return None
 def group(prompt, responses):
@@ -78,9 +76,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def trial(folder: Path, spec: TaskSpec) -> Trial:
+    return Trial(load_task(spec, folder), spec, folder, location="task")
+
+
 def tried(folder: Path, name: str, thorough: bool = True) -> str:
     spec = TaskSpec(use=f"tried_task:{name}", reward_timeout_s=1.0)
-    return try_task(load_task(spec, folder), spec, folder, [ROWS, HELD_OUT], location="task", thorough=thorough)
+    return trial(folder, spec).run([ROWS, HELD_OUT], thorough)
 
 
 def test_working_rewards_and_environments_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,12 +105,11 @@ def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -
     (folder / "spec.yaml").write_text(spec)
     task_spec = load_spec(folder / "spec.yaml").spec.task
     prompts = [Prompt("a", json.loads(row)["prompt"], json.loads(row))]
-    task = load_task(task_spec, folder)
-    opening = opening_prompt(task, task_spec, folder, prompts[0], location="task")
+    opening = trial(folder, task_spec).opening_prompt(prompts[0])
     assert opening is not None
     tokenizer = AutoTokenizer.from_pretrained(TEMPLATES / "saved-model/model")
     encoder = PromptEncoder(tokenizer, max_tokens=1000)
-    shown = str(shown_prompt([opening], 0, encoder=encoder))
+    shown = str(shown_prompt([opening], encoder))
     for text in (
         "Noon temperature in degrees Celsius.",
         "days from today",
@@ -118,27 +119,22 @@ def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -
         assert text in shown
     no_tools = PromptEncoder(tokenizer, max_tokens=1000, shows_all=False)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    assert str(shown_prompt([opening], 0, encoder=no_tools)).endswith(
+    assert str(shown_prompt([opening], no_tools)).endswith(
         "\ntools, which the chat template does not show: temperature"
     )
     broken = TaskSpec(use="tried_task:Broken")
     with pytest.raises(TaskError, match="NameError"):
-        opening_prompt(load_task(broken, folder), broken, folder, ROWS[0], location="task")
+        trial(folder, broken).opening_prompt(ROWS[0])
     agent = TaskSpec(use="tried_task:agent")
-    assert opening_prompt(load_task(agent, folder), agent, folder, ROWS[0], location="task") is None
+    assert trial(folder, agent).opening_prompt(ROWS[0]) is None
 
 
 def test_parts_of_the_reward_that_no_response_has_are_refused(folder: Path) -> None:
-    spec = TaskSpec(use="tried_task:parts")
-
-    def trial(*parts: str, thorough: bool = True) -> str:
-        task = load_task(spec, folder)
-        return try_task(task, spec, folder, [ROWS], location="task", thorough=thorough, parts=parts)
-
-    assert trial("reward", "format") == "called on the first rows: rewards (6)"
-    assert trial("fromat", thorough=False), "one response says too little"
+    parts = trial(folder, TaskSpec(use="tried_task:parts"))
+    assert parts.run([ROWS], thorough=True) == "called on the first rows: rewards (6)"
+    parts.check_parts(["reward", "format"])
     with pytest.raises(ConfigError, match="no response of the trial has the metric 'fromat'") as refused:
-        trial("reward", "fromat")
+        parts.check_parts(["reward", "fromat"])
     assert "the task reports reward, format" in refused.value.message
     assert refused.value.location == "algorithm.reward_parts.fromat"
 
@@ -174,9 +170,8 @@ def test_a_failure_is_refused_at_its_line(folder: Path, name: str, line: str, sa
 
 def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
     spec = TaskSpec(use="tried_task:fine")
-    splits = [ROWS, [Prompt("c", "0+1=")]]
     with pytest.raises(TaskError, match="failed on prompt 'c': KeyError: 'answer'"):
-        try_task(load_task(spec, folder), spec, folder, splits, location="task", thorough=True)
+        trial(folder, spec).run([ROWS, [Prompt("c", "0+1=")]], thorough=True)
 
 
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:
@@ -185,11 +180,6 @@ def test_every_start_calls_the_users_rewards(folder: Path) -> None:
     assert tried(folder, "nothing", thorough=False).endswith(
         "; every reward is None, so a run trains on no such response"
     )
-
-
-def test_a_reward_that_no_answer_changes_is_a_warning_of_the_dry_run(folder: Path) -> None:
-    assert tried(folder, "constant").endswith("; a row's `answer` gets the same reward as an empty response")
-    assert tried(folder, "constant", thorough=False) == "called on the first rows: rewards (1)"
 
 
 def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -> None:
@@ -202,10 +192,8 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     def found(*overrides: str) -> Finding:
         spec = load_spec(folder / "spec.yaml", overrides).spec
         with StartChecks(spec, folder, pytest.fail, thorough=True) as checks:
-            (one,) = [
-                finding for finding in checks.findings({"task and data", "rewards"}) if finding.check == "rewards"
-            ]
-        return one
+            *_, rewards = findings_of(check for check in checks._checks() if check.name in ("task and data", "rewards"))
+        return rewards
 
     alone = found()
     assert (alone.status, "Connection error" in alone.found) == ("warning", True), alone
@@ -216,5 +204,3 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     masks_all = found("task={use: 'tried_task:nothing'}")
     assert masks_all.status == "warning"
     assert "every reward is None" in masks_all.found and "return statement" in masks_all.hint
-    constant = found("task={use: 'tried_task:constant'}")
-    assert (constant.status, "equal rewards teach nothing" in constant.hint) == ("warning", True)

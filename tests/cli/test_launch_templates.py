@@ -115,7 +115,7 @@ def test_the_job_uses_existing_asyncrl_commands(job: dict[str, Any]) -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     named = re.findall(r"sbatch job\.sbatch (?! )([a-z-]+)", _job_text() + (SLURM / "README.md").read_text())
     named += [*re.findall(r"set -- ([a-z-]+)", _job_text()), shlex.split(job["spec"]["entrypoint"])[1]]
-    assert {"train", "resume", "doctor"} <= set(named) <= commands.keys()
+    assert {"train", "resume"} <= set(named) <= commands.keys()
 
 
 @pytest.mark.parametrize("folder", [SLURM, KUBERAY], ids=lambda folder: folder.name)

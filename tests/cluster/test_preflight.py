@@ -44,32 +44,24 @@ def test_hosts_that_can_work_together(hosts: list[Host]) -> None:
     assert found["cluster"][0]["found"] == "3 nodes at auto"
     for check in ("token", "versions", "host memory", "shared folder"):
         assert [one["status"] for one in found[check]] == ["ok"], found[check]
-    assert found["connections"][-1]["found"].startswith("6 of 6 pairs; ")
+    assert found["connections"][-1]["found"] == "6 of 6 pairs"
     assert not (hosts[0].network.folder / "runs").exists()
 
 
 def test_each_fault_is_named_with_its_hosts(hosts: list[Host]) -> None:
-    """Two hosts that lose packets, a slow host, and a folder that is not shared."""
+    """Two hosts that lose packets, and a folder that is not shared."""
     first, second, third = hosts
-    first.slow(5_000_000)
     second.lose(third)
     try:
         found = doctor(first, "--runs-dir", "/tmp/runs")
     finally:
         second.find(third)
-        first.fast()
     links = found["connections"]
-    far, one, other = (f"{host.name} ({host.address})" for host in hosts)
+    one, other = (f"{host.name} ({host.address})" for host in (second, third))
     failures = {finding["found"] for finding in links if finding["status"] == "failure"}
     assert failures == {f"{a} -> {b}: {b} gave no answer within 5 s" for a, b in ((one, other), (other, one))}
     assert all("firewall" in finding["hint"] for finding in links if finding["status"] == "failure")
-    assert links[-1]["found"].startswith("4 of 6 pairs; ")
-
-    (slow,) = (finding for finding in links if finding["found"].startswith("slow: "))
-    assert slow["status"] == "warning"
-    for arrow in (f"{far} -> {other}", f"{one} -> {far}"):  # each host gets bytes from the previous host
-        (figure,) = (part for part in slow["found"].removeprefix("slow: ").split("; ") if part.startswith(arrow))
-        assert float(figure.rpartition(": ")[2].removesuffix(" MB/s")) < 8
+    assert links[-1]["found"] == "4 of 6 pairs"
 
     (folder,) = found["shared folder"]
     assert folder["status"] == "failure"
@@ -89,7 +81,7 @@ exit "$(cat code)"
 
 @pytest.mark.nightly  # 90 s; `make cluster` runs it
 def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network: Network) -> None:
-    """`sbatch job.sbatch doctor --cluster spec.yaml`, with stand-ins for Slurm's own commands."""
+    """`sbatch job.sbatch train spec.yaml --dry-run`, with stand-ins for Slurm's own commands."""
     hosts = [network.host("one"), network.host("two")]
     folder, tools = network.folder, network.folder / "tools"
     tools.mkdir()
@@ -105,7 +97,7 @@ def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network:
     (venv / "activate").write_text(f"PATH={tools}:$PATH\n")
     slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "one,two"}
     slurm |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8", "ASYNCRL_VENV": str(folder / "venv")}
-    job = hosts[0].start("bash", folder / "job.sbatch", "doctor", "--cluster", "spec.yaml", "--json", **slurm)
+    job = hosts[0].start("bash", folder / "job.sbatch", "train", "spec.yaml", "--dry-run", "--json", **slurm)
     until(lambda: (folder / "started").exists() or job.code is not None, "srun", 30)
     assert job.code is None, job.printed()
     token = folder / ".ray-token-7"
@@ -120,8 +112,8 @@ def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network:
     assert code == 0, output + tasks[1].printed()
     document = json.loads(output[output.index("{\n") : output.rindex("\n}") + 2])
     found = {finding["check"]: finding for finding in document["findings"]}
-    assert document["healthy"] and found["cluster"]["found"].startswith("2 nodes at auto, 2 for this run")
-    assert found["connections"]["found"].startswith("2 of 2 pairs") and found["token"]["status"] == "ok"
+    assert document["can_run"] and found["cluster"]["found"].startswith("2 nodes at auto, 2 for this run")
+    assert found["connections"]["found"] == "2 of 2 pairs" and found["token"]["status"] == "ok"
     assert job.wait(30) == 0
     assert not token.exists()
     assert tasks[1].wait(60) == 0, "Ray ends on all nodes"

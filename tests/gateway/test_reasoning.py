@@ -268,7 +268,7 @@ def test_equal_tokens_have_equal_text_for_rewards_and_for_the_gateway(shown: boo
 def test_special_tokens_that_look_like_marks_are_named_before_a_run() -> None:
     found = check_special_tokens(thinking_tokenizer(special=True), None)
     assert isinstance(found, Warned)
-    assert found.found.startswith("</think>, </seed:think>")
+    assert found.text.startswith("</think>, </seed:think>")
     assert "task.special_tokens: shown" in found.hint
     assert check_special_tokens(thinking_tokenizer(special=True), "hidden") == "hidden in the text of responses"
     assert check_special_tokens(thinking_tokenizer(special=True), "shown") == "shown in the text of responses"

@@ -14,7 +14,7 @@ import asyncrl_cli
 pytestmark = pytest.mark.slow
 
 PACKAGE = Path(asyncrl_cli.__file__).parent
-OWN_DATABASE = "checks/doctor.py"
+OWN_DATABASE = "checks/machine.py"
 """Measures a disk with its own temporary database."""
 WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE|DROP|ALTER|CREATE)\b")
 

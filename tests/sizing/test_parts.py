@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.checks.memory import remedies
 from asyncrl_cli.sizing.engine import engine_parts
-from asyncrl_cli.sizing.estimate import estimate, excesses, with_changes
+from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
 from asyncrl_cli.sizing.model import SizedModel, Tower
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
@@ -49,6 +48,14 @@ def model(width: int = 1024, layers: int = 8, tied: bool = False, share: float =
         vocabulary=vocabulary,
         activations=activations,
     )
+
+
+def with_changes(spec: ExperimentSpec, changes: dict[str, Any]) -> ExperimentSpec:
+    """The spec with values by key, not validated again."""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        spec = spec.model_copy(update={section: getattr(spec, section).model_copy(update={name: value})})
+    return spec
 
 
 def sized(**values: Any) -> ExperimentSpec:
@@ -112,31 +119,6 @@ def test_ranks_that_share_sequences_have_a_part_of_their_activations(
     of_a_position = found.activations(rows, 1, rows, False)
     assert activations(size) == -(-length // size) * of_a_position
     assert activations(1) == length * of_a_position
-
-
-def test_a_sequence_that_does_not_fit_is_divided() -> None:
-    changed = sized(
-        trainer__gpus_per_rank=1,
-        trainer__ranks=8,
-        trainer__gradient_checkpointing=True,
-        trainer__tokens_per_microbatch=131_072,
-        rollout__gpus_per_engine=1,
-        rollout__max_response_tokens=130_000,
-        rollout__max_prompt_tokens=1_072,
-        model__max_length=131_072,
-    )
-    found = model(4096, 40)
-
-    def again(spec: ExperimentSpec) -> Any:
-        return estimate(spec, found, 60 * GB, None)
-
-    problem = next(p for p in excesses(changed, again(changed)) if p.device.role == "trainer")
-    named = [remedy.change for remedy in remedies(changed, problem, again, kv_heads=4)]
-    assert {"trainer.sequence_parallel": 2} in named
-    assert not any(
-        "trainer.sequence_parallel" in change
-        for change in (r.change for r in remedies(changed, problem, again, kv_heads=1))
-    )
 
 
 @given(MODELS, st.integers(1, 64), st.integers(0, 3))
@@ -210,27 +192,6 @@ def test_a_gpu_that_is_too_small_is_refused(needed: int, capacity: int, says: st
     assert [problem.cannot for problem in problems] == ([] if says is None else [says == "cannot"])
 
 
-@given(st.integers(20, 80), st.integers(1, 8), st.booleans())
-def test_every_change_that_a_hint_names_makes_the_run_fit(capacity: int, ranks: int, recompute: bool) -> None:
-    found = model(4096, 40)
-    changed = sized(
-        trainer__gpus_per_rank=1,
-        trainer__ranks=ranks,
-        trainer__gradient_checkpointing=recompute,
-        trainer__tokens_per_microbatch=16_384,
-        rollout__gpus_per_engine=1,
-    )
-
-    def again(spec: ExperimentSpec) -> Any:
-        return estimate(spec, found, capacity * GB, None)
-
-    for problem in excesses(changed, again(changed)):
-        for remedy in remedies(changed, problem, again, found.kv_heads):
-            fitting = with_changes(changed, remedy.change)
-            left = excesses(fitting, again(fitting))
-            assert problem.device.name not in {excess.device.name for excess in left}
-
-
 def test_a_gpu_engine_has_the_rest_of_its_share_for_its_cache() -> None:
     changed, found = sized(rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(2048, 24)
     result = estimate(changed, found, 40 * GB, None)
@@ -271,8 +232,6 @@ def test_an_engine_that_wakes_up_has_room_next_to_its_ranks_states() -> None:
     assert both.total == pytest.approx(14 * found.parameters + 0.46 * 16 * GB + 1.2 * GB)
     (problem,) = (problem for problem in excesses(changed, again(changed)) if problem.device.role == "both")
     assert problem.cannot and problem.device == both
-    named = [remedy.change for remedy in remedies(changed, problem, again, kv_heads=4)]
-    assert named[:2] == [{"trainer.offload": "optimizer"}, {"rollout.gpus_per_engine": 0.4}]
     beside = with_changes(changed, {"pipeline.mode": "async"})
     assert "both" not in {device.role for device in again(beside).devices}
 

@@ -147,8 +147,8 @@ def test_long_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     found, tried = check_rows(rows, encoder=one, max_length=50, limit_s=60.0)
     assert check_replies(tried, 91)[1] == 91, "characters and the end token"
     fitting, _ = check_replies(tried, 50)
-    assert isinstance(fitting, Warned) and "2 have a reply longer than rollout.max_response_tokens" in fitting.found
-    assert isinstance(found, Warned) and "2 are longer than model.max_length and skipped" in found.found
+    assert isinstance(fitting, Warned) and "2 have a reply longer than rollout.max_response_tokens" in fitting.text
+    assert isinstance(found, Warned) and "2 are longer than model.max_length and skipped" in found.text
     for check in (lambda: encode_rows(rows, one, 5), lambda: check_rows(rows, one, max_length=5, limit_s=60.0)):
         with pytest.raises(DataError, match=r"longer than model\.max_length"):
             check()

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checks.finding import Finding, Status
-from asyncrl_cli.checks.hosts import shared_folder, verdicts
-from asyncrl_cli.checks.hosts.probe import CONNECT_S, SAMPLE_S, Facts, Failure, Host, HostProbe
+from asyncrl_cli.checks.hosts.probe import CONNECT_S, VISIBLE_S, Host, HostProbe, Problem, appears, marked_folder
+from asyncrl_cli.checks.hosts.verdicts import Answers, findings_about
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.orchestrator.cluster import Actors, connected
@@ -34,21 +33,9 @@ from asyncrl_cli.system.remote import on_node, wait_for
 
 START_S = 60.0
 """Time limit, in seconds, for a host to start its probe, a process that imports Ray."""
-ANSWER_S = 20.0 + 2 * CONNECT_S + SAMPLE_S + shared_folder.VISIBLE_S
+ANSWER_S = 20.0 + CONNECT_S + VISIBLE_S
 """Time limit for a probe's answer in seconds: 20 more than the sum of the probe's limits."""
 LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host, or remove it from the cluster"
-
-
-@dataclass(slots=True)
-class Answers:
-    """The hosts' answers, by host name."""
-
-    lost: dict[str, tuple[str, str]] = field(default_factory=dict)  # the reason and a hint
-    facts: dict[str, Facts] = field(default_factory=dict)
-    ahead: dict[str, float] = field(default_factory=dict)  # seconds that its clock is ahead of the driver's clock
-    failures: dict[verdicts.Pair, Failure] = field(default_factory=dict)
-    speeds: dict[verdicts.Pair, float] = field(default_factory=dict)
-    unshared: dict[str, str] = field(default_factory=dict)
 
 
 def hosts_for(
@@ -92,10 +79,10 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
         with connected(address):
             nodes = live_nodes()
             hosts = _hosts(spec, nodes)
-            found = f"{counted(len(nodes), 'node')} at {address}"
+            text = f"{counted(len(nodes), 'node')} at {address}"
             if spec is not None:
-                found = f"{found}, {len(hosts)} for this run; {check_resources(spec, nodes, *Actors.of(spec))}"
-            yield Finding("cluster", Status.OK, found)
+                text = f"{text}, {len(hosts)} for this run; {check_resources(spec, nodes, *Actors.of(spec))}"
+            yield Finding("cluster", Status.OK, text)
             yield from examine_hosts(hosts, runs_dir, replica_bytes)
     except RunError as error:
         yield Finding("cluster", status=Status.FAILURE, found=f"{error.location}: {error.message}", hint=error.hint)
@@ -136,28 +123,13 @@ async def examine(
 ) -> list[Finding]:
     """Do the work of ``examine_hosts``. With ``newcomer``, the name of a host that has just joined, look only for its
     problems and for problems between it and the other hosts."""
-    answers = await _ask(hosts, runs_dir, newcomer)
-    alive = {node.node_id for node in await asyncio.to_thread(live_nodes)}
-    facts = {host.name: answers.facts[host.name] for host in hosts if host.name in answers.facts}
-    names = {host.name for host in hosts} if newcomer is None else {newcomer}
-    lost = {name: reason for name, reason in answers.lost.items() if name in names}
-    findings = verdicts.judge_lost(lost, {host.name for host in hosts if host.node_id not in alive})
-    if not facts:
-        return findings
-    failures = {pair: failure for pair, failure in answers.failures.items() if facts.keys() >= set(pair)}
-    memory = {host.name: facts[host.name].memory for host in hosts if host.share and host.name in facts}
-    needed = {host.name: round(2 * replica_bytes * host.share) for host in hosts}
-    unshared = {name: problem for name, problem in answers.unshared.items() if name in names}
-    return [
-        *findings,
-        verdicts.judge_token(facts),
-        *verdicts.judge_versions(facts),
-        *verdicts.judge_drivers(facts),
-        verdicts.judge_clocks(answers.ahead),
-        *verdicts.judge_pairs(list(facts), failures, answers.speeds, newcomer=newcomer),
-        verdicts.judge_memory(memory, needed),
-        verdicts.judge_folder(str(runs_dir.absolute()), unshared),
-    ]
+    answers = await _answers(hosts, runs_dir, newcomer)
+    live_ids = {node.node_id for node in await asyncio.to_thread(live_nodes)}
+    answers.departed = {host.name for host in hosts if host.node_id not in live_ids}
+    if newcomer is not None:
+        answers.lost = {name: problem for name, problem in answers.lost.items() if name == newcomer}
+        answers.unshared = {name: problem for name, problem in answers.unshared.items() if name == newcomer}
+    return findings_about(hosts, answers, runs_dir.absolute(), replica_bytes)
 
 
 def refuse(findings: Iterable[Finding], notice: Callable[[str], None]) -> None:
@@ -169,7 +141,7 @@ def refuse(findings: Iterable[Finding], notice: Callable[[str], None]) -> None:
             notice(str(finding))
 
 
-async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = None) -> Answers:
+async def _answers(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None) -> Answers:
     """Start a probe on every host, and collect the answers. A host without an answer is lost, and not asked again.
 
     ``newcomer``: examine only pairs with this host.
@@ -177,11 +149,11 @@ async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = Non
     import ray
 
     secret = secrets.token_hex(16)
-    remote = ray.remote(HostProbe)
+    remote_probe = ray.remote(HostProbe)
     probes: dict[str, Any] = {}
     for host in hosts:
         options = {"num_cpus": 0, "scheduling_strategy": on_node(host.node_id)}
-        probes[host.name] = remote.options(**options).remote(host, secret)
+        probes[host.name] = remote_probe.options(**options).remote(host, secret)
     answers = Answers()
 
     async def ask(host: Host, call: Awaitable[Any], limit_s: float) -> Any:
@@ -189,36 +161,34 @@ async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = Non
             return await wait_for(call, host.name, limit_s)
         except UserError as error:
             hint = error.hint if isinstance(error, ConfigError) else LOST_HINT
-            answers.lost[host.name] = (error.message, hint)
-            answers.facts.pop(host.name, None)
+            answers.lost[host.name] = Problem(error.message, hint)
+            answers.reports.pop(host.name, None)
             return None
 
     async def open_probe(host: Host) -> None:
-        if (facts := await ask(host, probes[host.name].open.remote(), START_S)) is not None:
-            answers.ahead[host.name] = facts.clock - time.time()
-            answers.facts[host.name] = facts
+        if (report := await ask(host, probes[host.name].open.remote(), START_S)) is not None:
+            answers.reports[host.name] = report
 
-    async def look(host: Host, before: Host, mark: Path) -> None:
+    async def look(host: Host, listening: Sequence[Host], mark: Path) -> None:
         others = [other for other in listening if other != host and newcomer in (None, host.name, other.name)]
-        neighbour = before if before in others else None
-        found = await ask(host, probes[host.name].examine.remote(others, neighbour, mark), ANSWER_S)
-        if found is None:
+        surroundings = await ask(host, probes[host.name].examine.remote(others, mark), ANSWER_S)
+        if surroundings is None:
             return
-        answers.failures |= {(host.name, other): failure for other, failure in found.failures.items()}
-        if found.speed is not None:
-            answers.speeds[host.name, before.name] = found.speed
-        if problem := found.unshared or await asyncio.to_thread(shared_folder.missing_answer, mark, host.node_id):
-            answers.unshared[host.name] = problem
+        answers.unreachable |= {(host.name, other): problem for other, problem in surroundings.unreachable.items()}
+        answers.pair_count += len(others)
+        folder_problem = surroundings.folder_problem
+        if not folder_problem and not await asyncio.to_thread(appears, mark / host.node_id):
+            folder_problem = f"writes into another folder {mark.parent} than the driver's"
+        if folder_problem:
+            answers.unshared[host.name] = folder_problem
 
     try:
-        with shared_folder.marked(runs_dir) as mark:
+        with marked_folder(runs_dir) as mark:
             await asyncio.gather(*map(open_probe, hosts))
             listening = [
-                replace(host, port=answers.facts[host.name].port) for host in hosts if host.name in answers.facts
+                replace(host, port=answers.reports[host.name].port) for host in hosts if host.name in answers.reports
             ]
-            # Each host gets bytes from the host before it in a ring, so no transfer slows down another one.
-            pairs = zip(listening, [*listening[-1:], *listening[:-1]], strict=True)
-            await asyncio.gather(*(look(host, before, mark) for host, before in pairs))
+            await asyncio.gather(*(look(host, listening, mark) for host in listening))
     finally:
         for probe in probes.values():
             ray.kill(probe)

@@ -66,36 +66,36 @@ class Newcomers:
         return True
 
     async def _examine(self, node: str) -> bool:
-        here = _here()
-        others = {here, *self._rank_nodes()}
+        driver_node = _driver_node()
+        run_nodes = {driver_node, *self._rank_nodes()}
         hosts = [
             # The other hosts already have their weights in memory, so they need no further room.
             host if host.node_id == node else replace(host, share=0.0)
-            for host in hosts_for(self._spec, await asyncio.to_thread(live_nodes), here)
-            if host.node_id == node or host.node_id in others
+            for host in hosts_for(self._spec, await asyncio.to_thread(live_nodes), driver_node)
+            if host.node_id in {node, *run_nodes}
         ]
         name = next((host.name for host in hosts if host.node_id == node), None)
         if name is None:
             return True  # it has left already, and Ray finds another node
         try:
-            found = await examine(hosts, self._folder, self._replica_bytes, newcomer=name)
+            findings = await examine(hosts, self._folder, self._replica_bytes, newcomer=name)
         except UserError as error:  # a problem of the driver's host, such as a full disk
             self._warn(f"{name} has joined, and could not be examined: {error.message}")
             return True
-        for finding in found:
+        for finding in findings:
             if finding.status is Status.WARNING:
                 self._warn(f"{name} has joined: {finding}")
-        failures = [finding for finding in found if finding.status is Status.FAILURE]
+        failures = [finding for finding in findings if finding.status is Status.FAILURE]
         if not failures:
             self._good.add(node)
             return True
         self._bad[node] = self._now() + AVOID_S
-        why = "; ".join(f"{finding.check}: {finding.found} ({finding.hint})" for finding in failures)
-        await self._note("hosts", name, f"the run does not use this host for {AVOID_S / 60:.0f} minutes: {why}")
+        reason = "; ".join(f"{finding.check}: {finding.found} ({finding.hint})" for finding in failures)
+        await self._note("hosts", name, f"the run does not use this host for {AVOID_S / 60:.0f} minutes: {reason}")
         return False
 
 
-def _here() -> str:
+def _driver_node() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

@@ -1,8 +1,9 @@
 """One host's part of the check: a Ray actor opens a port at the host's address, as the processes of a run do, and
-connects to the other hosts.
+connects to the other hosts. A client sends the secret of this check, and the server answers with its node's id.
 
-The protocol: a client sends the secret of this check, and the server answers with its node's id. To each further byte
-from the client, the server answers with ``SAMPLE_BYTES`` bytes.
+The hosts also show that they see the same folder: each host finds the driver's file, and the driver finds a file from
+each host. Equal paths prove nothing, because every host may have its own disk there. The files are in a new folder with
+a random name, so they cannot come from an earlier check.
 """
 
 from __future__ import annotations
@@ -10,36 +11,53 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import os
+import secrets
+import shutil
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
-from asyncrl_cli.checks.hosts import shared_folder
 from asyncrl_cli.checks.machine import driver_problem
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.system.memory import available_memory
 
 CONNECT_S = 5.0
-"""Time limit, in seconds, for a connection and its first answer."""
-SAMPLE_BYTES = 4 * 2**20
-SAMPLE_S = 5.0
-"""Time limit for the sample in seconds. The speed of a slower pair follows from the bytes received until then."""
-STALLED_BYTES = 64 * 2**10
-"""A link that delivers fewer bytes in ``SAMPLE_S`` seconds is not slow: it loses large packets."""
+"""Time limit, in seconds, for a connection and its answer."""
+VISIBLE_S = 10.0
+"""Time limit, in seconds, for one host's file to appear on another. Network file systems cache a folder's contents for
+some seconds."""
+POLL_S = 0.1
 
 
-class Failure(StrEnum):
-    """Why one host cannot connect to another."""
+class Problem(NamedTuple):
+    """A problem of a host, and its remedy."""
 
-    REFUSED = "refused"
-    SILENT = "silent"
-    NO_ROUTE = "no route"
-    ANOTHER_HOST = "another host"
-    STALLED = "stalled"
-    CLOSED = "closed"
+    text: str
+    hint: str
+
+
+SILENT = Problem(
+    f"gave no answer within {CONNECT_S:.0f} s",
+    "a firewall drops the packets: open all TCP ports between the hosts; or other hosts cannot reach this address: "
+    "start Ray with the right --node-ip-address",
+)
+REFUSED = Problem(
+    "refused the connection",
+    "a firewall rejects it, or another host has this address: open all TCP ports between the hosts",
+)
+NO_ROUTE = Problem(
+    "cannot be reached: no route",
+    "the address belongs to another network: start Ray with the --node-ip-address of the network that hosts share",
+)
+CLOSED = Problem("closed the connection", "see Ray's logs on that host; its probe may have been killed")
+ANOTHER_HOST = Problem(
+    "did not answer: another process answered at its address",
+    "two hosts have one address: start Ray with a --node-ip-address that is not a bridge's, such as docker0",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +74,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HostReport:
     """A host's report about itself."""
 
     port: int  # of its probe
@@ -64,17 +82,14 @@ class Facts:
     code: str  # checksum of asyncrl's code
     memory: int  # available bytes
     token: bool  # True if Ray asks for a token
-    clock: float  # seconds since 1970, at the end of the answer
-    driver: tuple[str, str] | None = None  # why torch cannot use its GPUs, and a hint
+    driver: Problem | None = None  # why torch cannot use its GPUs
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A host's report about the other hosts."""
+class Surroundings(NamedTuple):
+    """A host's report about the other hosts (by name), and about the shared folder ("" if it is shared)."""
 
-    failures: Mapping[str, Failure]  # by name
-    speed: float | None  # bytes per second from its neighbour
-    unshared: str  # the problem with the shared folder; empty if there is none
+    unreachable: Mapping[str, Problem]
+    folder_problem: str
 
 
 class HostProbe:
@@ -85,7 +100,7 @@ class HostProbe:
         self._secret = secret.encode()
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> Facts:
+    async def open(self) -> HostReport:
         """Listen at the host's own address. Raises ``ConfigError`` when the host does not have it."""
         address = self._host.address
         try:
@@ -93,94 +108,46 @@ class HostProbe:
         except OSError as error:
             message = f"Ray has the address {address} for this host, and cannot listen there: {error.strerror}"
             raise ConfigError(message, hint="start Ray with a --node-ip-address that the host has") from None
-        return await asyncio.to_thread(_facts, self._server.sockets[0].getsockname()[1])
+        return await asyncio.to_thread(_report, self._server.sockets[0].getsockname()[1])
 
-    async def examine(self, others: list[Host], neighbour: Host | None, mark: Path) -> Answer:
-        """Connect to all other hosts in parallel, measure the speed from the neighbour, and use the shared folder."""
-        found = await asyncio.gather(*map(self.reach, others))
-        failures = {host.name: failure for host, failure in zip(others, found, strict=True) if failure}
-        speed = None
-        if neighbour is not None and neighbour.name not in failures:
-            measured = await self.measure(neighbour)
-            if isinstance(measured, Failure):
-                failures[neighbour.name] = measured
-            else:
-                speed = measured
-        return Answer(failures, speed, await asyncio.to_thread(shared_folder.answer, mark, self._host.node_id))
+    async def examine(self, others: list[Host], mark: Path) -> Surroundings:
+        """Connect to all other hosts in parallel, and use the shared folder."""
+        problems = await asyncio.gather(*map(self.connection_problem, others))
+        unreachable = {host.name: problem for host, problem in zip(others, problems, strict=True) if problem}
+        return Surroundings(unreachable, await asyncio.to_thread(answer, mark, self._host.node_id))
 
-    async def reach(self, target: Host) -> Failure | None:
-        """Connect to another host. Returns the reason if it fails."""
-        try:
-            async with self._connected(target):
-                return None
-        except PairFailed as failed:
-            return failed.failure
-
-    async def measure(self, target: Host) -> float | Failure:
-        """Measure the bytes per second from another host."""
-        received = 0
-        try:
-            async with self._connected(target) as (reader, writer):
-                started = time.perf_counter()
-                writer.write(b"d")
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(SAMPLE_S):
-                        while received < SAMPLE_BYTES and (part := await reader.read(2**20)):
-                            received += len(part)
-                seconds = time.perf_counter() - started
-        except PairFailed as failed:
-            return failed.failure
-        return received / seconds if received >= STALLED_BYTES else Failure.STALLED
-
-    @asynccontextmanager
-    async def _connected(self, target: Host) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection to another host's probe. Raises ``PairFailed``, also for errors inside the block."""
+    async def connection_problem(self, target: Host) -> Problem | None:
+        """Connect to another host. Returns the problem if this fails."""
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(CONNECT_S):
                 reader, writer = await asyncio.open_connection(target.address, target.port)
                 writer.write(self._secret + b"\n")
-                found = (await reader.readline()).strip().decode(errors="replace")
-            if found != target.node_id:  # two hosts with one address, or a proxy between them
-                raise PairFailed(Failure.ANOTHER_HOST)
-            yield reader, writer
-        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-            raise PairFailed(failure_of(error)) from error
+                node_id = (await reader.readline()).strip().decode(errors="replace")
+        except TimeoutError:
+            return SILENT
+        except ConnectionRefusedError:
+            return REFUSED
+        except (OSError, ValueError) as error:
+            no_route = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL)
+            return NO_ROUTE if getattr(error, "errno", None) in no_route else CLOSED
         finally:
             if writer is not None:
                 writer.transport.abort()
+        if not node_id:
+            return CLOSED
+        return None if node_id == target.node_id else ANOTHER_HOST  # a proxy, or two hosts with one address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, ValueError, asyncio.IncompleteReadError):
+        with suppress(OSError, ValueError):
             secret = await reader.readline()
             if hmac.compare_digest(secret.strip(), self._secret):
                 writer.write(self._host.node_id.encode() + b"\n")
-                while await reader.read(1):
-                    writer.write(bytes(SAMPLE_BYTES))
-                    await writer.drain()
+                await writer.drain()
         writer.close()
 
 
-class PairFailed(Exception):
-    """A host does not reach another one."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the kind of failure for a connection's error."""
-    if isinstance(error, TimeoutError):
-        return Failure.SILENT
-    if isinstance(error, ConnectionRefusedError):
-        return Failure.REFUSED
-    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL):
-        return Failure.NO_ROUTE
-    return Failure.CLOSED
-
-
-def _facts(port: int) -> Facts:
+def _report(port: int) -> HostReport:
     import platform
 
     from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
@@ -189,12 +156,65 @@ def _facts(port: int) -> Facts:
     from asyncrl_cli.runs.manifest import code_checksum, package_versions
 
     versions = {"asyncrl": __version__, "python": platform.python_version(), **package_versions()}
-    return Facts(
+    unusable_gpus = driver_problem() if "vllm" in versions else None
+    return HostReport(
         port=port,
         versions=versions,
         code=code_checksum(),
         memory=available_memory(),
         token=get_authentication_mode() == AuthenticationMode.TOKEN,
-        driver=driver_problem() if "vllm" in versions else None,
-        clock=time.time(),
+        driver=None if unusable_gpus is None else Problem(*unusable_gpus),
     )
+
+
+@contextmanager
+def marked_folder(folder: Path) -> Iterator[Path]:
+    """Make a new folder with the driver's file inside ``folder``, and remove everything created at the end.
+
+    Creates ``folder`` if it is missing. Raises ``ConfigError`` if it cannot be written.
+    """
+    folder = folder.absolute()
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    mark = folder / f".asyncrl-shared-{secrets.token_hex(16)}"
+    try:
+        try:
+            mark.mkdir(parents=True)
+            _write(mark / "driver")
+        except OSError as error:
+            hint = "name a folder that every host can write, on a shared file system"
+            raise ConfigError(f"{folder}: {error.strerror}", location="runs_dir", hint=hint) from None
+        yield mark
+    finally:
+        shutil.rmtree(mark, ignore_errors=True)
+        for path in created:
+            with suppress(OSError):  # another process has put something there
+                path.rmdir()
+
+
+def answer(mark: Path, name: str, limit_s: float = VISIBLE_S) -> str:
+    """On another host: find the driver's file, and write a file ``name``. Returns the problem, or empty text."""
+    folder = mark.parent
+    if not appears(mark / "driver", limit_s):
+        return f"does not see the driver's files in {folder}" if folder.is_dir() else f"has no folder {folder}"
+    try:
+        _write(mark / name)
+    except OSError as error:
+        return f"cannot write into {folder}: {error.strerror}"
+    return ""
+
+
+def appears(path: Path, limit_s: float = VISIBLE_S) -> bool:
+    """Wait for a file. Returns False if it does not appear within ``limit_s`` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not path.is_file():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _write(path: Path) -> None:
+    with path.open("w") as file:
+        file.write("asyncrl")
+        file.flush()
+        os.fsync(file.fileno())

