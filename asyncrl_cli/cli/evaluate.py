@@ -217,12 +217,12 @@ def _run(
             folder.update(phase="finished")
             folder.unlock()
         if spec.tracking.mlflow and folder.is_driven:
-            mlflow = "the run sends the evaluation after its next step"
+            mlflow = "the run sends the evaluation"
         elif spec.tracking.mlflow:
             try:
                 folder.lock()
-                sent = send_rest(folder, target_of(spec)).mlflow_run_id
-                mlflow = f"run {sent} in experiment {spec.tracking.experiment}"
+                sender = send_rest(folder, target_of(spec))
+                mlflow = f"run {sender.progress.run_id} in experiment {spec.tracking.experiment}"
             except RunError as error:
                 say(f"! {in_runs_dir(str(error), folder.path.parent)}")
             finally:

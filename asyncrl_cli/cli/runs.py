@@ -107,9 +107,9 @@ def track(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Send an ended run's data that MLflow does not have yet.
+    """Send an ended run's data that MLflow may not have.
 
-    Nothing is sent twice. Exit code: 1 when some data could not be sent; then try again later.
+    Exit code: 1 when some data could not be sent; then try again later.
     """
     from importlib.util import find_spec
 
@@ -129,13 +129,9 @@ def track(
 
     target = target_of(spec.model_copy(update={"tracking": tracking, "runs_dir": runs}))
     sender = send_rest(run, target)
-    report = ", the report" if sender.reported else ""
-    echo(f"sent     {counted(sender.steps, 'step')}, {counted(sender.evaluations, 'evaluation')}{report}")
-    if sender.unreported:
-        echo(f"report   cannot be made: {sender.unreported}")
     echo(f"to       {hide(target.uri)}")
-    echo(f"MLflow   run {sender.mlflow_run_id} in experiment {tracking.experiment}")
-    if target.model and sender.outbox.version:
-        echo(f"model    {tracking.register_model}, version {sender.outbox.version}")
+    echo(f"MLflow   run {sender.progress.run_id} in experiment {tracking.experiment}")
+    if sender.model_version:
+        echo(f"model    {tracking.register_model}, version {sender.model_version}")
     elif register:
         echo("model    none: the run has not finished")

@@ -67,8 +67,7 @@ def serve(
 
         def ready(address: Address) -> None:
             text = json.dumps(asdict(address)) if as_json else _shown(served, address)
-            shown = printable(f"{text}\n")
-            terminal.out.draw(shown, shown)  # `write` would hide the key
+            terminal.out.draw(printable(f"{text}\n"), line_count=text.count("\n") + 1)  # `write` would hide the key
 
         check_cluster(served.spec, actors=Actors(served.spec.rollout.min_engines, 0), folder=served.logs, notice=say)
         try:

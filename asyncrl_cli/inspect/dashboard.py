@@ -1,20 +1,28 @@
-"""The panel that shows a run on a terminal: the live view of `asyncrl train` and `asyncrl watch`.
+"""The dashboard of a run, drawn by `asyncrl watch` and `asyncrl train` from the same numbers.
 
-It shows plain data (``Shown``) and omits rows without data. Texts from a run are never read as rich markup or as
-terminal control characters.
+Invariant: a look costs the same for a run of any length. It reads the newest steps, the buffer, the evaluations and the
+newest faults, each by an index, and never scans groups or rollouts. Texts from a run are never read as rich markup or
+as terminal control characters.
 """
 
 from __future__ import annotations
 
 import math
+import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl_cli.core.terminal import plain_text
-from asyncrl_cli.inspect.pages import duration
-from asyncrl_cli.journal.queries import Due
+from asyncrl_cli.inspect.pages import duration, moment
+from asyncrl_cli.journal.events import metrics_of
+from asyncrl_cli.journal.history import evaluations, failures, newest_batch, newest_health, newest_steps
+from asyncrl_cli.journal.progress import progress
+from asyncrl_cli.journal.queries import Due, due_groups, snapshot
+from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.groups import Counts
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,8 +30,6 @@ if TYPE_CHECKING:
 
 TREND_STEPS = 200
 """Largest number of values in a sparkline. The terminal's width decides how many of them are shown."""
-MOST_TREND_ROWS = 3
-"""Largest height of a sparkline in lines, on a terminal with room for it."""
 TALL = 30
 """Lines of a terminal from which the panel shows all of ``METRIC_ROWS``."""
 METRIC_ROWS: Mapping[str, tuple[str, str]] = {
@@ -53,11 +59,10 @@ GAP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class RunView:
     """A run at one moment. Empty or None: not known."""
 
-    now: str
-    """The run's activity."""
+    activity: str
     step: int = 0
     steps: int = 0
     version: int = 0
@@ -75,7 +80,7 @@ class Shown:
     engines: str = ""
     """Number of engines that serve."""
     counts: Counts | None = None
-    due: Sequence[Due] | None = None
+    due: Sequence[Due] = ()
     """Groups that are not in a batch yet, by deadline."""
     faults: Sequence[str] = ()
     """The newest faults, one line each."""
@@ -83,34 +88,104 @@ class Shown:
     """The findings of the run's health that last."""
 
 
-def sparkline(values: Sequence[float], rows: int = 1) -> list[str]:
-    """Draw one bar per value, scaled from the lowest value to the highest, as lines from top to bottom."""
-    low, span = (min(values), max(values) - min(values)) if values else (0.0, 0.0)
-    levels = [0] * len(values)
-    if 0.0 < span < math.inf:
-        levels = [int((value - low) / span * (rows * len(BARS) - 1)) for value in values]
-    bars = f" {BARS}"
-    tops = [(rows - 1 - row) * len(BARS) for row in range(rows)]
-    return ["".join(bars[min(max(level + 1 - top, 0), len(BARS))] for level in levels) for top in tops]
+def look(run: RunDirectory, unix_time: float | None = None) -> RunView:
+    """Return the state of the run at the Unix time, now by default."""
+    phase, state = run.status, run.state
+    reason = f": {state.reason}" if state.reason and phase not in ACTIVE else ""
+    activity = f"{run.run_id}, {phase}{reason}"
+    try:
+        with snapshot(run.path / FILE) as connection:
+            view = _view(connection, phase in ACTIVE, time.time() if unix_time is None else unix_time)
+            findings = [newest_health(connection, rule) for rule in state.findings]
+    except JournalError as error:
+        return RunView(activity if not (run.path / FILE).exists() else f"{activity}; {error}", steps=state.steps)
+    engines = engines_text(state) if phase in ACTIVE else ""
+    return replace(view, activity=activity, findings=findings, engines=engines)
+
+
+def _view(connection: sqlite3.Connection, is_active: bool, unix_time: float) -> RunView:
+    position = progress(connection)
+    steps = newest_steps(connection, TREND_STEPS)
+    recent_metrics = [metrics_of(step.metrics) for step in steps]
+    metrics = recent_metrics[-1] if recent_metrics else {}
+    accuracy: dict[str, list[float]] = {}
+    for evaluation in sorted(evaluations(connection), key=lambda evaluation: evaluation.kind):
+        accuracy.setdefault(evaluation.kind, []).append(evaluation.accuracy)
+    due, total_steps = due_groups(connection, position), position.settings.total_steps
+    completed = steps[-1].step if steps else position.first_step
+    remaining_s = None
+    if is_active and len(steps) > 1:
+        step_s = (steps[-1].at - steps[0].at) / (steps[-1].step - steps[0].step)
+        remaining_s = step_s * (total_steps - completed)
+    # These counts come from the newest step's metrics: counting here would scan all groups.
+    counts = {name: int(metrics.get(f"buffer/groups_{name}", 0)) for name in ("taken", "rejected", "requeued", "late")}
+    return RunView(
+        activity="",
+        step=completed,
+        steps=total_steps,
+        version=position.version,
+        max_staleness=position.settings.max_staleness,
+        metrics=metrics,
+        trends={name: [values[name] for values in recent_metrics if name in values] for name in TRENDS},
+        accuracy=accuracy,
+        remaining_s=remaining_s,
+        trainer=_trainer(connection, total_steps, unix_time) if is_active else "",
+        counts=Counts(
+            running=sum(groups.running for groups in due), finished=sum(groups.finished for groups in due), **counts
+        ),
+        due=due,
+        faults=[f"{moment(fault.at)} {fault.part}: {fault.message}" for fault in failures(connection, FAULTS)[::-1]],
+    )
+
+
+def _trainer(connection: sqlite3.Connection, steps: int, unix_time: float) -> str:
+    newest = newest_batch(connection)
+    if newest is None:
+        return ""
+    step, taken_at, trained_at = newest
+    if trained_at is None:
+        return f"trains step {step + 1} for {duration(max(0.0, unix_time - taken_at))}"
+    if step + 1 == steps:
+        return ""
+    return f"waits for the batch of step {step + 2} for {duration(max(0.0, unix_time - trained_at))}"
+
+
+# -- the panel
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw one bar per value, scaled from the lowest value to the highest."""
+    lowest, span = (min(values), max(values) - min(values)) if values else (0.0, 0.0)
+    if not 0.0 < span < math.inf:
+        return BARS[0] * len(values)
+    return "".join(BARS[int((value - lowest) / span * (len(BARS) - 1))] for value in values)
 
 
 def picture(due: Due, groups_per_cell: int) -> str:
     """Draw the groups of one deadline: finished groups, then running groups. Counts are rounded up to hide no group."""
-    cells = [-(-count // groups_per_cell) for count in (due.finished, due.running)]
-    return FINISHED * cells[0] + RUNNING * cells[1]
+    finished_cells, running_cells = (-(-count // groups_per_cell) for count in (due.finished, due.running))
+    return FINISHED * finished_cells + RUNNING * running_cells
+
+
+class Trend(NamedTuple):
+    """A row with a sparkline: its label, the newest value as text, and the last values."""
+
+    label: str
+    text: str
+    values: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The panel for rich, with sparklines as long and high as the terminal allows."""
+    """The panel for rich, with sparklines as long as the terminal allows. Rows without data are omitted."""
 
-    state: Shown
+    view: RunView
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        state, height = self.state, console.size.height
+        view, is_tall = self.view, console.size.height >= TALL
 
         def line(text: str, wraps: bool = False) -> Text:
             cell = plain_text(text.replace("\n", r"\n"))
@@ -121,77 +196,69 @@ class Panel:
         # rich first shrinks columns without a fixed width, so the labels survive a long line.
         table.add_column(style="dim", width=LABEL_WIDTH)
         table.add_column()
-        table.add_row("now", line(state.now))
-        if state.metrics:
-            remaining = "" if state.remaining_s is None else f", {duration(state.remaining_s)} left"
-            table.add_row("step", line(f"{state.step} of {state.steps}, weight version {state.version}{remaining}"))
-            table.add_row("", ProgressBar(total=state.steps, completed=state.step, width=40))
-        for index, finding in enumerate(state.findings):
-            table.add_row("" if index else "NOT HEALTHY", line(finding, wraps=height >= TALL))
-        trends = list(_trends(state, len(METRIC_ROWS) if height >= TALL else SHORT_ROWS)) if state.metrics else []
-        other_rows = [*(_speed(state) if state.metrics else ()), *_buffer(state)]
-        faults = [" ".join(fault.split()) for fault in state.faults[-FAULTS:]]
-        free = height - table.row_count - len(trends) - len(other_rows) - len(faults) - 2
-        added = free // max(1, len(trends))  # lines for each trend: further rows, and an empty line below them
-        rows = min(MOST_TREND_ROWS, added) if added > 1 else 1
-        value_width = max((len(value) for _, value, _ in trends), default=0)
-        columns = max(0, options.max_width - LABEL_WIDTH - value_width - 2 * GAP)
-        for label, value, values in trends:
-            *upper_lines, lowest_line = sparkline(values[-columns:] if columns else (), rows)
-            for bars in upper_lines:
-                table.add_row("", line(f"{'':{value_width + GAP}}{bars}".rstrip()))
-            table.add_row(line(label), line(f"{value:{value_width}}{' ' * GAP}{lowest_line}".rstrip()))
-            if rows > 1:
-                table.add_row()
-        for name, value in other_rows:
-            table.add_row(line(name), line(value))
-        for index, fault in enumerate(faults):
-            table.add_row("" if index else "last faults", line(fault))
+        table.add_row("now", line(view.activity))
+        if view.metrics:
+            remaining = "" if view.remaining_s is None else f", {duration(view.remaining_s)} left"
+            table.add_row("step", line(f"{view.step} of {view.steps}, weight version {view.version}{remaining}"))
+            table.add_row("", ProgressBar(total=view.steps, completed=view.step, width=40))
+        for index, finding in enumerate(view.findings):
+            table.add_row("" if index else "NOT HEALTHY", line(finding, wraps=is_tall))
+        if view.metrics:
+            trends = list(_trends(view, len(METRIC_ROWS) if is_tall else SHORT_ROWS))
+            text_width = max((len(trend.text) for trend in trends), default=0)
+            columns = max(0, options.max_width - LABEL_WIDTH - text_width - 2 * GAP)
+            for trend in trends:
+                bars = sparkline(trend.values[-columns:] if columns else ())
+                table.add_row(line(trend.label), line(f"{trend.text:{text_width + GAP}}{bars}".rstrip()))
+            for label, text in _speed(view):
+                table.add_row(label, line(text))
+        for label, text in _buffer(view):
+            table.add_row(label, line(text))
+        for index, fault in enumerate(view.faults[-FAULTS:]):
+            table.add_row("" if index else "last faults", line(" ".join(fault.split())))
         yield table
 
 
-def _trends(state: Shown, metric_rows: int) -> Iterator[tuple[str, str, Sequence[float]]]:
-    """Labels, values and earlier values. Any metric may be missing in a run of another version of asyncrl."""
-    m = state.metrics
+def _trends(view: RunView, metric_rows: int) -> Iterator[Trend]:
+    """Any metric may be missing in a run of another version of asyncrl."""
+    metrics = view.metrics
     for index, (name, (label, form)) in enumerate(METRIC_ROWS.items()):
-        if name in m and index < metric_rows:
-            yield label, form.format(m[name]), state.trends.get(name, ())
+        if name in metrics and index < metric_rows:
+            yield Trend(label, form.format(metrics[name]), view.trends.get(name, ()))
         if index == 0:
-            for series, values in state.accuracy.items():
+            for series, values in view.accuracy.items():
                 series_label = series if ":" in series else f"held-out, {series}"
-                yield series_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values
-    if "staleness/groups_mean" in m and "staleness/groups_max" in m:
-        mean, worst = m["staleness/groups_mean"], m["staleness/groups_max"]
-        bound = f"{mean:.2f}, max {worst:.0f} of {state.max_staleness} versions"
-        yield "staleness", bound, state.trends.get("staleness/groups_mean", ())
+                yield Trend(series_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values)
+    if "staleness/groups_mean" in metrics and "staleness/groups_max" in metrics:
+        mean, maximum = metrics["staleness/groups_mean"], metrics["staleness/groups_max"]
+        bound = f"{mean:.2f}, max {maximum:.0f} of {view.max_staleness} versions"
+        yield Trend("staleness", bound, view.trends.get("staleness/groups_mean", ()))
 
 
-def _speed(state: Shown) -> Iterator[tuple[str, str]]:
-    m = state.metrics
-    if "tokens/generated_per_s" in m:
-        yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
-    known = {"busy": "share/trainer_busy", "MFU": "mfu/end_to_end"}
-    busy = [f"{label} {m[name]:.0%}" for label, name in known.items() if name in m]
-    if trainer := ", ".join([*busy, *filter(None, [state.trainer])]):
-        yield "trainer", trainer
-    shares = {"busy": "share/engines_busy", "paused": "share/engines_paused"}
-    spent = [f"{does} {m[name]:.0%}" for does, name in shares.items() if name in m]
-    if engines := ", ".join(filter(None, [state.engines, *spent])):
-        yield "engines", engines
+def _speed(view: RunView) -> Iterator[tuple[str, str]]:
+    metrics = view.metrics
+    if "tokens/generated_per_s" in metrics:
+        yield "generated", f"{metrics['tokens/generated_per_s']:,.0f} tokens/s"
+
+    def shares(names: Mapping[str, str]) -> list[str]:
+        return [f"{label} {metrics[name]:.0%}" for label, name in names.items() if name in metrics]
+
+    if trainer := [*shares({"busy": "share/trainer_busy", "MFU": "mfu/end_to_end"}), *filter(None, [view.trainer])]:
+        yield "trainer", ", ".join(trainer)
+    engine_shares = shares({"busy": "share/engines_busy", "paused": "share/engines_paused"})
+    if engines := [*filter(None, [view.engines]), *engine_shares]:
+        yield "engines", ", ".join(engines)
 
 
-def _buffer(shown: Shown) -> Iterator[tuple[str, str]]:
-    if shown.counts is not None and (shown.metrics or shown.due):
-        c = shown.counts
-        here = f"{RUNNING} {c.running} running, {FINISHED} {c.finished} finished"
-        yield "groups", f"{here}, {c.taken} trained, {c.rejected} rejected"
-    if not shown.due:
-        return
-    per_cell = max(1, -(-max(due.finished + due.running for due in shown.due) // PICTURE_WIDTH))
-    for at, due in enumerate(shown.due[:DUE_ROWS]):
-        yield (
-            "" if at else "to be trained",
-            f"by version {due.deadline}  {picture(due, per_cell)}  {due.finished} + {due.running}",
-        )
-    if more := shown.due[DUE_ROWS:]:
-        yield "", f"and {sum(due.finished + due.running for due in more)} groups with later deadlines"
+def _buffer(view: RunView) -> Iterator[tuple[str, str]]:
+    if view.counts is not None and (view.metrics or view.due):
+        counts = view.counts
+        waiting = f"{RUNNING} {counts.running} running, {FINISHED} {counts.finished} finished"
+        yield "groups", f"{waiting}, {counts.taken} trained, {counts.rejected} rejected"
+    largest = max((due.finished + due.running for due in view.due), default=0)
+    per_cell = max(1, -(-largest // PICTURE_WIDTH))
+    for index, due in enumerate(view.due[:DUE_ROWS]):
+        label = "" if index else "to be trained"
+        yield label, f"by version {due.deadline}  {picture(due, per_cell)}  {due.finished} + {due.running}"
+    if later := view.due[DUE_ROWS:]:
+        yield "", f"and {sum(due.finished + due.running for due in later)} groups with later deadlines"

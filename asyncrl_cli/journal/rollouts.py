@@ -147,34 +147,15 @@ def next_rollout(
     """
     beyond = "<" if older and after else ">"
     group_id, index = after or (-1, -1)
+    low, high = rewards or (0.0, 0.0)
     ordered = "ORDER BY group_id {0}, rollout_index {0}".format("DESC" if older or after is None else "ASC")
     found: RolloutIndex | None = connection.execute(
         f"SELECT group_id, rollout_index FROM (SELECT group_id, rollout_index, reward FROM rollouts "
         f"WHERE (group_id, rollout_index) {beyond} (:group, :index) AND finish_reason IS NOT NULL {ordered} "
-        f"LIMIT :searched) WHERE {_wanted(rewards)} {ordered} LIMIT 1",
-        _bounds(rewards) | {"group": group_id, "index": index, "searched": SEARCHED if rewards else 1},
+        f"LIMIT :searched) WHERE {'reward >= :low AND reward < :high' if rewards else '1'} {ordered} LIMIT 1",
+        {"low": low, "high": high, "group": group_id, "index": index, "searched": SEARCHED if rewards else 1},
     ).fetchone()
     return found
-
-
-def newest_rollout(
-    connection: sqlite3.Connection, step: int, rewards: RewardRange | None = None
-) -> RolloutIndex | None:
-    """Find the newest ended rollout with a wanted reward in a step's batch (from 0)."""
-    found: RolloutIndex | None = connection.execute(
-        "SELECT group_id, rollout_index FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = :step) "
-        f"AND finish_reason IS NOT NULL AND {_wanted(rewards)} ORDER BY group_id DESC, rollout_index DESC LIMIT 1",
-        _bounds(rewards) | {"step": step},
-    ).fetchone()
-    return found
-
-
-def _wanted(rewards: RewardRange | None) -> str:
-    return "reward >= :low AND reward < :high" if rewards else "1"
-
-
-def _bounds(rewards: RewardRange | None) -> dict[str, float]:
-    return {"low": rewards[0], "high": rewards[1]} if rewards else {}
 
 
 Extreme = Literal["best", "worst", "stalest", "longest"]

@@ -14,6 +14,9 @@ from typing import Any, Literal
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.records.groups import Counts
 
+FINISH_S: Mapping[str, float] = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
+"""Seconds that a run waits at its end for all monitors, by the run's phase."""
+
 EvaluationKind = str
 """``greedy`` or ``sampled`` for the held-out prompts; ``<set>:greedy`` or ``<set>:sampled`` for another set. In
 evaluations by `asyncrl evaluate` the set is ``offline`` or ``offline-<set>``."""
@@ -115,13 +118,13 @@ class Monitor:
 
 def evaluation_metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield an evaluation's metrics, such as ``eval/greedy_accuracy``, from its fields."""
-    numbers = {
+    metrics = {
         "accuracy": result["accuracy"],
         "tokens_mean": result["mean_length"],
         "reward_mean": result.get("mean_reward"),
         **{f"pass_at_{k}": value for k, value in enumerate(result.get("pass_at", ()), start=1)},
         **result.get("metrics", {}),
     }
-    for name, value in numbers.items():
+    for name, value in metrics.items():
         if value is not None:
             yield f"eval/{result['kind'].replace(':', '/')}_{name}", value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted, printable
-from asyncrl_cli.inspect.dashboard import Panel, Shown
+from asyncrl_cli.inspect.dashboard import Panel, RunView, look
 from asyncrl_cli.inspect.health import step_notes
-from asyncrl_cli.inspect.watching import look
 from asyncrl_cli.monitors.base import EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.outlet import Outlet, Terminal
 from asyncrl_cli.records.groups import Counts
@@ -24,12 +22,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-DRAW_S = 0.25
+REFRESH_S = 1.0
 """Seconds between two frames."""
-LOOK_S = 1.0
-"""Seconds between two updates of the panel from the run's files."""
-LOOK_SHARE = 0.01
-"""Largest share of time spent reading: on a slow disk the panel is updated less often."""
 
 
 def step_line(
@@ -72,14 +66,13 @@ class PlainView(Monitor):
         self._print(f"! {text}")
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        line = step_line(step, steps=self._steps, metrics=metrics, accuracy=self._accuracy, spec=self._spec)
-        self._print(line)
+        self._print(step_line(step, self._steps, metrics, accuracy=self._accuracy, spec=self._spec))
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._accuracy[result.kind] = result.accuracy
-        several = f"  pass@{result.samples} {result.pass_at[-1]:.3f}" if result.pass_at else ""
+        pass_at = f"  pass@{result.samples} {result.pass_at[-1]:.3f}" if result.pass_at else ""
         self._print(
-            f"held-out {result.kind} accuracy {result.accuracy:.3f}{several} at step {result.step}"
+            f"held-out {result.kind} accuracy {result.accuracy:.3f}{pass_at} at step {result.step}"
             f" ({counted(result.prompts, 'prompt')}, {result.mean_length:.1f} tokens)"
         )
 
@@ -98,22 +91,40 @@ class QuietView(Monitor):
 
 
 class LiveView(Monitor):
-    """The panel of `asyncrl watch`, redrawn in place, with the loop's current activity."""
+    """The panel of `asyncrl watch`, redrawn in place by a thread, with the loop's current activity."""
 
     def __init__(self, out: Outlet, run: RunDirectory) -> None:
         self._out = out
         self._run = run
-        self._doing = ""
-        self._seen = Shown("")
-        self._lines = 0  # height of the frame on the screen
+        self._activity = ""
+        self._view = RunView("")
+        self._height = 0  # lines of the frame on the screen
         self._drawing = Lock()
+        self._ended = Event()
+        self._thread = Thread(target=self._redraw, name="live-view", daemon=True)
 
-    def look(self) -> None:
-        """Read the run's state. Raises nothing, because training continues whatever is wrong with the disk."""
+    def __enter__(self) -> LiveView:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join(REFRESH_S)
+        if not self._thread.is_alive():  # otherwise the disk hangs
+            self._look_and_draw()  # this frame stays on the screen
+
+    def _redraw(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            self._look_and_draw()
+
+    def _look_and_draw(self) -> None:
+        """Raises nothing, because training continues whatever is wrong with the disk or the terminal."""
         with suppress(Exception):
-            self._seen = look(self._run)
+            self._view = look(self._run)
+        with suppress(Exception):
+            self._draw()
 
-    def draw(self, warning: str = "") -> None:
+    def _draw(self, warning: str = "") -> None:
         """Redraw the panel, below a warning if there is one. The cursor stays visible, because a kill would leave it
         hidden."""
         from asyncrl_cli.core.console import PlainConsole
@@ -121,49 +132,21 @@ class LiveView(Monitor):
         width, height = self._out.size
         console = PlainConsole(width=width, height=height, force_terminal=True)
         with console.capture() as frame:
-            console.print(Panel(replace(self._seen, now=self._doing)))
+            console.print(Panel(replace(self._view, activity=self._activity)))
         lines = frame.get().splitlines()[: height - 1]
         with self._drawing:
-            back = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
-            self._lines = len(lines)
-            self._out.draw(back + warning + "".join(f"{line}\n" for line in lines), warning)
+            start = f"\x1b[{self._height}F\x1b[J" if self._height else ""
+            self._height = len(lines)
+            self._out.draw(start + warning + "".join(f"{line}\n" for line in lines), warning.count("\n"))
 
     def status(self, text: str) -> None:
-        self._doing = text  # the thread shows it: the loop may call this often
+        self._activity = text  # the thread shows it: the loop may call this often
 
     def doing(self, text: str, counts: Counts) -> None:
         self.status(text)
 
     def warn(self, text: str) -> None:
-        self.draw(f"! {printable(hide(text))}\n")
-
-
-@contextmanager
-def looking(view: LiveView) -> Iterator[None]:
-    """Let the view look and draw repeatedly in its own thread: then a slow disk does not delay the loop."""
-    ended = Event()
-
-    def look_on() -> None:
-        looked = took = -math.inf
-        while not ended.wait(DRAW_S):
-            started = time.perf_counter()
-            if started - looked >= max(LOOK_S, took / LOOK_SHARE):
-                view.look()
-                looked = time.perf_counter()
-                took = looked - started
-            with suppress(Exception):  # including errors of the terminal
-                view.draw()
-
-    thread = Thread(target=look_on, name="live-view", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(LOOK_S)
-        if not thread.is_alive():
-            view.look()
-            view.draw()  # this frame stays on the screen
+        self._draw(f"! {printable(hide(text))}\n")
 
 
 @contextmanager
@@ -174,6 +157,5 @@ def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = F
     elif not terminal.out.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield PlainView(steps, terminal.out)
     else:
-        view = LiveView(terminal.out, run)
-        with looking(view):
+        with LiveView(terminal.out, run) as view:
             yield view

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,16 @@ def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
         monitors.append(TensorBoard())
     if tracking.wandb is not None:
         _require("wandb", "tracking.wandb")
-        if tracking.wandb.mode == "online":
-            _check_key()
+        netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))  # where `wandb login` stores the key
+        if tracking.wandb.mode == "online" and not os.environ.get("WANDB_API_KEY") and not netrc.exists():
+            raise ConfigError(  # otherwise W&B would ask for it in the terminal
+                "Weights & Biases has no API key",
+                location="tracking.wandb",
+                hint="set WANDB_API_KEY, call `wandb login`, or set tracking.wandb.mode to offline",
+            )
         monitors.append(WeightsAndBiases(tracking.wandb))
     for index, name in enumerate(tracking.monitors):
-        monitors.append(_own(name, search_path, f"tracking.monitors.{index}"))
+        monitors.append(_custom(name, search_path, f"tracking.monitors.{index}"))
     return monitors
 
 
@@ -52,13 +56,13 @@ def _require(package: str, location: str) -> None:
         )
 
 
-def _own(name: str, search_path: Path, location: str) -> Monitor:
+def _custom(name: str, search_path: Path, location: str) -> Monitor:
     hint = f"name a subclass of {PROTOCOL} with a constructor that needs no arguments"
-    found = import_named(name, folder=search_path, location=location, hint=hint)
-    if not (isinstance(found, type) and issubclass(found, Monitor)):
+    monitor_class = import_named(name, folder=search_path, location=location, hint=hint)
+    if not (isinstance(monitor_class, type) and issubclass(monitor_class, Monitor)):
         raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)
     try:
-        return found()
+        return monitor_class()
     except Exception as error:
         raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}", location=location, hint=hint) from error
 
@@ -87,8 +91,8 @@ class TensorBoard(Monitor):
         self._writer.close()
         return f"tensorboard --logdir {self._folder}"
 
-    def _write(self, step: int, numbers: Iterable[tuple[str, float]]) -> None:
-        for name, value in numbers:
+    def _write(self, step: int, metrics: Iterable[tuple[str, float]]) -> None:
+        for name, value in metrics:
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()  # a killed run loses nothing
@@ -128,9 +132,8 @@ class WeightsAndBiases(Monitor):
             config=dict(run.spec),
             settings=settings,
         )
-        self._run.define_metric(
-            "*", step_metric="step"
-        )  # W&B's own counter refuses the steps that a resumed run repeats
+        # W&B's own counter refuses the steps that a resumed run repeats.
+        self._run.define_metric("*", step_metric="step")
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, "version": version, **metrics})
@@ -150,24 +153,3 @@ class WeightsAndBiases(Monitor):
         self._run.finish(exit_code=code)
         wandb.teardown(code)  # now: the run's processes, including W&B's, are killed before its exit hook runs
         return note
-
-
-def _check_key() -> None:
-    """Raise ``ConfigError`` if there is no API key, because W&B would ask for one in the terminal."""
-    if not (os.environ.get("WANDB_API_KEY") or _is_logged_in()):
-        raise ConfigError(
-            "Weights & Biases has no API key",
-            location="tracking.wandb",
-            hint="set WANDB_API_KEY, call `wandb login`, or set tracking.wandb.mode to offline",
-        )
-
-
-def _is_logged_in() -> bool:
-    """True if `wandb login` has stored a key. Its entries have the login `user`, for any server."""
-    try:
-        hosts = netrc(os.environ.get("NETRC", Path.home() / ".netrc")).hosts
-    except FileNotFoundError:
-        return False
-    except (OSError, NetrcParseError):  # W&B may be able to read it nevertheless
-        return True
-    return any(login == "user" for login, _, _ in hosts.values())

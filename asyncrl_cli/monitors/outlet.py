@@ -10,20 +10,18 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
 
 from asyncrl_cli.core.background import Background
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.system.logs import redirect_output
 
-PATIENCE_S = 3.0
+CLOSE_S = 3.0
 """Seconds that a run waits at its end for a stalled reader."""
 LINES, FRAMES = 10_000, 100
 """Largest number of lines, or of a panel's frames, that wait for a reader."""
@@ -42,36 +40,24 @@ class Outlet:
         self._descriptor = descriptor
         self._notices = notices
         self._background = Background("output", LINES + FRAMES)
-        self._drawing = Lock()
-        self._waiting: deque[str] = deque()
-        self._lost_text: deque[str] = deque(maxlen=LINES)
         self._dropped = 0  # lines that did not fit into the queue; changed by the threads that call `write`
         self._failed = 0  # lines that could not be written; changed by the thread that writes
         self._noticed = 0
 
     @property
-    def lost(self) -> int:
+    def lost_lines(self) -> int:
         return self._dropped + self._failed
 
     def write(self, text: str) -> None:
         """Queue ``text`` for writing, without secrets and control characters."""
-        shown = printable(hide(text))
-        self.draw(shown, shown)
+        safe_text = printable(hide(text))
+        self.draw(safe_text, line_count=safe_text.count("\n"))
 
-    def draw(self, text: str, lines: str = "") -> None:
-        """Queue a frame, which the next frame replaces. If it is dropped, only its ``lines`` count as lost."""
-        limit = LINES if lines else FRAMES
-        with self._drawing:
-            self._waiting.append(lines)
-            if self._background.waiting >= limit or not self._background.submit(partial(self._write, text, lines)):
-                self._waiting.pop()
-                self._lost_text.append(lines)
-                self._dropped += lines.count("\n")
-
-    @property
-    def unwritten(self) -> str:
-        """The newest lost lines, and all waiting lines."""
-        return "".join((*self._lost_text, *self._waiting))
+    def draw(self, text: str, line_count: int = 0) -> None:
+        """Queue a frame, which the next frame replaces. If it is dropped, ``line_count`` lines are lost."""
+        limit = LINES if line_count else FRAMES
+        if self._background.waiting >= limit or not self._background.submit(partial(self._write, text, line_count)):
+            self._dropped += line_count
 
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
@@ -85,37 +71,35 @@ class Outlet:
             return 80, 25
         return size.columns or 80, size.lines or 25
 
-    def close(self, patience_s: float = PATIENCE_S) -> bool:
-        """Finish writing. Returns True if that took less than ``patience_s`` seconds and the descriptor would take more
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Finish writing. Returns True if that took less than ``timeout_s`` seconds and the descriptor would take more
         without blocking."""
         self._notices = True
         self.draw("")  # prints the notice
-        if not self._background.close(patience_s):
+        if not self._background.close(timeout_s):
             return False
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         return [event for _, event in poll.poll(0)] == [select.POLLOUT]
 
-    def _write(self, text: str, lines: str) -> None:
-        missing = self.lost - self._noticed if self._notices else 0
-        notice = f"! {missing} lines of output are missing here: they were not read in time\n" if missing else ""
+    def _write(self, text: str, line_count: int) -> None:
+        lost = self.lost_lines - self._noticed if self._notices else 0
+        notice = f"! {lost} lines of output are missing here: they were not read in time\n" if lost else ""
         try:
             _write_all(self._descriptor, (notice + text).encode(errors="backslashreplace"))
         except OSError:
             # The reader is gone, the terminal hung up, or the disk is full. The run must continue, so only count the
             # lines.
-            self._failed += lines.count("\n")
-            self._lost_text.append(lines)
+            self._failed += line_count
         else:
-            self._noticed += missing
-        self._waiting.popleft()
+            self._noticed += lost
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
+    unwritten = memoryview(data)
+    while unwritten:
         try:
-            rest = rest[os.write(descriptor, rest) :]
+            unwritten = unwritten[os.write(descriptor, unwritten) :]
         except BlockingIOError:  # another process shares the descriptor and made it non-blocking
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
@@ -135,13 +119,13 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     """Open the terminal during a run, and direct descriptors 1 and 2 to ``driver.log`` in ``log_dir``.
 
     Afterwards each descriptor leads to the terminal again, unless writing would block: then it stays with the log,
-    because any later output would keep the process from ending. The log also has the lines that could not be written.
+    because any later output would keep the process from ending.
     """
-    real = [os.dup(number) for number in STANDARD]
+    terminals = [os.dup(descriptor) for descriptor in STANDARD]
     log_dir.mkdir(parents=True, exist_ok=True)
     redirect_output(str(log_dir), "driver")
     # A terminal gets no notices: the panel is redrawn in place, so the next frame replaces missing frames.
-    outlets = [Outlet(descriptor, notices=not os.isatty(descriptor)) for descriptor in real]
+    outlets = [Outlet(descriptor, notices=not os.isatty(descriptor)) for descriptor in terminals]
     try:
         yield Terminal(*outlets)
     finally:
@@ -149,10 +133,7 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
             if stream is not None:  # None if it was closed before Python started
                 with suppress(OSError):  # the log's disk may be full
                     stream.flush()
-        for number, descriptor, outlet in zip(STANDARD, real, outlets, strict=True):
-            free = outlet.close()
-            with suppress(OSError):
-                _write_all(number, outlet.unwritten.encode(errors="backslashreplace"))
-            if free:
-                os.dup2(descriptor, number)
-                os.close(descriptor)
+        for descriptor, terminal, outlet in zip(STANDARD, terminals, outlets, strict=True):
+            if outlet.close():
+                os.dup2(terminal, descriptor)
+                os.close(terminal)

@@ -95,7 +95,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
     recorder = Recorder(run, console.warn)
     reporter = Reporter(recorder, console)
     for monitor in experiment.monitors:
-        reporter.join(monitor, in_thread=True)
+        reporter.join(monitor)
 
     def close_files() -> None:
         if missing := recorder.close():
@@ -146,13 +146,10 @@ async def _run(
     orchestrator: Orchestrator | None = None
     ending = Ending("failed")
     closing: list[Callable[[], Awaitable[None]]] = []
-    # These need the cluster, so they finish before it ends.
-    in_cluster: list[Monitor] = [RayMetrics(run, spec, reporter.warn)]
-    if spec.tracking.mlflow:
-        in_cluster.append(Mlflow(recorder, spec))
     try:
-        for monitor in in_cluster:
-            reporter.join(monitor)
+        reporter.join(RayMetrics(run, spec))
+        if spec.tracking.mlflow:
+            reporter.join(Mlflow(run, spec))
         hint = f"asyncrl resume {run.argument}"
         starting = _start(experiment, recorder=recorder, start=start, reporter=reporter, closing=closing)
         orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
@@ -180,8 +177,8 @@ async def _run(
         if spec.tracking.mlflow:
             reporter.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # MLflow's log is made from these files
-        # The spec's monitors, too: the cluster's end kills all the run's processes, and monitors may have some.
-        reporter.finish(ending, [*in_cluster, *experiment.monitors])
+        # Before the cluster's end, which kills all the run's processes; monitors may have some.
+        reporter.finish(ending)
         if not ray_is_lost():
             await asyncio.gather(*(close() for close in closing), return_exceptions=True)
     return result

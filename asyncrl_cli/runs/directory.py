@@ -8,7 +8,7 @@
       metrics.jsonl     one line per step
       system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
-      mlflow.json       MLflow's id of the run, and what was sent to it
+      mlflow.json       MLflow's id of the run, and how far metrics.jsonl and system.jsonl were sent to it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       model_stub/       the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
@@ -270,12 +270,6 @@ class RunDirectory:
                 if file.write(data.ljust(os.fstat(file.fileno()).st_size)) < len(data):
                     raise
                 file.truncate(len(data))
-
-    def as_if(self, **changes: Any) -> RunDirectory:
-        """A read-only view of this folder with another state in memory."""
-        view = RunDirectory(self.path)
-        view._state = replace(view.state, **changes)
-        return view
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_watch_shows_hostile_rollouts_as_text(runs_dir: Path) -> None:
     screen = Screen(find_run(runs_dir, "latest"))
     drawn = io.StringIO()
     console = PlainConsole(file=drawn, width=300)
-    for key in (b"b", b"p", b"c"):
+    for key in "bpf":
         screen.press(key)
         console.print(screen.draw())
     assert [char for char in drawn.getvalue() if not char.isprintable() and char != "\n"] == []

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.cli.conftest import Done
-from tests.journal.recorded_run import RecordedRun, settings
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +46,7 @@ def track(asyncrl: Callable[..., Done]) -> Callable[..., Done]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+def run(tmp_path: Path) -> RunDirectory:
     """A run that failed after three steps, in the folder ``runs``."""
     run = RunDirectory.create(tmp_path / "runs", "spelling")
     run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
@@ -57,10 +55,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     for step in (1, 2, 3):
         run.append("metrics.jsonl", {"step": step, "version": step, "time": 1e6 + step, "loss": 0.5})
     run.write_text("evaluations/step-000000-greedy.jsonl", json.dumps(RESULT) + "\n")
-    recorded = RecordedRun(run.path / FILE, monkeypatch, settings(), lambda _: 2.0, 8)
-    for _ in range(3):
-        recorded.step()
-    recorded.book.journal.close()
     run.update(phase="failed", step=3, steps=10)
     run.unlock()
     return run
@@ -73,11 +67,10 @@ def test_track_sends_the_missing_data_once(track: Track, run: RunDirectory, tmp_
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
     assert first.out.splitlines() == [
-        "sent     3 steps, 1 evaluation, the report",
         f"to       {uri}",
         f"MLflow   run {mlflow_run} in experiment asyncrl",
     ]
-    assert track(run.run_id[:-2], "--runs-dir", "runs").out.startswith("sent     0 steps, 0 evaluations\n")
+    assert track(run.run_id[:-2], "--runs-dir", "runs").out == first.out
     from mlflow.tracking import MlflowClient
 
     logged = MlflowClient(tracking_uri=uri).get_run(mlflow_run)
@@ -97,7 +90,7 @@ def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Pat
     made.unlock()
     sent = process(f"runs/evaluate/{made.run_id}", cwd=tmp_path)
     assert (sent.code, sent.err) == (0, "")
-    assert sent.out.splitlines()[1] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
+    assert sent.out.splitlines()[0] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
     assert not (tmp_path / "runs/evaluate/mlflow.db").exists()
 
 
@@ -134,10 +127,8 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: R
         f"error: MLflow did not accept everything: no answer from {uri}\n --> {run.run_id}\n"
         f"hint: everything is kept in the run's folder; try again later: asyncrl track {run.run_id}\n"
     )
-    (run.path / FILE).unlink()
     done = process(cwd=tmp_path)  # in this process, MLflow may log that it creates the store
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("sent     3 steps, 1 evaluation\nreport   cannot be made: runs/")
 
 
 def test_a_run_that_is_driven_is_refused(track: Track, run: RunDirectory, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 from asyncrl_cli.inspect.buffer_pages import rollout_page
 from asyncrl_cli.inspect.decoding import content_text
 from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, evaluation_files, held_out_samples, samples
-from asyncrl_cli.inspect.watching import rollout_text
+from asyncrl_cli.inspect.rollout_pager import rollout_text
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.schema import FILE, open_for_reading
@@ -48,7 +48,7 @@ def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
     json.dumps(page.document)
     assert content_text(content) == f"user: [image {red.digest}]what?"
     group = group_record(open_for_reading(tmp_path / FILE), 0)
-    watched = str(rollout_text(group, index=(0, 0), decoder=None, colouring="log-prob"))
+    watched = str(rollout_text(group, index=(0, 0), decoder=None))
     assert f"what?\n{name}: 56 x 84 pixels, 2 tokens, {len(red.data):,} bytes\n" in watched
 
 

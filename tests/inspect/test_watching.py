@@ -1,4 +1,4 @@
-"""Watching a run from another process: it shows the journal's data, at the same cost for a run of any length."""
+"""Watching a run from another process: the journal's data, at the same cost for a run of any length."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from asyncrl_cli.cli.watch import split_keys
+from asyncrl_cli.inspect.dashboard import look
 from asyncrl_cli.inspect.decoding import TokenShown
-from asyncrl_cli.inspect.watching import WANTED, Pager, _style, look, rollout_text
+from asyncrl_cli.inspect.rollout_pager import REWARDS, Pager, _style, rollout_text
 from asyncrl_cli.journal.queries import group_record, overview, snapshot
-from asyncrl_cli.journal.rollouts import newest_rollout, next_rollout
+from asyncrl_cli.journal.rollouts import next_rollout
 from asyncrl_cli.journal.schema import FILE, open_for_writing, reading
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal import recorded_run
@@ -61,7 +59,7 @@ def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 def test_a_run_that_has_not_begun(run: RunDirectory) -> None:
     shown = look(run)
-    assert (shown.now, shown.metrics, shown.counts) == (f"{run.run_id}, died", {}, None)
+    assert (shown.activity, shown.metrics, shown.counts) == (f"{run.run_id}, died", {}, None)
     pager = Pager(run)
     pager.turn(older=True)
     assert pager.page().plain == "no rollout has ended yet"
@@ -133,7 +131,7 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
             pager.page()
         return count
 
-    monkeypatch.setattr("asyncrl_cli.inspect.watching.TREND_STEPS", trend_steps := 32)
+    monkeypatch.setattr("asyncrl_cli.inspect.dashboard.TREND_STEPS", trend_steps := 32)
     for _ in range(trend_steps - 3):
         recorded.step()
     short = cost()
@@ -180,30 +178,27 @@ def test_paging_goes_through_every_ended_rollout(run: RunDirectory, recorded: Re
         assert next_rollout(connection, seen[0], older=False) is None
 
 
-def test_a_filter_and_a_step_choose_among_the_rollouts(run: RunDirectory, recorded: RecordedRun) -> None:
+def test_a_filter_chooses_among_the_rollouts(run: RunDirectory, recorded: RecordedRun) -> None:
     pager = Pager(run)
-    assert (pager.filter(), pager.wanted) == (None, "right")
+    pager.next_filter()
+    assert pager.filter == "right"
     with snapshot(run.path / FILE) as connection:
         rewards = {
             (group_id, index): reward
             for group_id, index, reward in connection.execute("SELECT group_id, rollout_index, reward FROM rollouts")
         }
-        for rewards_of, reward in ((WANTED["right"], 1.0), (WANTED["wrong"], 0.0)):
+        for rewards_of, reward in ((REWARDS["right"], 1.0), (REWARDS["wrong"], 0.0)):
             seen, index = [], None
             while (index := next_rollout(connection, index, True, rewards_of)) is not None:
                 seen.append(index)
             assert seen == sorted((one for one, of in rewards.items() if of == reward), reverse=True)
-        indices = [newest_rollout(connection, step) for step in (0, 2, 98)]
-        steps = dict(connection.execute("SELECT id, step + 1 FROM groups WHERE step IS NOT NULL"))
-    assert [steps.get(index[0]) if index else None for index in indices] == [1, 3, None]
     assert "reward 1" in pager.page().plain and "right rollouts only" in pager.page().plain
     assert "reference  7" in pager.page().plain
-    pager.go_to(2)
-    assert ", step 2," in pager.page().plain
-    pager.go_to(99)
-    assert ", step 2," in pager.page().plain and "no further right rollout of step 99" in pager.page().plain
-    pager.filter()
-    assert pager.wanted == "wrong" and "reward 0" in pager.page().plain
+    for _ in range(30):
+        pager.turn(older=True)
+    assert "there is no further right rollout" in pager.page().plain
+    pager.next_filter()
+    assert pager.filter == "wrong" and "reward 0" in pager.page().plain
 
 
 def test_tokens_differ_without_colours() -> None:
@@ -214,22 +209,8 @@ def test_tokens_differ_without_colours() -> None:
         console.print(Text("a", style=style))
         return console.file.getvalue()  # type: ignore[attr-defined]
 
-    by_logprob = [_style(replace(token, logprob=logprob), "log-prob") for logprob in (-0.01, -0.2, -1.0, -5.0)]
-    by_version = [_style(replace(token, age=age), "weight version") for age in range(6)]
-    assert len({shown(style) for style in by_logprob}) == 4
-    assert len({shown(style) for style in by_version}) == 6
-
-
-KEYS = st.sampled_from([b"p", b"n", b"7", b"g", b"\x1b[D", b"\x1b[C", b"\x1bOD", b"\x1b[1;5C", b"\xc3"])
-
-
-@given(st.lists(KEYS), st.data())
-def test_keys_that_arrive_together_or_in_pieces_are_all_taken(keys: list[bytes], data: st.DataObject) -> None:
-    sent = b"".join(keys)
-    cut = data.draw(st.integers(0, len(sent)))
-    first, rest = split_keys(sent[:cut])
-    second, left = split_keys(rest + sent[cut:])
-    assert [*first, *second] == keys and left == b""
+    styles = [_style(replace(token, logprob=logprob)) for logprob in (-0.01, -0.2, -1.0, -5.0)]
+    assert len({shown(style) for style in styles}) == 4
 
 
 def test_a_page_has_the_rollout_in_colours(run: RunDirectory, recorded: RecordedRun) -> None:
@@ -238,23 +219,19 @@ def test_a_page_has_the_rollout_in_colours(run: RunDirectory, recorded: Recorded
     pager.turn(older=True)
     page = pager.page()
     assert "question" in page.plain and "5 6 7 1" in page.plain and "reward 1" in page.plain
-    before = {str(span.style) for span in page.spans}
-    pager.recolour()
-    assert pager.colouring == "weight version" and {str(span.style) for span in pager.page().spans} != before
     for _ in range(3):
         pager.turn(older=False)
     assert pager.page().plain.splitlines()[0] == page.plain.splitlines()[0], "there is no newer rollout"
 
 
-def test_colours_say_how_likely_a_token_was_and_how_old() -> None:
+def test_colours_say_how_likely_a_token_was() -> None:
     token = TokenShown("a", -0.01, 4, 0)
-    assert _style(token, "log-prob") == ""
-    styles = [_style(replace(token, logprob=logprob), "log-prob") for logprob in (-0.2, -1.0, -5.0, float("-inf"))]
+    assert _style(token) == ""
+    styles = [_style(replace(token, logprob=logprob)) for logprob in (-0.2, -1.0, -5.0, float("-inf"))]
     assert styles == ["italic yellow", "underline dark_orange", "bold underline red", "bold underline red"]
-    assert _style(token, "weight version") != _style(replace(token, age=1), "weight version")
-    given = TokenShown("a", None, None, 0)
-    assert _style(given, "log-prob") == _style(given, "weight version") == "dim italic"
-    for style in (*styles, _style(given, "log-prob")):
+    not_sampled = _style(TokenShown("a", None, None, 0))
+    assert not_sampled == "dim italic"
+    for style in (*styles, not_sampled):
         Style.parse(style)
 
 
@@ -262,7 +239,7 @@ def test_the_context_of_an_episode_is_dim(tmp_path: Path, monkeypatch: pytest.Mo
     run = EpisodeRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 3.0)
     run.step()
     with snapshot(tmp_path / FILE) as connection:
-        text = rollout_text(group_record(connection, 0), (0, 1), None, "weight version")
+        text = rollout_text(group_record(connection, 0), (0, 1), None)
     assert [text.plain[span.start : span.end] for span in text.spans if span.style == "dim italic"] == [
         *("11 ", "12 ", "13 ", "14 ", "15 "),
     ]
@@ -277,7 +254,7 @@ def test_without_a_terminal_one_look_is_printed(run: RunDirectory, recorded: Rec
     assert "3 of 40, weight version 3" in out and "\x1b" not in out
 
 
-def test_keys_page_recolour_and_quit(run: RunDirectory, recorded: RecordedRun) -> None:
+def test_keys_page_and_quit(run: RunDirectory, recorded: RecordedRun) -> None:
     recorded.book.journal.close()
     ours, theirs = pty.openpty()
     command = [str(Path(sys.executable).with_name("asyncrl")), "watch", f"{run.path}/"]
@@ -295,9 +272,8 @@ def test_keys_page_recolour_and_quit(run: RunDirectory, recorded: RecordedRun) -
     try:
         until(b"weight version 3")
         for key, answer in (
-            *((b"1g", b"step 1,"), (b"b1gppp", b"rollout "), (b"b", b"weight version 3")),
-            *((b"p", b"colours: log-prob"), (b"c", b"colours: weight version"), (b"\x1b[D", b"rollout ")),
-            (b"b", b"weight version 3"),
+            *((b"p", b"rollout "), (b"b", b"weight version 3"), (b"ppn", b"colours:")),
+            *((b"f", b"right rollouts only"), (b"b", b"weight version 3")),
         ):
             os.write(ours, key)
             until(answer)

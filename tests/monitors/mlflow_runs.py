@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from asyncrl_cli.monitors.mlflow.outbox import FILE
-from asyncrl_cli.monitors.mlflow.sender import Target
+from asyncrl_cli.monitors.mlflow.sender import PROGRESS, Target
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -104,9 +103,10 @@ def tracking_at(uri: str) -> Iterator[None]:
         mlflow.set_tracking_uri(before)
 
 
-def sent(run: RunDirectory) -> dict[str, Any]:
+def noted_offsets(run: RunDirectory) -> dict[str, int]:
+    """The offsets up to which files are noted as sent."""
     try:
-        noted: dict[str, Any] = json.loads((run.path / FILE).read_text())
+        progress = json.loads((run.path / PROGRESS).read_text())
     except OSError:
-        return {"step": 0}
-    return noted
+        return {}
+    return {name: offset for name, (offset, _) in progress["sent"].items()}

@@ -16,11 +16,10 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.inspect.dashboard import BARS, LABEL_WIDTH, Panel, Shown
-from asyncrl_cli.inspect.watching import look
+from asyncrl_cli.inspect.dashboard import BARS, LABEL_WIDTH, Panel, RunView, look
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
-from asyncrl_cli.monitors.console import LiveView, PlainView, looking, open_view, step_line
+from asyncrl_cli.monitors.console import LiveView, PlainView, open_view, step_line
 from asyncrl_cli.monitors.outlet import Outlet, Terminal, run_terminal
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
@@ -121,10 +120,10 @@ class Screen:
 
     def __init__(self, width: int) -> None:
         self.size = (width, 60)
-        self.drawn: list[tuple[str, str]] = []
+        self.drawn: list[tuple[str, int]] = []
 
-    def draw(self, text: str, lines: str = "") -> None:
-        self.drawn.append((re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text), lines))
+    def draw(self, text: str, line_count: int = 0) -> None:
+        self.drawn.append((re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text), line_count))
 
 
 def live_view(run: RunDirectory, width: int) -> tuple[LiveView, Callable[[], list[str]]]:
@@ -133,7 +132,7 @@ def live_view(run: RunDirectory, width: int) -> tuple[LiveView, Callable[[], lis
     view = LiveView(cast("Outlet", screen), run)
 
     def lines() -> list[str]:
-        view.draw()
+        view._look_and_draw()
         return [line.rstrip() for line in screen.drawn[-1][0].splitlines()]
 
     return view, lines
@@ -150,7 +149,6 @@ def test_the_panel_shows_the_run_and_the_activity_of_the_loop(
     run: RunDirectory, recorded: RecordedRun, width: int
 ) -> None:
     view, lines = live_view(run, width)
-    view.look()
     view.doing(LONG, COUNTS)
     shown = lines()
     assert all(len(line) <= width for line in shown)
@@ -162,7 +160,7 @@ def test_the_panel_shows_the_run_and_the_activity_of_the_loop(
     assert re.search(r"^to be trained +by version 4\d  ", text, re.MULTILINE)
     assert re.search(r"^last faults +\S+ \S+ engine-0: the p", text, re.MULTILINE)
     console = Console(file=io.StringIO(), width=width, height=60, record=True, force_terminal=True)
-    console.print(Panel(replace(look(run), now=LONG)))
+    console.print(Panel(replace(look(run), activity=LONG)))
     assert shown == [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -170,7 +168,6 @@ def test_before_there_is_a_journal_the_panel_shows_the_status(run: RunDirectory)
     view, lines = live_view(run, 60)
     view.status("[/starting] engines")
     for _ in range(2):
-        view.look()
         shown = lines()
         assert [line.split("  ")[0] for line in shown] == ["now"]
         assert shown[0].endswith("  [/starting] engines"), "as text, not as markup"
@@ -181,15 +178,13 @@ def test_before_there_is_a_journal_the_panel_shows_the_status(run: RunDirectory)
 def test_an_error_while_looking_does_not_end_the_run(
     run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view, lines = live_view(run, 80)
-    view.look()
+    _, lines = live_view(run, 80)
     before = lines()
 
     def broken(_: RunDirectory) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("asyncrl_cli.monitors.console.look", broken)
-    view.look()
     assert lines() == before
 
 
@@ -197,18 +192,16 @@ def test_the_view_looks_repeatedly_and_once_at_the_end(run: RunDirectory, monkey
     threads: list[str] = []
     third = Event()
 
-    def counting(_: RunDirectory) -> Shown:
+    def counting(_: RunDirectory) -> RunView:
         threads.append(current_thread().name)
         if len(threads) == 3:
             third.set()
-        return Shown("")
+        return RunView("")
 
     monkeypatch.setattr("asyncrl_cli.monitors.console.look", counting)
-    monkeypatch.setattr("asyncrl_cli.monitors.console.DRAW_S", 0.01)
-    monkeypatch.setattr("asyncrl_cli.monitors.console.LOOK_S", 0.01)
-    monkeypatch.setattr("asyncrl_cli.monitors.console.LOOK_SHARE", 1.0)
+    monkeypatch.setattr("asyncrl_cli.monitors.console.REFRESH_S", 0.01)
     view, _ = live_view(run, 80)
-    with looking(view):
+    with view:
         assert third.wait(20)
     assert set(threads[:3]) == {"live-view"}, "the loop does not wait for it"
     assert threads[-1] == current_thread().name
@@ -218,9 +211,9 @@ def test_warnings_stay_above_the_panel_and_count_as_lines(run: RunDirectory) -> 
     screen = Screen(60)
     view = LiveView(cast("Outlet", screen), run)
     view.warn("engine-0: [the process] died")
-    [(frame, counted)] = screen.drawn
-    assert counted == "! engine-0: [the process] died\n", "as text, not as markup"
-    assert frame.startswith(f"{counted}now ")
+    [(frame, line_count)] = screen.drawn
+    assert frame.startswith("! engine-0: [the process] died\nnow "), "as text, not as markup"
+    assert line_count == 1
 
 
 # -- which view is chosen

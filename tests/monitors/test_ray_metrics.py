@@ -53,7 +53,6 @@ class Noted:
         noted = self
         self.values: defaultdict[str, float] = defaultdict(float)
         self.changed = Condition()
-        self.broken = False
 
         class Metric:
             def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
@@ -61,8 +60,6 @@ class Noted:
                 self._name, self._keys = name, tag_keys
 
             def _series(self, tags: dict[str, str]) -> str:
-                if noted.broken:
-                    raise RuntimeError("no agent")
                 assert tuple(tags) == self._keys and tags["run_id"] == "run-1"
                 return self._name + "".join(f" {value}" for key, value in tags.items() if key != "run_id")
 
@@ -92,16 +89,9 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def test_metrics_that_differ_only_in_characters_that_ray_refuses_stay_apart(noted: Noted, run: RunDirectory) -> None:
-    RayMetrics(run, SPEC, pytest.fail).stepped(1, 1, {"task/数学": 0.25, "task/语文": 0.5, "task/": 0.75})
-    named = {name: value for name, value in noted.values.items() if name.startswith("asyncrl_task")}
-    assert named == {"asyncrl_task_": 0.25, "asyncrl_task__": 0.5, "asyncrl_task___": 0.75}
-
-
 def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -> None:
     reporter = Reporter(Recorder(run, pytest.fail), QuietView(io.StringIO()))
-    reporter.join(RayMetrics(run, SPEC, pytest.fail))
-    assert dict(noted.values) == {"asyncrl_stop_steps": 40, "asyncrl_max_staleness": 2}
+    reporter.join(RayMetrics(run, SPEC))
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, STARTED)
     reporter.doing("training", COUNTS)
@@ -111,6 +101,7 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
     reporter.engines(1, 2, "no room")
     lasting = HealthFinding("entropy", 2, None, "", "", "", False)
     reporter.health(2, [lasting, replace(lasting, rule="equal_groups", last_step=2)], [lasting])
+    reporter.finish(Ending("finished"))
     assert noted.values == {
         "asyncrl_stop_steps": 40,
         "asyncrl_max_staleness": 2,
@@ -138,7 +129,7 @@ def test_a_gauge_is_set_again_and_a_counter_is_not(
 ) -> None:
     """Ray forgets a gauge that is not set for some time."""
     monkeypatch.setattr(ray_metrics, "AGAIN_S", 0.01)
-    metrics = RayMetrics(run, SPEC, pytest.fail)
+    metrics = RayMetrics(run, SPEC)
     metrics.stepped(1, 1, METRICS)
     metrics.evaluated(EvaluationResult("greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
     metrics.evaluated(EvaluationResult("sampled", 2, 0.5, 0.25, 9.0, 4, 1, 2))
@@ -152,20 +143,6 @@ def test_a_gauge_is_set_again_and_a_counter_is_not(
     assert noted.values == before
 
 
-def test_errors_are_shown_once_and_end_nothing(noted: Noted, run: RunDirectory) -> None:
-    warnings: list[str] = []
-    metrics = RayMetrics(run, SPEC, warnings.append)
-    noted.broken = True
-    for step in (1, 2):
-        metrics.stepped(step, step, METRICS)
-        metrics.doing("training", COUNTS)
-        metrics.faulted("engine")
-    assert warnings == ["metrics for Prometheus are not complete: RuntimeError: no agent"]
-    noted.broken = False
-    metrics.stepped(3, 3, METRICS)
-    assert noted.values["asyncrl_step"] == 3
-
-
 def test_prometheus_targets_are_the_nodes_with_an_agent(
     noted: Noted, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +153,7 @@ def test_prometheus_targets_are_the_nodes_with_an_agent(
         {"Alive": False, "NodeManagerAddress": "10.0.0.4", "MetricsExportPort": 7004},
     ]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    metrics = RayMetrics(run, SPEC, pytest.fail)
+    metrics = RayMetrics(run, SPEC)
     metrics.started(INFO)
     file = run.path / "prometheus.json"
     assert [group["targets"] for group in json.loads(file.read_text())] == [["10.0.0.1:7001", "10.0.0.2:7002"]]
@@ -193,7 +170,7 @@ def test_prometheus_targets_are_the_nodes_with_an_agent(
 
 def exported(noted: Noted, run: RunDirectory) -> set[str]:
     """All possible names in Prometheus, including the step metrics in docs/metrics.md."""
-    metrics = RayMetrics(run, SPEC, pytest.fail)
+    metrics = RayMetrics(run, SPEC)
     metrics.started(INFO)
     metrics.finish(Ending("finished"))
     documented = re.findall(r"`([a-z]+/[a-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text())
@@ -280,9 +257,9 @@ except Exception as error:
 '''
 spec = {"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
 spec = ExperimentSpec.model_validate(spec | {"pipeline": {"mode": "async", "max_staleness": 2}})
-run, warnings, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), [], ""
+run, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), ""
 with ray_cluster(spec, run.path / "logs"):
-    metrics = RayMetrics(run, spec, warnings.append)
+    metrics = RayMetrics(run, spec)
     metrics.started(RunInfo(run.run_id, run.path, 10, {}))
     metrics.faulted("engine")
     token, temporary = Path(os.environ["RAY_AUTH_TOKEN_PATH"]), Path(os.environ["TMPDIR"])
@@ -304,7 +281,7 @@ with ray_cluster(spec, run.path / "logs"):
     metrics.finish(Ending("finished"))
     addresses = listening()
 assert get_authentication_mode() != AuthenticationMode.TOKEN  # another Ray of this process is as its environment says
-seen = {"private": private, "strangers": strangers, "addresses": addresses, "warnings": warnings}
+seen = {"private": private, "strangers": strangers, "addresses": addresses}
 print(json.dumps(seen | {"steps": step, "text": text, "left": file.exists()}))
 """
 
@@ -323,7 +300,7 @@ def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) ->
     assert seen["private"] == {"token": "0o600", "tmp": "0o700", "folder": "0o700"}
     assert seen["strangers"] == ["AuthenticationError", "AuthenticationError", "in"]
     assert seen["addresses"] and set(seen["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert seen["warnings"] == [] and not seen["left"]
+    assert not seen["left"]
     if find_spec("opencensus") is None:
         assert seen["text"] == ""
         return

@@ -12,9 +12,8 @@ import pytest
 
 from asyncrl_cli.core.background import Background
 from asyncrl_cli.inspect.health import HealthFinding
-from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor
 from asyncrl_cli.monitors.console import PlainView
-from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.reporter import LOG, Reporter
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
@@ -91,30 +90,6 @@ def test_findings_reach_the_screen_and_the_state_until_they_end(tmp_path: Path) 
     assert ended.endswith("! step 9: equal_groups has ended: it lasted from step 1 to step 6")
 
 
-def test_mlflow_is_notified_after_steps_and_evaluations_are_on_disk(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "test")
-    sent: list[tuple[int, dict[str, float]]] = []
-
-    class Noting(Mlflow):
-        def __init__(self) -> None:
-            self._recorder = recorder
-
-        def started(self, run: RunInfo) -> None:
-            assert run.steps == 0
-
-        def _more(self) -> None:
-            on_disk = RunDirectory(run.path)
-            sent.append((len(on_disk.read("metrics.jsonl")), dict(on_disk.state.accuracy)))
-
-    recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, io.StringIO()))
-    reporter.join(Noting())
-    reporter.stepped(1, 1, METRICS, 1234.5)
-    reporter.evaluated(RESULT)
-    assert recorder.close() == ""
-    assert sent == [(1, {}), (1, {"greedy": 0.75})]
-
-
 # -- faulty monitors
 
 
@@ -156,17 +131,14 @@ def call_everything(reporter: Reporter) -> None:
     reporter.stalled("the trainer waits")
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("breaks", sorted(EVENTS))
-def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(
-    breaks: str, in_thread: bool, tmp_path: Path
-) -> None:
+def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(breaks: str, tmp_path: Path) -> None:
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
     broken, intact = RecordingMonitor(breaks), RecordingMonitor()
     for monitor in (broken, intact):
-        reporter.join(monitor, in_thread)
+        reporter.join(monitor)
     call_everything(reporter)
     reporter.finish(Ending("finished"))
     assert recorder.close() == ""
@@ -181,7 +153,8 @@ def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(
 
 
 def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.monitors.reporter.PATIENCE_S", {"failed": 0.1})
+    monkeypatch.setattr("asyncrl_cli.monitors.reporter.FINISH_S", {"failed": 0.1})
+    monkeypatch.setattr("asyncrl_cli.monitors.reporter.GRACE_S", 0.1)
     monkeypatch.setattr("asyncrl_cli.monitors.reporter.CALLS", 3)
     threads: list[Background] = []
 
@@ -194,12 +167,12 @@ def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest
     run, out, wait = RunDirectory.create(tmp_path, "test"), io.StringIO(), Event()
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
-    reporter.join(RecordingMonitor(wait=wait), in_thread=True)
+    reporter.join(RecordingMonitor(wait=wait))
     call_everything(reporter)
     assert out.getvalue().count("it does not keep up: 3 calls wait for it") == 1
     intact = RecordingMonitor("nothing")
     for monitor in (RecordingMonitor("started", wait), intact):
-        reporter.join(monitor, in_thread=True)
+        reporter.join(monitor)
     reporter.finish(Ending("failed"))
     assert out.getvalue().count("it has not finished in time") == 1, "but not for the monitor that has finished"
     assert reporter.notes == {intact.name: "all is well"}
@@ -208,16 +181,22 @@ def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest
     assert out.getvalue().count("is switched off") == 2, "one warning each, also for a monitor that fails at the end"
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_named_monitors_finish_first_and_get_no_further_calls(in_thread: bool, tmp_path: Path) -> None:
+def test_finished_monitors_get_no_further_calls(tmp_path: Path) -> None:
     recorder = Recorder(RunDirectory.create(tmp_path, "test"), pytest.fail)
-    console, early = RecordingMonitor(), RecordingMonitor("nothing")
+    console, monitor = RecordingMonitor(), RecordingMonitor("nothing")
     reporter = Reporter(recorder, console)
-    reporter.join(early, in_thread)
-    reporter.finish(Ending("failed"), [early])
-    assert reporter.notes == {early.name: "all is well"}
+    reporter.join(monitor)
+    reporter.finish(Ending("failed"))
+    assert reporter.notes == {monitor.name: "all is well"}
     reporter.status("stopping")
     reporter.finish(Ending("failed"))
-    assert early.calls == ["started", "finish"]
-    assert console.calls == ["started", "status", "finish"], "and no warning from a thread that has ended"
+    assert monitor.calls == ["started", "finish"]
+    assert console.calls == ["started", "status"], "and no warning from a thread that has ended"
     assert recorder.close() == ""
+
+
+def test_a_broken_console_ends_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(RunDirectory.create(tmp_path, "test"), pytest.fail)
+    reporter = Reporter(recorder, RecordingMonitor("stepped"))
+    call_everything(reporter)
+    assert recorder.close() == "" and recorder.state.step == 1

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.monitors.base import Ending, RunInfo
+from asyncrl_cli.monitors.base import FINISH_S, Ending, RunInfo
+from asyncrl_cli.monitors.mlflow import sender as sender_module
 from asyncrl_cli.monitors.mlflow import tracker
-from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES
-from asyncrl_cli.monitors.mlflow.sender import PARAMETER_LENGTH, Sender, Target
-from asyncrl_cli.monitors.mlflow.tracker import TRACKING_S, Mlflow, Tracker
+from asyncrl_cli.monitors.mlflow.sender import PARAMETER_LENGTH, PROGRESS, SAMPLES, Sender, Target, target_of
+from asyncrl_cli.monitors.mlflow.tracker import Mlflow, send_until_end
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.workers.scoring import METRIC_NAME
-from tests.inspect.made_runs import SITUATIONS, made_run
 
-from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, sent, spec_of, started_run, tracking_at
+from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, noted_offsets, spec_of, started_run
 from .mlflow_server import Server, Way
 
 LIMIT_S = 120.0
@@ -60,26 +62,24 @@ def test_mlflow_accepts_every_metric_name_that_a_reward_may_return(name: str) ->
         _validate_metric_name(metric)
 
 
-def test_repeated_attempts_send_everything_once(run: RunDirectory, tmp_path: Path) -> None:
+def test_mlflow_has_everything_once_after_repeated_and_killed_attempts(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path)
     do_steps(run, 1, 3)
     evaluate(run, 0, 0.25)
     run.update(step=3)
+    run.append(SAMPLES, {"step": 3, "time": 1e6, "system/cpu_utilization_percentage": 50.0})
     Sender(run, target).send("RUNNING")
-    noted = sent(run)
     do_steps(run, 4, 5)
     evaluate(run, 5, 0.75)
-    assert Logged(target.uri).run.data.tags["health"] == "ok"
-    run.update(findings=("equal_groups", "entropy"))
-    again = Sender(run, target)
-    again.send("RUNNING")
-    assert (again.steps, again.evaluations) == (2, 1)
-
-    # As if killed before recording the sent data and the MLflow run.
-    (run.path / FILE).unlink()
-    Sender(run, target).send("FINISHED")
     logged = Logged(target.uri)
-    assert logged.run.info.run_id == noted["run_id"] == sent(run)["run_id"]
+    assert logged.run.data.tags["health"] == "ok"
+    run.update(findings=("equal_groups", "entropy"))
+    Sender(run, target).send("RUNNING")
+    (run.path / PROGRESS).unlink()  # as if killed before anything was noted
+    Sender(run, target).send("FINISHED")
+
+    first_id, logged = logged.run.info.run_id, Logged(target.uri)
+    assert logged.run.info.run_id == first_id
     assert logged.run.info.status == "FINISHED"
     assert logged.run.info.run_name == "spelling-1"
     assert logged.run.data.tags["health"] == "equal_groups, entropy"
@@ -89,16 +89,29 @@ def test_repeated_attempts_send_everything_once(run: RunDirectory, tmp_path: Pat
     assert logged.run.data.params["task.options.a_b_"] == "[1, 2]"
     assert len(logged.run.data.params["long"]) == PARAMETER_LENGTH
     assert logged.history("loss") == losses(5)
-    assert len(logged.history("ratio")) == 5
+    assert len(logged.history("ratio")) == 5, "not a number"
+    assert logged.history("system/cpu_utilization_percentage") == [(3, 50.0)]
     assert logged.history("eval/greedy_accuracy") == [(0, 0.25), (5, 0.75)]
-    assert {
+    assert logged.files() == {
         "spec.yaml",
         "evaluations/step-000000-greedy.jsonl",
         "evaluations/step-000005-greedy.jsonl",
-    } <= logged.files()
-    idle = Sender(run, target)
-    idle.send("FINISHED")
-    assert (idle.steps, idle.evaluations) == (0, 0)
+    }
+
+
+def test_a_file_store_keeps_repeated_points(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    target = Target((tmp_path / "store").as_uri(), "tests")
+    do_steps(run, 1, 2)
+    Sender(run, target).send("RUNNING")
+    do_steps(run, 3, 3)
+    Sender(run, target).send("RUNNING")
+    assert Logged(target.uri).history("loss") == losses(3)
+    (run.path / PROGRESS).unlink()
+    Sender(run, target).send("FINISHED")
+    history = Logged(target.uri).history("loss")
+    assert sorted(set(history)) == losses(3)
+    assert len(history) == 6, "MLflow's file store does not compare; each point is there with the same values"
 
 
 def test_a_resumed_run_continues_the_same_mlflow_run(run: RunDirectory, tmp_path: Path) -> None:
@@ -115,15 +128,72 @@ def test_a_resumed_run_continues_the_same_mlflow_run(run: RunDirectory, tmp_path
     assert (logged.run.data.params["seed"], logged.run.data.params["added"]) == ("3", "1")
 
 
-def test_a_store_that_was_removed_is_filled_again(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_deleted_mlflow_run_is_made_again(run: RunDirectory, tmp_path: Path) -> None:
+    target = local(tmp_path)
     do_steps(run, 1, 2)
+    Sender(run, target).send("RUNNING")
+    logged = Logged(target.uri)
+    logged.client.delete_run(logged.run.info.run_id)
+    Sender(run, target).send("RUNNING")
+    assert Logged(target.uri).history("loss") == losses(2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"unknown": 1}', '{"run_id": "of another server", "sent": {}}'])
+def test_everything_is_sent_if_the_progress_is_damaged_or_belongs_elsewhere(
+    run: RunDirectory, tmp_path: Path, text: str
+) -> None:
+    do_steps(run, 1, 2)
+    (run.path / PROGRESS).write_text(text)
     Sender(run, local(tmp_path)).send("RUNNING")
-    noted = sent(run)
-    elsewhere = tmp_path / "new"
-    elsewhere.mkdir()
-    run.write_json(FILE, noted | {"uri": local(elsewhere).uri})
-    Sender(run, local(elsewhere)).send("RUNNING")
-    assert Logged(local(elsewhere).uri).history("loss") == losses(2)
+    assert Logged(local(tmp_path).uri).history("loss") == losses(2)
+
+
+def sent_lines(run: RunDirectory, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps whose lines an attempt sends."""
+    steps: list[int] = []
+    monkeypatch.setattr(sender, "_log", lambda metrics: steps.extend(metric.step for metric in metrics))
+    sender._send_lines("metrics.jsonl")
+    return list(dict.fromkeys(steps))
+
+
+def test_only_lines_after_the_noted_offset_are_sent(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "BLOCK", 100)
+    sender = Sender(run, local(tmp_path))
+    assert sent_lines(run, sender, monkeypatch) == [], "there is no file yet"
+    do_steps(run, 1, 5)
+    assert sent_lines(run, sender, monkeypatch) == [1, 2, 3, 4, 5]
+    run.write_rows("metrics.jsonl", run.read("metrics.jsonl"))
+    do_steps(run, 6, 6)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "ti')
+    assert sent_lines(run, sender, monkeypatch) == [6]
+    do_steps(run, 8, 9)
+    another = Sender(run, local(tmp_path))
+    assert sent_lines(run, another, monkeypatch) == [9], "the first line after half a line cannot be read"
+
+
+def test_a_file_that_was_cut_is_sent_from_its_beginning(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Sender(run, local(tmp_path))
+    do_steps(run, 1, 3)
+    sent_lines(run, sender, monkeypatch)
+    run.write_rows("metrics.jsonl", run.read("metrics.jsonl")[:2])
+    do_steps(run, 3, 4, at=2_000_000.0)
+    assert sent_lines(run, sender, monkeypatch) == [1, 2, 3, 4]
+
+
+def test_a_metric_that_mlflow_refuses_is_left_out_alone(run: RunDirectory, tmp_path: Path) -> None:
+    do_steps(run, 1, 2)
+    run.append("metrics.jsonl", {"step": 3, "time": 1e6, "a": 1.0, "no: {good} name": 1.0, "../up": 1.0, "loss": 0.375})
+    do_steps(run, 4, 5)
+    Sender(run, local(tmp_path)).send("RUNNING")
+    logged = Logged(local(tmp_path).uri)
+    assert logged.history("loss") == losses(5)
+    assert logged.history("a") == [(3, 1.0)]
+    assert set(logged.run.data.metrics) == {"loss", "ratio", "a"}
 
 
 def test_numbers_arrive_although_the_artifact_store_fails(run: RunDirectory, tmp_path: Path) -> None:
@@ -153,180 +223,151 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
-    """A server that is down at first, and a tracker that soon tries again."""
-    monkeypatch.setattr(tracker, "FIRST_WAIT_S", 0.1)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    """A server that is down at first, and a child that soon tries again."""
+    monkeypatch.setattr(tracker, "PAUSE_S", 0.1)
     way = Way(running)
     yield way
     way.close()
 
 
-def sending(run: RunDirectory, target: Target) -> tuple[Tracker, Thread]:
-    """A tracker as in the child process, in a thread."""
-    child = Tracker(run, target)
-    thread = Thread(target=child.send_until_done, daemon=True)
-    thread.start()
-    return child, thread
+class Child:
+    """The child's side, in a thread. Its machine has one GPU, and is sampled all the time."""
 
+    def __init__(self, run: RunDirectory, target: Target) -> None:
+        reading, self._writing = os.pipe()
+        self.thread = Thread(target=send_until_end, args=[run, target, FileIO(reading), True], daemon=True)
+        self.thread.start()
 
-def send_to_the_end(run: RunDirectory, target: Target, ending: Ending) -> None:
-    child = Tracker(run, target)
-    child.end(ending)
-    child.send_until_done()
-
-
-def until_failed(run: RunDirectory, server: Way) -> None:
-    until(lambda: sent(run).get("problem") == f"no answer from {server.uri}", "an attempt to fail")
-
-
-def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: Way) -> None:
-    child, thread = sending(run, Target(server.uri, "tests"))
-    do_steps(run, 1, 3)
-    child.more()
-    until_failed(run, server)
-    server.start()
-    until(lambda: sent(run)["step"] == 3 and not sent(run)["problem"], "the steps to be sent")
-    server.stop()
-    do_steps(run, 4, 6)
-    evaluate(run, 6, 0.5)
-    child.more()
-    until_failed(run, server)
-    child.end(Ending("finished"))
-    server.start()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-    logged = Logged(server.uri)
-    assert logged.history("loss") == losses(6)
-    assert logged.run.info.status == "FINISHED"
-    assert {"spec.yaml", "evaluations/step-000006-greedy.jsonl"} <= logged.files()
-
-
-# -- the end of a run
+    def end(self, status: str) -> None:
+        os.write(self._writing, f'"{status}"\n'.encode())
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run with all kinds of files: a journal, an evaluation and a model."""
-    run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"])
-    for name in ("evaluations", "model"):
-        (run.path / name).mkdir()
-    run.write_text("spec.yaml", "seed: 3\n")
-    run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
-    (run.path / "model/model.safetensors").write_bytes(b"weights")
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.system_metrics.metrics import gpu_monitor
+
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=30e9, total=40e9),
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=85),
+        nvmlDeviceGetPowerUsage=lambda _: 350_000,
+        nvmlDeviceGetEnforcedPowerLimit=lambda _: 700_000,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(gpu_monitor, "pynvml", nvml, raising=False)
+    monkeypatch.setattr(tracker, "SAMPLE_S", 0.0)
+
+
+@pytest.mark.usefixtures("_machine")
+def test_data_of_times_without_server_arrives_once_it_is_up(
+    run: RunDirectory, server: Way, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.update(step=7)
+    child = Child(run, Target(server.uri, "tests"))
     do_steps(run, 1, 3)
-    evaluate(run, 3, 0.5, [{"uid": "a", "response": "yes"}])
-    run.append(SAMPLES, {"step": 3, "time": 1e6, "system/cpu_utilization_percentage": 50.0})
-    run.update(phase="running", step=3)
-    return run
-
-
-ALL_KINDS = {
-    "spec.yaml",
-    "evaluations/step-000003-greedy.jsonl",
-    "evaluations/step-000003-greedy.json",
-    "report.html",
-    "models/step-000003/MLmodel",
-    "models/step-000003/model/model.safetensors",
-}
-
-
-@pytest.mark.rotating
-def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirectory, server: Way) -> None:
-    target = Target(server.uri, "whole", model="speller")
-    child, thread = sending(whole, target)
-    until_failed(whole, server)
-    child.end(Ending("finished"))
+    until(lambda: f"no answer from {server.uri}" in capsys.readouterr().out, "an attempt to fail")
     server.start()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-
-    (whole.path / FILE).unlink()  # as if killed before recording the sent data
-    Sender(whole, target).send("FINISHED", whole.as_if(phase="finished"))
-    logged = Logged(server.uri, "whole")
+    size = (run.path / "metrics.jsonl").stat().st_size
+    until(lambda: "everything is sent again" in capsys.readouterr().out, "the steps to be sent")
+    assert noted_offsets(run)["metrics.jsonl"] == size
+    server.stop()
+    do_steps(run, 4, 6)
+    evaluate(run, 6, 0.5)
+    until(lambda: f"no answer from {server.uri}" in capsys.readouterr().out, "an attempt to fail")
+    server.start()
+    child.end("FINISHED")
+    logged = Logged(server.uri)
+    assert logged.history("loss") == losses(6)
     assert logged.run.info.status == "FINISHED"
-    assert logged.files() >= ALL_KINDS
-    assert logged.history("loss") == losses(3)
-    assert logged.history("system/cpu_utilization_percentage") == [(3, 50.0)]
-    assert b"</html>" in logged.content("report.html")[-20:]
-    assert logged.content("models/step-000003/model/model.safetensors") == b"weights"
-    [version] = logged.client.search_model_versions("name = 'speller'")
-    assert (version.run_id, version.tags["asyncrl_step"]) == (logged.run.info.run_id, "3")
-    with tracking_at(server.uri):
-        table = logged.client.load_table(logged.run.info.experiment_id, "evaluations/step-000003-greedy.json")
-    assert table["response"].tolist() == ["yes"]
+    assert logged.files() == {"spec.yaml", "evaluations/step-000006-greedy.jsonl"}
+
+    samples = run.read(SAMPLES)
+    assert {row["step"] for row in samples} == {7}
+    assert logged.history("system/gpu_0_utilization_percentage") == [(7, 85.0)] * len(samples)
+    for row in samples:
+        assert 0 <= row["system/cpu_utilization_percentage"] <= 100
+        assert row["system/system_memory_usage_megabytes"] > 1
+        assert {"system/disk_usage_percentage", "system/network_receive_megabytes"} <= row.keys()
+
+    (run.path / PROGRESS).unlink()  # as if killed before anything was noted
+    Sender(run, Target(server.uri, "tests")).send("FINISHED")
+    assert Logged(server.uri).history("loss") == losses(6), "the server ignores repeated points, too"
 
 
-@pytest.mark.parametrize(
-    ("ending", "text"),
-    [
-        (Ending("finished"), "Nothing: no part had a fault."),
-        (Ending("failed", reason="no disk"), "The run failed: no disk."),
-    ],
-)
-def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, ending: Ending, text: str) -> None:
-    send_to_the_end(whole, local(tmp_path), ending)
-    assert text in Logged(local(tmp_path).uri).content("report.html").decode()
+# -- the driver's side
 
 
-def test_an_interrupted_run_sends_no_report_because_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
-    send_to_the_end(whole, local(tmp_path, "speller"), Ending("interrupted"))
-    files = Logged(local(tmp_path).uri).files()
-    assert "evaluations/step-000003-greedy.json" in files
-    assert not files & {"report.html", "models/step-000003/MLmodel"}
-
-
-# -- the child process
-
-
-def monitor_of(run: RunDirectory, tmp_path: Path, **tracking: Any) -> tuple[Mlflow, Recorder]:
-    recorder = Recorder(run, pytest.fail)
-    monitor = Mlflow(recorder, spec_of({"experiment": "tests", **tracking}, runs_dir=str(tmp_path)))
+def monitor_of(run: RunDirectory, tmp_path: Path, **tracking: Any) -> Mlflow:
+    monitor = Mlflow(run, spec_of({"experiment": "tests", **tracking}, runs_dir=str(tmp_path)))
     monitor.started(RunInfo(run.run_id, run.path, 4, {}))
-    return monitor, recorder
+    return monitor
 
 
-def test_a_killed_child_starts_again_and_sends_the_rest(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_killed_child_starts_again_and_sends_the_rest(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cast("dict[str, float]", FINISH_S), "finished", LIMIT_S)
     target = local(tmp_path)
-    monitor, recorder = monitor_of(run, tmp_path)
+    monitor = monitor_of(run, tmp_path)
     do_steps(run, 1, 2)
-    monitor.stepped(2, 2, {})
-    until(lambda: sent(run)["step"] == 2, "the first steps")
+    until(lambda: noted_offsets(run), "the first steps")
     monitor._child.kill()
     monitor._child.wait()
     do_steps(run, 3, 4)
     monitor.stepped(4, 4, {})
-    recorder.wait()
-    assert monitor.finish(Ending("finished")).startswith("run ")
+    note = monitor.finish(Ending("finished"))
     logged = Logged(target.uri)
+    assert note == f"run {logged.run.info.run_id} in experiment tests"
     assert logged.history("loss") == losses(4)
     assert logged.run.info.status == "FINISHED"
 
 
 def test_a_child_that_dies_at_the_end_leaves_the_rest_to_track(run: RunDirectory, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monitor, _ = monitor_of(run, tmp_path, uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
-        do_steps(run, 1, 2)
+        monitor = monitor_of(run, tmp_path, uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
         connection, _ = silent.accept()  # it has connected
         with connection:
             Thread(target=monitor._child.send_signal, args=[signal.SIGKILL]).start()
             note = monitor.finish(Ending("finished"))
-    assert note.startswith("2 steps kept, not sent (the sending process ended with exit code -9); later: ")
+    assert note == (
+        "the sending process ended with exit code -9, see logs/mlflow.log; the rest is kept, later: "
+        f"asyncrl track {run.argument}"
+    )
 
 
 def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TRACKING_S, "finished", 0.1)
+    monkeypatch.setitem(cast("dict[str, float]", FINISH_S), "finished", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monitor, _ = monitor_of(run, tmp_path, uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monitor = monitor_of(run, tmp_path, uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
         connection, _ = silent.accept()
         with connection:
             note = monitor.finish(Ending("finished"))
-    assert note.startswith("the rest kept, not sent (not done within 0 s); later: ")
+    assert note.startswith("not done within 0 s, see logs/mlflow.log; the rest is kept, later: ")
     assert monitor._child.poll() == -signal.SIGKILL
 
 
 def test_the_child_ends_when_its_driver_is_gone(run: RunDirectory, tmp_path: Path) -> None:
-    monitor, _ = monitor_of(run, tmp_path)
-    monitor._input.close()
+    monitor = monitor_of(run, tmp_path)
+    assert monitor._child.stdin is not None
+    monitor._child.stdin.close()
     assert monitor._child.wait(LIMIT_S) == 1
+
+
+def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) -> None:
+    target = target_of(spec_of({}, runs_dir=str(tmp_path)))
+    assert target.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert target.artifacts == f"file://{tmp_path}/mlflow-artifacts"
+    assert target_of(spec_of({"uri": "http://there"})).artifacts is None
+
+
+@pytest.mark.parametrize("uri", [None, "http://there"])
+def test_the_model_is_registered_wherever_the_run_is_logged(uri: str | None) -> None:
+    assert target_of(spec_of({"uri": uri})).model is None
+    assert target_of(spec_of({"uri": uri, "register_model": "mine"})).model == "mine"
