@@ -101,16 +101,29 @@ def _train(changes: list[str]) -> Path:
 
 
 def _plan(changes: list[str], calibration: Path, run: Path) -> dict[str, Any]:
-    arguments = ["--calibrate-from", f"{calibration}/", "--compare", f"{run}/", "--json"]
-    document: dict[str, Any] = json.loads(_asyncrl("plan", str(QUICKSTART), *overrides(changes), *arguments))
-    return document
+    """The prediction from one run, and under ``measured`` the measurements of the run with these changes."""
+
+    def planned(source: Path) -> dict[str, Any]:
+        words = [*overrides(changes), "--calibrate-from", f"{source}/", "--json"]
+        document: dict[str, Any] = json.loads(_asyncrl("plan", str(QUICKSTART), *words))
+        return document
+
+    return planned(calibration) | {"measured": planned(run)["calibration"]["reproduced"]}
 
 
 def _row(name: str, document: dict[str, Any]) -> Row:
-    lines = {line["name"]: line for line in document["comparison"]["lines"]}
-    step, stale = lines.pop("step"), lines.pop("mean staleness")
-    worst = max(lines.values(), key=lambda line: abs(line["off"]))
-    return Row(name, step["predicted"], step["measured"], 100 * worst["off"], (stale["predicted"], stale["measured"]))
+    measured = {line["name"]: line["measured"] for line in document["measured"]}
+    outcome = document["plan"]["outcome"]
+    shares = outcome["trainer_shares"]
+    predicted = {
+        "trainer trains": shares["training"],
+        "trainer publishes": shares.get("publishing", 0.0) + shares.get("publish", 0.0),
+        "trainer waits": sum(shares.get(part, 0.0) for part in ("groups", "missing", "other")),
+        "engines idle": outcome["engines_idle"],
+    }
+    worst_share = max((predicted[part] - measured[part] for part in predicted if part in measured), key=abs)
+    staleness = (outcome["mean_staleness"], measured["mean staleness"])
+    return Row(name, outcome["step_s"], measured["step"], 100 * worst_share, staleness)
 
 
 def _processors(run: Path) -> dict[str, float]:

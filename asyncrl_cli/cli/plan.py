@@ -14,8 +14,6 @@ from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
     from asyncrl_cli.inspect.pages import Page
-    from asyncrl_cli.plan.comparison import Line
-    from asyncrl_cli.plan.from_journal import Calibration
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -38,15 +36,6 @@ def plan(
             autocompletion=run_names,
         ),
     ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            "--compare",
-            metavar="RUN",
-            help="Print the prediction next to this run's measurements.",
-            autocompletion=run_names,
-        ),
-    ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -63,8 +52,6 @@ def plan(
     if calibrate and calibrate_from is not None:
         raise typer.BadParameter("cannot be combined with --calibrate-from", param_hint="--calibrate")
     experiment_spec = load_spec(spec, overrides or ()).spec
-    # Before measuring: a wrong run id must be reported first.
-    compared = find_run(runs_dir, compare) if compare is not None else None
     if calibrate:
         run = calibration_run(spec, overrides or ())
     elif calibrate_from is not None:
@@ -75,67 +62,58 @@ def plan(
             location="asyncrl plan",
             hint="use a run of this spec on the same kind of machine (--calibrate-from RUN), or measure (--calibrate)",
         )
-    pages = predicted_pages(experiment_spec, calibration_run=run, compared_run=compared)
+    for page in (pages := predicted_pages(experiment_spec, run)).values():
+        if not as_json:
+            echo("\n".join((*page.lines, "")))
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
-    else:
-        echo("\n\n".join("\n".join(page.lines) for page in pages.values()))
 
 
-def predicted_pages(
-    spec: ExperimentSpec, calibration_run: RunDirectory, compared_run: RunDirectory | None
-) -> dict[str, Page]:
-    """Return the measurements, the prediction, and a comparison with another run.
+def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
+    """Return the measurements of a run, and the prediction for a spec from them.
 
     Raises ``ConfigError`` if the simulation does not reproduce the measured run, or if that run's measurements do not
     hold for the spec.
     """
+    from asyncrl_cli.core.errors import ConfigError
     from asyncrl_cli.inspect.health import health
-    from asyncrl_cli.inspect.plan_page import calibration_page, comparison_page, plan_page
-    from asyncrl_cli.inspect.reproduction import no_advice
+    from asyncrl_cli.inspect.plan_page import calibration_page, comparison_table, plan_page
+    from asyncrl_cli.inspect.reproduction import no_advice, reproduced
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.journal.history import metrics_rows
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
-    from asyncrl_cli.plan.comparison import compare
+    from asyncrl_cli.plan.from_journal import calibrate
     from asyncrl_cli.plan.prediction import Devices, predict, spans
     from asyncrl_cli.plan.scenario import planned_scenario
     from asyncrl_cli.records.groups import BufferSettings
     from asyncrl_cli.spec.load import load_recorded
 
-    measured_spec = load_recorded(calibration_run.path).spec
-    calibration = measure(calibration_run, measured_spec)
-    pages = {
-        "calibration": calibration_page(calibration_run.run_id, calibration, _reproduced(calibration_run, calibration))
-    }
+    measured_spec = load_recorded(run.path).spec
+    with snapshot(run.path / FILE) as connection:
+        reason = no_advice(health(metrics_rows(connection), resolved_spec(run)))
+        try:
+            calibration = calibrate(connection, shares_host(measured_spec))
+        except ValueError as error:
+            hint = "measure a run with more trained steps, and fewer evaluations and checkpoints"
+            raise ConfigError(str(error), location=run.run_id, hint=hint) from None
+    reproduction = reproduced(resolved_spec(run), calibration)
+    if reproduction.misfit is not None:
+        echo("\n".join(comparison_table("its own steps", reproduction.lines)), err=True)
+        raise ConfigError(
+            f"the run's own steps are not reproduced within 10 %, so nothing is predicted; "
+            f"the largest difference: {reproduction.misfit}",
+            location=run.run_id,
+            hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
+        )
     planned = planned_scenario(spec, settings=BufferSettings.of(spec), measured=calibration, of_run=measured_spec)
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
-    with snapshot(calibration_run.path / FILE) as connection:
-        reason = no_advice(health(metrics_rows(connection), resolved_spec(calibration_run)))
-    pages["plan"] = plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, reason=reason)
-    if compared_run is not None:
-        comparison = measure(compared_run, load_recorded(compared_run.path).spec)
-        lines = compare(predicted.outcome, comparison.observed)
-        pages["comparison"] = comparison_page(compared_run.run_id, lines)
-    return pages
-
-
-def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
-    """Read lengths and costs from a run's journal. Raises ``ConfigError`` if the journal has too few steps."""
-    from asyncrl_cli.core.errors import ConfigError
-    from asyncrl_cli.journal.queries import snapshot
-    from asyncrl_cli.journal.schema import FILE
-    from asyncrl_cli.plan.from_journal import calibrate
-    from asyncrl_cli.plan.scenario import shares_host
-
-    with snapshot(run.path / FILE) as connection:
-        try:
-            return calibrate(connection, shares_host(spec))
-        except ValueError as error:
-            hint = "measure a run with more trained steps, and fewer evaluations and checkpoints"
-            raise ConfigError(str(error), location=run.run_id, hint=hint) from None
+    return {
+        "calibration": calibration_page(run.run_id, calibration, reproduction.lines),
+        "plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, reason=reason),
+    }
 
 
 def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
@@ -170,22 +148,3 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path))
     drive(experiment, run, DriverStart(), quiet=True)
     return run
-
-
-def _reproduced(run: RunDirectory, calibration: Calibration) -> tuple[Line, ...]:
-    """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
-    from asyncrl_cli.core.errors import ConfigError
-    from asyncrl_cli.inspect.plan_page import comparison_table
-    from asyncrl_cli.inspect.reproduction import reproduced
-    from asyncrl_cli.inspect.resolved import resolved_spec
-
-    reproduction = reproduced(resolved_spec(run), calibration)
-    if reproduction.misfit is None:
-        return reproduction.lines
-    echo("\n".join(comparison_table("its own steps", reproduction.lines)), err=True)
-    raise ConfigError(
-        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; "
-        f"the largest difference: {reproduction.misfit}",
-        location=run.run_id,
-        hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
-    )

@@ -67,7 +67,8 @@ def train(
         checked = experiment.spec  # with `stop.epochs` converted to steps
         # After the checks, because a refused spec must leave no folder behind (decision 0028).
         run = RunDirectory.create(checked.runs_dir, checked.name)
-        run.begin(dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, checked.model.path))
+        manifest = describe_start(spec, checked.model.path)
+        run.begin(dump_spec(checked, loaded.references), checked.stop.total, manifest)
         drive(experiment, run=run, start=DriverStart(), quiet=quiet)
 
 

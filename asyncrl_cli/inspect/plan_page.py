@@ -1,4 +1,4 @@
-"""The pages of `asyncrl plan`: the measurements, the prediction, and a comparison with a run."""
+"""The pages of `asyncrl plan`: the prediction and its basis."""
 
 from __future__ import annotations
 
@@ -127,11 +127,6 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
         "reproduced": _line_documents(lines),
     }
     return Page(document, _wrapped(text))
-
-
-def comparison_page(run_id: str, lines: Sequence[Line]) -> Page:
-    """Compare a prediction with a run's measurements."""
-    return Page({"run": run_id, "lines": _line_documents(lines)}, comparison_table(f"against {run_id}", lines))
 
 
 def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
