@@ -12,9 +12,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -37,7 +35,7 @@ from asyncrl_cli.cli import (
     watch,
 )
 from asyncrl_cli.cli.arguments import Group, add
-from asyncrl_cli.cli.output import debugging, echo, in_runs_dir
+from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import UserError, diagnostic
 from asyncrl_cli.core.imports import missing_package
 from asyncrl_cli.system.network import bypass_proxies
@@ -153,7 +151,6 @@ def main() -> None:
     try:
         app(prog_name="asyncrl")
     except UserError as error:
-        error.hint = in_runs_dir(error.hint, _given_runs_dir(sys.argv))
         _end(error.diagnostic(), error.exit_code)
     except ModuleNotFoundError as error:
         if (missing := missing_package(error)) is None:
@@ -164,14 +161,6 @@ def main() -> None:
             raise
         hint = "free disk space, or redirect the output elsewhere"
         _end(diagnostic("error", f"cannot write the output: {error.strerror}", hint=hint), 1)
-
-
-def _given_runs_dir(words: Sequence[str]) -> Path | None:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name == "--runs-dir":
-            return Path(value if equals else following)
-    return None
 
 
 def _end(message: str, code: int) -> NoReturn:

@@ -31,16 +31,6 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
     show(list_page(stored(find_run(runs_dir, run))), as_json)
 
 
-def show_checkpoint(
-    run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
-) -> None:
-    """Show the newest checkpoint, or the checkpoint of --step, with its files."""
-    from asyncrl_cli.inspect.checkpoint_pages import show_page, stored
-
-    found = find_run(runs_dir, run)
-    show(show_page(stored(found), _chosen(found, step)[-1]), as_json)
-
-
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
     """Compare every byte of all checkpoints, or of --step's checkpoint, with the recorded checksums.
 
@@ -165,7 +155,6 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
 add(
     app,
     ("list", list_checkpoints, "List checkpoints and why each is kept.", "checkpoint list latest"),
-    ("show", show_checkpoint, "Show one checkpoint.", "checkpoint show latest --step 40"),
     ("verify", verify_checkpoints, "Compare every byte with its checksum.", "checkpoint verify latest"),
     ("export", export, "Write the model as a Hugging Face folder.", "checkpoint export --to my-model"),
     ("prune", prune, "Delete checkpoints that no retention rule keeps.", "checkpoint prune latest --dry-run"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Overrides, RunsDir, Step, run_names
-from asyncrl_cli.cli.output import echo, echo_json, in_runs_dir, start_checks
+from asyncrl_cli.cli.output import echo, echo_json, start_checks
 from asyncrl_cli.cli.running import refusing, search_path
 from asyncrl_cli.cli.serve import initial_model, is_spec
 from asyncrl_cli.core.errors import ConfigError, RunError
@@ -53,10 +53,6 @@ def evaluate(
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", dir_okay=False, writable=True, help="Write the responses, too."),
-    ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Evaluate a model with the engines, the task and the data of a spec, without training.
@@ -68,10 +64,6 @@ def evaluate(
     if samples is not None and greedy:
         raise typer.BadParameter("there is only one greedy response per prompt", param_hint="--samples")
     with refusing():
-        if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(
-                "no such folder", location=str(output.parent), hint="create it, or choose another -o FILE"
-            )
         changes = [*(overrides or ()), *(() if samples is None else (f"evaluation.samples={samples}",))]
         loaded, base, run = _read(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
         settings = loaded.spec
@@ -110,8 +102,6 @@ def evaluate(
             served = served_folder(settings, model, logs=folder.path / "logs", what=f"the model of {target}")
     choose = partial(offline, kind=kind, data=_name(data or ""))
     results, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)
-    if output is not None:
-        output.write_text("".join(one.text for one, _ in results))
     heads = [json.loads(one.text.partition("\n")[0]) | {"file": file} for one, file in results]
     if as_json:
         echo_json({"model": served.what, "step": served.step, "evaluations": heads, "mlflow": mlflow or None})
@@ -224,7 +214,7 @@ def _run(
                 sender = send_rest(folder, target_of(spec))
                 mlflow = f"run {sender.progress.run_id} in experiment {spec.tracking.experiment}"
             except RunError as error:
-                say(f"! {in_runs_dir(str(error), folder.path.parent)}")
+                say(f"! {error}")
             finally:
                 folder.unlock()
     return sorted(results, key=lambda result: result[0].file), mlflow

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 import asyncrl_cli
-from asyncrl_cli.cli.arguments import one_of
+from asyncrl_cli.cli.arguments import completion
 from asyncrl_cli.cli.output import echo, echo_json
 from asyncrl_cli.core.errors import UserError
 
@@ -116,7 +116,7 @@ def _names() -> Iterable[str]:
 def init(
     template: Annotated[
         str | None,
-        typer.Argument(metavar="TEMPLATE", help="The template.", show_default=False, autocompletion=one_of(_names)),
+        typer.Argument(metavar="TEMPLATE", help="The template.", show_default=False, autocompletion=completion(_names)),
     ] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="The folder to create.", show_default=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, add, one_of
+from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, add, completion
 from asyncrl_cli.cli.output import echo, show
 from asyncrl_cli.runs.catalogue import find_run
 
@@ -45,7 +45,7 @@ def inspect_buffer(
         typer.Option(
             "--state",
             metavar="STATE",
-            autocompletion=one_of(_states),
+            autocompletion=completion(_states),
             help="List groups in this state: running, finished, taken (not trained), trained, rejected or requeued.",
         ),
     ] = None,
@@ -124,7 +124,7 @@ def events(
         typer.Option(
             "--kind",
             metavar="KIND",
-            autocompletion=one_of(_kinds),
+            autocompletion=completion(_kinds),
             help="Only events of this kind: {names}. May be repeated.",
         ),
     ] = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunName, RunsDir, Step, assignments
-from asyncrl_cli.cli.output import debugging, echo, in_runs_dir, start_checks
+from asyncrl_cli.cli.output import debugging, echo, start_checks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import count_range
@@ -212,7 +212,6 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
         terminal.err.write(f"stopped at step {run.state.step}; resume with: asyncrl resume {run.argument}\n")
         raise typer.Exit(INTERRUPTED) from None
     except UserError as error:
-        error.hint = in_runs_dir(error.hint, run.path.parent)
         error.exit_code = UserError.exit_code  # exit code 2 would mean that nothing was started
         raise
     except Exception as error:

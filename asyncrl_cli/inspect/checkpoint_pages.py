@@ -1,4 +1,4 @@
-"""The pages of `asyncrl checkpoint`: a list with damage and the reasons to keep each, and one checkpoint's files."""
+"""The page of `asyncrl checkpoint list`: damage, and the reasons to keep each checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from rich.filesize import decimal
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.inspect.pages import Page, duration, moment, table
+from asyncrl_cli.inspect.pages import Page, duration, table
 from asyncrl_cli.inspect.resolved import resolved_spec
 from asyncrl_cli.journal import history
 from asyncrl_cli.journal.progress import accuracies
@@ -98,26 +97,3 @@ def list_page(run_checkpoints: Stored) -> Page:
     ]
     header = ("step", "size", "age", "files", "greedy", "kept because")
     return Page(document, table(header, cells, left=(3, 5)))
-
-
-def show_page(run_checkpoints: Stored, checkpoint: Checkpoint) -> Page:
-    row = run_checkpoints.row(checkpoint)
-    trainer = checkpoint.trainer()
-    files = {
-        path.relative_to(checkpoint.folder).as_posix(): path.stat().st_size
-        for path in sorted(checkpoint.folder.rglob("*"))
-        if path.is_file()
-    }
-    lines = [
-        f"run         {run_checkpoints.run.run_id}",
-        f"step        {checkpoint.step}",
-        f"folder      {row['folder']}",
-        f"saved       {moment(row['saved_at'])}, {duration(time.time() - row['saved_at'])} ago",
-        f"trainer     {counted(trainer.ranks, 'rank')}, ZeRO-{trainer.zero_stage}, {trainer.dtype}",
-        f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
-        f"kept        {', '.join(row['kept']) or NOT_KEPT}",
-        f"files       {'; '.join(map(str, verify(checkpoint, contents=False))) or 'ok'}",
-        "",
-        *table(("file", "size"), [(name, decimal(size)) for name, size in files.items()]),
-    ]
-    return Page({"run": run_checkpoints.run.run_id, **row, "trainer": asdict(trainer), "files": files}, lines)

@@ -69,7 +69,6 @@ def read(target: str, **options: Any) -> Any:
         (["models/empty"], "no run is called 'models/empty'", "asyncrl runs"),
         (["latest"], "there is no run yet", "asyncrl train SPEC"),
         (["spec.yaml", "--data", "none.jsonl"], "none.jsonl", ""),
-        (["spec.yaml", "-o", "nowhere/x.jsonl"], "no such folder", "another -o FILE"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(

@@ -171,7 +171,7 @@ def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(
 ) -> None:
     """The checkpoint of the last step: the weights, prompts, seeds and reward of the run's own evaluation."""
     own = {path: path.read_bytes() for path in saved.run.rglob("*") if path.is_file() and "logs" not in path.parts}
-    chosen = ("--step", str(STEPS), "--sampled", "--json", "-o", tmp_path / "out.jsonl")
+    chosen = ("--step", str(STEPS), "--sampled", "--json")
     ended = shared_runs.run("evaluate", saved.run, *chosen)
     assert ended.code == 0, ended.err
     document = json.loads(ended.out)
@@ -183,7 +183,6 @@ def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(
 
     expected = rows(saved.run, f"evaluations/step-{STEPS:06d}-sampled.jsonl")
     found = rows(saved.run, f"evaluations/step-{STEPS:06d}-offline-sampled.jsonl")
-    assert rows(tmp_path, "out.jsonl") == found
     assert [row["uid"] for row in found[1:]] == [row["uid"] for row in expected[1:]]
     equal = [one["response"] == other["response"] for one, other in zip(found[1:], expected[1:], strict=True)]
     assert sum(equal) > 0.9 * len(equal), "rounding may choose another token now and then, other weights always do"
