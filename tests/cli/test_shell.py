@@ -222,13 +222,14 @@ def test_wrong_commands_and_options_get_a_hint(
     assert hint in capsys.readouterr().err.partition("hint: ")[2]
 
 
-@pytest.mark.parametrize(("arguments", "meant"), [("inspect rum latest", "'run'"), ("runs --run-dir x", "--runs-dir")])
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"), [("inspect rum latest", "mean 'run'"), ("runs --run-dir x", "options: --runs-dir")]
+)
 def test_a_similar_command_or_option_is_named(
-    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str], arguments: str, meant: str
+    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str], arguments: str, suggestion: str
 ) -> None:
     assert asyncrl(*arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert f"Did you mean {meant}?" in error or f"Did you mean '{meant}'?" in error, error
+    assert suggestion in capsys.readouterr().err
 
 
 def test_a_new_folder_of_a_file_is_announced(

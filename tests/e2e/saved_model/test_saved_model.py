@@ -166,9 +166,7 @@ def test_its_models_are_served_and_a_kill_leaves_nothing(
         server.end(signal.SIGKILL)
 
 
-def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(
-    saved: Saved, shared_runs: Runs, tmp_path: Path
-) -> None:
+def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(saved: Saved, shared_runs: Runs) -> None:
     """The checkpoint of the last step: the weights, prompts, seeds and reward of the run's own evaluation."""
     own = {path: path.read_bytes() for path in saved.run.rglob("*") if path.is_file() and "logs" not in path.parts}
     chosen = ("--step", str(STEPS), "--sampled", "--json")
