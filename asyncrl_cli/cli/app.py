@@ -88,8 +88,8 @@ app.add_typer(inspect.app, name="inspect", rich_help_panel=LOOK)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=USE)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         echo(f"asyncrl {__version__}")
         raise typer.Exit
 
@@ -138,9 +138,9 @@ def _end_quickly(exit_codes: list[int]) -> None:
 
 def main() -> None:
     """Run a command, and show a UserError as a diagnostic without its traceback."""
-    for number in (0, 1, 2):
+    for descriptor in (0, 1, 2):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:  # the parent process closed it; the next opened file would get its number, and be written to
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
@@ -153,9 +153,9 @@ def main() -> None:
     except UserError as error:
         _end(error.diagnostic(), error.exit_code)
     except ModuleNotFoundError as error:
-        if (missing := missing_package(error)) is None:
+        if (diagnosis := missing_package(error)) is None:
             raise
-        _end(missing.diagnostic(), missing.exit_code)
+        _end(diagnosis.diagnostic(), diagnosis.exit_code)
     except OSError as error:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise

@@ -41,7 +41,7 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     from asyncrl_cli.runs.checkpoints import verify
 
     damaged = False
-    for checkpoint in _chosen(find_run(runs_dir, run), step):
+    for checkpoint in _checkpoints(find_run(runs_dir, run), step):
         problem = "; ".join(map(str, verify(checkpoint)))
         if not checkpoint.folder.is_dir():
             echo(f"step {checkpoint.step}: deleted meanwhile")
@@ -53,7 +53,7 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
 
 
 def export(
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write; it must be empty or new.")],
+    folder: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write; it must be empty or new.")],
     run: RunName = "latest",
     step: Step = None,
     runs_dir: RunsDir = Path("runs"),
@@ -65,24 +65,24 @@ def export(
     from asyncrl_cli.runs.checkpoints import verified_checkpoint
     from asyncrl_cli.spec.load import load_recorded
 
-    found = find_run(runs_dir, run)
-    _chosen(found, step)  # raises if there is none, before torch is imported
+    run_directory = find_run(runs_dir, run)
+    _checkpoints(run_directory, step)  # raises if there is none, before torch is imported
 
     from asyncrl_cli.train.model.initial import model_stub_path
     from asyncrl_cli.train.model.saving import check_target, export_model
 
-    check_target(to)
-    checkpoint = verified_checkpoint(found, step)
+    check_target(folder)
+    checkpoint = verified_checkpoint(run_directory, step)
     assert checkpoint is not None
-    model = load_recorded(found.path).spec.model
+    model = load_recorded(run_directory.path).spec.model
     export_model(
         checkpoint,
-        model_stub=model_stub_path(model, found.model_stub),
-        folder=to,
+        model_stub=model_stub_path(model, run_directory.model_stub),
+        folder=folder,
         lora=model.lora,
         images=model.max_images > 0,
     )
-    echo(f"the model of step {checkpoint.step} is in {to}")
+    echo(f"the model of step {checkpoint.step} is in {folder}")
 
 
 def prune(
@@ -107,21 +107,23 @@ def prune(
     from asyncrl_cli.journal.file import checkpoints_removed
     from asyncrl_cli.runs.checkpoints import remove_unread
 
-    found = find_run(runs_dir, run)
-    has = stored(found)
-    given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
-    retention = has.retention.model_copy(update={key: value for key, value in given.items() if value is not None})
-    if retention.keep_best and not has.accuracies:
+    run_directory = find_run(runs_dir, run)
+    run_checkpoints = stored(run_directory)
+    options = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+    retention = run_checkpoints.retention.model_copy(
+        update={key: value for key, value in options.items() if value is not None}
+    )
+    if retention.keep_best and not run_checkpoints.accuracies:
         raise RunError(
             "cannot keep the best checkpoints: the run's journal has no greedy accuracy",
-            location=found.run_id,
+            location=run_directory.run_id,
             hint="pass --keep-best 0 to use only the other rules",
         )
     if not dry_run:
-        found.lock()
-        has = stored(found)  # again: until the lock was held, the driver may have changed them
-    reasons = has.reasons(retention)
-    removed = [checkpoint for checkpoint in has.checkpoints if not reasons[checkpoint.step]]
+        run_directory.lock()
+        run_checkpoints = stored(run_directory)  # again: until the lock was held, the driver may have changed them
+    reasons = run_checkpoints.reasons(retention)
+    removed = [checkpoint for checkpoint in run_checkpoints.checkpoints if not reasons[checkpoint.step]]
     sizes = {checkpoint.step: checkpoint.size for checkpoint in removed}
     if not dry_run:
         for checkpoint in list(removed):
@@ -130,15 +132,16 @@ def prune(
                 echo(f"the checkpoint of step {checkpoint.step} is kept: another command reads it", err=True)
         # After the files are gone, because `journal.keep` deletes tokens that only removed checkpoints need. In the
         # other order, a kill in between would leave a checkpoint on disk without its tokens.
-        checkpoints_removed(found.path, [checkpoint.step for checkpoint in removed])
-        found.unlock()
+        checkpoints_removed(run_directory.path, [checkpoint.step for checkpoint in removed])
+        run_directory.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
     freed = decimal(sum(sizes[checkpoint.step] for checkpoint in removed))
-    what = f"the checkpoints of steps {steps} ({freed})" if removed else "nothing"
-    echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(has.checkpoints) - len(removed)} kept")
+    removed_text = f"the checkpoints of steps {steps} ({freed})" if removed else "nothing"
+    kept_count = len(run_checkpoints.checkpoints) - len(removed)
+    echo(f"{'would remove' if dry_run else 'removed'} {removed_text}; {kept_count} kept")
 
 
-def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
+def _checkpoints(run: RunDirectory, step: int | None) -> list[Checkpoint]:
     """All checkpoints, or one step's checkpoint. Raises ``RunError`` if there is none."""
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
 

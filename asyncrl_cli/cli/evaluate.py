@@ -65,14 +65,20 @@ def evaluate(
         raise typer.BadParameter("there is only one greedy response per prompt", param_hint="--samples")
     with refusing():
         changes = [*(overrides or ()), *(() if samples is None else (f"evaluation.samples={samples}",))]
-        loaded, base, run = _read(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
-        settings = loaded.spec
+        loaded_spec, base, run = _read_target(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
+        settings = loaded_spec.spec
         if step is not None and run is None:
             raise typer.BadParameter("only a run has steps", param_hint="--step")
-        kind = "greedy" if greedy else None if greedy is None and samples is None else "sampled"
-        of_sets = {} if kind is None else {"greedy": kind == "greedy", **({"samples": samples} if samples else {})}
+        evaluation_kind = "greedy" if greedy else None if greedy is None and samples is None else "sampled"
+        set_changes = (
+            {}
+            if evaluation_kind is None
+            else {"greedy": evaluation_kind == "greedy", **({"samples": samples} if samples else {})}
+        )
         evaluation = settings.evaluation
-        sets = {name: one.model_copy(update=of_sets) for name, one in evaluation.sets.items() if data is None}
+        sets = {
+            name: section.model_copy(update=set_changes) for name, section in evaluation.sets.items() if data is None
+        }
         settings = settings.model_copy(update={"evaluation": evaluation.model_copy(update={"sets": sets})})
         if settings.data.eval is None and not settings.evaluation.sets:
             raise ConfigError(
@@ -98,15 +104,15 @@ def evaluate(
             # MLflow needs the form of a run's folder. It must not be in `runs`, where it would be listed as a run.
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
             manifest = describe_start(base / "spec.yaml") | {EVALUATED: target}
-            folder.begin(dump_spec(settings, loaded.references), 0, manifest)
+            folder.begin(dump_spec(settings, loaded_spec.references), 0, manifest)
             served = served_folder(settings, model, logs=folder.path / "logs", what=f"the model of {target}")
-    choose = partial(offline, kind=kind, data=_name(data or ""))
+    choose = partial(offline, kind=evaluation_kind, data=_name(data or ""))
     results, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)
-    heads = [json.loads(one.text.partition("\n")[0]) | {"file": file} for one, file in results]
+    heads = [json.loads(result.text.partition("\n")[0]) | {"file": file} for result, file in results]
     if as_json:
         echo_json({"model": served.what, "step": served.step, "evaluations": heads, "mlflow": mlflow or None})
     else:
-        for line in (*_shown(heads), *(head["file"] for head in heads if head["file"])):
+        for line in (*_result_table(heads), *(head["file"] for head in heads if head["file"])):
             echo(line)
         if mlflow:
             echo(f"MLflow: {mlflow}")
@@ -114,7 +120,7 @@ def evaluate(
         raise typer.Exit(1)
 
 
-def _read(
+def _read_target(
     target: str, *, spec_file: Path | None, data: str | None, changes: Sequence[str], runs_dir: Path
 ) -> tuple[LoadedSpec, Path, RunDirectory | None]:
     """Return the spec for ``target``, the folder of the user's modules, and the run if the target is one."""
@@ -129,7 +135,7 @@ def _read(
         spec_file = folder
     elif spec_file is not None or (folder / "config.json").is_file():
         model = str(folder.absolute()) if folder.is_dir() else target
-        runs = (above for above in Path(model).parents if (above / "manifest.json").is_file())
+        runs = (parent for parent in Path(model).parents if (parent / "manifest.json").is_file())
         owner = next(map(RunDirectory, runs), None)
     else:
         run = owner = find_run(runs_dir, target)
@@ -140,14 +146,14 @@ def _read(
     else:
         hint = f"name the spec that has them: asyncrl evaluate {target} --spec SPEC"
         raise ConfigError("a saved model has no task and no data", location=target, hint=hint)
-    loaded = load(changes)
+    loaded_spec = load(changes)
     if data is not None:
         # Other prompts, but the same columns, template and system message.
-        split = loaded.spec.data.eval
-        known = split if split is not None and split.path else loaded.spec.data.train
-        form = known.model_dump(exclude={"path", "size", "config", "split"})
-        loaded = load([f"data.eval={json.dumps({'path': data, **form})}", *changes])
-    return loaded if model is None else replace(loaded, spec=saved_model(loaded.spec, model)), base, run
+        split = loaded_spec.spec.data.eval
+        prompt_source = split if split is not None and split.path else loaded_spec.spec.data.train
+        row_format = prompt_source.model_dump(exclude={"path", "size", "config", "split"})
+        loaded_spec = load([f"data.eval={json.dumps({'path': data, **row_format})}", *changes])
+    return loaded_spec if model is None else replace(loaded_spec, spec=saved_model(loaded_spec.spec, model)), base, run
 
 
 def _name(data: str) -> str:
@@ -182,18 +188,18 @@ def _run(
             show("")
             terminal.err.write(f"{text}\n")
 
-        def record(one: Measured) -> None:
+        def record(evaluation: Measured) -> None:
             file = None
-            if one.warning:
-                say(f"! {one.warning}")
+            if evaluation.warning:
+                say(f"! {evaluation.warning}")
             try:
-                file = str(store(folder, one))
+                file = str(store(folder, evaluation))
             except OSError as error:
-                say(f"! {folder.path / one.file} cannot be written: {error.strerror}")
-            results.append((one, file))
+                say(f"! {folder.path / evaluation.file} cannot be written: {error.strerror}")
+            results.append((evaluation, file))
 
-        def progress(ended: int, total: int) -> None:
-            show(f"{ended:,} of {total:,} responses")
+        def progress(ended_responses: int, total: int) -> None:
+            show(f"{ended_responses:,} of {total:,} responses")
 
         say(f"evaluating {served.what}")
         check_cluster(spec, actors=Actors(spec.rollout.min_engines, 0), folder=served.logs, notice=say)
@@ -220,7 +226,7 @@ def _run(
     return sorted(results, key=lambda result: result[0].file), mlflow
 
 
-def _shown(heads: Sequence[dict[str, Any]]) -> list[str]:
+def _result_table(heads: Sequence[dict[str, Any]]) -> list[str]:
     """A table with the evaluations' results and 95 % confidence intervals."""
     from asyncrl_cli.monitors.base import evaluation_metrics
 

@@ -102,10 +102,10 @@ def find_template(name: str) -> Template:
     """Return the template with this name. Raises ``TemplateError`` with the most similar name if there is none."""
     from asyncrl_cli.core.suggest import did_you_mean
 
-    known = {template.name: template for template in templates()}
-    if name in known:
-        return known[name]
-    hint = did_you_mean(name, known, f"templates: {', '.join(known)}")
+    templates_by_name = {template.name: template for template in templates()}
+    if name in templates_by_name:
+        return templates_by_name[name]
+    hint = did_you_mean(name, templates_by_name, f"templates: {', '.join(templates_by_name)}")
     raise TemplateError(f"no template is called {name!r}", hint=hint)
 
 
@@ -139,13 +139,13 @@ def init(
         return
     if template is None:
         raise typer.BadParameter("name a template, or use --list", param_hint="TEMPLATE")
-    found = find_template(template)
+    source = find_template(template)
     if folder is None:
         raise typer.BadParameter(f"name a folder: asyncrl init {template} my-task", param_hint="FOLDER")
-    files = found.copy(folder, force)
+    files = source.copy(folder, force)
     command, file = STARTS.get(template, ("asyncrl train", SPEC))
     spec, started = (shlex.quote(str(folder / name)) for name in (SPEC, file))
-    check = f"train {spec} --dry-run" if found.has_model else f"validate-spec {spec}"
+    check = f"train {spec} --dry-run" if source.has_model else f"validate-spec {spec}"
     echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl {check}\n  {command} {started}")
-    if found.has_model:
+    if source.has_model:
         echo(f"`{MODEL}` has random weights: to use your own model, set model.path in {spec} to its folder or hub id")

@@ -84,7 +84,7 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
         count = f", {device.count} alike" if device.count > 1 else ""
         has = f"it has {size_text(device.capacity)}" if device.capacity is not None else "its capacity is not known"
         lines += ["", f"{device.name}{count}"]
-        rows = [(part.name, size_text(part.bytes), part.note) for part in device.parts]
+        rows = [(entry.name, size_text(entry.bytes), entry.note) for entry in device.parts]
         rows.append(("sum", size_text(device.total), has))
         width = max(len(name) for name, _, _ in rows)
         lines += [f"  {name:{width}}  {size:>11}  {note}".rstrip() for name, size, note in rows]
@@ -101,8 +101,8 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
-def _many(number: int) -> str:
-    return f"{number / 1e9:,.2f}B" if number >= 1e8 else f"{number / 1e6:,.2f}M"
+def _many(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:,.2f}M"
 
 
 def _problem(error: ConfigError) -> dict[str, str]:

@@ -106,13 +106,13 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
             location=run.run_id,
             hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
         )
-    planned = planned_scenario(spec, settings=BufferSettings.of(spec), measured=calibration, of_run=measured_spec)
+    planned_run = planned_scenario(spec, settings=BufferSettings.of(spec), measured=calibration, of_run=measured_spec)
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
-    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
-    by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
+    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, devices)
+    by_length = spans(planned_run.scenario, spec.rollout.max_response_tokens)
     return {
         "calibration": calibration_page(run.run_id, calibration, reproduction.lines),
-        "plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, reason=reason),
+        "plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned_run, reason=reason),
     }
 
 
@@ -129,7 +129,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     pipeline, trainer = spec.pipeline, spec.trainer
     ranks = lcm(trainer.sequence_parallel, trainer.expert_parallel)
     steps = 3 * (pipeline.max_staleness + 2) * pipeline.publish_every + CALIBRATION_STEPS
-    loaded = load_spec(
+    loaded_spec = load_spec(
         path,
         [
             *overrides,
@@ -142,9 +142,9 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
             "checkpoints.every=0",
         ],
     )
-    with start_checks(loaded.spec, path.absolute().parent) as checks:
+    with start_checks(loaded_spec.spec, path.absolute().parent) as checks:
         experiment = checks.experiment()
-    run = RunDirectory.create(loaded.spec.runs_dir, f"{loaded.spec.name}-calibration")
-    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path))
+    run = RunDirectory.create(loaded_spec.spec.runs_dir, f"{loaded_spec.spec.name}-calibration")
+    run.begin(dump_spec(loaded_spec.spec, loaded_spec.references), steps, describe_start(path))
     drive(experiment, run, DriverStart(), quiet=True)
     return run

@@ -18,8 +18,8 @@ from asyncrl_cli.runs.catalogue import find_run
 
 def replay(
     run_id: RunName = "latest",
-    first: Annotated[int, typer.Option("--from", min=1, metavar="STEP", help="The first step to compare.")] = 1,
-    last: Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The last step.")] = None,
+    first_step: Annotated[int, typer.Option("--from", min=1, metavar="STEP", help="The first step to compare.")] = 1,
+    last_step: Annotated[int | None, typer.Option("--to", min=1, metavar="STEP", help="The last step.")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Try another objective or optimizer on the same data."),
@@ -38,28 +38,29 @@ def replay(
     from asyncrl_cli.spec.load import load_recorded
     from asyncrl_cli.system.logs import writable_folder
 
-    if last is not None and last < first:
-        raise typer.BadParameter(f"is before --from {first}", param_hint="--to")
+    if last_step is not None and last_step < first_step:
+        raise typer.BadParameter(f"is before --from {first_step}", param_hint="--to")
     run = find_run(runs_dir, run_id)
-    before = load_recorded(run.path).spec
+    recorded_spec = load_recorded(run.path).spec
     spec = load_recorded(run.path, overrides or ()).spec
-    changed = check_changes(before, spec)
+    changed = check_changes(recorded_spec, spec)
 
     from asyncrl_cli.checks.hosts.examine import check_cluster
     from asyncrl_cli.orchestrator.cluster import Actors
     from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, changes_since, recorded_steps
     from asyncrl_cli.orchestrator.replay import replay as train_again
 
-    recorded = recorded_steps(run)
-    end = min(last or recorded, recorded)
-    if first > end:
+    recorded_count = recorded_steps(run)
+    end = min(last_step or recorded_count, recorded_count)
+    if first_step > end:
         raise RunArgumentError(
-            f"cannot replay from step {first}: the run has trained {counted(recorded, 'step')}",
+            f"cannot replay from step {first_step}: the run has trained {counted(recorded_count, 'step')}",
             location=run.run_id,
             hint="choose an earlier step with --from",
         )
-    earlier = [found.step for found in complete_checkpoints(run.path / "checkpoints") if found.step < first]
-    checkpoint = verified_checkpoint(run, earlier[-1]) if earlier and not changed else None
+    checkpoints = complete_checkpoints(run.path / "checkpoints")
+    earlier_steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step < first_step]
+    checkpoint = verified_checkpoint(run, earlier_steps[-1]) if earlier_steps and not changed else None
     differing: list[int] = []
     compared = 0
 
@@ -80,13 +81,19 @@ def replay(
     check_cluster(spec, actors=Actors(0, spec.trainer.ranks), folder=logs, notice=progress)
     train_again(
         ReplayPlan(
-            run, spec=spec, search_path=search_path(run), logs=logs, checkpoint=checkpoint, first=first - 1, last=end
+            run,
+            spec=spec,
+            search_path=search_path(run),
+            logs=logs,
+            checkpoint=checkpoint,
+            first=first_step - 1,
+            last=end,
         ),
         progress,
         show,
     )
     if changed:
-        echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
+        echo(f"replayed steps {first_step} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:
         echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
         reasons = changes_since(run, checkpoint.step if checkpoint else 0)
@@ -96,7 +103,7 @@ def replay(
             echo("hint: compare later steps with --from, which starts from a checkpoint before them", err=True)
         raise typer.Exit(1)
     else:
-        echo(f"all {compared} published versions of steps {first} to {end} are equal", err=as_json)
+        echo(f"all {compared} published versions of steps {first_step} to {end} are equal", err=as_json)
 
 
 def _line(step: Any) -> str:

@@ -53,8 +53,8 @@ def train(
         return
     if as_json:
         raise typer.BadParameter("needs --dry-run", param_hint="--json")
-    loaded = load_spec(spec, overrides or ())
-    for problem in loaded.warnings:
+    loaded_spec = load_spec(spec, overrides or ())
+    for problem in loaded_spec.warnings:
         echo(str(problem), err=True)
 
     from asyncrl_cli.orchestrator.interrupts import stop_on_signals
@@ -62,13 +62,13 @@ def train(
     from asyncrl_cli.runs.manifest import describe_start
 
     with stop_on_signals():  # also between the checks and the run
-        with start_checks(loaded.spec, spec.absolute().parent) as checks:
+        with start_checks(loaded_spec.spec, spec.absolute().parent) as checks:
             experiment = checks.experiment()
-        checked = experiment.spec  # with `stop.epochs` converted to steps
+        checked_spec = experiment.spec  # with `stop.epochs` converted to steps
         # After the checks, because a refused spec must leave no folder behind (decision 0028).
-        run = RunDirectory.create(checked.runs_dir, checked.name)
-        manifest = describe_start(spec, checked.model.path)
-        run.begin(dump_spec(checked, loaded.references), checked.stop.total, manifest)
+        run = RunDirectory.create(checked_spec.runs_dir, checked_spec.name)
+        manifest = describe_start(spec, checked_spec.model.path)
+        run.begin(dump_spec(checked_spec, loaded_spec.references), checked_spec.stop.total, manifest)
         drive(experiment, run=run, start=DriverStart(), quiet=quiet)
 
 
@@ -79,21 +79,21 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
     from asyncrl_cli.spec.problems import SpecError
 
     try:
-        loaded = load_spec(spec, overrides)
+        loaded_spec = load_spec(spec, overrides)
     except SpecError as error:
         if not as_json:
             raise
         problems, checked = error.problems, None
     else:
-        problems, checked = loaded.warnings, loaded.spec
+        problems, checked = loaded_spec.warnings, loaded_spec.spec
     for problem in problems:
         status = Status.FAILURE if problem.severity == "error" else Status.WARNING
-        found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status already shows it
-        yield Finding("spec", status=status, found=found, hint=problem.hint)
+        text = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status already shows it
+        yield Finding("spec", status=status, found=text, hint=problem.hint)
     if checked is not None:
         if not problems:
             yield Finding("spec", Status.OK, str(spec))
-        with start_checks(checked, spec.absolute().parent, thorough=True, references=loaded.references) as checks:
+        with start_checks(checked, spec.absolute().parent, thorough=True, references=loaded_spec.references) as checks:
             yield from checks.findings()
 
 
@@ -136,13 +136,13 @@ def resume(
             if versions := changed_versions(run.manifest):  # before another version's spec or journal is refused
                 echo(f"! {run.run_id} was started with {versions}: see docs/operations.md, Upgrade", err=True)
             changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
-            before = load_recorded(run.path).spec
-            loaded = load_recorded(run.path, changes)
-            changed = check_changes(before, loaded.spec, loaded.references)
-            horizon = kept_horizon(before, loaded.spec)
+            previous_spec = load_recorded(run.path).spec
+            loaded_spec = load_recorded(run.path, changes)
+            changed = check_changes(previous_spec, loaded_spec.spec, loaded_spec.references)
+            horizon = kept_horizon(previous_spec, loaded_spec.spec)
             if horizon is not None:
-                loaded = load_recorded(run.path, [*changes, f"trainer.schedule.steps={horizon}"])
-            spec = loaded.spec
+                loaded_spec = load_recorded(run.path, [*changes, f"trainer.schedule.steps={horizon}"])
+            spec = loaded_spec.spec
 
             from asyncrl_cli.orchestrator.resume import check_data, prepare
 
@@ -156,7 +156,7 @@ def resume(
         if horizon is not None:
             text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
             echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
-        run.begin(dump_spec(spec, loaded.references), spec.stop.total)
+        run.begin(dump_spec(spec, loaded_spec.references), spec.stop.total)
         drive(experiment, run=run, start=start, quiet=quiet)
 
 
@@ -202,7 +202,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
             f"rollouts, {pipeline.mode}, staleness at most {pipeline.max_staleness}, "
             f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}, "
             f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
-            f"where    {_shown(run.path)}",
+            f"where    {_relative(run.path)}",
             *_early_end(spec),
         )
     try:
@@ -220,7 +220,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
         raise UserError(
             f"the run failed: {type(error).__name__}: {error}",
             location=run.run_id,
-            hint=f"the logs are in {_shown(run.path / 'logs')}; --debug shows the traceback",
+            hint=f"the logs are in {_relative(run.path / 'logs')}; --debug shows the traceback",
         ) from error
     if not quiet:
         show(summary(run, outcome, spec))
@@ -230,15 +230,15 @@ def summary(run: RunDirectory, result: RunResult, spec: ExperimentSpec) -> str:
     from asyncrl_cli.monitors.mlflow.sender import target_of
 
     lines = [f"\nfinished {counted(run.state.step, 'step')} in {result.seconds:.0f} s"]
-    for kind, after in sorted(result.accuracy.items()):
-        before = result.accuracy_before.get(kind)
-        was = f"{before:.3f} -> " if before is not None else ""
-        lines.append(f"held-out accuracy, {kind + ':':8} {was}{after:.3f}")
+    for evaluation_kind, accuracy in sorted(result.accuracy.items()):
+        initial_accuracy = result.accuracy_before.get(evaluation_kind)
+        initial_text = f"{initial_accuracy:.3f} -> " if initial_accuracy is not None else ""
+        lines.append(f"held-out accuracy, {evaluation_kind + ':':8} {initial_text}{accuracy:.3f}")
     results = {
-        "model": result.model and _shown(result.model),
-        "checkpoint": result.checkpoint and _shown(result.checkpoint),
+        "model": result.model and _relative(result.model),
+        "checkpoint": result.checkpoint and _relative(result.checkpoint),
         **result.notes,
-        "run folder": _shown(run.path),
+        "run folder": _relative(run.path),
     }
     lines += [f"{name:11} {value}" for name, value in results.items() if value]
     lines += [f"! {verdict}" for verdict in result.health.verdicts]
@@ -262,7 +262,7 @@ def _early_end(spec: ExperimentSpec) -> Iterator[str]:
         yield f"ends     after {counted(steps, 'step')} in a row in which nothing was learned (stop.on_unhealthy)"
 
 
-def _shown(path: Path) -> str:
+def _relative(path: Path) -> str:
     """The path, relative to the working directory if it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))

@@ -55,15 +55,15 @@ def _row(run: RunDirectory) -> dict[str, Any]:
     """A run's state, its duration until its end or now (None if unknown), and the settings that its command changed."""
     manifest, state = run.manifest, run.state
     status, started, took_s = run.status, str(manifest.get("started", "")), None
-    ended = time.time() if status in ACTIVE else state.updated
+    end_time = time.time() if status in ACTIVE else state.updated
     if status == "died":  # the state is as old as the last step, but processes wrote logs until they were killed
-        ended = max(ended, *(log.stat().st_mtime for log in run.path.glob("logs/*")), 0.0)
+        end_time = max(end_time, *(log.stat().st_mtime for log in run.path.glob("logs/*")), 0.0)
     if state.updated:
         with suppress(ValueError):
-            took_s = max(0.0, ended - datetime.fromisoformat(started).timestamp())
+            took_s = max(0.0, end_time - datetime.fromisoformat(started).timestamp())
     command = manifest.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
-    settings = [after for word, after in pairwise(words) if word == "--set"]
+    settings = [assignment for word, assignment in pairwise(words) if word == "--set"]
     settings += [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
     return {
         "run": run.run_id,

@@ -66,7 +66,7 @@ def serve(
             terminal.err.write(f"{text}\n")
 
         def ready(address: Address) -> None:
-            text = json.dumps(asdict(address)) if as_json else _shown(served, address)
+            text = json.dumps(asdict(address)) if as_json else _ready_text(served, address)
             terminal.out.draw(printable(f"{text}\n"), line_count=text.count("\n") + 1)  # `write` would hide the key
 
         check_cluster(served.spec, actors=Actors(served.spec.rollout.min_engines, 0), folder=served.logs, notice=say)
@@ -116,14 +116,14 @@ def initial_model(spec: ExperimentSpec, load_task: Callable[[], Task], folder: P
 
     from asyncrl_cli.train.model.initial import prepare_model
 
-    def progress(done: int, steps: int, loss: float, _: int) -> None:
-        if done % 100 == 0:
-            echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
+    def progress(step: int, steps: int, loss: float, _: int) -> None:
+        if step % 100 == 0:
+            echo(f"warm start {step}/{steps}  loss {loss:.3f}", err=True)
 
     return prepare_model(spec, load_task, progress, folder)
 
 
-def _shown(served: Served, address: Address) -> str:
+def _ready_text(served: Served, address: Address) -> str:
     return "\n".join(
         (
             f"serving   {served.what}",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from asyncrl_cli.cli.app import app
-from asyncrl_cli.cli.evaluate import _name, _read, _shown
+from asyncrl_cli.cli.evaluate import _name, _read_target, _result_table
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.orchestrator.evaluation import HeldOut, Measured, series_of
 from asyncrl_cli.orchestrator.experiment import Experiment
@@ -57,7 +57,7 @@ def refusal(*arguments: str) -> UserError:
 
 
 def read(target: str, **options: Any) -> Any:
-    return _read(target, **{"spec_file": None, "data": None, "changes": [], "runs_dir": Path("runs")} | options)
+    return _read_target(target, **{"spec_file": None, "data": None, "changes": [], "runs_dir": Path("runs")} | options)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_the_table_has_each_measure_with_its_interval() -> None:
         "intervals": {"accuracy": [0.2, 0.3], "mean_reward": [-0.1, 0.7], "pass_at_2": [0.3, 0.5]},
     }
     unscored = {"kind": "offline:greedy", "accuracy": None, "mean_reward": None, "mean_length": 3.0, "prompts": 0}
-    lines = [line.split(maxsplit=4) for line in _shown([head, unscored])[1:]]
+    lines = [line.split(maxsplit=4) for line in _result_table([head, unscored])[1:]]
     assert lines == [
         ["offline-x:sampled", "1,200", "accuracy", "0.250", "0.200 to 0.300"],
         ["offline-x:sampled", "1,200", "tokens_mean", "9.500"],

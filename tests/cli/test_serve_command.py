@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from asyncrl_cli.cli.app import app
-from asyncrl_cli.cli.serve import _shown
+from asyncrl_cli.cli.serve import _ready_text
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.interrupts import Interrupted
 from asyncrl_cli.orchestrator.serving import Address, Served, served_run, without_training
@@ -149,7 +149,7 @@ def test_serve_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: py
         assert ended.exit_code == 130
         out = capfd.readouterr().out
         assert "Authorization: Bearer secret" in out
-        assert _shown(served(run), address) in out
+        assert _ready_text(served(run), address) in out
 
 
 def test_a_spec_has_no_steps(tmp_path: Path) -> None:
