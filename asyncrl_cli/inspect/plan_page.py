@@ -13,7 +13,7 @@ from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, limit_text, savings_text
-from asyncrl_cli.plan.scenario import Planned
+from asyncrl_cli.plan.scenario import PlannedScenario
 from asyncrl_cli.plan.simulator import Outcome
 
 LABEL = 9
@@ -29,7 +29,7 @@ TRAINER = {
 
 
 def plan_page(
-    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: Planned, reason: str = ""
+    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: PlannedScenario, reason: str = ""
 ) -> Page:
     """Show a prediction for the spec of this name.
 

@@ -33,12 +33,12 @@ class Line:
 def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     """Compare the quantities that both have."""
     seconds = sum(observed.trainer.values())
-    measured = {part: spent / seconds for part, spent in observed.trainer.items()}
+    measured_shares = {activity: spent / seconds for activity, spent in observed.trainer.items()}
     rows: list[tuple[str, Unit, float, float | None]] = [
         ("step", "s", outcome.step_s, observed.step_s),
-        ("trainer trains", "share", outcome.share("training"), measured["training"]),
-        ("trainer publishes", "share", outcome.share("publishing", "publish"), measured["publishing"]),
-        ("trainer waits", "share", outcome.share("groups", "missing", "other"), measured["waiting"]),
+        ("trainer trains", "share", outcome.share("training"), measured_shares["training"]),
+        ("trainer publishes", "share", outcome.share("publishing", "publish"), measured_shares["publishing"]),
+        ("trainer waits", "share", outcome.share("groups", "missing", "other"), measured_shares["waiting"]),
         ("engines idle", "share", outcome.engines_idle, observed.engines_idle),
         ("mean staleness", "versions", mean_age(outcome.staleness), mean_age(observed.staleness)),
     ]
@@ -60,16 +60,16 @@ def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str
     """Return the part of the simulation with the largest error, or None if everything fits."""
     if all(line.fits for line in lines):
         return None
-    seconds = {part: spent / observed.steps for part, spent in observed.trainer.items()}
-    parts = {
+    seconds = {activity: spent / observed.steps for activity, spent in observed.trainer.items()}
+    errors_s = {
         "trainer": _per_step(outcome, "training") - seconds["training"],
         "publish": _per_step(outcome, "publishing", "publish") - seconds["publishing"],
         "engines": _per_step(outcome, "groups", "missing", "other") - seconds["waiting"],
     }
     if any(not line.fits and line.name == "mean staleness" for line in lines) and lines[0].fits:
         return "lengths"
-    return max(parts, key=lambda part: abs(parts[part]))
+    return max(errors_s, key=lambda name: abs(errors_s[name]))
 
 
-def _per_step(outcome: Outcome, *parts: str) -> float:
-    return sum(outcome.trainer.get(part, 0.0) for part in parts) / outcome.steps
+def _per_step(outcome: Outcome, *activities: str) -> float:
+    return sum(outcome.trainer.get(activity, 0.0) for activity in activities) / outcome.steps

@@ -21,7 +21,7 @@ class Sequence:
 
     group: int  # its id in the simulation
     context: int  # tokens at its start
-    missing: float  # tokens still to sample
+    tokens_left: float  # tokens still to sample
     outside_s: float = 0.0  # as in ``RolloutLength``
     ends: float = 0.0  # the engine's iteration at which it has all its tokens
     started: float = 0.0  # the engine's iteration at which it started
@@ -33,7 +33,7 @@ class Engine:
 
     cost: EngineCost
     slots: int
-    at: float = 0.0
+    clock_s: float = 0.0
     iterations: float = 0.0
     context: float = 0.0
     running: dict[int, Sequence] = field(default_factory=dict)  # in the order of their starts
@@ -47,25 +47,25 @@ class Engine:
     occupied: float = 0.0  # integral of the running sequences over time
     _ends: list[tuple[float, int]] = field(default_factory=list)
     _bases: dict[int, float] = field(default_factory=dict)
-    _next: int = 0
+    _next_key: int = 0
 
     @property
     def load(self) -> int:
         """Number of running and waiting sequences."""
         return len(self.running) + len(self.waiting)
 
-    def advance(self, now: float) -> None:
+    def advance(self, until_s: float) -> None:
         """Generate until ``now``."""
-        seconds = now - self.at
+        seconds = until_s - self.clock_s
         if seconds <= 0:
             return
-        self.at = now
-        number = len(self.running)
-        if not number or self.halted:
+        self.clock_s = until_s
+        sequence_count = len(self.running)
+        if not sequence_count or self.halted:
             self.idle_s += seconds
             return
-        self.occupied += number * seconds
-        base, growth = self._rates(number)
+        self.occupied += sequence_count * seconds
+        base, growth = self._rates(sequence_count)
         self._generate(iterations_in(base, growth, seconds))
 
     def next_end(self) -> float:
@@ -74,22 +74,22 @@ class Engine:
         if not self._ends or self.halted:
             return inf
         base, growth = self._rates(len(self.running))
-        return self.at + seconds_of(base, growth, max(0.0, self._ends[0][0] - self.iterations))
+        return self.clock_s + seconds_of(base, growth, max(0.0, self._ends[0][0] - self.iterations))
 
     def pop_ended(self) -> list[Sequence]:
         """Remove and return the sequences that end at the time of ``next_end``."""
-        ended = []
+        ended_sequences = []
         self._skip_gone()
         if self._ends:
             self._generate(max(0.0, self._ends[0][0] - self.iterations))  # removes the rounding error of ``advance``
         while self._ends and self._ends[0][0] <= self.iterations + 1e-9:
             sequence = self.running.pop(heappop(self._ends)[1])
             self.context -= sequence.context + (self.iterations - sequence.started)
-            ended.append(sequence)
+            ended_sequences.append(sequence)
             self._skip_gone()
         if not self.running:
             self.context = 0.0
-        return ended
+        return ended_sequences
 
     def add(self, sequence: Sequence) -> None:
         """Start a sequence, or let it wait for a slot. Call ``advance`` first."""
@@ -109,7 +109,7 @@ class Engine:
             self.stalled_s += seconds
         else:
             self.idle_s += seconds
-        self.at += seconds
+        self.clock_s += seconds
 
     def remove_group(self, group: int) -> None:
         """Cancel the sequences of a group."""
@@ -119,26 +119,26 @@ class Engine:
             self.context -= sequence.context + (self.iterations - sequence.started)
 
     def _start(self, sequence: Sequence) -> None:
-        self._next += 1
+        self._next_key += 1
         sequence.started = self.iterations
-        sequence.ends = self.iterations + sequence.missing
-        self.running[self._next] = sequence
+        sequence.ends = self.iterations + sequence.tokens_left
+        self.running[self._next_key] = sequence
         self.context += sequence.context
-        heappush(self._ends, (sequence.ends, self._next))
+        heappush(self._ends, (sequence.ends, self._next_key))
 
     def _generate(self, iterations: float) -> None:
-        number = len(self.running)
+        sequence_count = len(self.running)
         self.iterations += iterations
-        self.context += number * iterations
-        self.tokens += number * iterations
+        self.context += sequence_count * iterations
+        self.tokens += sequence_count * iterations
 
-    def _rates(self, number: int) -> tuple[float, float]:
-        base = self._bases.get(number)
+    def _rates(self, sequence_count: int) -> tuple[float, float]:
+        base = self._bases.get(sequence_count)
         if base is None:
-            base = self._bases[number] = self.cost.iteration(number)
+            base = self._bases[sequence_count] = self.cost.iteration(sequence_count)
         per_token = self.cost.per_context_token_s
         slower = 1 + self.cost.beside_trainer if self.beside_trainer else 1.0
-        return (base + per_token * self.context) * slower, per_token * number * slower
+        return (base + per_token * self.context) * slower, per_token * sequence_count * slower
 
     def _skip_gone(self) -> None:
         while self._ends and self._ends[0][1] not in self.running:

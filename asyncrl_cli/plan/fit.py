@@ -27,13 +27,13 @@ SETTLED = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request on an engine from ``begun_at`` to ``ended_at``, with its sampled tokens and its prompt's tokens.
+    """A request on an engine from ``start_time`` to ``end_time``, with its sampled tokens and its prompt's tokens.
 
     ``fitted``: constants are fitted to its duration. Other requests only ran at the same time.
     """
 
-    begun_at: float
-    ended_at: float
+    start_time: float
+    end_time: float
     tokens: float
     prompt: int = 0
     fitted: bool = True
@@ -67,17 +67,17 @@ class TrainerFit:
 
 def nonnegative(columns: Floats, target: Floats) -> Floats:
     """Solve least squares with coefficients of at least 0: drop the most negative coefficient until none is left."""
-    kept = list(range(columns.shape[1]))
+    used_columns = list(range(columns.shape[1]))
     scale = np.abs(columns).max(axis=0)
-    kept = [at for at in kept if scale[at] > 0]
-    found = np.zeros(columns.shape[1])
-    while kept:
-        solution = np.linalg.lstsq(columns[:, kept] / scale[kept], target, rcond=None)[0]
+    used_columns = [column for column in used_columns if scale[column] > 0]
+    coefficients = np.zeros(columns.shape[1])
+    while used_columns:
+        solution = np.linalg.lstsq(columns[:, used_columns] / scale[used_columns], target, rcond=None)[0]
         if solution.min() >= 0:
-            found[kept] = solution / scale[kept]
+            coefficients[used_columns] = solution / scale[used_columns]
             break
-        del kept[int(solution.argmin())]
-    return found
+        del used_columns[int(solution.argmin())]
+    return coefficients
 
 
 def fit_engine(
@@ -109,17 +109,17 @@ def fit_engine(
     if sum(len(grid.target) for grid in grids) < LEAST_REQUESTS:
         raise ValueError("too few engine requests are recorded")
     target = np.concatenate([grid.target for grid in grids])
-    columns, found = np.concatenate([grid.columns() for grid in grids]), np.zeros(4)
+    columns, constants = np.concatenate([grid.columns() for grid in grids]), np.zeros(4)
     for _ in range(ROUNDS):
-        before, found = found, _solve(columns, target)
+        previous_constants, constants = constants, _solve(columns, target)
         # Compare changes as the time that each constant explains in an average request: all are then in seconds.
-        if np.abs((found - before) * columns.mean(axis=0)).max() < SETTLED * target.mean():
+        if np.abs((constants - previous_constants) * columns.mean(axis=0)).max() < SETTLED * target.mean():
             break
         for grid in grids:
-            grid.spread(*found)
+            grid.spread(*constants)
         columns = np.concatenate([grid.columns() for grid in grids])
-    fixed, per_sequence, per_context, share = map(float, found)
-    error = columns @ found - target
+    fixed, per_sequence, per_context, share = map(float, constants)
+    error = columns @ constants - target
     return EngineFit(
         fixed_s=fixed,
         per_sequence_s=per_sequence,
@@ -131,10 +131,10 @@ def fit_engine(
 
 
 def _solve(columns: Floats, target: Floats) -> Floats:
-    found = nonnegative(columns, target)
-    if found[-1] > MOST_SHARED:
-        found = np.append(nonnegative(columns[:, :-1], target - MOST_SHARED * columns[:, -1]), MOST_SHARED)
-    return found
+    constants = nonnegative(columns, target)
+    if constants[-1] > MOST_SHARED:
+        constants = np.append(nonnegative(columns[:, :-1], target - MOST_SHARED * columns[:, -1]), MOST_SHARED)
+    return constants
 
 
 def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit:
@@ -172,59 +172,64 @@ class _Engine:
         make the other constants less certain."""
         begin, end, tokens, prompt = (
             np.array([getattr(request, name) for request in requests], float)
-            for name in ("begun_at", "ended_at", "tokens", "prompt")
+            for name in ("start_time", "end_time", "tokens", "prompt")
         )
         marks = np.array([*stalls, *training], float).reshape(-1)
         marks = marks[(marks > begin.min()) & (marks < end.max())]
         self._edges = np.unique(np.concatenate([begin, end, marks]))
-        self._lasting = np.diff(self._edges)
-        middle = self._edges[:-1] + self._lasting / 2
+        self._durations = np.diff(self._edges)
+        middle = self._edges[:-1] + self._durations / 2
         self._stalled = _inside(stalls, middle)
         self._training = _inside(training, middle)
-        self._first, self._last = np.searchsorted(self._edges, begin), np.searchsorted(self._edges, end)
+        self._first_interval, self._end_interval = (
+            np.searchsorted(self._edges, begin),
+            np.searchsorted(self._edges, end),
+        )
         self._running = self._summed(np.ones(len(begin)))
         self._prompts = self._summed(prompt)
-        self._chosen = np.flatnonzero([request.fitted for request in requests])
-        self._tokens = tokens[self._chosen]
-        stalled = self._over_lives(self._lasting * self._stalled)
-        self.target = np.maximum((end - begin)[self._chosen] - stalled, 1e-6)
-        self._beside = self._over_lives(self._lasting * self._training * ~self._stalled)
-        self._iterations = self._lasting * ~self._stalled  # in each interval; only their ratios matter
+        self._fitted_requests = np.flatnonzero([request.fitted for request in requests])
+        self._tokens = tokens[self._fitted_requests]
+        stalled = self._over_lives(self._durations * self._stalled)
+        self.target = np.maximum((end - begin)[self._fitted_requests] - stalled, 1e-6)
+        self._beside = self._over_lives(self._durations * self._training * ~self._stalled)
+        self._iterations = self._durations * ~self._stalled  # in each interval; only their ratios matter
         self._contexts = self._prompts + self._running
         self._has_contexts = contexts
 
     def columns(self) -> Floats:
         """For each fitted request: its iterations, the tokens that all requests sampled during them, the sum of their
         contexts over these iterations, and the seconds during which the trainer trained."""
-        own = np.maximum(self._over_lives(self._iterations), 1e-12)
-        sampled = self._over_lives(self._iterations * self._running) / own
-        contexts = self._over_lives(self._iterations * self._contexts) / own * self._has_contexts
+        own_iterations = np.maximum(self._over_lives(self._iterations), 1e-12)
+        sampled = self._over_lives(self._iterations * self._running) / own_iterations
+        contexts = self._over_lives(self._iterations * self._contexts) / own_iterations * self._has_contexts
         return np.stack([self._tokens, self._tokens * sampled, self._tokens * contexts, self._beside], 1)
 
     def spread(self, fixed: float, per_sequence: float, per_context: float, share: float) -> None:
         """Compute each interval's number of iterations from these constants, and then the contexts."""
         iteration = fixed + per_sequence * self._running + per_context * self._contexts
         beside = np.where(self._training, 1 - share, 1.0)
-        self._iterations = self._lasting * ~self._stalled * beside / np.maximum(iteration, 1e-9)
-        done = np.concatenate([[0.0], np.cumsum(self._iterations)])
+        self._iterations = self._durations * ~self._stalled * beside / np.maximum(iteration, 1e-9)
+        iterations_before = np.concatenate([[0.0], np.cumsum(self._iterations)])
         # A running request has sampled one token in each iteration since its begin.
-        since = self._running * (done[:-1] + self._iterations / 2) - self._summed(done[self._first])
+        since = self._running * (iterations_before[:-1] + self._iterations / 2) - self._summed(
+            iterations_before[self._first_interval]
+        )
         self._contexts = self._prompts + np.maximum(since, 0.0)
 
     def _over_lives(self, of_intervals: Floats) -> Floats:
         sums = np.concatenate([[0.0], np.cumsum(of_intervals)])
-        return np.asarray((sums[self._last] - sums[self._first])[self._chosen])
+        return np.asarray((sums[self._end_interval] - sums[self._first_interval])[self._fitted_requests])
 
     def _summed(self, of_requests: Floats) -> Floats:
         changes = np.zeros(len(self._edges))
-        np.add.at(changes, self._first, of_requests)
-        np.add.at(changes, self._last, -of_requests)
+        np.add.at(changes, self._first_interval, of_requests)
+        np.add.at(changes, self._end_interval, -of_requests)
         return np.asarray(np.cumsum(changes)[:-1])
 
 
-def _inside(spans: Sequence[tuple[float, float]], at: Floats) -> NDArray[np.bool_]:
+def _inside(spans: Sequence[tuple[float, float]], times: Floats) -> NDArray[np.bool_]:
     if not spans:
-        return np.zeros(len(at), bool)
+        return np.zeros(len(times), bool)
     edges = np.array(sorted(spans), float)
-    before = np.searchsorted(edges[:, 0], at, side="right") - 1
-    return np.asarray((before >= 0) & (at < edges[np.maximum(before, 0), 1]))
+    span_indices = np.searchsorted(edges[:, 0], times, side="right") - 1
+    return np.asarray((span_indices >= 0) & (times < edges[np.maximum(span_indices, 0), 1]))

@@ -78,13 +78,13 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
 
 def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the union of the intervals, sorted. Overlapping intervals become one."""
-    found: list[tuple[float, float]] = []
+    union: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
 class _Measurement:
@@ -95,15 +95,15 @@ class _Measurement:
         if not self._spans:
             raise ValueError("no step is trained yet")
         evaluations = joined(evaluation_spans(connection))
-        self._chosen = self._undisturbed(evaluations)[-STEPS:]
-        self._fitted = self._chosen  # costs are fitted to these steps
+        self._measured_steps = self._undisturbed(evaluations)[-STEPS:]
+        self._fitted = self._measured_steps  # costs are fitted to these steps
         if evaluations:
-            self._fitted = [span for span in self._undisturbed(()) if span.step >= self._chosen[0].step]
-        self._first = first_group(connection, self._chosen[0].step)
-        self._lives = list(group_spans(connection, self._first))
+            self._fitted = [span for span in self._undisturbed(()) if span.step >= self._measured_steps[0].step]
+        self._first_group = first_group(connection, self._measured_steps[0].step)
+        self._lives = list(group_spans(connection, self._first_group))
         self._requests = list(engine_requests(connection, self._lives[0].admitted_at if self._lives else 0.0))
-        self._steps = {span.step for span in self._chosen}
-        self._begun = {span.step: before.ended_at for before, span in pairwise(self._spans)}
+        self._steps = {span.step for span in self._measured_steps}
+        self._step_starts = {span.step: previous.ended_at for previous, span in pairwise(self._spans)}
         self._training = [(span.taken_at, span.trained_until) for span in self._spans]
 
     def calibration(self, shared_host: bool) -> Calibration:
@@ -139,24 +139,24 @@ class _Measurement:
         """The steps without a start, a checkpoint's stall or one of these evaluations."""
         settings, spans = self._settings, self._spans
         process_starts = [(start.at, start.at) for start in starts(self._connection)]
-        begun = [(one.at - one.seconds, one.stall_s) for one in checkpoints(self._connection)]
-        saved = [(at, at + stall_s) for at, stall_s in begun]
+        save_starts = [(save.at - save.seconds, save.stall_s) for save in checkpoints(self._connection)]
+        saved = [(start, start + stall_s) for start, stall_s in save_starts]
         disturbed = joined([*process_starts, *saved, *evaluations])
-        full = (settings.max_staleness + 2) * settings.publish_every  # steps until the buffer is full
-        found = []
-        at = 0
-        for number, (before, span) in enumerate(pairwise(spans), start=1):
-            while at < len(disturbed) and disturbed[at][1] < before.ended_at:
-                at += 1
-            calm = at == len(disturbed) or disturbed[at][0] > span.ended_at
-            if calm and (number >= full or len(spans) < 3 * full):
-                found.append(span)
-        if len(found) < LEAST_STEPS:
+        filling_steps = (settings.max_staleness + 2) * settings.publish_every  # steps until the buffer is full
+        undisturbed_steps = []
+        disturbance_index = 0
+        for step_count, (previous, span) in enumerate(pairwise(spans), start=1):
+            while disturbance_index < len(disturbed) and disturbed[disturbance_index][1] < previous.ended_at:
+                disturbance_index += 1
+            is_undisturbed = disturbance_index == len(disturbed) or disturbed[disturbance_index][0] > span.ended_at
+            if is_undisturbed and (step_count >= filling_steps or len(spans) < 3 * filling_steps):
+                undisturbed_steps.append(span)
+        if len(undisturbed_steps) < LEAST_STEPS:
             raise ValueError(
-                f"only {len(found)} of {len(spans)} steps can be measured: an evaluation, a checkpoint or a start "
-                "disturbed the others"
+                f"only {len(undisturbed_steps)} of {len(spans)} steps can be measured: an evaluation, a checkpoint or "
+                "a start disturbed the others"
             )
-        return found
+        return undisturbed_steps
 
     def _lengths(self) -> tuple[GroupLengths, ...]:
         """The groups of the measured steps, and groups rejected in between, in the order of their admission."""
@@ -166,50 +166,60 @@ class _Measurement:
         episodic = {_rollout(request) for request in self._requests if "/" in request.request_id}
         groups: dict[int, list[RolloutLength]] = defaultdict(list)
         rejected: set[int] = set()
-        last = 0
-        for one in rollout_times(self._connection, self._first):
-            if one.step in self._steps:
-                last = one.group_id
-            elif one.state == "rejected":
-                rejected.add(one.group_id)
+        last_group_id = 0
+        for rollout in rollout_times(self._connection, self._first_group):
+            if rollout.step in self._steps:
+                last_group_id = rollout.group_id
+            elif rollout.state == "rejected":
+                rejected.add(rollout.group_id)
             else:
                 continue
-            name = f"{one.group_id}-{one.rollout_index}"
+            name = f"{rollout.group_id}-{rollout.rollout_index}"
             outside = 0.0
             if name in episodic or not served:
-                outside = max(0.0, one.recorded_at - one.admitted_at - served.get(name, 0.0))
-            groups[one.group_id].append(RolloutLength(one.prompt_tokens, one.tokens if served else 0, outside))
-        found = tuple(
+                outside = max(0.0, rollout.recorded_at - rollout.admitted_at - served.get(name, 0.0))
+            groups[rollout.group_id].append(
+                RolloutLength(rollout.prompt_tokens, rollout.tokens if served else 0, outside)
+            )
+        groups_in_order = tuple(
             GroupLengths(tuple(rollouts), group_id in rejected)
             for group_id, rollouts in groups.items()
-            if group_id <= last
+            if group_id <= last_group_id
         )
-        if all(group.rejected for group in found):
+        if all(group.rejected for group in groups_in_order):
             raise ValueError("no group of the measured steps has finished")
-        return found
+        return groups_in_order
 
     def _engine(self, shared_host: bool) -> EngineFit:
-        begun, over = self._fitted[0].taken_at, self._fitted[-1].ended_at
-        of_engine: dict[str, list[Request]] = defaultdict(list)
-        for one in self._requests:
-            begin, end = _running(one)
+        first_time, last_time = self._fitted[0].taken_at, self._fitted[-1].ended_at
+        requests_by_engine: dict[str, list[Request]] = defaultdict(list)
+        for record in self._requests:
+            begin, end = _running(record)
             # Fit only requests with known times in vLLM and all tokens known.
-            sound = one.running_from is not None and one.ending in ("stop", "length", "aborted") and one.tokens > 0
-            sound = sound and not one.request_id.startswith(EVALUATION) and begun <= begin and end <= over
-            request = Request(begin, end, tokens=float(one.tokens), prompt=one.context_tokens, fitted=sound)
-            of_engine[one.engine].append(request)
+            is_fitted = (
+                record.running_from is not None and record.ending in ("stop", "length", "aborted") and record.tokens > 0
+            )
+            is_fitted = (
+                is_fitted and not record.request_id.startswith(EVALUATION) and first_time <= begin and end <= last_time
+            )
+            request = Request(begin, end, tokens=float(record.tokens), prompt=record.context_tokens, fitted=is_fitted)
+            requests_by_engine[record.engine].append(request)
         pauses = pauses_since(self._connection, self._requests[0].begun_at)
-        stalls = [joined(pauses.get(engine, ())) for engine in of_engine]
-        return fit_engine(list(of_engine.values()), stalls, training=self._training, shared_host=shared_host)
+        stalls = [joined(pauses.get(engine, ())) for engine in requests_by_engine]
+        return fit_engine(list(requests_by_engine.values()), stalls, training=self._training, shared_host=shared_host)
 
     def _trainer_cost(self, trainer: TrainerFit, groups: Sequence[GroupLengths], beside: float) -> TrainerCost:
-        tokens = fmean(span.metrics.get("tokens/trained", 0.0) for span in self._chosen)
-        kept = [group for group in groups if not group.rejected]
-        in_batch = sum(group.tokens for group in kept) / len(kept) * self._settings.groups_per_step
+        tokens = fmean(span.metrics.get("tokens/trained", 0.0) for span in self._measured_steps)
+        finished_groups = [group for group in groups if not group.rejected]
+        in_batch = (
+            sum(group.tokens for group in finished_groups) / len(finished_groups) * self._settings.groups_per_step
+        )
         busy = joined(map(_running, self._requests))
-        trained = sum(span.trained_until - span.taken_at for span in self._fitted)
-        both = sum(_overlap((span.taken_at, span.trained_until), busy) for span in self._fitted)
-        share = both / trained if trained else 0.0  # share of the training time during which engines had requests
+        training_s = sum(span.trained_until - span.taken_at for span in self._fitted)
+        overlap_s = sum(_overlap((span.taken_at, span.trained_until), busy) for span in self._fitted)
+        share = (
+            overlap_s / training_s if training_s else 0.0
+        )  # share of the training time during which engines had requests
         # The measured steps were mostly trained while engines were busy. With idle engines they would be shorter. The
         # difference is assumed to be the same as for engines, because a run rarely shows the trainer in both states.
         alone = 1 - share + share / (1 + beside)
@@ -223,66 +233,72 @@ class _Measurement:
     def _publish(self, alone: _Alone) -> PublishCost:
         """Means over the measured steps that published. With staleness, the trainer continues while engines load, so
         only its own part of the publish counts for it (decision 0038)."""
-        held, delivered, stalls = [], [], []
-        for span in self._chosen:
+        held_s, delivered, stalls = [], [], []
+        for span in self._measured_steps:
             if span.publish is not None:
-                begun, ended = span.publish.begun_at, span.publish.ended_at
+                publish_start, publish_end = span.publish.begun_at, span.publish.ended_at
                 # Without the wait for the previous publish, because that wait is simulated.
                 own_s = span.ended_at - span.trained_until - span.metrics.get("time/publish_wait_s", 0.0)
                 if not self._settings.max_staleness:
                     own_s = span.metrics.get("publish/write_s", own_s)
-                free = min(begun + own_s, ended)
-                held.append(alone(begun, free))
-                delivered.append(alone(free, ended))
+                trainer_free_at = min(publish_start + own_s, publish_end)
+                held_s.append(alone(publish_start, trainer_free_at))
+                delivered.append(alone(trainer_free_at, publish_end))
                 stalls.append(span.publish.stall_s)
-        if not held:
+        if not held_s:
             return PublishCost()
-        return PublishCost(fmean(held), fmean(delivered), min(fmean(stalls), fmean(delivered) or fmean(stalls)))
+        return PublishCost(fmean(held_s), fmean(delivered), min(fmean(stalls), fmean(delivered) or fmean(stalls)))
 
     def _overheads(self, alone: _Alone) -> Overheads:
         last_scored = last_scores(self._connection)
-        free = [
-            alone(max(self._begun[span.step], last_scored.get(span.step) or 0.0), span.taken_at)
-            for span in self._chosen
+        between_steps = [
+            alone(max(self._step_starts[span.step], last_scored.get(span.step) or 0.0), span.taken_at)
+            for span in self._measured_steps
         ]
-        first: dict[str, float] = {}  # by rollout
-        last: dict[int, float] = {}
+        first_starts: dict[str, float] = {}  # by rollout
+        last_ends: dict[int, float] = {}
         delivered: list[float] = []
-        measured = {group.group_id for group in self._lives if group.step in self._steps}
-        for one in self._requests:
-            if not one.request_id.startswith(EVALUATION):
-                group = int(one.request_id.split("-", 1)[0])
-                begin, end = _running(one)
-                first[_rollout(one)] = min(first.get(_rollout(one), begin), begin)
-                last[group] = max(last.get(group, one.ended_at), one.ended_at)
-                if group in measured and "/" not in one.request_id and one.ending in ("stop", "length"):
-                    delivered.append(max(0.0, one.ended_at - end))
-        of_steps = [one for one in self._lives if one.group_id in measured and one.group_id in last and one.ended_at]
+        measured_groups = {group.group_id for group in self._lives if group.step in self._steps}
+        for request in self._requests:
+            if not request.request_id.startswith(EVALUATION):
+                group = int(request.request_id.split("-", 1)[0])
+                begin, end = _running(request)
+                first_starts[_rollout(request)] = min(first_starts.get(_rollout(request), begin), begin)
+                last_ends[group] = max(last_ends.get(group, request.ended_at), request.ended_at)
+                if group in measured_groups and "/" not in request.request_id and request.ending in ("stop", "length"):
+                    delivered.append(max(0.0, request.ended_at - end))
+        of_steps = [
+            request
+            for request in self._lives
+            if request.group_id in measured_groups and request.group_id in last_ends and request.ended_at
+        ]
         admitted = {group.group_id: group.admitted_at for group in of_steps}
-        begins = ((int(name.split("-", 1)[0]), begin) for name, begin in first.items())
+        begins = ((int(name.split("-", 1)[0]), begin) for name, begin in first_starts.items())
         starts = [alone(admitted[group_id], begin) for group_id, begin in begins if group_id in admitted]
-        settles = [alone(last[group.group_id], group.ended_at or 0.0) for group in of_steps]
-        return Overheads(start_s=_mean(starts), settle_s=_mean(settles), step_s=_mean(free), deliver_s=_mean(delivered))
+        settles = [alone(last_ends[group.group_id], group.ended_at or 0.0) for group in of_steps]
+        return Overheads(
+            start_s=_mean(starts), settle_s=_mean(settles), step_s=_mean(between_steps), deliver_s=_mean(delivered)
+        )
 
     def _observed(self, with_engines: bool) -> Observed:
         """``with_engines``: the simulation models the engines' work."""
         spent: defaultdict[str, float] = defaultdict(float)
         idle = idle_of = 0.0
-        for span in self._chosen:
+        for span in self._measured_steps:
             spent["training"] += span.trained_until - span.taken_at
             spent["publishing"] += max(0.0, span.ended_at - span.trained_until)
-            spent["waiting"] += max(0.0, span.taken_at - self._begun[span.step])
+            spent["waiting"] += max(0.0, span.taken_at - self._step_starts[span.step])
             if "share/engines_busy" in span.metrics:
                 window = span.metrics.get("time/step_s", 1.0)
                 paused = span.metrics.get("share/engines_paused", 0.0)
                 idle += window * max(0.0, 1 - span.metrics["share/engines_busy"] - paused)
                 idle_of += window
         return Observed(
-            steps=len(self._chosen),
-            step_s=sum(spent.values()) / len(self._chosen),
+            steps=len(self._measured_steps),
+            step_s=sum(spent.values()) / len(self._measured_steps),
             trainer=dict(spent),
             engines_idle=idle / idle_of if idle_of and with_engines else None,
-            staleness=staleness_of(self._connection, {span.step: span.version for span in self._chosen}),
+            staleness=staleness_of(self._connection, {span.step: span.version for span in self._measured_steps}),
         )
 
     def _most_groups_at_once(self) -> int:
@@ -306,9 +322,9 @@ def _mean(seconds: Sequence[float]) -> float:
     return fmean(seconds) if seconds else 0.0
 
 
-def _overlap(span: tuple[float, float], others: Spans) -> float:
+def _overlap(span: tuple[float, float], other_spans: Spans) -> float:
     """Seconds of the span that are in the other spans, which do not overlap each other."""
-    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in others if begin < span[1])
+    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in other_spans if begin < span[1])
 
 
 @dataclass(frozen=True, slots=True)

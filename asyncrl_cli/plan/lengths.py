@@ -37,13 +37,13 @@ Groups = Sequence[GroupLengths]
 """A run's groups in the order of their admission. A simulation that needs more starts again with the first."""
 
 
-def scaled(groups: Groups, factor: float, longest: int) -> tuple[GroupLengths, ...]:
+def scaled(groups: Groups, factor: float, max_tokens: int) -> tuple[GroupLengths, ...]:
     """Return the groups with responses ``factor`` times as long, but at most ``longest``."""
     return tuple(
         replace(
             group,
             rollouts=tuple(
-                replace(rollout, response=max(1, min(longest, round(factor * rollout.response))))
+                replace(rollout, response=max(1, min(max_tokens, round(factor * rollout.response))))
                 if rollout.response
                 else rollout
                 for rollout in group.rollouts
@@ -56,12 +56,12 @@ def scaled(groups: Groups, factor: float, longest: int) -> tuple[GroupLengths, .
 def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
     """Return the groups with ``group_size`` rollouts each: the first rollouts, or all of them repeatedly."""
     return tuple(
-        replace(group, rollouts=tuple(group.rollouts[at % len(group.rollouts)] for at in range(group_size)))
+        replace(group, rollouts=tuple(group.rollouts[index % len(group.rollouts)] for index in range(group_size)))
         for group in groups
     )
 
 
-def describe(groups: Groups, longest: int) -> dict[str, float]:
+def describe(groups: Groups, max_tokens: int) -> dict[str, float]:
     """Return statistics of the response lengths.
 
     ``sigma`` is the standard deviation of their logarithms, ``at_limit`` the share that reaches ``longest``.
@@ -73,5 +73,5 @@ def describe(groups: Groups, longest: int) -> dict[str, float]:
         "sigma": pstdev(log(max(1, length)) for length in lengths),
         "p99": lengths[int(0.99 * (len(lengths) - 1))],
         "longest": lengths[-1],
-        "at_limit": sum(length >= longest for length in lengths) / len(lengths),
+        "at_limit": sum(length >= max_tokens for length in lengths) / len(lengths),
     }

@@ -29,19 +29,19 @@ needs no devices."""
 SPANS = (0.7, 0.9, 1.1, 1.3)
 """Factors on the lengths to try."""
 
-Part = Literal["engines", "trainer", "bound", "tail", "publish", "rewards"]
+Limit = Literal["engines", "trainer", "bound", "tail", "publish", "rewards"]
 """A possible limit of the speed. ``tail``: some rollouts are much longer than others."""
 
 
 class Improvement(NamedTuple):
     """An improvement of a part: as a noun, as the start of a sentence about the limit, and the remedy."""
 
-    what: str
+    noun: str
     limit: str
     remedy: str
 
 
-IMPROVED: Mapping[Part, Improvement] = {
+IMPROVED: Mapping[Limit, Improvement] = {
     "engines": Improvement(
         "twice as many engines",
         "The engines limit the speed: with twice as many",
@@ -114,7 +114,7 @@ class Prediction:
     lengths: Mapping[str, float]  # ``describe`` of its rollouts
     bound: int  # its ``max_staleness``
     bounds: Mapping[int, float]  # seconds of a step by ``max_staleness``
-    savings: Mapping[Part, float]  # share of a step's time that improving a part saves (``IMPROVED``)
+    savings: Mapping[Limit, float]  # share of a step's time that improving a part saves (``IMPROVED``)
     changes: tuple[Change, ...]  # other settings that save noticeable time, the best first
 
     @property
@@ -128,57 +128,59 @@ class Prediction:
         return free_bound(self.bounds)
 
     @property
-    def limit(self) -> Part | None:
+    def limit(self) -> Limit | None:
         """The part that limits the speed, or None if no single part does."""
-        most = max(self.savings.values())
-        if most <= NOTICEABLE:
+        largest_saving = max(self.savings.values())
+        if largest_saving <= NOTICEABLE:
             return None
-        if self.savings["bound"] > max(NOTICEABLE, NEARLY * most):
+        if self.savings["bound"] > max(NOTICEABLE, NEARLY * largest_saving):
             return "bound"
-        return max(self.savings, key=lambda part: self.savings[part])
+        return max(self.savings, key=lambda name: self.savings[name])
 
 
 def free_bound(bounds: Mapping[int, float]) -> int:
     """Return the smallest bound with steps that are not noticeably slower than with the fastest bound."""
-    least = min(bounds.values())
-    return next(bound for bound, step_s in sorted(bounds.items()) if (1 - NOTICEABLE) * step_s <= least)
+    fastest_s = min(bounds.values())
+    return next(bound for bound, step_s in sorted(bounds.items()) if (1 - NOTICEABLE) * step_s <= fastest_s)
 
 
-def limit_text(found: Prediction) -> str:
+def limit_text(prediction: Prediction) -> str:
     """Name the limit of the speed, and the remedy."""
-    if (part := found.limit) is None:
+    if (limit := prediction.limit) is None:
         return f"No single part limits the speed: improving one of them saves at most {NOTICEABLE:.0%} of the time."
-    return f"{IMPROVED[part].limit}, steps would take {less(found.savings[part])} time. {IMPROVED[part].remedy}"
+    return f"{IMPROVED[limit].limit}, steps would take {less(prediction.savings[limit])} time. {IMPROVED[limit].remedy}"
 
 
-def bound_text(found: Prediction) -> str:
+def bound_text(prediction: Prediction) -> str:
     """Name the smallest sufficient ``max_staleness``."""
-    free, own = found.free, found.bound
+    free, current_bound = prediction.free, prediction.bound
     enough = f"max_staleness {free} is the smallest that costs no noticeable time (at most {NOTICEABLE:.0%})"
-    if free > own:
-        return f"{enough}: steps would take {less(1 - found.bounds[free] / found.bounds[own])} time than with {own}."
-    return f"{enough}." if free == own else f"{enough}; {own} is set."
+    if free > current_bound:
+        saving = less(1 - prediction.bounds[free] / prediction.bounds[current_bound])
+        return f"{enough}: steps would take {saving} time than with {current_bound}."
+    return f"{enough}." if free == current_bound else f"{enough}; {current_bound} is set."
 
 
-def savings_text(found: Prediction) -> str:
+def savings_text(prediction: Prediction) -> str:
     """List the savings from improving the other parts."""
-    others = sorted(((by, part) for part, by in found.savings.items() if part != found.limit), reverse=True)
-    noticed = [f"{IMPROVED[part].what} {by:.0%}" for by, part in others if by > NOTICEABLE]
+    limit, savings = prediction.limit, prediction.savings
+    sorted_savings = sorted(((share, name) for name, share in savings.items() if name != limit), reverse=True)
+    noticed = [f"{IMPROVED[name].noun} {share:.0%}" for share, name in sorted_savings if share > NOTICEABLE]
     if not noticed:
         return f"Improving any other part saves at most {NOTICEABLE:.0%}."
     return f"Other parts: {', '.join(noticed)} less time; each of the rest at most {NOTICEABLE:.0%}."
 
 
-def changes_text(found: Prediction) -> str:
+def changes_text(prediction: Prediction) -> str:
     """List the settings that help."""
-    if not found.changes:
+    if not prediction.changes:
         return f"None of the other settings that were tried saves more than {NOTICEABLE:.0%}."
-    return f"Settings that help: {'; '.join(map(str, found.changes))}."
+    return f"Settings that help: {'; '.join(map(str, prediction.changes))}."
 
 
-def advice(found: Prediction) -> tuple[str, ...]:
+def advice(prediction: Prediction) -> tuple[str, ...]:
     """Name the limit of the speed and the changes that help, in sentences."""
-    return limit_text(found), savings_text(found), bound_text(found), changes_text(found)
+    return limit_text(prediction), savings_text(prediction), bound_text(prediction), changes_text(prediction)
 
 
 def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
@@ -189,7 +191,7 @@ def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
-def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: int = STEPS) -> Prediction:
+def predict(scenario: Scenario, max_response_tokens: int, devices: Devices | None, steps: int = STEPS) -> Prediction:
     """Simulate a scenario and its neighbours.
 
     Args:
@@ -198,43 +200,43 @@ def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: in
             no change of their number is tried.
     """
     outcome = simulate(scenario, steps)
-    own = scenario.settings.max_staleness
+    current_bound = scenario.settings.max_staleness
     bounds = {
-        bound: outcome.step_s if bound == own else simulate(with_bound(scenario, bound), steps).step_s
-        for bound in sorted({*BOUNDS, own, max(2 * own, BOUNDS[-1])})
+        bound: outcome.step_s if bound == current_bound else simulate(with_bound(scenario, bound), steps).step_s
+        for bound in sorted({*BOUNDS, current_bound, max(2 * current_bound, BOUNDS[-1])})
     }
-    savings: dict[Part, float] = {
-        part: 1 - simulate(improved, steps).step_s / outcome.step_s for part, improved in _improved(scenario).items()
+    savings: dict[Limit, float] = {
+        name: 1 - simulate(improved, steps).step_s / outcome.step_s for name, improved in _improved(scenario).items()
     }
-    savings["bound"] = 1 - min(step_s for bound, step_s in bounds.items() if bound >= own) / outcome.step_s
-    others = _others(scenario, longest, devices)
-    if (free := free_bound(bounds)) > own:
-        others[f"pipeline.max_staleness={free}"] = with_bound(scenario, free), 0
+    savings["bound"] = 1 - min(step_s for bound, step_s in bounds.items() if bound >= current_bound) / outcome.step_s
+    alternatives = _alternatives(scenario, max_response_tokens, devices)
+    if (free := free_bound(bounds)) > current_bound:
+        alternatives[f"pipeline.max_staleness={free}"] = with_bound(scenario, free), 0
     # Only if publishing costs time, because groups get older with rarer versions.
     if savings["publish"] > NOTICEABLE:
         every = 2 * scenario.settings.publish_every
         rarely = replace(scenario, settings=replace(scenario.settings, publish_every=every))
-        others[f"pipeline.publish_every={every}"] = rarely, 0
+        alternatives[f"pipeline.publish_every={every}"] = rarely, 0
     return Prediction(
         outcome=outcome,
-        sync=outcome if own == 0 else simulate(with_bound(scenario, 0), steps),
-        lengths=describe(scenario.groups, longest),
-        bound=own,
+        sync=outcome if current_bound == 0 else simulate(with_bound(scenario, 0), steps),
+        lengths=describe(scenario.groups, max_response_tokens),
+        bound=current_bound,
         bounds=bounds,
         savings=savings,
-        changes=tuple(sorted(_helpful(others, outcome.step_s, steps), key=lambda one: one.step_s)),
+        changes=tuple(sorted(_helpful(alternatives, outcome.step_s, steps), key=lambda change: change.step_s)),
     )
 
 
-def spans(scenario: Scenario, longest: int) -> dict[float, float]:
+def spans(scenario: Scenario, max_response_tokens: int) -> dict[float, float]:
     """Return the seconds per step, by the factor on lengths."""
     return {
-        factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, longest)), STEPS).step_s
+        factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, max_response_tokens)), STEPS).step_s
         for factor in SPANS
     }
 
 
-def _improved(scenario: Scenario) -> dict[Part, Scenario]:
+def _improved(scenario: Scenario) -> dict[Limit, Scenario]:
     """The scenario with one part improved, for each part except the bound."""
     costs = scenario.costs
     publish, overheads = costs.publish, costs.overheads
@@ -254,22 +256,26 @@ def _even(groups: Groups) -> Groups:
     tokens = round(fmean(rollout.response for rollout in rollouts))
     outside_s = fmean(rollout.outside_s for rollout in rollouts)
     return [
-        replace(group, rollouts=tuple(replace(one, response=tokens, outside_s=outside_s) for one in group.rollouts))
+        replace(
+            group, rollouts=tuple(replace(rollout, response=tokens, outside_s=outside_s) for rollout in group.rollouts)
+        )
         for group in groups
     ]
 
 
-def _others(scenario: Scenario, longest: int, devices: Devices | None) -> dict[str, tuple[Scenario, float]]:
+def _alternatives(
+    scenario: Scenario, max_response_tokens: int, devices: Devices | None
+) -> dict[str, tuple[Scenario, float]]:
     trainer = scenario.costs.trainer
-    shorter = scaled(scenario.groups, 1.0, max(1, longest // 2))
-    others: dict[str, tuple[Scenario, float]] = {
+    shorter = scaled(scenario.groups, 1.0, max(1, max_response_tokens // 2))
+    alternatives: dict[str, tuple[Scenario, float]] = {
         f"rollout.max_running_rollouts={2 * scenario.slots}": (replace(scenario, slots=2 * scenario.slots), 0),
-        f"rollout.max_response_tokens={longest // 2}": (replace(scenario, groups=shorter), 0),
+        f"rollout.max_response_tokens={max_response_tokens // 2}": (replace(scenario, groups=shorter), 0),
     }
     if devices is not None:
         more_engines = replace(scenario, engines=2 * scenario.engines)
         more_ranks = replace(trainer, per_token_s=trainer.per_token_s / 2)
-        others |= {
+        alternatives |= {
             f"rollout.engines={2 * scenario.engines}": (more_engines, scenario.engines * devices.engine_gpus),
             f"trainer.ranks={2 * devices.ranks}": (
                 replace(scenario, costs=replace(scenario.costs, trainer=more_ranks)),
@@ -277,13 +283,13 @@ def _others(scenario: Scenario, longest: int, devices: Devices | None) -> dict[s
             ),
         }
     if scenario.weight_update != "keep":
-        others["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep"), 0
-    return others
+        alternatives["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep"), 0
+    return alternatives
 
 
-def _helpful(others: Mapping[str, tuple[Scenario, float]], own_s: float, steps: int) -> Iterator[Change]:
-    for setting, (other, more_gpus) in others.items():
-        step_s = simulate(other, steps).step_s
+def _helpful(alternatives: Mapping[str, tuple[Scenario, float]], own_s: float, steps: int) -> Iterator[Change]:
+    for setting, (alternative, more_gpus) in alternatives.items():
+        step_s = simulate(alternative, steps).step_s
         if 1 - step_s / own_s > NOTICEABLE:
             yield Change(setting, step_s=step_s, gain=1 - step_s / own_s, more_gpus=more_gpus)
 

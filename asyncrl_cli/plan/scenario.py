@@ -16,7 +16,7 @@ from asyncrl_cli.spec.sharing import tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedScenario:
     """A scenario. Each of its ``guesses`` is a sentence about something that was not measured."""
 
     scenario: Scenario
@@ -29,45 +29,47 @@ def shares_host(spec: ExperimentSpec) -> bool:
 
 
 def planned_scenario(
-    spec: ExperimentSpec, settings: BufferSettings, measured: Calibration, of_run: ExperimentSpec
-) -> Planned:
+    spec: ExperimentSpec, settings: BufferSettings, calibration: Calibration, measured_spec: ExperimentSpec
+) -> PlannedScenario:
     """Build the scenario of a spec from the measurements of another run with the spec ``of_run``.
 
     Raises ``ConfigError`` if the specs differ in a setting on which the measured constants depend.
     """
-    for name, own, other in (
-        ("model", _architecture(spec), _architecture(of_run)),
-        ("trainer.dtype", spec.trainer.dtype, of_run.trainer.dtype),
-        ("rollout.dtype", spec.rollout.dtype, of_run.rollout.dtype),
-        ("rollout.gpus_per_engine", spec.rollout.gpus_per_engine, of_run.rollout.gpus_per_engine),
-        ("trainer.gpus_per_rank", spec.trainer.gpus_per_rank, of_run.trainer.gpus_per_rank),
+    for name, planned_value, measured_value in (
+        ("model", _architecture(spec), _architecture(measured_spec)),
+        ("trainer.dtype", spec.trainer.dtype, measured_spec.trainer.dtype),
+        ("rollout.dtype", spec.rollout.dtype, measured_spec.rollout.dtype),
+        ("rollout.gpus_per_engine", spec.rollout.gpus_per_engine, measured_spec.rollout.gpus_per_engine),
+        ("trainer.gpus_per_rank", spec.trainer.gpus_per_rank, measured_spec.trainer.gpus_per_rank),
     ):
-        if own != other:
+        if planned_value != measured_value:
             raise ConfigError(
                 f"the calibration run had another {name}, so its measurements say nothing about this spec",
                 location=name,
                 hint="calibrate with a run of this spec: --calibrate, or --calibrate-from another run",
             )
     guesses = []
-    costs, groups = measured.costs, measured.groups
-    if spec.trainer.ranks != of_run.trainer.ranks:
-        share = of_run.trainer.ranks / spec.trainer.ranks
+    costs, groups = calibration.costs, calibration.groups
+    if spec.trainer.ranks != measured_spec.trainer.ranks:
+        share = measured_spec.trainer.ranks / spec.trainer.ranks
         costs = replace(costs, trainer=replace(costs.trainer, per_token_s=costs.trainer.per_token_s * share))
         guesses.append(
             f"the trainer is assumed to be {1 / share:.3g} times as fast with {counted(spec.trainer.ranks, 'rank')} as "
-            f"with the measured {of_run.trainer.ranks}"
+            f"with the measured {measured_spec.trainer.ranks}"
         )
-    if spec.rollout.min_engines != of_run.rollout.min_engines and shares_host(spec):
+    if spec.rollout.min_engines != measured_spec.rollout.min_engines and shares_host(spec):
         guesses.append("engines are assumed not to slow each other down, although they are on CPUs")
-    if spec.rollout.group_size != of_run.rollout.group_size:
+    if spec.rollout.group_size != measured_spec.rollout.group_size:
         groups = resized(groups, spec.rollout.group_size)
         guesses.append("rollouts are assumed to be as long with another group_size")
-    longest, of_before = spec.rollout.max_response_tokens, of_run.rollout.max_response_tokens
-    if longest < of_before:
-        groups = scaled(groups, 1.0, longest)
-    elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
-        guesses.append(f"rollouts that were cut at {of_before} tokens are assumed to end there")
-    return Planned(scenario_of(spec, settings=settings, groups=groups, costs=costs), tuple(guesses))
+    max_tokens, measured_max_tokens = spec.rollout.max_response_tokens, measured_spec.rollout.max_response_tokens
+    if max_tokens < measured_max_tokens:
+        groups = scaled(groups, 1.0, max_tokens)
+    elif max_tokens > measured_max_tokens and any(
+        one.response >= measured_max_tokens for group in groups for one in group.rollouts
+    ):
+        guesses.append(f"rollouts that were cut at {measured_max_tokens} tokens are assumed to end there")
+    return PlannedScenario(scenario_of(spec, settings=settings, groups=groups, costs=costs), tuple(guesses))
 
 
 def _architecture(spec: ExperimentSpec) -> object:

@@ -58,10 +58,10 @@ class Outcome:
     generated_tokens: float  # response tokens per second
     trained_tokens: float  # response tokens in batches per second
 
-    def share(self, *parts: str) -> float:
+    def share(self, *activities: str) -> float:
         """Return these parts' share of the trainer's time."""
         total = sum(self.trainer.values())
-        return sum(self.trainer.get(part, 0.0) for part in parts) / total if total else 0.0
+        return sum(self.trainer.get(part, 0.0) for part in activities) / total if total else 0.0
 
 
 def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:
@@ -88,40 +88,40 @@ class Simulation:
         total = steps + warm_up + (settings.max_staleness + 2) * settings.publish_every
         self.ledger = Ledger(replace(settings, total_steps=total))
         self._every = settings.publish_every
-        self._now = 0.0
+        self._clock_s = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
         self._engines = [Engine(self._costs.engine, scenario.slots) for _ in range(scenario.engines)]
         self._places = scenario.engines * scenario.slots
         self._open = 0  # rollouts that have not ended
-        self._left: dict[int, int] = {}  # by group, the rollouts that have not ended
+        self._rollouts_left: dict[int, int] = {}  # by group, the rollouts that have not ended
         self._lengths: dict[int, int] = {}  # by group, the index in the scenario's groups
         self._started = 0
         self._training = False
         self._publishing = False
         self._draining = 0
         self._waiting = False
-        self._work_left = 0.0  # rest of the trainer's step: seconds with idle engines
-        self._work_since = 0.0
-        self._work_stamp = 0
+        self._training_left_s = 0.0  # rest of the trainer's step: seconds with idle engines
+        self._training_since = 0.0
+        self._training_stamp = 0
         self._engines_busy = False
         self._trainer: Iterator[float | None] = iter(())
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._staleness: Counter[int] = Counter()
         self._tokens = 0
-        self._ended_at: list[float] = []
+        self._step_ends: list[float] = []
 
     def run(self) -> Outcome:
         self._trainer = self._train()
         self._admit()
         self._resume_trainer()
-        while self._events and len(self._ended_at) < self._steps + self._warm_up:
-            self._now, _, action, arguments = heappop(self._events)
+        while self._events and len(self._step_ends) < self._steps + self._warm_up:
+            self._clock_s, _, action, arguments = heappop(self._events)
             action(*arguments)
-        begun = self._ended_at[self._warm_up - 1] if self._warm_up else 0.0
-        seconds = self._now - begun
+        start_time = self._step_ends[self._warm_up - 1] if self._warm_up else 0.0
+        seconds = self._clock_s - start_time
         for engine in self._engines:
-            engine.advance(self._now)
+            engine.advance(self._clock_s)
         wall = seconds * len(self._engines) or 1.0
         return Outcome(
             steps=self._steps,
@@ -154,8 +154,8 @@ class Simulation:
                 yield from self._publish()
             if self._scenario.partial_rollouts:
                 self._halt(False)
-            yield from self._work("other", costs.overheads.step_s)
-            self._ended_at.append(self._now)
+            yield from self._occupy_trainer("other", costs.overheads.step_s)
+            self._step_ends.append(self._clock_s)
             if step + 1 == self._warm_up:
                 self._forget()
 
@@ -172,7 +172,7 @@ class Simulation:
         costs = self._costs.publish
         while self._publishing:
             yield from self._wait("publish")
-        yield from self._work("publishing", costs.held_s)
+        yield from self._occupy_trainer("publishing", costs.held_s)
         self._publishing = True
         self._in_background(max(0.0, costs.deliver_s - costs.stall_s), self._load)
         # With staleness 0 there is no batch before engines serve the weights, so the loop waits here.
@@ -181,25 +181,25 @@ class Simulation:
 
     def _train_batch(self, alone_s: float) -> Iterator[float | None]:
         """Train a batch. It takes longer while engines generate on the same processors."""
-        begun = self._now
-        self._work_left, self._work_since = alone_s, self._now
+        start_time = self._clock_s
+        self._training_left_s, self._training_since = alone_s, self._clock_s
         self._training = True
         self._beside(True)
         self._schedule_training()
         yield None
         self._beside(False)
-        self._spent["training"] += self._now - begun
+        self._spent["training"] += self._clock_s - start_time
 
     def _schedule_training(self) -> None:
         self._engines_busy = any(engine.running for engine in self._engines)
-        self._work_stamp += 1
-        self._at(self._now + self._work_left * self._slowdown(), self._trained, self._work_stamp)
+        self._training_stamp += 1
+        self._call_at(self._clock_s + self._training_left_s * self._slowdown(), self._trained, self._training_stamp)
 
     def _slowdown(self) -> float:
         return 1 + self._costs.trainer.beside_engines * self._engines_busy
 
     def _trained(self, stamp: int) -> None:
-        if stamp == self._work_stamp:
+        if stamp == self._training_stamp:
             self._training = False
             self._resume_trainer()
 
@@ -208,28 +208,28 @@ class Simulation:
         if not self._training or not self._costs.trainer.beside_engines:
             return
         if any(engine.running for engine in self._engines) != self._engines_busy:
-            self._work_left -= (self._now - self._work_since) / self._slowdown()
-            self._work_since = self._now
+            self._training_left_s -= (self._clock_s - self._training_since) / self._slowdown()
+            self._training_since = self._clock_s
             self._schedule_training()
 
-    def _work(self, part: str, seconds: float) -> Iterator[float | None]:
+    def _occupy_trainer(self, activity: str, seconds: float) -> Iterator[float | None]:
         if seconds <= 0:
             return
         seconds *= self._contention()
-        self._spent[part] += seconds
+        self._spent[activity] += seconds
         yield seconds
 
     def _wait(self, reason: str) -> Iterator[float | None]:
-        begun = self._now
+        start_time = self._clock_s
         yield None
-        if self._now > begun:
-            self._spent[reason] += self._now - begun
+        if self._clock_s > start_time:
+            self._spent[reason] += self._clock_s - start_time
 
     def _resume_trainer(self) -> None:
         seconds = next(self._trainer, inf)
         self._waiting = seconds is None
         if seconds is not None and seconds != inf:
-            self._at(self._now + seconds, self._resume_trainer)
+            self._call_at(self._clock_s + seconds, self._resume_trainer)
 
     def _changed(self) -> None:
         """The ledger has changed, so a waiting trainer checks its condition again."""
@@ -241,7 +241,7 @@ class Simulation:
         self._staleness.clear()
         self._tokens = 0
         for engine in self._engines:
-            engine.advance(self._now)
+            engine.advance(self._clock_s)
             engine.idle_s = engine.stalled_s = engine.tokens = engine.occupied = 0.0
 
     # -- groups
@@ -256,7 +256,7 @@ class Simulation:
         self._lengths[group_id] = self._started % len(groups)
         self._started += 1
         rollouts = groups[self._lengths[group_id]].rollouts
-        self._left[group_id] = len(rollouts)
+        self._rollouts_left[group_id] = len(rollouts)
         self._open += len(rollouts)
         if (start_s := self._costs.overheads.start_s) > 0:
             self._in_background(start_s, self._request, group_id)
@@ -264,22 +264,22 @@ class Simulation:
             self._request(group_id)
 
     def _request(self, group_id: int) -> None:
-        if group_id not in self._left:  # it was requeued
+        if group_id not in self._rollouts_left:  # it was requeued
             return
         # All rollouts of a group go to one engine while it has free slots.
         engine = min(self._engines, key=attrgetter("load"))
-        engine.advance(self._now)
+        engine.advance(self._clock_s)
         for length in self._scenario.groups[self._lengths[group_id]].rollouts:
             sequence = Sequence(
-                group_id, context=length.prompt, missing=float(length.response), outside_s=length.outside_s
+                group_id, context=length.prompt, tokens_left=float(length.response), outside_s=length.outside_s
             )
             if not length.response:
-                self._at(self._now + length.outside_s, self._end_rollout, group_id)
+                self._call_at(self._clock_s + length.outside_s, self._end_rollout, group_id)
                 continue
             if engine.load >= engine.slots:
                 self._schedule(engine)
                 engine = min(self._engines, key=attrgetter("load"))
-                engine.advance(self._now)
+                engine.advance(self._clock_s)
             if self._draining:
                 engine.waiting.append(sequence)
             else:
@@ -287,12 +287,12 @@ class Simulation:
         self._schedule(engine)
 
     def _end_rollout(self, group_id: int) -> None:
-        if group_id not in self._left:
+        if group_id not in self._rollouts_left:
             return
         self._open -= 1
-        self._left[group_id] -= 1
-        if not self._left[group_id]:
-            del self._left[group_id]
+        self._rollouts_left[group_id] -= 1
+        if not self._rollouts_left[group_id]:
+            del self._rollouts_left[group_id]
             self._in_background(self._costs.overheads.settle_s, self._finish, group_id)
         self._admit()
 
@@ -309,10 +309,10 @@ class Simulation:
 
     def _requeue(self, group_id: int) -> None:
         entry = self.ledger.requeue(group_id)
-        self._open -= self._left.pop(group_id, 0)
+        self._open -= self._rollouts_left.pop(group_id, 0)
         del self._lengths[group_id]
         for engine in self._engines:
-            engine.advance(self._now)
+            engine.advance(self._clock_s)
             engine.remove_group(group_id)
             self._schedule(engine)
         self._begin(entry.group_id)
@@ -324,20 +324,20 @@ class Simulation:
         engine.stamp += 1
         self._note_busy()
         if (end := engine.next_end()) < inf:
-            self._at(end, self._engine_event, engine, engine.stamp)
+            self._call_at(end, self._engine_event, engine, engine.stamp)
 
     def _engine_event(self, engine: Engine, stamp: int) -> None:
         if stamp != engine.stamp:
             return
-        engine.advance(self._now)
-        ended = engine.pop_ended()
+        engine.advance(self._clock_s)
+        ended_sequences = engine.pop_ended()
         if self._draining:
             self._drained(engine)
         else:
             engine.admit_waiting()
-        for sequence in ended:
+        for sequence in ended_sequences:
             if later_s := sequence.outside_s + self._costs.overheads.deliver_s:
-                self._at(self._now + later_s, self._end_rollout, sequence.group)
+                self._call_at(self._clock_s + later_s, self._end_rollout, sequence.group)
             else:
                 self._end_rollout(sequence.group)
         self._schedule(engine)
@@ -346,13 +346,13 @@ class Simulation:
         if not self._costs.engine.beside_trainer:
             return
         for engine in self._engines:
-            engine.advance(self._now)
+            engine.advance(self._clock_s)
             engine.beside_trainer = training
             self._schedule(engine)
 
     def _halt(self, halted: bool) -> None:
         for engine in self._engines:
-            engine.advance(self._now)
+            engine.advance(self._clock_s)
             engine.halted = halted
             if not halted:
                 engine.admit_waiting()
@@ -367,27 +367,27 @@ class Simulation:
             return
         stall_s = self._costs.publish.stall_s
         for engine in self._engines:
-            engine.advance(self._now)
+            engine.advance(self._clock_s)
             engine.stall(stall_s)
             self._schedule(engine)
-        self._at(self._now + stall_s, self._served)
+        self._call_at(self._clock_s + stall_s, self._served)
 
     def _drained(self, engine: Engine) -> None:
         """With ``drain``, an engine loads when it has no rollout; all serve the version when the last has loaded it."""
         if engine.running:
             return
-        engine.advance(self._now)
+        engine.advance(self._clock_s)
         engine.stall(self._costs.publish.stall_s)
         self._draining -= 1
         if not self._draining:
-            self._at(self._now + self._costs.publish.stall_s, self._served)
+            self._call_at(self._clock_s + self._costs.publish.stall_s, self._served)
 
     def _served(self) -> None:
         self._publishing = False
         self.ledger.publish()
         for engine in self._engines:
             if engine.waiting:
-                engine.advance(self._now)
+                engine.advance(self._clock_s)
                 engine.admit_waiting()
                 self._schedule(engine)
         self._admit()
@@ -404,12 +404,12 @@ class Simulation:
         """Call ``action`` after work of ``seconds``, slowed down by contention. Contention may change, so each slice of
         the work is scheduled separately."""
         if not self._costs.engine.beside_trainer or slices == 1 or not seconds:
-            self._at(self._now + seconds * self._contention(), action, *arguments)
+            self._call_at(self._clock_s + seconds * self._contention(), action, *arguments)
             return
-        rest = seconds * (slices - 1) / slices
-        follow = partial(self._in_background, rest, action, *arguments, slices=slices - 1)
-        self._at(self._now + seconds / slices * self._contention(), follow)
+        remaining_s = seconds * (slices - 1) / slices
+        follow = partial(self._in_background, remaining_s, action, *arguments, slices=slices - 1)
+        self._call_at(self._clock_s + seconds / slices * self._contention(), follow)
 
-    def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+    def _call_at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
         # The counter breaks ties in the order of scheduling, because actions cannot be compared.
         heappush(self._events, (time, next(self._order), action, arguments))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_writing
-from asyncrl_cli.plan.prediction import Part
+from asyncrl_cli.plan.prediction import Limit
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Outcome
 from asyncrl_cli.records.rewards import Scored
@@ -27,7 +27,7 @@ class Situation:
     of a step's training and publish; the number of groups that run in parallel; and the limit of the run's speed (None:
     no simulation reproduces it)."""
 
-    limit: Part | None
+    limit: Limit | None
     group_s: float = 2.0
     straggler_s: float | None = None
     reward_s: float = 0.0

@@ -24,7 +24,7 @@ class Recorded(Simulation):
         self._begun: dict[int, tuple[float, Sequence]] = {}
         self.run()
         # While there are unfinished requests, batch sizes are not known.
-        known_to = min((begun for begun, _ in self._begun.values()), default=self._now)
+        known_to = min((begun for begun, _ in self._begun.values()), default=self._clock_s)
         self.requests = [replace(one, fitted=one.ended_at <= known_to) for one in self.requests]
         return fit_engine([self.requests], [self.stalls], self.training, shared_host)
 
@@ -37,23 +37,23 @@ class Recorded(Simulation):
         self._note()
 
     def _load(self) -> None:
-        self.stalls.append((self._now, self._now + self._costs.publish.stall_s))
+        self.stalls.append((self._clock_s, self._clock_s + self._costs.publish.stall_s))
         super()._load()
 
     def _beside(self, training: bool) -> None:
         if training:
-            self.training.append((self._now, self._now))
+            self.training.append((self._clock_s, self._clock_s))
         else:
-            self.training[-1] = (self.training[-1][0], self._now)
+            self.training[-1] = (self.training[-1][0], self._clock_s)
         super()._beside(training)
 
     def _note(self) -> None:
         running = {id(sequence): sequence for sequence in self._engines[0].running.values()}
         for key in self._begun.keys() - running.keys():
             begun, sequence = self._begun.pop(key)
-            self.requests.append(Request(begun, self._now, sequence.missing, sequence.context))
+            self.requests.append(Request(begun, self._clock_s, sequence.tokens_left, sequence.context))
         for key in running.keys() - self._begun.keys():
-            self._begun[key] = (self._now, running[key])
+            self._begun[key] = (self._clock_s, running[key])
 
 
 def recorded(engine: EngineCost, bound: int = 2) -> Recorded:
@@ -76,7 +76,7 @@ class Evaluated(Recorded):
     def _load(self) -> None:
         super()._load()
         engine = self._engines[0]
-        engine.advance(self._now)
+        engine.advance(self._clock_s)
         for length in range(100, 300, 10):
             engine.add(Sequence(-1, 20, float(length)))
         self._schedule(engine)
