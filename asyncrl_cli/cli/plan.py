@@ -85,7 +85,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.plan.from_journal import calibrate
     from asyncrl_cli.plan.prediction import Devices, predict, spans
-    from asyncrl_cli.plan.scenario import planned_scenario
+    from asyncrl_cli.plan.scenario import planned_scenario, shares_host
     from asyncrl_cli.records.groups import BufferSettings
     from asyncrl_cli.spec.load import load_recorded
 

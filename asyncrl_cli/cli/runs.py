@@ -16,7 +16,6 @@ import typer
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
 from asyncrl_cli.core.secrets import hide
-from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import duration, paragraph, table
 from asyncrl_cli.runs.catalogue import all_runs, find_run
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory

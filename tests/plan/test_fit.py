@@ -25,7 +25,7 @@ class Recorded(Simulation):
         self.run()
         # While there are unfinished requests, batch sizes are not known.
         known_to = min((begun for begun, _ in self._begun.values()), default=self._clock_s)
-        self.requests = [replace(one, fitted=one.ended_at <= known_to) for one in self.requests]
+        self.requests = [replace(one, fitted=one.end_time <= known_to) for one in self.requests]
         return fit_engine([self.requests], [self.stalls], self.training, shared_host)
 
     def _request(self, group_id: int) -> None:
@@ -95,7 +95,7 @@ def test_pauses_belong_to_their_engine() -> None:
     run = recorded(EngineCost(LinearIteration(0.005, 2e-4)))
     run.run_and_fit(shared_host=False)
     # The same requests on an engine that is paused later: the constants of each engine follow from its own pauses.
-    other = [replace(one, begun_at=one.begun_at + 0.5, ended_at=one.ended_at + 0.5) for one in run.requests]
+    other = [replace(one, start_time=one.start_time + 0.5, end_time=one.end_time + 0.5) for one in run.requests]
     later = [(begin + 0.5, end + 0.5) for begin, end in run.stalls]
     found = fit_engine([run.requests, other], [run.stalls, later], [], shared_host=False)
     swapped = fit_engine([run.requests, other], [later, run.stalls], [], shared_host=False)
