@@ -60,7 +60,7 @@ class Pager:
 
     def _go(self, start: RolloutIndex | None, older: bool) -> None:
         with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel shows this error
-            index = next_rollout(connection, after=start, older=older, rewards=REWARDS[self.filter])
+            index = next_rollout(connection, start=start, older=older, rewards=REWARDS[self.filter])
             adjective = "" if self.filter == "all" else f"{self.filter} "
             self._note = "" if index else f"there is no further {adjective}rollout"
             self._index = index or self._index

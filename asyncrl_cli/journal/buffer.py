@@ -66,10 +66,10 @@ class Disk:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         Thread(target=self._work, name="journal", daemon=True).start()
 
-    async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Run a function that reads or writes the journal. Raises ``JournalError`` after ``limit_s`` seconds."""
         job: Future[T] = Future()
-        self._jobs.put((job, partial(function, *arguments, **named)))
+        self._jobs.put((job, partial(function, *arguments, **keywords)))
         try:
             async with asyncio.timeout(self._limit_s):
                 return await asyncio.wrap_future(job)
@@ -103,19 +103,19 @@ class Buffer:
         cls,
         path: Path,
         settings: BufferSettings,
-        kind: str,
+        start_kind: str,
         note: str = "",
         base: Mapping[str, Any] | None = None,
         *,
         limit_s: float,
     ) -> tuple[Self, Opening]:
-        """Open the journal as ``kind`` (``train``, ``resume``), and read the run's state. Raises ``JournalError``.
+        """Open the journal as ``start_kind`` (``train``, ``resume``) and read the run's state. Raises ``JournalError``.
 
         ``limit_s``: seconds that one operation on the disk may take.
         """
 
         def begin() -> tuple[DurableLedger, Opening]:
-            book = DurableLedger.begin(path, settings, kind, note, base)
+            book = DurableLedger.begin(path, settings, start_kind, note, base)
             return book, book.opening()
 
         disk = Disk(path, limit_s)
@@ -172,13 +172,13 @@ class Buffer:
         """Take a step's batch. Returns the reason if there is none after ``patience_s`` seconds."""
         deadline = time.monotonic() + patience_s
         while (waiting := self._book.take(step)) is not None:
-            left = deadline - time.monotonic()
-            if waiting.overdue or left <= 0 or self._broken is not None:
+            remaining_s = deadline - time.monotonic()
+            if waiting.overdue or remaining_s <= 0 or self._broken is not None:
                 await self._commit()
                 return waiting
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining_s):
                     await self._changed.wait()
         # Read from the file, not from memory: training, replay and resume must read the same bytes (decision 0013).
         return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
@@ -217,8 +217,8 @@ class Buffer:
     ) -> None:
         """Record that a checkpoint is complete, and that the older checkpoints in ``removed`` are deleted."""
         self._book.journal.checkpointed(step, folder=folder, seconds=seconds, stall_s=stall_s)
-        for old in removed:
-            self._book.journal.checkpoint_removed(old)
+        for removed_step in removed:
+            self._book.journal.checkpoint_removed(removed_step)
         await self._commit()
 
     async def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
@@ -226,9 +226,9 @@ class Buffer:
         self._book.journal.evaluated(result, images)
         await self._commit(urgent=False)
 
-    async def failed(self, kind: str, part: str, message: str) -> None:
+    async def failed(self, failure_kind: str, part_name: str, message: str) -> None:
         """Record a failure, whether or not the run continues."""
-        self._book.journal.failed(kind, part, message)
+        self._book.journal.failed(failure_kind, part_name, message)
         await self._commit(urgent=False)
 
     async def engine_changed(self, engine: str, change: str, reason: str) -> None:
@@ -240,8 +240,8 @@ class Buffer:
         """Delete tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint on disk needs. The
         commits are small, and other calls' commits come between them."""
         await self._commit()
-        before = await self._disk.run(self._needed_from, checkpoints)
-        while await self._disk.run(self._book.journal.prune, before):
+        before_step = await self._disk.run(self._needed_from, checkpoints)
+        while await self._disk.run(self._book.journal.prune, before_step):
             await self._commit()
 
     async def close(self) -> None:
@@ -259,7 +259,7 @@ class Buffer:
                 self._disk.stop()
 
     def _needed_from(self, checkpoints: int) -> int:
-        on_disk = [found.step for found in complete_checkpoints(self._path.parent / "checkpoints")]
+        on_disk = [checkpoint.step for checkpoint in complete_checkpoints(self._path.parent / "checkpoints")]
         return self._book.journal.needed_from(checkpoints, on_disk)
 
     async def _commit(self, urgent: bool = True) -> None:
@@ -270,11 +270,11 @@ class Buffer:
         self._asked = True
         if urgent or self._book.journal.notes >= MANY:
             self._urgent.set()
-        wanted = self._next
+        next_commit = self._next
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit_all())
         # Shielded, because other calls wait for the same commit: a cancelled call must not cancel it for them.
-        await asyncio.shield(wanted)
+        await asyncio.shield(next_commit)
 
     async def _commit_all(self) -> None:
         while self._asked:
@@ -286,7 +286,7 @@ class Buffer:
             # Take the notes together with the calls that wait for them. A call that notes something from now on waits
             # for the next commit: this one does not contain its notes.
             statements = self._book.journal.noted()
-            done, self._next = self._next, asyncio.get_running_loop().create_future()
+            this_commit, self._next = self._next, asyncio.get_running_loop().create_future()
             try:
                 if statements:
                     self._busy_s += await self._disk.run(self._timed_commit, statements)
@@ -294,12 +294,12 @@ class Buffer:
                 # Memory is ahead of the disk now. A later answer could depend on the lost notes, so this buffer answers
                 # no further call (decision 0013).
                 self._broken = error
-                for waiting in (done, self._next):
+                for waiting in (this_commit, self._next):
                     waiting.set_exception(error)
                     waiting.exception()  # marks the error as retrieved; without a caller, asyncio would log it
                 self._changed.set()
                 return
-            done.set_result(None)
+            this_commit.set_result(None)
 
     def _timed_commit(self, statements: list[Statement]) -> float:
         started = time.monotonic()

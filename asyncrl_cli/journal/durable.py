@@ -41,7 +41,7 @@ class DurableLedger:
 
     @classmethod
     def begin(
-        cls, path: Path, settings: BufferSettings, kind: str, note: str, base: Mapping[str, Any] | None = None
+        cls, path: Path, settings: BufferSettings, start_kind: str, note: str, base: Mapping[str, Any] | None = None
     ) -> DurableLedger:
         """Open the journal as its only writer. Raises ``JournalError``."""
         journal = Journal(path)
@@ -49,7 +49,7 @@ class DurableLedger:
         # and this ledger would miss its rows (decision 0013).
         with journal.transaction():
             book = cls(path, settings, base, journal)
-            book.start(kind, note)
+            book.start(start_kind, note)
             journal.write(journal.noted())
         return book
 
@@ -94,12 +94,15 @@ class DurableLedger:
                 ) from None
             self._scores = {group_id: self._recorded_scores(group_id) for group_id in self.ledger.running}
 
-    def start(self, kind: str, note: str) -> None:
-        """Note that this process begins to write, as ``kind`` (``train`` or ``resume``)."""
-        self.journal.started(kind, self.ledger.step, self.ledger.version, note, self._settings)
+    def start(self, start_kind: str, note: str) -> None:
+        """Note that this process begins to write, as ``start_kind`` (``train`` or ``resume``)."""
+        self.journal.started(start_kind, self.ledger.step, self.ledger.version, note, self._settings)
         folder = self._path.parent / "checkpoints"
         self.journal.checkpoints_found(
-            {found.step: (found.folder.name, found.saved_at) for found in complete_checkpoints(folder)}
+            {
+                checkpoint.step: (checkpoint.folder.name, checkpoint.saved_at)
+                for checkpoint in complete_checkpoints(folder)
+            }
         )
 
     def opening(self) -> Opening:
@@ -152,14 +155,14 @@ class DurableLedger:
         Ignores known rollouts, and rollouts of groups that have ended.
         """
         by_rollout = {outcome.rollout_id: outcome for outcome in outcomes}
-        new = set()
+        new_rollouts = set()
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
                 # First: if the journal refuses the rollout, memory must not have it.
                 self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
                 self._finished.add(group_and_index(rollout.rollout_id))
-                new.add(rollout.rollout_id)
-        return self.score(outcomes, new)
+                new_rollouts.add(rollout.rollout_id)
+        return self.score(outcomes, new_rollouts)
 
     def score(self, outcomes: Iterable[Outcome], recorded: Collection[str] = ()) -> Settled:
         """Note rewards and failures, except for the rollouts in ``recorded``: the journal has their outcomes.
@@ -180,9 +183,9 @@ class DurableLedger:
                 scores[index] = outcome.score
                 if len(scores) < self._settings.group_size:
                     continue
-                known = [score for score in scores.values() if score.reward is not None]
-                reason = self._rejection_of(known)
-                if reason != "unscored" and all((score.reward or 0.0) >= CORRECT for score in known):
+                rewarded = [score for score in scores.values() if score.reward is not None]
+                reason = self._rejection_of(rewarded)
+                if reason != "unscored" and all((score.reward or 0.0) >= CORRECT for score in rewarded):
                     solved.append(group_id)
             self._forget(group_id)
             if reason:
@@ -215,9 +218,9 @@ class DurableLedger:
         upcoming = self.ledger.next_batch()
         if not isinstance(upcoming, Batch):
             return Waiting(str(upcoming), self.ledger.overdue(), self.ledger.counts())
-        late = self.ledger.counts().late
+        late_before = self.ledger.counts().late
         self.ledger.take(upcoming)
-        self.journal.taken(upcoming, self.ledger.counts().late - late)
+        self.journal.taken(upcoming, self.ledger.counts().late - late_before)
         return None
 
     def batch(self, step: int) -> TrainingBatch:
@@ -262,11 +265,11 @@ class DurableLedger:
         rollouts = self.journal.read(read_rollouts, group_id)
         return {index: Scored(row.reward, row.measured()) for index, row in rollouts.items() if row.judged}
 
-    def _rejection_of(self, known: Sequence[Scored]) -> str:
+    def _rejection_of(self, rewarded: Sequence[Scored]) -> str:
         """Why a group with these rewards is rejected; empty if it is not."""
-        if len(known) < min(FEWEST_SCORED, self._settings.group_size):
+        if len(rewarded) < min(FEWEST_SCORED, self._settings.group_size):
             return "unscored"
-        uniform = self._settings.reject_uniform and all(map(are_equal, self._compared(known)))
+        uniform = self._settings.reject_uniform and all(map(are_equal, self._compared(rewarded)))
         return "uniform" if uniform else ""
 
     def _compared(self, scores: Sequence[Scored]) -> list[list[float]]:
@@ -274,9 +277,9 @@ class DurableLedger:
         a rollout lacks is skipped, or adds nothing to the sum, as in training (``StepRewards``)."""
         weights = self._settings.reward_parts or {REWARD: 1.0}
         if not self._settings.parts_apart:
-            return [[weighted_reward(weights, one) for one in scores]]
-        parts = [[part_of_reward(name, one.reward, one.metrics) for one in scores] for name in weights]
-        return [[value for value in part if value is not None] for part in parts]
+            return [[weighted_reward(weights, score) for score in scores]]
+        reward_parts = [[part_of_reward(name, score.reward, score.metrics) for score in scores] for name in weights]
+        return [[value for value in values if value is not None] for values in reward_parts]
 
     def _is_unfinished(self, sequence_id: str) -> bool:
         group_id, index = group_and_index(sequence_id)

@@ -99,8 +99,8 @@ def _of_kind(connection: sqlite3.Connection, kind: str, since: float, first_open
     group_id, step = first_open
     rows = connection.execute(f"{QUERIES[kind]} ORDER BY 1", {"since": since, "group": group_id, "step": step})
     names = [column for column, *_ in rows.description[1:]]
-    for at, *values in rows:
+    for event_time, *values in rows:
         facts = dict(zip(names, values, strict=True))
         if "metrics" in facts:
             facts["metrics"] = metrics_of(facts["metrics"])
-        yield Event(kind, at, facts)
+        yield Event(kind, event_time, facts)

@@ -77,14 +77,14 @@ class JournalFile:
         """Return the first step with tokens that are still needed, by the newest ``checkpoints`` checkpoints or by any
         checkpoint ``on_disk``. Returns 0 if all tokens are needed."""
         recorded = {step for (step,) in self._rows("SELECT step FROM checkpoints")}
-        newest = sorted(recorded.union(on_disk))[-checkpoints:]
-        return min([*newest, *on_disk]) if len(newest) == checkpoints else 0
+        newest_steps = sorted(recorded.union(on_disk))[-checkpoints:]
+        return min([*newest_steps, *on_disk]) if len(newest_steps) == checkpoints else 0
 
     def prune(self, before_step: int) -> bool:
         """Drop the tokens of some groups trained or rejected before a step. Returns False when none is left."""
         with self.transaction():
             # The plus sign stops SQLite from searching the whole table in id order, from the run's first group on.
-            (needed,) = self._row(
+            (first_needed,) = self._row(
                 f"""
                 SELECT min(id) FROM (
                     SELECT min(+id) AS id FROM groups WHERE step >= ?
@@ -98,7 +98,7 @@ class JournalFile:
                 for table in ("segments", "image_places")
                 for group in self._rows(
                     f"SELECT DISTINCT group_id FROM {table} WHERE group_id < ? ORDER BY group_id LIMIT ?",
-                    needed or 0,
+                    first_needed or 0,
                     PRUNED_AT_ONCE,
                 )
             }
@@ -122,10 +122,10 @@ class JournalFile:
 
     # -- reading back, on the writer's connection
 
-    def read(self, query: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+    def read(self, query: Callable[Concatenate[Connection, P], T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Run a query function of ``journal`` on this connection; it sees the last commit. Raises ``JournalError``."""
         with explained(self._path):
-            return query(self._connection, *arguments, **named)
+            return query(self._connection, *arguments, **keywords)
 
     def batch(self, step: int, earlier: bool = False) -> TrainingBatch:
         """Read a step's batch as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
@@ -173,11 +173,11 @@ class JournalFile:
     # -- the files are in place
 
     def _look(self) -> dict[str, os.stat_result]:
-        found = {}
+        stats = {}
         for ending in FILES:
             with suppress(OSError):
-                found[ending] = os.stat(f"{self._path}{ending}")
-        return found
+                stats[ending] = os.stat(f"{self._path}{ending}")
+        return stats
 
     def _check_files(self, may_shrink: bool = False) -> None:
         """Raise ``JournalError`` if a file was deleted, moved, replaced or truncated. SQLite itself shrinks its files
@@ -185,16 +185,16 @@ class JournalFile:
         files = self._look()
         for ending, was in self._files.items():
             name = f"{self._path.name}{ending}"
-            now = files.get(ending)
-            if now is None or not os.path.samestat(now, was):
+            current = files.get(ending)
+            if current is None or not os.path.samestat(current, was):
                 raise JournalError(
                     f"{name} was deleted, moved or replaced while the run wrote to it",
                     location=str(self._path),
                     hint=self._save("" in files and os.path.samestat(files[""], self._files[""])),
                 )
-            if now.st_size < was.st_size and ending != "-shm" and not may_shrink:
+            if current.st_size < was.st_size and ending != "-shm" and not may_shrink:
                 raise JournalError(
-                    f"{name} was cut from {was.st_size} to {now.st_size} bytes while the run wrote to it",
+                    f"{name} was cut from {was.st_size} to {current.st_size} bytes while the run wrote to it",
                     location=str(self._path),
                     hint=DAMAGED,
                 )

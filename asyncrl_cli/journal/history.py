@@ -148,9 +148,9 @@ def evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
     return tuple(Evaluation(*row) for row in rows)
 
 
-def failures(connection: sqlite3.Connection, count: int, newest: bool = True) -> tuple[Fault, ...]:
-    """Return the ``newest`` failures, newest first, or else the first failures; both include stalls."""
-    order = "DESC" if newest else "ASC"
+def failures(connection: sqlite3.Connection, count: int, newest_first: bool = True) -> tuple[Fault, ...]:
+    """Return the newest failures, newest first, or else the first failures; both include stalls."""
+    order = "DESC" if newest_first else "ASC"
     rows = connection.execute(
         f"SELECT at, kind, part, message FROM failures WHERE kind != ? ORDER BY id {order} LIMIT ?", (HEALTH, count)
     )
@@ -181,8 +181,8 @@ class PublishSpan(NamedTuple):
     pause of an engine."""
 
     version: int
-    begun_at: float
-    ended_at: float
+    started_at: float
+    finished_at: float
     stall_s: float
 
 
@@ -196,14 +196,14 @@ class StepSpan:
 
     step: int
     version: int
-    taken_at: float
+    batch_taken_at: float
     trained_until: float
     reported_at: float
     publish: PublishSpan | None
     metrics: Mapping[str, float]
 
     @property
-    def ended_at(self) -> float:
+    def free_at(self) -> float:
         """Time when the trainer was free for the next batch; engines may have loaded the version later."""
         return self.trained_until + self.metrics.get("time/publish_s", 0.0)
 
@@ -278,18 +278,19 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
         "WHERE b.trained_at IS NOT NULL ORDER BY b.step",
         {"every": publish_every},
     )
-    for step, version, taken_at, reported_at, text, published_version, published_at, seconds, stall_s in rows:
+    for step, version, batch_taken_at, reported_at, text, published_version, published_at, seconds, stall_s in rows:
         metrics = metrics_of(text)
-        trained_until = taken_at + metrics.get("time/train_s", max(0.0, reported_at - taken_at - (seconds or 0.0)))
+        train_s = max(0.0, reported_at - batch_taken_at - (seconds or 0.0))
+        trained_until = batch_taken_at + metrics.get("time/train_s", train_s)
         publish = None
         if published_version is not None:
-            ended_at = max(published_at, trained_until)
-            begun_at = min(max(published_at - seconds, trained_until), ended_at)
-            publish = PublishSpan(published_version, begun_at=begun_at, ended_at=ended_at, stall_s=stall_s)
+            finished_at = max(published_at, trained_until)
+            started_at = min(max(published_at - seconds, trained_until), finished_at)
+            publish = PublishSpan(published_version, started_at, finished_at, stall_s)
         yield StepSpan(
             step,
             version=version,
-            taken_at=taken_at,
+            batch_taken_at=batch_taken_at,
             trained_until=trained_until,
             reported_at=reported_at,
             publish=publish,
@@ -301,12 +302,12 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
 
 
 class GroupSpan(NamedTuple):
-    """A group's life; ``ended_at`` is None while it runs."""
+    """A group's life; ``finished_at`` is None while it runs."""
 
     group_id: int
     step: int | None
     admitted_at: float
-    ended_at: float | None
+    finished_at: float | None
 
 
 class RolloutTimes(NamedTuple):

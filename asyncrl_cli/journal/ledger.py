@@ -311,16 +311,16 @@ class Ledger:
 
     def next_batch(self) -> Batch | Blocked:
         """Return the batch of step t, or the reason why there is none yet. Changes nothing."""
-        finished, needed = len(self._finished), self.settings.groups_per_step
+        finished, batch_size = len(self._finished), self.settings.groups_per_step
         if self.done:
-            return Blocked(Blocker.DONE, finished, needed)
+            return Blocked(Blocker.DONE, finished, batch_size)
         if self._publish_overdue:
-            return Blocked(Blocker.PUBLISH, finished, needed)
-        if finished < needed:
-            return Blocked(Blocker.GROUPS, finished, needed)
-        if missing := self._missing():
-            return Blocked(Blocker.MISSING, finished=finished, needed=needed, missing=missing)
-        return self._batch(self._finished[:needed])
+            return Blocked(Blocker.PUBLISH, finished, batch_size)
+        if finished < batch_size:
+            return Blocked(Blocker.GROUPS, finished, batch_size)
+        if missing_ids := self._missing():
+            return Blocked(Blocker.MISSING, finished=finished, needed=batch_size, missing=missing_ids)
+        return self._batch(self._finished[:batch_size])
 
     def take(self, batch: Batch) -> None:
         """Take a batch for training: the ledger forgets its groups, and t rises by one.
@@ -388,8 +388,8 @@ class Ledger:
 
         False while the next batch waits for a running group, because then the engines have time for new groups.
         """
-        ahead, needed = self.settings.ahead, self.settings.groups_per_step
-        if ahead is None or self.settings.max_staleness == 0 or len(self._finished) < ahead * needed:
+        ahead, batch_size = self.settings.ahead, self.settings.groups_per_step
+        if ahead is None or self.settings.max_staleness == 0 or len(self._finished) < ahead * batch_size:
             return False
         return not self._missing()
 
@@ -428,9 +428,9 @@ class Ledger:
         """Running groups that the next batch must wait for, although B groups have finished."""
         if self.settings.max_staleness == 0:
             # The oldest B groups in admission order, finished or not: finish order must not decide the batch.
-            needed = self.settings.groups_per_step
-            oldest = sorted(self._running[:needed] + self._finished[:needed])[:needed]
-            return tuple(group_id for group_id in oldest if _index(self._running, group_id) is not None)
+            batch_size = self.settings.groups_per_step
+            oldest_ids = sorted(self._running[:batch_size] + self._finished[:batch_size])[:batch_size]
+            return tuple(group_id for group_id in oldest_ids if _index(self._running, group_id) is not None)
         if self.settings.on_stale == "train":
             return ()
         return tuple(self._running[: self._overflow(self._running)])

@@ -40,11 +40,13 @@ class Progress:
 
 
 def progress(connection: sqlite3.Connection) -> Progress:
-    known = meta(connection)
-    settings = BufferSettings(**known["settings"])
-    first = int((known.get("base") or {}).get("step", 0))
-    step, version = max(steps_taken(connection), first), newest_version(connection)
-    return Progress(settings, first_step=first, step=step, version=max(version, first // settings.publish_every))
+    recorded = meta(connection)
+    settings = BufferSettings(**recorded["settings"])
+    first_step = int((recorded.get("base") or {}).get("step", 0))
+    step, version = max(steps_taken(connection), first_step), newest_version(connection)
+    return Progress(
+        settings, first_step=first_step, step=step, version=max(version, first_step // settings.publish_every)
+    )
 
 
 def meta(connection: sqlite3.Connection) -> dict[str, Any]:
@@ -54,8 +56,8 @@ def meta(connection: sqlite3.Connection) -> dict[str, Any]:
 
 def base(connection: sqlite3.Connection) -> dict[str, Any]:
     """Return the checkpoint's state with which the journal's history begins; empty if it begins at step 0."""
-    found: dict[str, Any] = meta(connection).get("base") or {}
-    return found
+    base_state: dict[str, Any] = meta(connection).get("base") or {}
+    return base_state
 
 
 # -- steps and versions
@@ -78,8 +80,8 @@ def newest_version(connection: sqlite3.Connection) -> int:
 
 def checksum(connection: sqlite3.Connection, version: int) -> str | None:
     """Return the checksum of a published version's bytes; None if the publish is not recorded."""
-    found = connection.execute("SELECT checksum FROM publishes WHERE version = ?", (version,)).fetchone()
-    return str(found[0]) if found else None
+    row = connection.execute("SELECT checksum FROM publishes WHERE version = ?", (version,)).fetchone()
+    return str(row[0]) if row else None
 
 
 def accuracies(connection: sqlite3.Connection) -> dict[int, float]:
@@ -137,16 +139,16 @@ def next_group(connection: sqlite3.Connection) -> int:
 
 def newest_serial(connection: sqlite3.Connection) -> int:
     """Return the newest admitted prompt's serial; 0 without one."""
-    found = connection.execute("SELECT serial FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1").fetchone()
-    return int(found[0]) if found else 0
+    row = connection.execute("SELECT serial FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1").fetchone()
+    return int(row[0]) if row else 0
 
 
 def loader_position(connection: sqlite3.Connection) -> dict[str, int] | None:
     """Return the data loader's position after the newest admission that moved it; None without one."""
-    found = connection.execute(
+    row = connection.execute(
         "SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1"
     ).fetchone()
-    return {"epoch": found[0], "position": found[1]} if found else None
+    return {"epoch": row[0], "position": row[1]} if row else None
 
 
 class AdmittedPrompt(NamedTuple):
@@ -162,8 +164,8 @@ class AdmittedPrompt(NamedTuple):
 def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedPrompt]:
     """Return the newest prompts that came from the data loader, newest first. Excludes prompts from before a change of
     the data was accepted, and prompts that a checkpoint had kept."""
-    known = meta(connection)
-    passed_over = max(len((known.get("base") or {}).get("prompts", ())), int(known.get(ACCEPTED, 0)))
+    recorded = meta(connection)
+    passed_over = max(len((recorded.get("base") or {}).get("prompts", ())), int(recorded.get(ACCEPTED, 0)))
     rows = connection.execute(
         "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > ? ORDER BY id DESC LIMIT ?",
         (passed_over, count),

@@ -68,8 +68,8 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
-    """Yield the items that ``read`` returns for one snapshot of the journal, after the snapshot is closed.
+def spooled(path: Path, query: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
+    """Yield the items that ``query`` returns for one snapshot of the journal, after the snapshot is closed.
 
     SQLite cannot empty the journal's `-wal` while a snapshot is open, so none may be open while a pager waits for its
     user. Raises ``JournalError``, and ``UserError`` if there is no room for the temporary file.
@@ -77,7 +77,7 @@ def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> It
     with SpooledTemporaryFile(IN_MEMORY_BYTES) as spool:
         try:
             with snapshot(path) as connection:
-                for item in read(connection):
+                for item in query(connection):
                     pickle.dump(item, spool, pickle.HIGHEST_PROTOCOL)
         except OSError as error:
             raise UserError(

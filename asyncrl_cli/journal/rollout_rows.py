@@ -62,8 +62,8 @@ class RolloutRow(NamedTuple):
 
     def measured(self) -> dict[str, float]:
         """Decode ``metrics``."""
-        measured: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
-        return measured
+        metrics: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
+        return metrics
 
     def rewarded_turns(self) -> tuple[Turn, ...]:
         """Decode ``turns``."""
@@ -79,8 +79,8 @@ def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False)
 
     ``earlier``: fill in ``TrainingGroup.earlier``; groups have one rollout. Texts stay empty: training needs none.
     """
-    found = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
-    if found is None:
+    batch = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
+    if batch is None:
         raise LookupError(f"step {step} has no batch")
     (text,) = connection.execute("SELECT value FROM meta WHERE key = 'settings'").fetchone()
     settings = json.loads(text)
@@ -88,12 +88,15 @@ def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False)
     if len(ids) != settings["groups_per_step"]:
         raise _malformed(f"the batch of step {step} has {len(ids)} groups")
     size = settings["group_size"]
-    known: dict[str, Image] = {}  # one object for each image, even if several groups have it
-    groups = [_training_group(connection, step=step, group_id=group_id, size=size, known=known) for group_id in ids]
+    image_cache: dict[str, Image] = {}  # one object for each image, even if several groups have it
+    groups = [
+        _training_group(connection, step=step, group_id=group_id, size=size, image_cache=image_cache)
+        for group_id in ids
+    ]
     if earlier:
         results = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
         groups = [replace(group, earlier=results[group.uid]) for group in groups]
-    return TrainingBatch(step, found[0], tuple(groups))
+    return TrainingBatch(step, batch[0], tuple(groups))
 
 
 def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tuple[Scored, ...]:
@@ -108,23 +111,23 @@ def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tup
         "WHERE g.uid = ? AND g.step < ? ORDER BY g.id DESC LIMIT ?",
         (uid, step, MOST_VISITS),
     )
-    found = (_checked(group_id, index=0, crc=crc, columns=columns) for group_id, crc, *columns in rows)
-    return tuple(Scored(row.reward, row.measured()) for row in found)
+    checked_rows = (_checked(group_id, index=0, crc=crc, columns=columns) for group_id, crc, *columns in rows)
+    return tuple(Scored(row.reward, row.measured()) for row in checked_rows)
 
 
 def _training_group(
-    connection: sqlite3.Connection, step: int, group_id: int, size: int, known: dict[str, Image]
+    connection: sqlite3.Connection, step: int, group_id: int, size: int, image_cache: dict[str, Image]
 ) -> TrainingGroup:
-    group = read_group(connection, group_id, known)
+    group = read_group(connection, group_id, image_cache)
     rows = read_rollouts(connection, group_id)
     rewards = tuple(row.reward for row in rows.values() if row.judged)
     if len(rewards) != size or len(rows) != size:
         raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
-    tokens = read_tokens(connection, group_id, known)
-    missing = any(row.tokens and index not in tokens.segments for index, row in rows.items())
-    if missing and _is_pruned(connection, group_id):
+    tokens = read_tokens(connection, group_id, image_cache)
+    lacks_tokens = any(row.tokens and index not in tokens.segments for index, row in rows.items())
+    if lacks_tokens and _is_pruned(connection, group_id):
         raise LookupError(f"the tokens of step {step} are pruned")
-    measured = tuple(row.measured() for row in rows.values())
+    metrics = tuple(row.measured() for row in rows.values())
     turns = tuple(row.rewarded_turns() for row in rows.values())
     return TrainingGroup(
         group_id,
@@ -132,7 +135,7 @@ def _training_group(
         group.version,
         rollouts=tuple(_rollout(group, index=index, row=row, tokens=tokens) for index, row in rows.items()),
         rewards=rewards,
-        metrics=measured if any(measured) else (),
+        metrics=metrics if any(metrics) else (),
         turns=turns if any(turns) else (),
     )
 
@@ -142,8 +145,8 @@ def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
     return group_id < int(pruned_to)
 
 
-def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> Group:
-    """Read a group and its prompt, without its rollouts and pruned images; ``known``: images read earlier.
+def read_group(connection: sqlite3.Connection, group_id: int, image_cache: dict[str, Image] | None = None) -> Group:
+    """Read a group and its prompt, without its rollouts and pruned images; ``image_cache``: images read earlier.
 
     Raises ``sqlite3.DatabaseError`` if the group is damaged or missing.
     """
@@ -161,10 +164,10 @@ def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, I
     prompt = prompt_of(uid, content, fields)
     images: tuple[PlacedImage, ...] = ()
     if digests := image_digests(prompt.content):
-        images = read_images(connection, group_id, known, prompt=True).get((PROMPT, 0), ())
-        if (images or not _is_pruned(connection, group_id)) and [placed.image.digest for placed in images] != digests:
+        images = read_images(connection, group_id, image_cache, prompt=True).get((PROMPT, 0), ())
+        if (images or not _is_pruned(connection, group_id)) and [image.image.digest for image in images] != digests:
             raise _malformed(f"the images of group {group_id} differ from its prompt's images")
-        prompt = replace(prompt, images=tuple(placed.image for placed in images))
+        prompt = replace(prompt, images=tuple(image.image for image in images))
     return Group(group_id, version=version, prompt=prompt, prompt_ids=ids, images=images if ids else ())
 
 
@@ -175,12 +178,12 @@ def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
 
 
 def read_images(
-    connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None, prompt: bool = False
+    connection: sqlite3.Connection, group_id: int, image_cache: dict[str, Image] | None = None, prompt: bool = False
 ) -> dict[tuple[int, int], tuple[PlacedImage, ...]]:
     """Read the images of a group's rollouts by index and branch, or its ``prompt``'s images. Raises
     ``sqlite3.DatabaseError`` for damage."""
-    known = {} if known is None else known
-    found: dict[tuple[int, int], tuple[PlacedImage, ...]] = {}
+    image_cache = {} if image_cache is None else image_cache
+    images: dict[tuple[int, int], tuple[PlacedImage, ...]] = {}
     for *columns, crc in connection.execute(
         "SELECT rollout_index, branch, number, start, length, digest, crc FROM image_places WHERE group_id = ? "
         f"AND rollout_index {'=' if prompt else '>'} {PROMPT} ORDER BY rollout_index, branch, number",
@@ -189,12 +192,12 @@ def read_images(
         index, branch, _, start, length, digest = columns
         if row_crc(group_id, *columns) != crc:
             raise _malformed(f"the place of an image of group {group_id} has a wrong checksum")
-        if digest not in known:
+        if digest not in image_cache:
             if (image := read_image(connection, digest)) is None:
                 raise _malformed(f"the image {digest} of group {group_id} is missing, or has wrong bytes")
-            known[digest] = image
-        found[index, branch] = (*found.get((index, branch), ()), PlacedImage(known[digest], start, length))
-    return found
+            image_cache[digest] = image
+        images[index, branch] = (*images.get((index, branch), ()), PlacedImage(image_cache[digest], start, length))
+    return images
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
@@ -216,10 +219,10 @@ def _checked(group_id: int, index: int, crc: int | None, columns: Sequence[Any])
 
 def open_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
     """Read the running groups in admission order. Raises ``sqlite3.DatabaseError`` for damage."""
-    found = connection.execute(  # the first condition is the partial index's, which SQLite must see to use it
+    rows = connection.execute(  # the first condition is the partial index's, which SQLite must see to use it
         "SELECT id FROM groups WHERE state IN ('running', 'finished') AND state = 'running' ORDER BY id"
     ).fetchall()
-    return tuple(_with_rollouts(connection, read_group(connection, group_id)) for (group_id,) in found)
+    return tuple(_with_rollouts(connection, read_group(connection, group_id)) for (group_id,) in rows)
 
 
 def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
@@ -243,7 +246,7 @@ def _rollout(group: Group, index: int, row: RolloutRow, tokens: GroupTokens) -> 
     recorded, and texts stay empty. Raises ``sqlite3.DatabaseError`` for damage."""
     rollout_id = training_rollout_id(group.group_id, index)
     sequences = joined(tokens.segments.get(index, {}), rollout_id, row.tokens)
-    root, *others = (
+    root, *branches = (
         Rollout(
             *sequences.get(branch, TokenSequence.context()).arrays,
             rollout_id=branch_id(rollout_id, branch),
@@ -256,7 +259,7 @@ def _rollout(group: Group, index: int, row: RolloutRow, tokens: GroupTokens) -> 
     )
     of_prompt = tokens.experts.get((index, 0, PROMPT))
     prompt_experts = None if of_prompt is None else from_bytes(of_prompt, len(group.prompt_ids))
-    return replace(root, branches=tuple(others), prompt_experts=prompt_experts)
+    return replace(root, branches=tuple(branches), prompt_experts=prompt_experts)
 
 
 class GroupTokens(NamedTuple):
@@ -270,19 +273,21 @@ class GroupTokens(NamedTuple):
     """Images after the prompt, by index and branch."""
 
 
-def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> GroupTokens:
+def read_tokens(
+    connection: sqlite3.Connection, group_id: int, image_cache: dict[str, Image] | None = None
+) -> GroupTokens:
     """Read a group's recorded tokens. Raises ``sqlite3.DatabaseError`` for damage.
 
     Three queries read all rollouts together, because a batch has thousands of rollouts.
     """
     experts = {}
-    for index, branch, start, chosen, crc in connection.execute(
+    for index, branch, start, experts_bytes, crc in connection.execute(
         "SELECT rollout_index, branch, start, ids, crc FROM experts WHERE group_id = ?", (group_id,)
     ):
-        if row_crc(group_id, index, branch, start, chosen) != crc:
+        if row_crc(group_id, index, branch, start, experts_bytes) != crc:
             raise _malformed(f"the experts of rollout {training_rollout_id(group_id, index)} have a wrong checksum")
-        experts[index, branch, start] = chosen
-    found: dict[int, dict[int, list[Segment]]] = {}
+        experts[index, branch, start] = experts_bytes
+    listed: dict[int, dict[int, list[Segment]]] = {}
     for index, branch, start, version, tokens, logprobs, crc, keyed in connection.execute(
         "SELECT rollout_index, branch, start, version, tokens, logprobs, crc, key_crc FROM segments "
         "WHERE group_id = ? ORDER BY rollout_index, branch, start",
@@ -293,20 +298,21 @@ def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, 
         if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
             raise _malformed(f"the tokens of rollout {name} have a wrong checksum")
         ids, values = np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS)
-        chosen = experts.get((index, branch, start))
+        experts_bytes = experts.get((index, branch, start))
         segment = Segment(
             branch_id(name, branch),
             start=start,
             version=version,
             ids=ids,
             logprobs=values,
-            experts=None if chosen is None else from_bytes(chosen, len(ids)),
+            experts=None if experts_bytes is None else from_bytes(experts_bytes, len(ids)),
         )
-        found.setdefault(index, {}).setdefault(branch, []).append(segment)
+        listed.setdefault(index, {}).setdefault(branch, []).append(segment)
     segments = {
-        index: {branch: tuple(parts) for branch, parts in branches.items()} for index, branches in found.items()
+        index: {branch: tuple(branch_segments) for branch, branch_segments in branches.items()}
+        for index, branches in listed.items()
     }
-    return GroupTokens(segments, experts, read_images(connection, group_id, known))
+    return GroupTokens(segments, experts, read_images(connection, group_id, image_cache))
 
 
 def experts_columns(
@@ -326,9 +332,9 @@ def joined(
         sequences = {branch: TokenSequence.join(segments) for branch, segments in branches.items()}
     except ValueError as error:
         raise _malformed(str(error)) from error
-    held = sum(int(sequence.sampled.sum()) for sequence in sequences.values())
-    if tokens is not None and held != tokens:
-        raise _malformed(f"rollout {rollout_id} has {held} of its {tokens} tokens")
+    token_count = sum(int(sequence.sampled.sum()) for sequence in sequences.values())
+    if tokens is not None and token_count != tokens:
+        raise _malformed(f"rollout {rollout_id} has {token_count} of its {tokens} tokens")
     return sequences
 
 
@@ -376,8 +382,8 @@ def _crc(tokens: bytes, logprobs: bytes) -> int:
     return zlib.crc32(logprobs, zlib.crc32(tokens))
 
 
-def _malformed(what: str) -> sqlite3.DatabaseError:
-    return sqlite3.DatabaseError(f"malformed: {what}")
+def _malformed(problem: str) -> sqlite3.DatabaseError:
+    return sqlite3.DatabaseError(f"malformed: {problem}")
 
 
 def prompt_of(uid: str, content: str, fields: str) -> Prompt:

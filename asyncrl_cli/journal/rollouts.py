@@ -139,23 +139,23 @@ SEARCHED = 10_000
 
 
 def next_rollout(
-    connection: sqlite3.Connection, after: RolloutIndex | None, older: bool, rewards: RewardRange | None = None
+    connection: sqlite3.Connection, start: RolloutIndex | None, older: bool, rewards: RewardRange | None = None
 ) -> RolloutIndex | None:
-    """Find the next older or newer ended rollout with a wanted reward; the newest if ``after`` is None.
+    """Find the next older or newer ended rollout with a wanted reward; the newest if ``start`` is None.
 
     Returns None if there is none among the next ``SEARCHED``.
     """
-    beyond = "<" if older and after else ">"
-    group_id, index = after or (-1, -1)
+    beyond = "<" if older and start else ">"
+    group_id, index = start or (-1, -1)
     low, high = rewards or (0.0, 0.0)
-    ordered = "ORDER BY group_id {0}, rollout_index {0}".format("DESC" if older or after is None else "ASC")
-    found: RolloutIndex | None = connection.execute(
+    ordered = "ORDER BY group_id {0}, rollout_index {0}".format("DESC" if older or start is None else "ASC")
+    index_pair: RolloutIndex | None = connection.execute(
         f"SELECT group_id, rollout_index FROM (SELECT group_id, rollout_index, reward FROM rollouts "
         f"WHERE (group_id, rollout_index) {beyond} (:group, :index) AND finish_reason IS NOT NULL {ordered} "
         f"LIMIT :searched) WHERE {'reward >= :low AND reward < :high' if rewards else '1'} {ordered} LIMIT 1",
         {"low": low, "high": high, "group": group_id, "index": index, "searched": SEARCHED if rewards else 1},
     ).fetchone()
-    return found
+    return index_pair
 
 
 Extreme = Literal["best", "worst", "stalest", "longest"]
@@ -179,8 +179,9 @@ class TrainedRollout(NamedTuple):
 
 def trained_steps(connection: sqlite3.Connection) -> tuple[int, int] | None:
     """Return the first and the last step with groups; None without one."""
-    first, last = connection.execute("SELECT min(step), max(step) FROM groups WHERE step IS NOT NULL").fetchone()
-    return None if first is None else (first, last)
+    query = "SELECT min(step), max(step) FROM groups WHERE step IS NOT NULL"
+    first_step, last_step = connection.execute(query).fetchone()
+    return None if first_step is None else (first_step, last_step)
 
 
 def extreme_rollouts(

@@ -160,10 +160,10 @@ def explained(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turn the errors that inconsistent values cause (``ValueError``, ``KeyError`` and ``more``) into a
+def sound(path: Path, *further_errors: type[Exception]) -> Iterator[None]:
+    """Turn the errors that inconsistent values cause (``ValueError``, ``KeyError`` and ``further_errors``) into a
     ``JournalError``: SQLite does not check the values that it returns."""
-    inconsistent: tuple[type[Exception], ...] = (ValueError, KeyError, *more)
+    inconsistent: tuple[type[Exception], ...] = (ValueError, KeyError, *further_errors)
     try:
         yield
     except inconsistent as error:
@@ -174,7 +174,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     """Connect as the only writer; creates the tables in an empty file. Raises ``JournalError``."""
     with explained(path), sound(path):
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_PATIENCE_S)
-        begun = _has_schema(connection, path)  # first: a journal with another schema must not be changed
+        has_tables = _has_schema(connection, path)  # first: a journal with another schema must not be changed
         connection.execute("PRAGMA page_size = 16384")
         # WAL and FULL together: readers never block the writer, and a commit returns only when its bytes are on disk.
         # With NORMAL, a power failure would lose acknowledged commits.
@@ -182,7 +182,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA cache_size = -65536")
         connection.execute("PRAGMA journal_size_limit = 67108864")
-        if not begun:  # in one transaction: a reader must not see only some of the tables
+        if not has_tables:  # in one transaction: a reader must not see only some of the tables
             connection.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
     return connection
 
@@ -241,18 +241,18 @@ def check(path: Path) -> None:
     """Check all pages of a journal, unless it is very large. Raises ``JournalError`` if it is damaged."""
     with reading(path) as connection:
         if path.stat().st_size <= CHECKED_BYTES:
-            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(f"malformed: {found}")
+            (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if result != "ok":
+                raise sqlite3.DatabaseError(f"malformed: {result}")
 
 
 def _has_schema(connection: sqlite3.Connection, path: Path) -> bool:
     """False for an empty file. Raises ``JournalError`` for a journal with another schema."""
-    (number,) = connection.execute("PRAGMA user_version").fetchone()
-    if number not in (0, SCHEMA):
+    (schema_number,) = connection.execute("PRAGMA user_version").fetchone()
+    if schema_number not in (0, SCHEMA):
         raise JournalError(
-            f"the journal has schema {number}, and this asyncrl reads only schema {SCHEMA}",
+            f"the journal has schema {schema_number}, and this asyncrl reads only schema {SCHEMA}",
             location=str(path),
             hint="use the asyncrl that wrote it; manifest.json next to it has the version",
         )
-    return bool(number)
+    return bool(schema_number)

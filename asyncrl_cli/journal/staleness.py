@@ -112,7 +112,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         )
     ]
     settings_at = _settings_at(connection, run_progress)
-    late = 0
+    late_groups = 0
     for group_id, group in groups.items():
         if group.step is None:
             continue
@@ -121,13 +121,13 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         settings = settings_at(group.step)
         bound = settings.max_staleness
         if staleness > bound and settings.on_stale == "train":
-            late += 1
+            late_groups += 1
         elif not 0 <= staleness <= bound:
             fault = f"{staleness} versions later, and the bound is {bound}"
             if staleness < 0:
                 fault = "before this version existed"
-            what = f"admitted at version {group.version}, trained at version {batch_versions[group.step]}: {fault}"
-            violations.append(Violation(group.step + 1, group_id, what))
+            text = f"admitted at version {group.version}, trained at version {batch_versions[group.step]}: {fault}"
+            violations.append(Violation(group.step + 1, group_id, text))
     token_count = 0
     groups_with_tokens: set[int] = set()
     # The index ``segments_sizes`` answers this query without the tokens, which may be gigabytes.
@@ -139,8 +139,8 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
             continue
         token_count += count
         if segment_group is None:
-            what = f"there is no such group, but {count} tokens of version {version}"
-            violations.append(Violation(None, group_id, what))
+            text = f"there is no such group, but {count} tokens of version {version}"
+            violations.append(Violation(None, group_id, text))
             continue
         step = segment_group.step
         if step is not None:
@@ -161,7 +161,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         steps=tuple(steps.values()),
         groups=sum(group.step is not None for group in groups.values()),
         tokens=token_count,
-        late=late,
+        late=late_groups,
         violations=tuple(violations[:MOST_VIOLATIONS]),
     )
 
@@ -192,8 +192,8 @@ def _token_violations(
         (group_id, version),
     ):
         name = branch_id(training_rollout_id(group_id, index), branch)
-        what = f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
-        yield Violation(None if group.step is None else group.step + 1, group_id, what)
+        text = f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
+        yield Violation(None if group.step is None else group.step + 1, group_id, text)
 
 
 def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStaleness, ...]:

@@ -103,12 +103,12 @@ class Journal(JournalFile):
         for key, value in meta.items():
             self._insert("meta", replace=True, key=key, value=json.dumps(value))
 
-    def started(self, kind: str, step: int, version: int, note: str, settings: BufferSettings) -> None:
-        """Note that this process begins to write, as ``kind`` (``train`` or ``resume``)."""
+    def started(self, start_kind: str, step: int, version: int, note: str, settings: BufferSettings) -> None:
+        """Note that this process begins to write, as ``start_kind`` (``train`` or ``resume``)."""
         self._insert(
             "starts",
             at=time.time(),
-            kind=kind,
+            kind=start_kind,
             host=os.uname().nodename,
             pid=os.getpid(),
             step=step,
@@ -175,11 +175,11 @@ class Journal(JournalFile):
             sequences = self._prefixes.setdefault(group_id, {}).setdefault(index, {})
             prefix = sequences.setdefault(branch, TokenPrefix())
             recorded_end = prefix.end
-            new = prefix.add(segment)
-            if new is None:
+            new_segment = prefix.add(segment)
+            if new_segment is None:
                 continue
-            changed = [new]
-            if new.start < recorded_end:
+            changed = [new_segment]
+            if new_segment.start < recorded_end:
                 changed = prefix.segments[-2:]  # the new segment, and the one before it, which it may have shortened
                 for table in ("segments", "experts"):
                     self._note(
@@ -193,10 +193,10 @@ class Journal(JournalFile):
                 self._note_segment(group_id, index=index, branch=branch, columns=columns_of(row), at=now)
                 self._note_experts(group_id, index=index, branch=branch, start=row.start, experts=row.experts)
             sampled = [row for tokens in sequences.values() for row in tokens.segments if row.version != CONTEXT]
-            oldest = min((row.version for row in sampled), default=None)
-            newest = max((row.version for row in sampled), default=None)
+            oldest_version = min((row.version for row in sampled), default=None)
+            newest_version = max((row.version for row in sampled), default=None)
             count = sum(len(row.ids) for row in sampled)
-            self._note_rollout((group_id, index, count, None, *UNJUDGED, oldest, newest), None, now)
+            self._note_rollout((group_id, index, count, None, *UNJUDGED, oldest_version, newest_version), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """Note a finished rollout with all its sequences, and with its outcome if it is known."""
@@ -214,8 +214,8 @@ class Journal(JournalFile):
                 self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
-            own = [placed for placed in sequence.images if placed.offset >= len(sequence.prompt_ids)]
-            self._note_images(group_id, index=index, branch=branch, images=own)
+            response_images = [image for image in sequence.images if image.offset >= len(sequence.prompt_ids)]
+            self._note_images(group_id, index=index, branch=branch, images=response_images)
             self._note_experts(group_id, index=index, branch=branch, start=PROMPT, experts=sequence.prompt_experts)
             for segment in sequence.segments(sequence.rollout_id):
                 self._note_segment(group_id, index=index, branch=branch, columns=columns_of(segment), at=now)
@@ -247,9 +247,9 @@ class Journal(JournalFile):
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE id = ?", state, reason, time.time(), group_id
         )
 
-    def taken(self, batch: Batch, late: int) -> None:
+    def taken(self, batch: Batch, late_groups: int) -> None:
         """Note that a batch is taken for training."""
-        self._insert("batches", step=batch.step, version=batch.version, late=late, taken_at=time.time())
+        self._insert("batches", step=batch.step, version=batch.version, late=late_groups, taken_at=time.time())
         for group_id in batch.group_ids:
             self._note("UPDATE groups SET state = 'taken', step = ? WHERE id = ?", batch.step, group_id)
 
@@ -280,11 +280,11 @@ class Journal(JournalFile):
 
         A kill may have come between a checkpoint and its row, and users may have removed or restored folders.
         """
-        known = self.read(kept_checkpoints)
+        recorded_steps = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
-            if step not in known:
+            if step not in recorded_steps:
                 self.checkpointed(step, folder=folder, seconds=0.0, at=saved_at)  # how long the save took is unknown
-        for step in known - on_disk.keys():
+        for step in recorded_steps - on_disk.keys():
             self.checkpoint_removed(step)
 
     def checkpoint_removed(self, step: int) -> None:
@@ -296,9 +296,11 @@ class Journal(JournalFile):
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
         self._insert("evaluations", replace=True, at=time.time(), **{name: result[name] for name in names})
 
-    def failed(self, kind: str, part: str, message: str) -> None:
+    def failed(self, failure_kind: str, part_name: str, message: str) -> None:
         """Note a failure, whether or not the run continues."""
-        self._insert("failures", at=time.time(), kind=kind, part=_storable(part), message=_storable(message))
+        self._insert(
+            "failures", at=time.time(), kind=failure_kind, part=_storable(part_name), message=_storable(message)
+        )
 
     def engine_changed(self, engine: str, change: str, reason: str) -> None:
         """Note that an engine began to serve (``join``) or left (``leave``)."""
@@ -340,9 +342,9 @@ class Journal(JournalFile):
 
     def _note_images(self, group_id: int, index: int, branch: int, images: Iterable[PlacedImage]) -> None:
         images = list(images)
-        self._note_data(placed.image for placed in images)
-        for number, placed in enumerate(images):
-            columns = (group_id, index, branch, number, placed.offset, placed.length, placed.image.digest)
+        self._note_data(image.image for image in images)
+        for position, image in enumerate(images):
+            columns = (group_id, index, branch, position, image.offset, image.length, image.image.digest)
             self._note(
                 "INSERT OR REPLACE INTO image_places VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *columns, row_crc(*columns)
             )

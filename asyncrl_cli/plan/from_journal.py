@@ -103,14 +103,14 @@ class _Measurement:
         self._lives = list(group_spans(connection, self._first_group))
         self._requests = list(engine_requests(connection, self._lives[0].admitted_at if self._lives else 0.0))
         self._steps = {span.step for span in self._measured_steps}
-        self._step_starts = {span.step: previous.ended_at for previous, span in pairwise(self._spans)}
-        self._training = [(span.taken_at, span.trained_until) for span in self._spans]
+        self._step_starts = {span.step: previous.free_at for previous, span in pairwise(self._spans)}
+        self._training = [(span.batch_taken_at, span.trained_until) for span in self._spans]
 
     def calibration(self, shared_host: bool) -> Calibration:
         groups = self._lengths()
         engine = self._engine(shared_host) if self._requests else None
         trainer = fit_trainer(
-            [span.trained_until - span.taken_at for span in self._fitted],
+            [span.trained_until - span.batch_taken_at for span in self._fitted],
             [span.metrics.get("tokens/trained", 0.0) for span in self._fitted],
         )
         observed = self._observed(with_engines=engine is not None)
@@ -146,9 +146,9 @@ class _Measurement:
         undisturbed_steps = []
         disturbance_index = 0
         for step_count, (previous, span) in enumerate(pairwise(spans), start=1):
-            while disturbance_index < len(disturbed) and disturbed[disturbance_index][1] < previous.ended_at:
+            while disturbance_index < len(disturbed) and disturbed[disturbance_index][1] < previous.free_at:
                 disturbance_index += 1
-            is_undisturbed = disturbance_index == len(disturbed) or disturbed[disturbance_index][0] > span.ended_at
+            is_undisturbed = disturbance_index == len(disturbed) or disturbed[disturbance_index][0] > span.free_at
             if is_undisturbed and (step_count >= filling_steps or len(spans) < 3 * filling_steps):
                 undisturbed_steps.append(span)
         if len(undisturbed_steps) < LEAST_STEPS:
@@ -191,7 +191,7 @@ class _Measurement:
         return groups_in_order
 
     def _engine(self, shared_host: bool) -> EngineFit:
-        first_time, last_time = self._fitted[0].taken_at, self._fitted[-1].ended_at
+        first_time, last_time = self._fitted[0].batch_taken_at, self._fitted[-1].free_at
         requests_by_engine: dict[str, list[Request]] = defaultdict(list)
         for record in self._requests:
             begin, end = _running(record)
@@ -215,8 +215,8 @@ class _Measurement:
             sum(group.tokens for group in finished_groups) / len(finished_groups) * self._settings.groups_per_step
         )
         busy = joined(map(_running, self._requests))
-        training_s = sum(span.trained_until - span.taken_at for span in self._fitted)
-        overlap_s = sum(_overlap((span.taken_at, span.trained_until), busy) for span in self._fitted)
+        training_s = sum(span.trained_until - span.batch_taken_at for span in self._fitted)
+        overlap_s = sum(_overlap((span.batch_taken_at, span.trained_until), busy) for span in self._fitted)
         share = (
             overlap_s / training_s if training_s else 0.0
         )  # share of the training time during which engines had requests
@@ -236,9 +236,9 @@ class _Measurement:
         held_s, delivered, stalls = [], [], []
         for span in self._measured_steps:
             if span.publish is not None:
-                publish_start, publish_end = span.publish.begun_at, span.publish.ended_at
+                publish_start, publish_end = span.publish.started_at, span.publish.finished_at
                 # Without the wait for the previous publish, because that wait is simulated.
-                own_s = span.ended_at - span.trained_until - span.metrics.get("time/publish_wait_s", 0.0)
+                own_s = span.free_at - span.trained_until - span.metrics.get("time/publish_wait_s", 0.0)
                 if not self._settings.max_staleness:
                     own_s = span.metrics.get("publish/write_s", own_s)
                 trainer_free_at = min(publish_start + own_s, publish_end)
@@ -252,7 +252,7 @@ class _Measurement:
     def _overheads(self, alone: _Alone) -> Overheads:
         last_scored = last_scores(self._connection)
         between_steps = [
-            alone(max(self._step_starts[span.step], last_scored.get(span.step) or 0.0), span.taken_at)
+            alone(max(self._step_starts[span.step], last_scored.get(span.step) or 0.0), span.batch_taken_at)
             for span in self._measured_steps
         ]
         first_starts: dict[str, float] = {}  # by rollout
@@ -270,12 +270,12 @@ class _Measurement:
         of_steps = [
             request
             for request in self._lives
-            if request.group_id in measured_groups and request.group_id in last_ends and request.ended_at
+            if request.group_id in measured_groups and request.group_id in last_ends and request.finished_at
         ]
         admitted = {group.group_id: group.admitted_at for group in of_steps}
         begins = ((int(name.split("-", 1)[0]), begin) for name, begin in first_starts.items())
         starts = [alone(admitted[group_id], begin) for group_id, begin in begins if group_id in admitted]
-        settles = [alone(last_ends[group.group_id], group.ended_at or 0.0) for group in of_steps]
+        settles = [alone(last_ends[group.group_id], group.finished_at or 0.0) for group in of_steps]
         return Overheads(
             start_s=_mean(starts), settle_s=_mean(settles), step_s=_mean(between_steps), deliver_s=_mean(delivered)
         )
@@ -285,9 +285,9 @@ class _Measurement:
         spent: defaultdict[str, float] = defaultdict(float)
         idle = idle_of = 0.0
         for span in self._measured_steps:
-            spent["training"] += span.trained_until - span.taken_at
-            spent["publishing"] += max(0.0, span.ended_at - span.trained_until)
-            spent["waiting"] += max(0.0, span.taken_at - self._step_starts[span.step])
+            spent["training"] += span.trained_until - span.batch_taken_at
+            spent["publishing"] += max(0.0, span.free_at - span.trained_until)
+            spent["waiting"] += max(0.0, span.batch_taken_at - self._step_starts[span.step])
             if "share/engines_busy" in span.metrics:
                 window = span.metrics.get("time/step_s", 1.0)
                 paused = span.metrics.get("share/engines_paused", 0.0)
@@ -303,7 +303,7 @@ class _Measurement:
 
     def _most_groups_at_once(self) -> int:
         changes = [(group.admitted_at, 1) for group in self._lives]
-        changes += [(group.ended_at, -1) for group in self._lives if group.ended_at is not None]
+        changes += [(group.finished_at, -1) for group in self._lives if group.finished_at is not None]
         return max([1, *accumulate(change for _, change in sorted(changes))])
 
 

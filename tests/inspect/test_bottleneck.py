@@ -128,7 +128,7 @@ def test_the_trainers_time_excludes_the_time_while_the_run_was_down(
         times = trainer_time(connection, spans)
     spent = [sum(time.seconds.values()) for time in times]
     assert sum(spent[:4]) == pytest.approx(crashed - STARTED)
-    assert sum(spent[4:]) == pytest.approx(run.now - spans[4].taken_at)
+    assert sum(spent[4:]) == pytest.approx(run.now - spans[4].batch_taken_at)
     waited = sum(time.seconds["groups"] for time in times[:4])
     assert waited == pytest.approx(sum(run.waited[:4]))
     assert sum(trainer_shares(times).values()) == pytest.approx(1.0)

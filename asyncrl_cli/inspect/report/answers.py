@@ -153,19 +153,19 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan]) -> l
     saving_s = {checkpoint.after_step: checkpoint.stall_s for checkpoint in checkpoints(connection)}
     process_starts = [start.at for start in starts(connection)]
     initial = first_publish(connection)
-    free_at = initial.ended_at if initial else None
+    free_at = initial.finished_at if initial else None
     times = []
     for span in spans:
-        asked_at = span.taken_at if free_at is None else min(free_at, span.taken_at)
-        if any(asked_at < at < span.ended_at for at in process_starts):
-            asked_at = span.taken_at  # the run was down, and caught up
-        complete_at = min(max(scored_at.get(span.step) or asked_at, asked_at), span.taken_at)
-        other_s = span.taken_at - complete_at
+        asked_at = span.batch_taken_at if free_at is None else min(free_at, span.batch_taken_at)
+        if any(asked_at < at < span.free_at for at in process_starts):
+            asked_at = span.batch_taken_at  # the run was down, and caught up
+        complete_at = min(max(scored_at.get(span.step) or asked_at, asked_at), span.batch_taken_at)
+        other_s = span.batch_taken_at - complete_at
         saving = min(saving_s.get(span.step, 0.0), other_s)
-        free_at = span.ended_at
-        published_from = min(span.publish.begun_at, free_at) if span.publish else free_at
+        free_at = span.free_at
+        published_from = min(span.publish.started_at, free_at) if span.publish else free_at
         seconds: dict[TrainerPart, float] = {
-            "training": max(0.0, span.trained_until - span.taken_at),
+            "training": max(0.0, span.trained_until - span.batch_taken_at),
             "publishing": free_at - published_from,
             "groups": complete_at - asked_at,
             "saving": saving,
@@ -217,8 +217,8 @@ def other_costs(
     shares: Mapping[TrainerPart, float],
 ) -> Iterator[str]:
     """Describe large costs that are not simulated: the start, evaluations, checkpoints, discarded groups."""
-    started_at, first_batch_at = first_start(connection), spans[0].taken_at
-    start_share = (first_batch_at - started_at) / (spans[-1].ended_at - started_at)
+    started_at, first_batch_at = first_start(connection), spans[0].batch_taken_at
+    start_share = (first_batch_at - started_at) / (spans[-1].free_at - started_at)
     if start_share >= MUCH:
         seconds = f"{first_batch_at - started_at:.0f} s"
         yield f"The first batch was taken {seconds} after the start, {start_share:.0%} of the run's time."

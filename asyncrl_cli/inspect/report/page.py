@@ -88,7 +88,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         unhealthy = no_advice(findings)
         predicted = unhealthy or prediction(connection, spec)
         costs = list(other_costs(connection, spec, spans, shares)) if shares and not unhealthy else []
-        faults = failures(connection, FAULTS_SHOWN, newest=False)
+        faults = failures(connection, FAULTS_SHOWN, newest_first=False)
         run_curves = curves(connection, spans, files, settings.max_staleness)
         charts = tuple(run_charts(times, staleness.steps, distributions(connection)))
         rollouts = tuple(samples(connection, decoder))
