@@ -14,7 +14,6 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.inspect.pages import Page, duration, table
 from asyncrl_cli.inspect.resolved import resolved_spec
 from asyncrl_cli.journal import history
-from asyncrl_cli.journal.progress import accuracies
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints, keep_reasons, verify
 from asyncrl_cli.runs.directory import RunDirectory
@@ -66,7 +65,8 @@ def stored(run: RunDirectory) -> Stored:
     recorded: dict[int, history.Checkpoint] = {}
     if (run.path / FILE).is_file():
         with reading(run.path / FILE) as connection:
-            greedy = accuracies(connection)
+            rows = history.evaluations(connection)
+            greedy = {row.after_step: row.accuracy for row in rows if row.kind == "greedy"}
             recorded = {record.after_step: record for record in history.checkpoints(connection)}
     try:  # read only this section: others may need environment variables that are set only where the run trains
         retention = CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])

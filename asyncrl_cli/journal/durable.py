@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.journal import progress
+from asyncrl_cli.journal import history, progress
 from asyncrl_cli.journal.ledger import Batch, LateGroups, Ledger, LedgerError
 from asyncrl_cli.journal.rollout_rows import read_rollouts
 from asyncrl_cli.journal.schema import JournalError, sound
@@ -110,6 +110,7 @@ class DurableLedger:
         with sound(self._path):
             groups = self.journal.open_groups()
         self._finished = {(group.group_id, index) for group in groups for index in group.unscored}
+        evaluations = self.journal.read(history.evaluations)
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
@@ -119,9 +120,9 @@ class DurableLedger:
             loader=self.journal.read(progress.loader_position) or self._base.get("loader"),
             groups=groups,
             waiting=tuple(prompt_from(row) for row in self._waiting()),
-            evaluated=self.journal.read(progress.accuracies),
+            evaluated={row.after_step: row.accuracy for row in evaluations if row.kind == "greedy"},
             counts=self.ledger.counts(),
-            evaluations=self.journal.read(progress.evaluations_done),
+            evaluations=frozenset((row.after_step, row.kind) for row in evaluations),
             solved=self.journal.read(progress.solved_streaks) if self._settings.note_solved else {},
         )
 

@@ -84,21 +84,6 @@ def checksum(connection: sqlite3.Connection, version: int) -> str | None:
     return str(row[0]) if row else None
 
 
-def accuracies(connection: sqlite3.Connection) -> dict[int, float]:
-    """Return the greedy held-out accuracy by number of steps done."""
-    return dict(connection.execute("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
-
-
-def evaluations_done(connection: sqlite3.Connection) -> frozenset[tuple[int, str]]:
-    """Return every evaluation's number of steps done and kind."""
-    return frozenset(connection.execute("SELECT step, kind FROM evaluations"))
-
-
-def kept_checkpoints(connection: sqlite3.Connection) -> set[int]:
-    """Return the steps of all recorded checkpoints that were not removed."""
-    return {step for (step,) in connection.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
-
-
 # -- groups and their prompts
 
 

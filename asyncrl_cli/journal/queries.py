@@ -18,7 +18,6 @@ from tempfile import SpooledTemporaryFile
 from typing import Any, Literal, TypeVar, get_args
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.journal.events import metrics_of
 from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
 from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, read_tokens
 from asyncrl_cli.journal.schema import JournalError, reading
@@ -392,25 +391,3 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
         rollouts=tuple(rollouts),
         images=group.images,
     )
-
-
-_TABLES = {
-    "groups": "SELECT id AS 'group', uid, state, reason, version, step + 1 AS step, epoch, admitted_at, ended_at "
-    "FROM groups ORDER BY id",
-    "rollouts": "SELECT r.group_id AS 'group', r.rollout_index AS 'index', g.uid, g.step + 1 AS step, r.tokens, "
-    "r.finish_reason, r.reward, r.masked, r.failure, r.oldest, r.newest, r.recorded_at, r.scored_at, r.metrics "
-    "FROM rollouts r JOIN groups g ON g.id = r.group_id ORDER BY 1, 2",
-    "evaluations": "SELECT * FROM evaluations ORDER BY step, kind",
-}
-
-
-def table_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[str, Any]]:
-    """Yield all rows of ``groups``, ``rollouts`` or ``evaluations`` by column, with steps from 1 and without tokens. A
-    rollout's metrics become columns `metrics/NAME`."""
-    rows = connection.execute(_TABLES[table])
-    names = [column[0] for column in rows.description]
-    for values in rows:
-        row = dict(zip(names, values, strict=True))
-        if table == "rollouts":
-            row |= {f"metrics/{name}": value for name, value in metrics_of(row.pop("metrics")).items()}
-        yield row

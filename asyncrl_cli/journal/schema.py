@@ -1,32 +1,15 @@
-"""The journal's tables, and how its file is opened.
+"""The journal's tables, and how its file is opened. docs/journal.md describes every column.
 
-    groups       one row per admitted group: its state, its prompt, the prompt's serial number, and the data loader's
-                 position after the prompt (NULL for a prompt that runs again)
-    rollouts     one row per recorded rollout, without large values, which would slow scans. ``masked`` is 1 if the task
-                 cannot score the rollout; its reward stays NULL. ``turns`` of an environment's episode is a JSON list
-                 with [reward, branch, end] for each reply (``records.rewards.Turn``)
-    segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
-                 version changes; version -1 marks context, which was not sampled
-    experts      the experts that an engine chose for a segment's tokens, if they are recorded. The row has the
-                 segment's key; ``start`` -1 marks the rollout's prompt (records/experts.py has the format)
-    images       encoded images by digest, each once
-    image_places the images in the tokens of a rollout's sequences, in order (``number``). ``start`` counts from the
-                 prompt's first token; ``length`` is the number of placeholder tokens. Rollout ``PROMPT`` (-1) has the
-                 images of the group's prompt; in an episode they have no position (start -1, length 0)
-    engine_changes   one row for each time that an engine began to serve (``join``) or left (``leave``)
-    engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, GROUP-INDEX/CALL for a call
-                 in an episode, or eval:... in an evaluation
-    batches      one row per step taken; its groups have ``groups.step = batches.step``
-    publishes    one row per weight version, with the checksum of the published bytes
-    checkpoints, evaluations, failures, starts    the rest of the run's history
-    meta         bounds, group size, the beginning of the history; ``pruned_to``: the first group that still has its
-                 tokens
-
-Arrays are raw little-endian bytes with one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
-SQLite does not notice a flipped bit in a value, so rows carry CRC-32 checksums (journal/rollout_rows.py). A segment's
-``crc`` covers its ``tokens`` and then its ``logprobs``, and its ``key_crc`` also covers the row's key. A group's
-``crc`` covers its prompt; a rollout's ``crc`` covers its reward and how it ended. A checksum of NULL, in rows written
-by hand, is not compared. Times are unix seconds.
+- Large values have tables of their own (``segments``, ``experts``, ``images``): otherwise a scan of ``rollouts`` would go
+  through gigabytes.
+- Arrays are raw little-endian bytes with one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 in
+  nats.
+- SQLite does not notice a flipped bit in a value, so rows carry CRC-32 checksums (journal/rollout_rows.py). A segment's
+  ``crc`` covers its ``tokens`` and then its ``logprobs``, and its ``key_crc`` also covers the row's key. A group's
+  ``crc`` covers its prompt; a rollout's ``crc`` covers its reward and how it ended. A checksum of NULL, in rows written
+  by hand, is not compared.
+- Version -1 of a segment marks context, which was not sampled. ``start`` -1 in ``experts`` and ``rollout_index`` -1 in
+  ``image_places`` mark the prompt. Times are unix seconds.
 """
 
 from __future__ import annotations

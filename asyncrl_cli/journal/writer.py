@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.journal.file import JournalFile, Statement
+from asyncrl_cli.journal.history import checkpoints
 from asyncrl_cli.journal.ledger import Batch, GroupEntry
-from asyncrl_cli.journal.progress import kept_checkpoints
 from asyncrl_cli.journal.rollout_rows import (
     PROMPT,
     REQUEST_COLUMNS,
@@ -280,7 +280,7 @@ class Journal(JournalFile):
 
         A kill may have come between a checkpoint and its row, and users may have removed or restored folders.
         """
-        recorded_steps = self.read(kept_checkpoints)
+        recorded_steps = {row.after_step for row in self.read(checkpoints) if row.removed_at is None}
         for step, (folder, saved_at) in on_disk.items():
             if step not in recorded_steps:
                 self.checkpointed(step, folder=folder, seconds=0.0, at=saved_at)  # how long the save took is unknown
