@@ -1,6 +1,6 @@
 """The journal's tables, and how its file is opened. docs/journal.md describes every column.
 
-- Large values have tables of their own (``segments``, ``experts``, ``images``): otherwise a scan of ``rollouts`` would go
+- Large values have tables of their own (``segments``, ``experts``, ``images``), or scans of ``rollouts`` would go
   through gigabytes.
 - Arrays are raw little-endian bytes with one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 in
   nats.
