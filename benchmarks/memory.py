@@ -174,7 +174,7 @@ def estimate(case: Case, folder: Path) -> tuple[int, int]:
     from transformers import AutoConfig
 
     from asyncrl_cli.sizing.model import size_model
-    from asyncrl_cli.sizing.trainer import largest_microbatch, rank_parts
+    from asyncrl_cli.sizing.trainer import largest_microbatch, rank_uses
 
     spec = case.spec(folder / case.model)
     model = size_model(spec, AutoConfig.from_pretrained(folder / case.model))
@@ -182,7 +182,7 @@ def estimate(case: Case, folder: Path) -> tuple[int, int]:
     if shape not in COUNTED:
         COUNTED[shape] = model.activations(*largest_microbatch(spec), case.recompute)
     model = replace(model, activations=lambda *_: COUNTED[shape])
-    return sum(part.bytes for part in rank_parts(spec, model).device), COUNTED[shape]
+    return sum(part.bytes for part in rank_uses(spec, model).device), COUNTED[shape]
 
 
 def measure(case: Case, folder: Path) -> tuple[int, int]:
@@ -299,7 +299,7 @@ def engines(folder: Path) -> Iterator[Result]:
     from transformers import AutoConfig
 
     from asyncrl_cli.rollout.engine_settings import kv_cache_bytes
-    from asyncrl_cli.sizing.engine import engine_parts, token_bytes
+    from asyncrl_cli.sizing.engine import engine_uses, token_bytes
     from asyncrl_cli.sizing.model import size_model
 
     print("| engine | estimated MB | measured MB | off by |\n|-|-|-|-|")
@@ -308,7 +308,7 @@ def engines(folder: Path) -> Iterator[Result]:
         spec = Case(name, 3).spec(folder / name)
         sized = size_model(spec, AutoConfig.from_pretrained(folder / name))
         # Without a publish there is no memory for the next version.
-        parts = [part.bytes for part in engine_parts(spec, sized) if part.name != "next version"]
+        parts = [part.bytes for part in engine_uses(spec, sized) if part.name != "next version"]
         estimated = sum(parts) + kv_cache_bytes(spec, token_bytes(spec, sized))
         measured = engine_memory(spec, str(folder / name))
         if not base:

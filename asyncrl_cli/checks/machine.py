@@ -32,7 +32,7 @@ from asyncrl_cli.core.imports import TORCH_INDEX
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sandbox.trial import HINTS, check_judge, problem
-from asyncrl_cli.sizing.host import ENGINE_BYTES, GIB, OTHER_BYTES, RANK_BYTES, memory_without_weights
+from asyncrl_cli.sizing.host import DRIVER_BYTES, ENGINE_BYTES, GIB, RANK_BYTES, memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
@@ -245,7 +245,7 @@ def check_memory(spec: ExperimentSpec | None = None) -> str:
     """Check that there is enough memory for a local run without its weights, by default for one engine and one rank."""
     if spec is not None and spec.cluster.address is not None:
         return "the cluster's"
-    run_bytes = memory_without_weights(spec) if spec is not None else ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
+    run_bytes = memory_without_weights(spec) if spec is not None else ENGINE_BYTES + RANK_BYTES + DRIVER_BYTES
     available = available_memory()
     if available < run_bytes:
         raise RunError(

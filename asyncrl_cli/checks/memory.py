@@ -13,8 +13,8 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
+from asyncrl_cli.sizing.memory_use import GB, Device, Role, size_text
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import GB, Device, Role, size_text
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.memory import available_memory
 
@@ -61,7 +61,7 @@ def memory_problems(spec: ExperimentSpec, result: Estimate) -> tuple[ConfigError
     refusal, warnings = None, []
     for excess in excesses(spec, result):
         key, advice = _advice(spec, excess)
-        if not excess.cannot:
+        if not excess.is_refused:
             warnings.append(Warned(excess.message, advice))
         elif refusal is None:
             message = f"the run does not fit into memory: {excess.message}"

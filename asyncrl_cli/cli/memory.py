@@ -29,7 +29,7 @@ class MemoryAnswer:
 
 def parse_memory(text: str | None) -> int | None:
     """Convert the value of `--gpu-memory` to bytes."""
-    from asyncrl_cli.sizing.parts import memory_size
+    from asyncrl_cli.sizing.memory_use import memory_size
 
     try:
         return None if text is None else memory_size(text)
@@ -76,7 +76,7 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
     """Show the estimate as text: each GPU and host with its capacity and the parts of its memory."""
-    from asyncrl_cli.sizing.parts import size_text
+    from asyncrl_cli.sizing.memory_use import size_text
 
     trained = f", {_many(model.trained)} of them trained" if model.trained < model.parameters else ""
     lines = [f"memory, estimated (docs/sizing.md): {model.name}, {_many(model.parameters)} weights{trained}"]
@@ -91,9 +91,9 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
     if (cache := estimate.cache) is not None:
         lines += [
             "",
-            f"each engine has room for {max(0, cache.tokens):,} tokens of keys and values: {cache.longest:,} rollouts "
-            f"of the longest length, {cache.average:,} of half that length (rollout.max_running_rollouts "
-            f"{spec.rollout.max_running_rollouts:,})",
+            f"each engine has room for {max(0, cache.tokens):,} tokens of keys and values: {cache.longest_rollouts:,} "
+            f"rollouts of the longest length, {cache.average_rollouts:,} of half that length "
+            f"(rollout.max_running_rollouts {spec.rollout.max_running_rollouts:,})",
         ]
     elif spec.rollout.gpus_per_engine and model.cache_numbers is not None:
         lines += ["", "set cluster.gpu_memory_gb, or use --gpu-memory, to see whether the GPUs are large enough"]

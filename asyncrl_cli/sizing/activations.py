@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from asyncrl_cli.spec.inputs import LoraSpec
 
 
-class Pass(NamedTuple):
+class TracedMicrobatch(NamedTuple):
     """A micro-batch, and the settings that determine its memory."""
 
     rows: int
@@ -36,7 +36,7 @@ class Pass(NamedTuple):
     chunk: int | None = None  # logits that the head computes at a time; None: as on a CPU
 
 
-def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int:
+def activation_bytes(config: Any, layer_kinds: Sequence[object], microbatch: TracedMicrobatch) -> int:
     """Return the peak bytes of one micro-batch, without weights and complete gradients.
 
     Args:
@@ -45,19 +45,26 @@ def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int
 
     Raises an error of transformers or torch if the model's code needs the values of its tensors.
     """
-    # ``first``: number of layers before the last kind begins, such as DeepSeek-V3's dense layers. From there on the
+    # ``unrepeated_count``: layers before the last kind begins, such as DeepSeek-V3's dense layers. From there on the
     # kinds repeat after ``period`` layers.
-    first = next(index for index, kind in enumerate(kinds) if kind == kinds[-1])
-    rest = kinds[first:]
-    period = next(p for p in range(1, len(rest) + 1) if all(a == b for a, b in zip(rest, rest[p:], strict=False)))
-    short, long = first + period, first + 2 * period
-    if long >= len(kinds):
-        return _trace(config, len(kinds), trained)
-    least = _trace(config, short, trained)
-    return least + (_trace(config, long, trained) - least) * (len(kinds) - short) // period
+    unrepeated_count = next(index for index, kind in enumerate(layer_kinds) if kind == layer_kinds[-1])
+    repeated_kinds = layer_kinds[unrepeated_count:]
+    period = next(
+        length
+        for length in range(1, len(repeated_kinds) + 1)
+        if all(a == b for a, b in zip(repeated_kinds, repeated_kinds[length:], strict=False))
+    )
+    short_count, long_count = unrepeated_count + period, unrepeated_count + 2 * period
+    if long_count >= len(layer_kinds):
+        return _trace(config, len(layer_kinds), microbatch)
+    short_bytes = _trace(config, short_count, microbatch)
+    return (
+        short_bytes
+        + (_trace(config, long_count, microbatch) - short_bytes) * (len(layer_kinds) - short_count) // period
+    )
 
 
-def _trace(config: Any, layers: int, trained: Pass) -> int:
+def _trace(config: Any, layers: int, microbatch: TracedMicrobatch) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from asyncrl_cli.train.deepspeed_engine import recompute_activations
@@ -65,32 +72,36 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
     from asyncrl_cli.train.model.image_models import model_class
 
     with FakeTensorMode(), _experts_without_routing(), torch.random.fork_rng(devices=[]):
-        model: Any = model_class(trained.images).from_config(
+        model: Any = model_class(microbatch.images).from_config(
             shortened(config, layers),
-            attn_implementation="eager" if trained.attention == "eager" else "sdpa",
-            dtype=getattr(torch, trained.dtype),
+            attn_implementation="eager" if microbatch.attention == "eager" else "sdpa",
+            dtype=getattr(torch, microbatch.dtype),
         )
-        if trained.recompute:
+        if microbatch.recompute:
             recompute_activations(model)
-        if trained.lora is not None:
-            _adapt(model, trained.lora)
+        if microbatch.lora is not None:
+            _adapt(model, microbatch.lora)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        ids = torch.zeros(trained.rows, trained.length, dtype=torch.long)
+        ids = torch.zeros(microbatch.rows, microbatch.length, dtype=torch.long)
         with LiveBytes([*model.parameters(), *model.buffers()]) as live:
-            given = {"attention_mask": _mask(config, trained)} if trained.masked else {}
-            states = model.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
-            predicting = states.flatten(0, 1)[: trained.positions]
+            mask_arguments = {"attention_mask": _mask(config, microbatch)} if microbatch.masked else {}
+            states = model.base_model(input_ids=ids, use_cache=False, **mask_arguments).last_hidden_state
+            predicting = states.flatten(0, 1)[: microbatch.positions]
             targets = torch.zeros(len(predicting), dtype=torch.long)
             logprobs, _ = chunked_logprobs(
-                model.get_output_embeddings(), hidden=predicting, targets=targets, temperature=1.0, most=trained.chunk
+                model.get_output_embeddings(),
+                hidden=predicting,
+                targets=targets,
+                temperature=1.0,
+                most=microbatch.chunk,
             )
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return int(live.peak)
 
 
-def _mask(config: Any, trained: Pass) -> Any:
+def _mask(config: Any, microbatch: TracedMicrobatch) -> Any:
     """Like ``TreeLayout.masks``; None for a model whose rows cannot form trees."""
     from asyncrl_cli.train.prefix_trees import windows_of
 
@@ -98,8 +109,8 @@ def _mask(config: Any, trained: Pass) -> Any:
     windows = windows_of(text)
     if windows is None:
         return None
-    shape = (trained.rows, 1, trained.length, trained.length)
-    masks = {kind: torch.zeros(shape, dtype=getattr(torch, trained.dtype)) for kind in windows}
+    shape = (microbatch.rows, 1, microbatch.length, microbatch.length)
+    masks = {attention_type: torch.zeros(shape, dtype=getattr(torch, microbatch.dtype)) for attention_type in windows}
     return masks if hasattr(text, "layer_types") else masks.popitem()[1]
 
 
@@ -119,21 +130,25 @@ class _Adapted(torch.nn.Module):
 
     def __init__(self, layer: torch.nn.Linear, lora: LoraSpec) -> None:
         super().__init__()
-        self.base, self.scale = layer, lora.alpha / lora.rank
-        self.first = torch.nn.Linear(layer.in_features, lora.rank, bias=False, dtype=layer.weight.dtype)
-        self.second = torch.nn.Linear(lora.rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
+        self.base_layer, self.scale = layer, lora.alpha / lora.rank
+        self.down_projection = torch.nn.Linear(layer.in_features, lora.rank, bias=False, dtype=layer.weight.dtype)
+        self.up_projection = torch.nn.Linear(lora.rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.base(states) + self.second(self.first(states)) * self.scale
-        return added
+        states_with_adapter: torch.Tensor = (
+            self.base_layer(states) + self.up_projection(self.down_projection(states)) * self.scale
+        )
+        return states_with_adapter
 
 
 def _adapt(model: Any, lora: LoraSpec) -> None:
     model.requires_grad_(False)
-    wanted = None if isinstance(lora.target_modules, str) else tuple(f".{name}" for name in lora.target_modules)
+    name_ends = None if isinstance(lora.target_modules, str) else tuple(f".{name}" for name in lora.target_modules)
     for name, layer in list(model.named_modules()):
-        is_wanted = layer is not model.get_output_embeddings() and (wanted is None or f".{name}".endswith(wanted))
-        if isinstance(layer, torch.nn.Linear) and is_wanted:
+        is_adapted = layer is not model.get_output_embeddings() and (
+            name_ends is None or f".{name}".endswith(name_ends)
+        )
+        if isinstance(layer, torch.nn.Linear) and is_adapted:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, _Adapted(layer, lora))
     model.enable_input_require_grads()  # like the trainer
@@ -163,31 +178,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operations in this context make, as long as the storages live.
 
     Attributes:
-        now: bytes alive now.
+        live_bytes: bytes alive now.
         peak: most bytes alive at any time.
     """
 
     def __init__(self, uncounted: Iterable[torch.Tensor] = ()) -> None:
         """``uncounted``: tensors that are not counted, nor their views. This object keeps their storages alive."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.live_bytes = self.peak = 0
         self._uncounted = [tensor.untyped_storage() for tensor in uncounted]
         self._living = {storage._cdata for storage in self._uncounted}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return made
+        self.peak = max(self.peak, self.live_bytes)
+        return results
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._living:
             self._living.add(storage._cdata)
-            self.now += storage.nbytes()
+            self.live_bytes += storage.nbytes()
             weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
 
     def _forget(self, identity: int, nbytes: int) -> None:
         self._living.discard(identity)
-        self.now -= nbytes
+        self.live_bytes -= nbytes

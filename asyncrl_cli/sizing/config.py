@@ -35,7 +35,7 @@ def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
 
 def saved_config(path: str, location: str) -> PreTrainedConfig:
     """Return a saved model's config by its absolute path or hub id; ``location``: its key. Raises ``ConfigError``."""
-    return read_config(Path(path) if Path(path).is_absolute() else _of_hub(path, location), location)
+    return read_config(Path(path) if Path(path).is_absolute() else _hub_folder(path, location), location)
 
 
 def read_config(folder: Path, location: str) -> PreTrainedConfig:
@@ -82,7 +82,7 @@ def ask_hub(name: str) -> None:
     HfApi().model_info(name, timeout=HUB_S)
 
 
-def _of_hub(name: str, location: str) -> Path:
+def _hub_folder(name: str, location: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     if (cached := cached_config(name)) is not None:

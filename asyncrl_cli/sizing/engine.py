@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens, kv_cache_bytes
+from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, MemoryUse, nonzero_uses
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, Part, some
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import memory_share, tensor_parallel
 
@@ -25,48 +25,51 @@ class Cache:
 
     bytes: int
     tokens: int
-    longest: int  # number of sequences of the longest length that fit
-    average: int  # number of sequences of half the longest length that fit
+    longest_rollouts: int  # number of sequences of the longest length that fit
+    average_rollouts: int  # number of sequences of half the longest length that fit
 
 
-def engine_parts(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> tuple[Part, ...]:
+def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> tuple[MemoryUse, ...]:
     """Return an engine's parts without its cache: on one of its GPUs (of ``gpu_bytes``), or in its processes."""
     rollout, ranks, lora = spec.rollout, tensor_parallel(spec), spec.model.published_adapter
-    number = NUMBER_BYTES[rollout.dtype]
-    nbytes = -(-base_numbers(spec, model) * number // ranks)
-    weights = Part("weights", nbytes, f"{rollout.dtype}, tensor parallel over {ranks}")
+    dtype_bytes = NUMBER_BYTES[rollout.dtype]
+    nbytes = -(-base_numbers(spec, model) * dtype_bytes // ranks)
+    weights = MemoryUse("weights", nbytes, f"{rollout.dtype}, tensor parallel over {ranks}")
     slots = 0 if lora is None else model.trained * lora.slot_rank // lora.rank
-    adapters = Part("adapters", slots * number, f"slots of rank {lora.slot_rank if lora is not None else 0}")
+    adapters = MemoryUse("adapters", slots * dtype_bytes, f"slots of rank {lora.slot_rank if lora is not None else 0}")
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", batched_tokens(spec, gpu_bytes)))
     if rollout.gpus_per_engine:
-        graphs, nbytes = GRAPH_BYTES, tokens * ACTIVATION_WIDTHS * model.hidden * number
-        own = Part("activations", nbytes, f"a batch of {tokens:,} tokens")
+        graphs, nbytes = GRAPH_BYTES, tokens * ACTIVATION_WIDTHS * model.hidden * dtype_bytes
+        activations = MemoryUse("activations", nbytes, f"a batch of {tokens:,} tokens")
     else:  # decision 0052
-        graphs, own = 0, Part("next version", adapters.bytes or weights.bytes, "prepared while this one serves")
-    return some(
+        graphs, activations = (
+            0,
+            MemoryUse("next version", adapters.bytes or weights.bytes, "prepared while this one serves"),
+        )
+    return nonzero_uses(
         [
             weights,
             adapters,
-            own,
-            *_image_parts(model, tokens, number),
-            Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
-            Part("CUDA graphs and context", graphs, "assumed"),
+            activations,
+            *_image_uses(model, tokens, dtype_bytes),
+            MemoryUse("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
+            MemoryUse("CUDA graphs and context", graphs, "assumed"),
         ]
     )
 
 
-def _image_parts(model: SizedModel, tokens: int, number: int) -> tuple[Part, ...]:
+def _image_uses(model: SizedModel, tokens: int, dtype_bytes: int) -> tuple[MemoryUse, ...]:
     """The tower's pass over a batch's images, and vLLM's cache of its results, which holds as many tokens as a batch or
     the largest image."""
     if (tower := model.tower) is None:
         return ()
     cached = max(tokens, tower.tokens)
     images = cached // tower.tokens
-    activations = replace(tower, frozen=True).activations(images, number)
+    activations = replace(tower, frozen=True).activations(images, dtype_bytes)
     return (
-        Part("vision tower's activations", activations, f"{images} × {tower.patches:,} patches, assumed"),
-        Part("encoder cache", cached * model.hidden * number, f"the features of {cached:,} tokens"),
+        MemoryUse("vision tower's activations", activations, f"{images} × {tower.patches:,} patches, assumed"),
+        MemoryUse("encoder cache", cached * model.hidden * dtype_bytes, f"the features of {cached:,} tokens"),
     )
 
 
@@ -81,9 +84,9 @@ def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache 
     if model.cache_numbers is None:
         return None
     ranks = tensor_parallel(spec)
-    left = int(gpu_bytes * gpu_share(spec)) - sum(part.bytes for part in engine_parts(spec, model, gpu_bytes))
+    cache_bytes = int(gpu_bytes * gpu_share(spec)) - sum(use.bytes for use in engine_uses(spec, model, gpu_bytes))
     # vLLM copies key-value heads if there are fewer than GPUs.
-    return _cache(spec, left, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
+    return _cache(spec, cache_bytes, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
 
 
 def cpu_cache(spec: ExperimentSpec, model: SizedModel) -> Cache | None:
@@ -105,10 +108,13 @@ def gpu_share(spec: ExperimentSpec) -> float:
 def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:
     rollout = spec.rollout
     blocks = nbytes // (BLOCK_SIZE * per_token)
-    longest = min(spec.model.max_length, rollout.longest_rollout)
-    of_longest, of_average = -(-longest // BLOCK_SIZE), -(-longest // (2 * BLOCK_SIZE))
+    max_tokens = min(spec.model.max_length, rollout.longest_rollout)
+    blocks_of_longest, blocks_of_average = -(-max_tokens // BLOCK_SIZE), -(-max_tokens // (2 * BLOCK_SIZE))
     return Cache(
-        nbytes, tokens=blocks * BLOCK_SIZE, longest=max(0, blocks // of_longest), average=max(0, blocks // of_average)
+        nbytes,
+        tokens=blocks * BLOCK_SIZE,
+        longest_rollouts=max(0, blocks // blocks_of_longest),
+        average_rollouts=max(0, blocks // blocks_of_average),
     )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache, gpu_share
-from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_parts, step_tokens
+from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_uses, gpu_cache, gpu_share
+from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_uses, step_tokens
+from asyncrl_cli.sizing.memory_use import GB, Device, MemoryUse, Role
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import GB, Device, Part, Role
-from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_parts, rank_parts
+from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_uses, rank_uses
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
-TOO_MUCH, MUCH = 1.1, 0.9
+REFUSAL_SHARE, WARNING_SHARE = 1.1, 0.9
 """Shares of the available memory. A run that needs more than the first is refused; more than the second gives a
 warning."""
 GPU_RANK_BYTES = 2 * GB
@@ -33,11 +33,14 @@ class Estimate:
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
     """Estimate a run's memory. ``gpu_bytes``, ``host_bytes``: memory of a GPU and of a host; None: unknown."""
     rollout, trainer = spec.rollout, spec.trainer
-    engine = engine_parts(spec, model, gpu_bytes)
+    engine_memory = engine_uses(spec, model, gpu_bytes)
     if rollout.gpus_per_engine:
         cache = gpu_cache(spec, model, gpu_bytes) if gpu_bytes is not None else None
         if cache is not None:
-            engine = (*engine, Part("key-value cache", max(0, cache.bytes), f"{max(0, cache.tokens):,} tokens"))
+            engine_memory = (
+                *engine_memory,
+                MemoryUse("key-value cache", max(0, cache.bytes), f"{max(0, cache.tokens):,} tokens"),
+            )
     else:
         cache = cpu_cache(spec, model)
     devices: list[Device] = []
@@ -46,42 +49,46 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
         count = rollout.max_engines * tensor_parallel(spec)
-        devices.append(Device(Role.ENGINE, name, count, parts=engine, capacity=gpu_bytes))
+        devices.append(Device(Role.ENGINE, name, count, parts=engine_memory, capacity=gpu_bytes))
     if engines_sleep(spec):
-        devices.append(_both_awake(spec, model=model, engine=engine, gpu_bytes=gpu_bytes))
-    for kind in host_kinds(spec):
-        parts = host_parts(spec, model, kind)
-        if kind.ranks and spec.checkpoints.every:
-            copy = Part("checkpoint", checkpoint_bytes(spec, model, kind.ranks), "a copy, written during training")
-            if host_bytes is not None and sum(part.bytes for part in (*parts, copy)) > MUCH * host_bytes:
-                copy = Part("checkpoint", 0, "no memory for a copy: training waits while it is written")
-            parts = (*parts, copy)
-        devices.append(Device(Role.HOST, kind.name, kind.number, parts=parts, capacity=host_bytes))
+        devices.append(_both_awake(spec, model=model, engine=engine_memory, gpu_bytes=gpu_bytes))
+    for host_kind in host_kinds(spec):
+        uses = host_uses(spec, model, host_kind)
+        if host_kind.ranks and spec.checkpoints.every:
+            copy = MemoryUse(
+                "checkpoint", checkpoint_bytes(spec, model, host_kind.ranks), "a copy, written during training"
+            )
+            if host_bytes is not None and sum(use.bytes for use in (*uses, copy)) > WARNING_SHARE * host_bytes:
+                copy = MemoryUse("checkpoint", 0, "no memory for a copy: training waits while it is written")
+            uses = (*uses, copy)
+        devices.append(Device(Role.HOST, host_kind.name, host_kind.host_count, parts=uses, capacity=host_bytes))
     journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
     return Estimate(tuple(devices), cache, journal)
 
 
 def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
     """A trainer rank's GPU, or the rank's share of it, which is all of it while the engine on the GPU sleeps."""
-    name, parts, capacity = "GPU of a trainer rank", rank_parts(spec, model).device, gpu_bytes
+    name, uses, capacity = "GPU of a trainer rank", rank_uses(spec, model).device, gpu_bytes
     if not shares_gpus(spec):
-        parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
+        uses = (*uses, MemoryUse("CUDA context", GPU_RANK_BYTES, "assumed"))
     else:
         name = f"share of a {name}"
         share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
         capacity = None if gpu_bytes is None else int(share * gpu_bytes)
-    return Device(Role.TRAINER, name, spec.trainer.ranks, parts=parts, capacity=capacity)
+    return Device(Role.TRAINER, name, spec.trainer.ranks, parts=uses, capacity=capacity)
 
 
-def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...], gpu_bytes: int | None) -> Device:
+def _both_awake(
+    spec: ExperimentSpec, model: SizedModel, engine: tuple[MemoryUse, ...], gpu_bytes: int | None
+) -> Device:
     """A shared GPU between two steps: the engine is awake, and the rank keeps its states."""
-    parts = (
-        *lasting_parts(spec, model),
-        Part("engine", sum(part.bytes for part in engine), f"{gpu_share(spec):.2f} of the GPU"),
-        Part("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
+    uses = (
+        *lasting_uses(spec, model),
+        MemoryUse("engine", sum(use.bytes for use in engine), f"{gpu_share(spec):.2f} of the GPU"),
+        MemoryUse("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
     )
     name = "GPU of an engine that is awake and a rank"
-    return Device(Role.BOTH, name, spec.trainer.ranks, parts=parts, capacity=gpu_bytes)
+    return Device(Role.BOTH, name, spec.trainer.ranks, parts=uses, capacity=gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +96,24 @@ class Excess:
     """A device with too little memory for the run, or barely enough."""
 
     device: Device
-    cannot: bool  # the run is refused; otherwise it starts with a warning
+    is_refused: bool  # the run is refused; otherwise it starts with a warning
     message: str
 
 
-def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
+def excesses(spec: ExperimentSpec, memory: Estimate) -> list[Excess]:
     """Return the devices that are too small, GPUs first."""
     problems = []
-    for device in found.devices:
+    for device in memory.devices:
         if device.capacity is None:
             continue
         if device.role is Role.ENGINE:
-            problems += _cache_problems(spec, device, found.cache)
+            problems += _cache_problems(spec, device, memory.cache)
             continue
         # More exact than the other sums: the engine takes its share to the byte, and the rank's states are known.
-        much, too_much = (1.0, 1.0) if device.role is Role.BOTH else (MUCH, TOO_MUCH)
-        if device.total > much * device.capacity:
+        warning_share, refusal_share = (1.0, 1.0) if device.role is Role.BOTH else (WARNING_SHARE, REFUSAL_SHARE)
+        if device.total > warning_share * device.capacity:
             message = f"a {device.name} needs about {device.total / GB:.1f} GB, and has {device.capacity / GB:.1f} GB"
-            problems.append(Excess(device, device.total > too_much * device.capacity, message))
+            problems.append(Excess(device, device.total > refusal_share * device.capacity, message))
     return problems
 
 
@@ -123,11 +130,11 @@ def _cache_problems(spec: ExperimentSpec, device: Device, cache: Cache | None) -
             f"model.max_length {spec.model.max_length:,}"
         )
         return [Excess(device, True, message)]
-    wanted = spec.rollout.max_running_rollouts
-    if cache.average < wanted:
+    max_running = spec.rollout.max_running_rollouts
+    if cache.average_rollouts < max_running:
         message = (
-            f"an engine's key-value cache has room for {cache.average:,} rollouts of half the longest length, and "
-            f"rollout.max_running_rollouts is {wanted:,}: vLLM will interrupt some and compute them again"
+            f"an engine's key-value cache has room for {cache.average_rollouts:,} rollouts of half the longest length, "
+            f"and rollout.max_running_rollouts is {max_running:,}: vLLM will interrupt some and compute them again"
         )
         return [Excess(device, False, message)]
     return []

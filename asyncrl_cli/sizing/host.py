@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.rollout.engine_settings import kv_cache_bytes
-from asyncrl_cli.sizing.engine import base_numbers, engine_parts, token_bytes
+from asyncrl_cli.sizing.engine import base_numbers, engine_uses, token_bytes
+from asyncrl_cli.sizing.memory_use import NUMBER_BYTES, MemoryUse, nonzero_uses
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
-from asyncrl_cli.sizing.trainer import rank_parts
+from asyncrl_cli.sizing.trainer import rank_uses
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 GIB = 2**30
@@ -18,7 +18,7 @@ ENGINE_BYTES = int(1.2 * GIB)
 """A vLLM CPU engine without weights and cache: front end and engine core, measured."""
 RANK_BYTES = int(0.6 * GIB)
 """A trainer rank with its imports, without weights."""
-OTHER_BYTES = int(1.2 * GIB)
+DRIVER_BYTES = int(1.2 * GIB)
 """Driver, Ray's own processes, scorer and MLflow."""
 GPU_PROCESS_BYTES = 4 * GIB
 """Host memory of a process that uses a GPU, with CUDA's libraries and pinned buffers: assumed."""
@@ -32,10 +32,10 @@ ROUTED_BYTES = 1024
 
 
 class HostKind(NamedTuple):
-    """``number`` equal hosts, each with ``ranks`` trainer ranks and ``engines`` engines."""
+    """``host_count`` equal hosts, each with ``ranks`` trainer ranks and ``engines`` engines."""
 
     name: str
-    number: int
+    host_count: int
     ranks: int
     engines: int
 
@@ -43,60 +43,64 @@ class HostKind(NamedTuple):
 def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
     """Return a run's hosts: one for everything, or hosts of ranks and hosts of engines if its GPUs need several."""
     trainer, rollout, cluster = spec.trainer, spec.rollout, spec.cluster
-    of_ranks = float(trainer.ranks * trainer.gpus_per_rank)
-    of_engines = float(rollout.max_engines * rollout.gpus_per_engine)
-    if cluster.address is None or of_ranks + of_engines <= cluster.gpus_per_host:
-        return (HostKind("host", number=1, ranks=trainer.ranks, engines=rollout.max_engines),)
+    rank_gpus = float(trainer.ranks * trainer.gpus_per_rank)
+    engine_gpus = float(rollout.max_engines * rollout.gpus_per_engine)
+    if cluster.address is None or rank_gpus + engine_gpus <= cluster.gpus_per_host:
+        return (HostKind("host", host_count=1, ranks=trainer.ranks, engines=rollout.max_engines),)
 
-    def on_one(number: int, gpus: float) -> int:
-        return min(number, max(1, int(cluster.gpus_per_host / gpus))) if gpus else number
+    def count_per_host(count: int, gpus: float) -> int:
+        return min(count, max(1, int(cluster.gpus_per_host / gpus))) if gpus else count
 
-    ranks = on_one(trainer.ranks, trainer.gpus_per_rank)
-    engines = on_one(rollout.max_engines, rollout.gpus_per_engine)
+    ranks = count_per_host(trainer.ranks, trainer.gpus_per_rank)
+    engines = count_per_host(rollout.max_engines, rollout.gpus_per_engine)
     return (
-        HostKind("host of trainer ranks", number=math.ceil(trainer.ranks / ranks), ranks=ranks, engines=0),
-        HostKind("host of engines", number=math.ceil(rollout.max_engines / engines), ranks=0, engines=engines),
+        HostKind("host of trainer ranks", host_count=math.ceil(trainer.ranks / ranks), ranks=ranks, engines=0),
+        HostKind("host of engines", host_count=math.ceil(rollout.max_engines / engines), ranks=0, engines=engines),
     )
 
 
-def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple[Part, ...]:
+def host_uses(spec: ExperimentSpec, model: SizedModel, host_kind: HostKind) -> tuple[MemoryUse, ...]:
     """Return the parts of one host. There is no replica while ranks load the model, so the larger of both counts."""
-    rank, on_gpu = rank_parts(spec, model), bool(spec.trainer.gpus_per_rank)
-    parts: list[Part] = []
-    if kind.ranks and not on_gpu:
-        parts.append(Part("trainer", kind.ranks * sum(part.bytes for part in rank.device), counted(kind.ranks, "rank")))
-    if kind.ranks and rank.host:
-        parts.append(Part("offloaded", kind.ranks * sum(part.bytes for part in rank.host), "trainer.offload"))
-    if kind.engines and not spec.rollout.gpus_per_engine:
+    rank, ranks_on_gpus = rank_uses(spec, model), bool(spec.trainer.gpus_per_rank)
+    uses: list[MemoryUse] = []
+    if host_kind.ranks and not ranks_on_gpus:
+        uses.append(
+            MemoryUse(
+                "trainer", host_kind.ranks * sum(use.bytes for use in rank.device), counted(host_kind.ranks, "rank")
+            )
+        )
+    if host_kind.ranks and rank.host:
+        uses.append(MemoryUse("offloaded", host_kind.ranks * sum(use.bytes for use in rank.host), "trainer.offload"))
+    if host_kind.engines and not spec.rollout.gpus_per_engine:
         cache = kv_cache_bytes(spec, token_bytes(spec, model))
-        of_engine = sum(part.bytes for part in engine_parts(spec, model))
-        number = counted(kind.engines, "engine")
-        parts.append(Part("engines", kind.engines * of_engine, number))
-        parts.append(Part("key-value caches", kind.engines * cache, number))
-    loading = _loading(spec, model, kind) if on_gpu else Part("loading", 0, "")
-    share = 1.0 if kind.engines else kind.ranks / spec.trainer.ranks
-    stored = "two versions, for engines to load" if kind.engines else "two versions of its ranks' shards"
-    replica = Part("weights in shared memory", math.ceil(2 * share * version_bytes(spec, model)), stored)
-    parts.append(max(replica, loading, key=lambda part: part.bytes))
-    parts.append(Part("processes", _processes(spec, kind), "without weights"))
-    parts.append(Part("object store", stored_bytes(spec, model.routed), "two batches of tokens"))
-    return some(parts)
+        engine_bytes = sum(use.bytes for use in engine_uses(spec, model))
+        engine_text = counted(host_kind.engines, "engine")
+        uses.append(MemoryUse("engines", host_kind.engines * engine_bytes, engine_text))
+        uses.append(MemoryUse("key-value caches", host_kind.engines * cache, engine_text))
+    loading = _loading(spec, model, host_kind) if ranks_on_gpus else MemoryUse("loading", 0, "")
+    share = 1.0 if host_kind.engines else host_kind.ranks / spec.trainer.ranks
+    versions_text = "two versions, for engines to load" if host_kind.engines else "two versions of its ranks' shards"
+    replica = MemoryUse("weights in shared memory", math.ceil(2 * share * version_bytes(spec, model)), versions_text)
+    uses.append(max(replica, loading, key=lambda use: use.bytes))
+    uses.append(MemoryUse("processes", _processes(spec, host_kind), "without weights"))
+    uses.append(MemoryUse("object store", stored_bytes(spec, model.routed), "two batches of tokens"))
+    return nonzero_uses(uses)
 
 
-def _loading(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> Part:
+def _loading(spec: ExperimentSpec, model: SizedModel, host_kind: HostKind) -> MemoryUse:
     """Host memory of ranks that load the model before it is on their GPUs."""
-    number = NUMBER_BYTES[spec.trainer.dtype]
+    dtype_bytes = NUMBER_BYTES[spec.trainer.dtype]
     if spec.trainer.zero_stage < 3:
-        return Part("loading", kind.ranks * model.parameters * number, "the whole model, by every rank")
+        return MemoryUse("loading", host_kind.ranks * model.parameters * dtype_bytes, "the whole model, by every rank")
     # A weight is at most as large as its layer, and exists twice while experts become one tensor.
-    largest = max(model.embeddings, model.head, *model.layers)
-    return Part("loading", 2 * largest * number, "a weight at a time, by rank 0")
+    largest_weight = max(model.embeddings, model.head, *model.layers)
+    return MemoryUse("loading", 2 * largest_weight * dtype_bytes, "a weight at a time, by rank 0")
 
 
 def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     """Return the bytes of a weight version: just the adapters, or all weights with the adapters merged."""
-    numbers = base_numbers(spec, model) if spec.model.published_adapter is None else model.trained
-    return numbers * NUMBER_BYTES[spec.rollout.dtype]
+    weight_count = base_numbers(spec, model) if spec.model.published_adapter is None else model.trained
+    return weight_count * NUMBER_BYTES[spec.rollout.dtype]
 
 
 def stored_bytes(spec: ExperimentSpec, routed: int = ROUTED_BYTES) -> int:
@@ -116,10 +120,10 @@ def step_tokens(spec: ExperimentSpec) -> int:
 
 def memory_without_weights(spec: ExperimentSpec) -> int:
     """Return the bytes of a CPU run's processes, without weights and caches."""
-    return spec.rollout.max_engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + OTHER_BYTES
+    return spec.rollout.max_engines * ENGINE_BYTES + spec.trainer.ranks * RANK_BYTES + DRIVER_BYTES
 
 
-def _processes(spec: ExperimentSpec, kind: HostKind) -> int:
-    of_rank = GPU_PROCESS_BYTES if spec.trainer.gpus_per_rank else RANK_BYTES
-    of_engine = GPU_PROCESS_BYTES if spec.rollout.gpus_per_engine else ENGINE_BYTES
-    return kind.ranks * of_rank + kind.engines * of_engine + OTHER_BYTES
+def _processes(spec: ExperimentSpec, host_kind: HostKind) -> int:
+    rank_bytes = GPU_PROCESS_BYTES if spec.trainer.gpus_per_rank else RANK_BYTES
+    engine_bytes = GPU_PROCESS_BYTES if spec.rollout.gpus_per_engine else ENGINE_BYTES
+    return host_kind.ranks * rank_bytes + host_kind.engines * engine_bytes + DRIVER_BYTES

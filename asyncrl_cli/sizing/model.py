@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.config import saved_config
-from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES
+from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec, shares_prefixes
 
@@ -33,15 +33,15 @@ class Tower:
     tokens: int  # placeholders of the largest image
     frozen: bool  # not trained
 
-    def activations(self, images: int, number: int, recompute: bool = False) -> int:
+    def activations(self, images: int, dtype_bytes: int, recompute: bool = False) -> int:
         """Bytes of the tower's pass over ``images`` of the largest size, with numbers of ``number`` bytes; assumed.
 
         A trained tower keeps about ten vectors of its width and three of its inner width for each layer and patch, a
         frozen tower keeps only one layer's vectors.
         """
         layer = 10 * self.hidden + 3 * self.intermediate
-        kept = layer if self.frozen else layer + self.layers * self.hidden if recompute else layer * self.layers
-        return images * self.patches * (kept + self.pixels) * number
+        kept_numbers = layer if self.frozen else layer + self.layers * self.hidden if recompute else layer * self.layers
+        return images * self.patches * (kept_numbers + self.pixels) * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +106,19 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
 
     weights = list(model.parameters())  # has a tied weight once
     language = getattr(model.base_model, "language_model", model)  # without a vision tower
-    layers = [part for part in language.modules() if isinstance(part, GradientCheckpointingLayer)]
-    kinds = [tuple(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
+    layers = [module for module in language.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layer_shapes = [tuple(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
     embedded, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     text = config.get_text_config()
 
     @lru_cache(maxsize=16)
     def activations(rows: int, length: int, positions: int, recompute: bool) -> int:
-        from asyncrl_cli.sizing.activations import Pass, activation_bytes
+        from asyncrl_cli.sizing.activations import TracedMicrobatch, activation_bytes
         from asyncrl_cli.train.model.chunked_logprobs import gpu_chunk_numbers
 
         trainer, memory = spec.trainer, spec.cluster.gpu_memory_gb
         chunk = gpu_chunk_numbers(None if memory is None else int(memory * GB)) if trainer.gpus_per_rank else None
-        settings = Pass(
+        settings = TracedMicrobatch(
             rows=rows,
             length=length,
             positions=positions,
@@ -130,17 +130,19 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
             masked=shares_prefixes(spec) and trainer.attention == "sdpa",
             images=spec.model.max_images > 0,
         )
-        return activation_bytes(config, kinds, settings)
+        return activation_bytes(config, layer_shapes, settings)
 
     heads: Any = getattr(text, "num_attention_heads", 1)
     kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
-    chosen: Any = getattr(text, "num_experts_per_tok", None) or 0
+    experts_per_token: Any = getattr(text, "num_experts_per_tok", None) or 0
     experts: Any = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None) or 0
     check_config(config, spec.trainer.sequence_parallel)
     check_experts(config, spec.trainer)
     path, teacher = spec.algorithm.reference_path, 0
     if path is not None:
-        teacher = sum(one.numel() for one in without_weights(saved_config(path, REFERENCE), spec.model).parameters())
+        teacher = sum(
+            tensor.numel() for tensor in without_weights(saved_config(path, REFERENCE), spec.model).parameters()
+        )
     return SizedModel(
         name=type(model).__name__,
         parameters=sum(weight.numel() for weight in weights),
@@ -157,7 +159,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         vocabulary=int(head.shape[0]),
         activations=activations,
         teacher=teacher,
-        routed=len(layers) * int(chosen) * (2 if experts > 256 else 1),
+        routed=len(layers) * int(experts_per_token) * (2 if experts > 256 else 1),
         tower=_tower(spec, config) if spec.model.max_images else None,
     )
 

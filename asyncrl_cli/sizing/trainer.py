@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from asyncrl_cli.sizing.memory_use import NUMBER_BYTES, MemoryUse, nonzero_uses
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, is_flash, shares_prefixes
 
 FLOAT = 4
@@ -23,11 +23,11 @@ SUM_NUMBERS = 5 * 10**8
 class Rank(NamedTuple):
     """A rank's parts on its device, and in host memory (``trainer.offload``)."""
 
-    device: tuple[Part, ...]
-    host: tuple[Part, ...]
+    device: tuple[MemoryUse, ...]
+    host: tuple[MemoryUse, ...]
 
 
-def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
+def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
     """Return a rank's parts at its peak: in a micro-batch, or while the optimizer steps."""
     trainer = spec.trainer
     weights, *states = _states(spec, model.parameters, model.trained)
@@ -37,44 +37,50 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     # A rank computes its slice of the positions. Attention is over all positions with a share of the heads, which
     # takes the same memory.
     size = trainer.sequence_parallel
-    slice_, predicting = -(-length // size), -(-positions // size)
-    activations = model.activations(rows, slice_, predicting, trainer.gradient_checkpointing)
+    slice_length, predicting = -(-length // size), -(-positions // size)
+    activations = model.activations(rows, slice_length, predicting, trainer.gradient_checkpointing)
     activations += _packed_mask(spec, length)
-    seen, images = 0, 0
+    tower_bytes, images = 0, 0
     if (tower := model.tower) is not None:
-        most = trainer.tokens_per_microbatch if trainer.packing else rows * spec.model.max_images * tower.tokens
-        images = max(1, min(most, trainer.tokens_per_microbatch) // tower.tokens)
-        seen = tower.activations(images, NUMBER_BYTES[trainer.dtype], trainer.gradient_checkpointing)
+        image_tokens = trainer.tokens_per_microbatch if trainer.packing else rows * spec.model.max_images * tower.tokens
+        images = max(1, min(image_tokens, trainer.tokens_per_microbatch) // tower.tokens)
+        tower_bytes = tower.activations(images, NUMBER_BYTES[trainer.dtype], trainer.gradient_checkpointing)
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
-    passes = (
-        Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
-        Part("activations", activations, f"{rows} × {slice_:,} tokens{recomputed}"),
-        Part("vision tower's activations", seen, f"{images} × {tower.patches if tower else 0:,} patches, assumed"),
-        Part("reduce buckets", _buckets(spec, model), "gradients on their way"),
+    pass_uses = (
+        MemoryUse("gathered layers", gathered, "of other ranks' weights, for a pass"),
+        MemoryUse("activations", activations, f"{rows} × {slice_length:,} tokens{recomputed}"),
+        MemoryUse(
+            "vision tower's activations", tower_bytes, f"{images} × {tower.patches if tower else 0:,} patches, assumed"
+        ),
+        MemoryUse("reduce buckets", _bucket_bytes(spec, model), "gradients on their way"),
     )
-    step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
+    step_uses = (
+        MemoryUse("gradients for the step", _step_bytes(spec, model.trained), "a copy, while the optimizer steps"),
+    )
     # Not the sum: the step reuses the memory that a pass has freed (decision 0047).
-    largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
-    own = () if trainer.gpus_per_rank else (Part("DeepSpeed", CPU_RANK_BYTES, "its own memory, and gloo's"),)
-    stage = trainer.zero_stage
-    reference = Part(
-        "reference model", _reference(spec, model), f"{trainer.dtype}, ZeRO {stage}" if stage == 3 else "whole"
+    peak_uses = max(pass_uses, step_uses, key=lambda uses: sum(use.bytes for use in uses))
+    process_uses = (
+        () if trainer.gpus_per_rank else (MemoryUse("DeepSpeed", CPU_RANK_BYTES, "its own memory, and gloo's"),)
     )
-    offloaded: list[Part] = []
+    stage = trainer.zero_stage
+    reference = MemoryUse(
+        "reference model", _reference_bytes(spec, model), f"{trainer.dtype}, ZeRO {stage}" if stage == 3 else "whole"
+    )
+    offloaded: list[MemoryUse] = []
     if trainer.gpus_per_rank and trainer.offload != "none":
-        offloaded = [part for part in states if part.name != "gradients"]
+        offloaded = [use for use in states if use.name != "gradients"]
         if trainer.offload == "all":
             offloaded.append(weights)
-    kept = [part for part in (weights, *states) if part not in offloaded]
-    return Rank(some([*kept, *critic, reference, *largest, *own]), some(offloaded))
+    device_states = [use for use in (weights, *states) if use not in offloaded]
+    return Rank(nonzero_uses([*device_states, *critic, reference, *peak_uses, *process_uses]), nonzero_uses(offloaded))
 
 
-def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
+def lasting_uses(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ...]:
     """Return the parts on a rank's device between two steps. Only ZeRO-3 keeps the gradients' memory."""
     freed = {"activations", "vision tower's activations", "gathered layers", "reduce buckets", "gradients for the step"}
     if spec.trainer.zero_stage < 3:
         freed.add("gradients")
-    return tuple(part for part in rank_parts(spec, model).device if part.name not in freed)
+    return tuple(use for use in rank_uses(spec, model).device if use.name not in freed)
 
 
 def checkpoint_bytes(spec: ExperimentSpec, model: SizedModel, ranks: int) -> int:
@@ -84,7 +90,7 @@ def checkpoint_bytes(spec: ExperimentSpec, model: SizedModel, ranks: int) -> int
     critic = [(backbone, backbone)] if spec.algorithm.needs_critic else []
     for parameters, trained in [(model.parameters, model.trained), *critic]:
         weights, _, *states = _states(spec, parameters, trained)
-        nbytes += sum(part.bytes for part in states) * (ranks if stage else 1)
+        nbytes += sum(use.bytes for use in states) * (ranks if stage else 1)
         # ZeRO 3 saves the optimizer's copies of trained weights, and all weights of the model if some are frozen.
         nbytes += weights.bytes if stage < 3 else ranks * weights.bytes * (trained < parameters)
     return nbytes
@@ -101,76 +107,81 @@ def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
     if trainer.zero_stage < 3 or trainer.ranks == 1:
         return 0
     size = trainer.expert_parallel
-    of_experts = [number // size if size < trainer.ranks else 0 for number in model.experts]
+    gathered_experts = [weight_count // size if size < trainer.ranks else 0 for weight_count in model.experts]
     layers = [
-        every - experts + own for every, experts, own in zip(model.layers, model.experts, of_experts, strict=True)
+        layer_count - experts + gathered_count
+        for layer_count, experts, gathered_count in zip(model.layers, model.experts, gathered_experts, strict=True)
     ]
     modules = (model.embeddings, *layers, model.head) if model.head else (*layers, model.embeddings)
-    kept = 0
-    for number in reversed(modules):
-        if 2 * kept >= REUSE_NUMBERS:
+    kept_count = 0
+    for weight_count in reversed(modules):
+        if 2 * kept_count >= REUSE_NUMBERS:
             break
-        kept += number
-    elsewhere = sum(model.experts) - sum(of_experts)
-    return min(model.parameters - elsewhere, kept + max(modules) + PREFETCH_NUMBERS)
+        kept_count += weight_count
+    remote_experts = sum(model.experts) - sum(gathered_experts)
+    return min(model.parameters - remote_experts, kept_count + max(modules) + PREFETCH_NUMBERS)
 
 
 def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
     """Return a run's largest micro-batch: rows or trees, tokens of each, positions that predict a response token."""
     rollout, trainer = spec.rollout, spec.trainer
-    longest = min(spec.model.max_length, rollout.longest_rollout)
+    max_tokens = min(spec.model.max_length, rollout.longest_rollout)
     responses = rollout.max_response_tokens
     if shares_prefixes(spec):  # a group with one prompt, or a part of it
         from asyncrl_cli.train.prefix_trees import MASK_POSITIONS
 
         responses *= rollout.group_size
-        tree = min(longest * rollout.group_size, trainer.tokens_per_microbatch, MASK_POSITIONS)
-        longest = max(longest, tree)
+        tree = min(max_tokens * rollout.group_size, trainer.tokens_per_microbatch, MASK_POSITIONS)
+        max_tokens = max(max_tokens, tree)
     if trainer.packing:
-        length = max(trainer.tokens_per_microbatch, longest)
+        length = max(trainer.tokens_per_microbatch, max_tokens)
         return 1, length, length - 1
-    rows = max(1, -(-trainer.tokens_per_microbatch // longest))
+    rows = max(1, -(-trainer.tokens_per_microbatch // max_tokens))
     # Rows a little shorter than the longest fill the micro-batch.
-    length = trainer.tokens_per_microbatch // rows if rows > 1 else longest
+    length = trainer.tokens_per_microbatch // rows if rows > 1 else max_tokens
     return rows, length, rows * min(length - 1, responses)
 
 
-def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[Part, ...]:
+def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[MemoryUse, ...]:
     trainer = spec.trainer
-    stage, ranks, number = trainer.zero_stage, trainer.ranks, NUMBER_BYTES[trainer.dtype]
+    stage, ranks, dtype_bytes = trainer.zero_stage, trainer.ranks, NUMBER_BYTES[trainer.dtype]
     in_float32 = trainer.dtype == "float32"
-    of_gradient = FLOAT if stage >= 2 else number
+    gradient_bytes = FLOAT if stage >= 2 else dtype_bytes
     # DeepSpeed's ZeRO keeps its own float32 copy of a rank's weights, even of float32 weights.
     copies = trained * FLOAT if stage or not in_float32 else 0
     return (
-        Part("weights", _shared(parameters * number, ranks, stage >= 3), f"{trainer.dtype}, ZeRO {stage}"),
-        Part("gradients", _shared(trained * of_gradient, ranks, stage >= 2), f"{of_gradient} bytes each"),
-        Part("float32 weights", _shared(copies, ranks, stage >= 1), "updated by the optimizer"),
-        Part("optimizer", _shared(trained * ADAM_BYTES, ranks, stage >= 1), "Adam's two moments"),
+        MemoryUse(
+            "weights", _rank_share(parameters * dtype_bytes, ranks, stage >= 3), f"{trainer.dtype}, ZeRO {stage}"
+        ),
+        MemoryUse(
+            "gradients", _rank_share(trained * gradient_bytes, ranks, stage >= 2), f"{gradient_bytes} bytes each"
+        ),
+        MemoryUse("float32 weights", _rank_share(copies, ranks, stage >= 1), "updated by the optimizer"),
+        MemoryUse("optimizer", _rank_share(trained * ADAM_BYTES, ranks, stage >= 1), "Adam's two moments"),
     )
 
 
-def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
+def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ...]:
     """The critic's states. Its passes need less than the policy's, and happen at other times."""
     if not spec.algorithm.needs_critic:
         return ()
     backbone = model.parameters - model.head
-    states = sum(part.bytes for part in _states(spec, backbone, backbone))
-    return (Part("critic", states, "weights, gradients and optimizer"),)
+    states = sum(use.bytes for use in _states(spec, backbone, backbone))
+    return (MemoryUse("critic", states, "weights, gradients and optimizer"),)
 
 
-def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
+def _reference_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     algorithm = spec.algorithm
     shares_weights = spec.model.lora is not None and not algorithm.reference_update_every
     if not algorithm.kl_coef or (shares_weights and algorithm.reference_path is None):
         return 0
     trainer = spec.trainer
-    return _shared(
+    return _rank_share(
         (model.teacher or model.parameters) * NUMBER_BYTES[trainer.dtype], trainer.ranks, trainer.zero_stage == 3
     )
 
 
-def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
+def _bucket_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     """Bytes of the buckets with which ZeRO 2 and 3 add up gradients over the ranks, even over a single rank.
 
     On a host only the written part of a bucket takes memory, on a GPU all of it. Ranks that add up bfloat16 gradients
@@ -180,26 +191,29 @@ def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
 
     if spec.trainer.zero_stage < 2:
         return 0
-    collected = reduce_numbers(spec.trainer)
-    numbers = collected if spec.trainer.gpus_per_rank else min(collected, model.trained)
+    bucket_numbers = reduce_numbers(spec.trainer)
+    written_numbers = bucket_numbers if spec.trainer.gpus_per_rank else min(bucket_numbers, model.trained)
     if not sums_in_float32(spec.trainer):
-        return numbers * NUMBER_BYTES[spec.trainer.dtype]
+        return written_numbers * NUMBER_BYTES[spec.trainer.dtype]
     experts = max(model.experts) // spec.trainer.expert_parallel
-    alone = 0 if spec.model.lora is not None else max(model.embeddings, model.head, experts)
-    return numbers * NUMBER_BYTES[spec.trainer.dtype] + max(2 * min(collected, model.trained), alone) * FLOAT
+    largest_gradient = 0 if spec.model.lora is not None else max(model.embeddings, model.head, experts)
+    return (
+        written_numbers * NUMBER_BYTES[spec.trainer.dtype]
+        + max(2 * min(bucket_numbers, model.trained), largest_gradient) * FLOAT
+    )
 
 
-def _step(spec: ExperimentSpec, trained: int) -> int:
+def _step_bytes(spec: ExperimentSpec, trained: int) -> int:
     """Bytes of the gradients' copies: the optimizer gets a part's gradients as one float32 tensor. Without ZeRO, ranks
     add up copies."""
     from asyncrl_cli.train.deepspeed_engine import sums_in_float32
 
-    stage, ranks, number = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]
+    stage, ranks, dtype_bytes = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]
     if stage:
-        part = -(-trained // ranks)
-        return (min(part, SUBGROUP_NUMBERS) if stage == 3 else part) * FLOAT
-    copied = min(trained, SUM_NUMBERS) * (number + FLOAT * sums_in_float32(spec.trainer)) if ranks > 1 else 0
-    return max(copied, trained * FLOAT if number != FLOAT else 0)
+        shard_numbers = -(-trained // ranks)
+        return (min(shard_numbers, SUBGROUP_NUMBERS) if stage == 3 else shard_numbers) * FLOAT
+    copy_bytes = min(trained, SUM_NUMBERS) * (dtype_bytes + FLOAT * sums_in_float32(spec.trainer)) if ranks > 1 else 0
+    return max(copy_bytes, trained * FLOAT if dtype_bytes != FLOAT else 0)
 
 
 def _packed_mask(spec: ExperimentSpec, length: int) -> int:
@@ -208,5 +222,5 @@ def _packed_mask(spec: ExperimentSpec, length: int) -> int:
     return length * length if packed and not shares_prefixes(spec) else 0  # a tree's mask is in the activations
 
 
-def _shared(nbytes: int, ranks: int, is_shared: bool) -> int:
+def _rank_share(nbytes: int, ranks: int, is_shared: bool) -> int:
     return -(-nbytes // ranks) if is_shared else nbytes

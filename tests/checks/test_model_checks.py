@@ -167,14 +167,14 @@ def test_a_teachers_own_size_is_counted(tmp_path: Path) -> None:
     from transformers import Qwen3Config
 
     from asyncrl_cli.sizing.model import size_model
-    from asyncrl_cli.sizing.trainer import rank_parts
+    from asyncrl_cli.sizing.trainer import rank_uses
 
     small, large = Qwen3Config(**SMALL), Qwen3Config(**SMALL | {"num_hidden_layers": 7})
     large.save_pretrained(tmp_path)
     spec = load_spec(QUICKSTART, ["algorithm.preset=distill", f"algorithm.reference_path={tmp_path}"]).spec
     found = size_model(spec, small)
     teacher = size_model(load_spec(QUICKSTART).spec, large).parameters
-    counted = {part.name: part.bytes for part in rank_parts(spec, found).device}
+    counted = {part.name: part.bytes for part in rank_uses(spec, found).device}
     assert found.parameters < teacher == counted["reference model"] / 4
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl_cli.sizing import activations
-from asyncrl_cli.sizing.activations import LiveBytes, Pass, _drop_gradient, _trace, activation_bytes
+from asyncrl_cli.sizing.activations import LiveBytes, TracedMicrobatch, _drop_gradient, _trace, activation_bytes
 from asyncrl_cli.sizing.model import sized
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -40,12 +40,12 @@ def test_storages_count_as_long_as_they_live() -> None:
     with LiveBytes([given]) as live:
         view = given.view(10, 100).T  # a part of a tensor that is not counted
         first = torch.zeros(250)
-        assert live.now == live.peak == 1000
+        assert live.live_bytes == live.peak == 1000
         second = first + 1
         del first
-        assert (live.now, live.peak) == (1000, 2000)
+        assert (live.live_bytes, live.peak) == (1000, 2000)
         del second
-    assert (live.now, live.peak) == (0, 2000) and view.shape == (100, 10)
+    assert (live.live_bytes, live.peak) == (0, 2000) and view.shape == (100, 10)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_storages_count_as_long_as_they_live() -> None:
 )
 def test_two_short_models_give_the_memory_of_the_whole_model(architecture: str, settings: Any, recompute: bool) -> None:
     config = AutoConfig.for_model(architecture, num_hidden_layers=7, **settings)
-    micro_batch = Pass(4, 64, 200, recompute, "float32", "sdpa")
+    micro_batch = TracedMicrobatch(4, 64, 200, recompute, "float32", "sdpa")
     assert activation_bytes(config, kinds_of(config), micro_batch) == _trace(config, 7, micro_batch)
 
 
@@ -69,7 +69,7 @@ def test_recomputation_and_shorter_rows_take_less_and_adapters_little_more() -> 
     config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **SMALL)
 
     def of(rows: int = 4, recompute: bool = False, lora: LoraSpec | None = None) -> int:
-        micro_batch = Pass(rows, 64, rows * 32, recompute, "float32", "sdpa", lora)
+        micro_batch = TracedMicrobatch(rows, 64, rows * 32, recompute, "float32", "sdpa", lora)
         return activation_bytes(config, kinds_of(config), micro_batch)
 
     assert of(recompute=True) < of(rows=2) < of()
@@ -79,7 +79,8 @@ def test_recomputation_and_shorter_rows_take_less_and_adapters_little_more() -> 
 def test_larger_chunks_of_the_head_take_more() -> None:
     config = AutoConfig.for_model("qwen3", num_hidden_layers=1, **SMALL | {"vocab_size": 5000})
     small, large = (
-        _trace(config, 1, Pass(4, 64, 200, True, "float32", "sdpa", chunk=positions * 5000)) for positions in (10, 150)
+        _trace(config, 1, TracedMicrobatch(4, 64, 200, True, "float32", "sdpa", chunk=positions * 5000))
+        for positions in (10, 150)
     )
     assert large - small > 100 * 5000 * 4
 
@@ -88,7 +89,7 @@ def test_larger_chunks_of_the_head_take_more() -> None:
 def test_head_uses_the_chunk_size_of_its_device(
     gpus: int, memory: float | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes: list[Pass] = []
+    passes: list[TracedMicrobatch] = []
     monkeypatch.setattr(activations, "activation_bytes", lambda _, __, trained: passes.append(trained) or 0)
     spec = SPEC.model_copy(
         update={
@@ -115,7 +116,7 @@ def test_counted_activations_equal_a_real_pass() -> None:
     policy = Policy(model, temperature=1.0)
     with LiveBytes([*model.parameters(), *model.buffers(), ids, mask]) as live:
         policy(ids, mask).sum().backward()
-    counted = activation_bytes(config, kinds_of(config), Pass(4, 64, 200, False, "float32", "sdpa"))
+    counted = activation_bytes(config, kinds_of(config), TracedMicrobatch(4, 64, 200, False, "float32", "sdpa"))
     # Fake tensors need the logits, 200 × 500 numbers, once more, because they are not overwritten by log-probs.
     assert live.peak <= counted <= 1.01 * live.peak + 4 * 200 * 500
 
@@ -126,7 +127,7 @@ def test_the_count_of_adapters_is_what_peft_makes() -> None:
 
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2, **SMALL, **EXPERTS)
     lora = LoraSpec(rank=4)
-    counted = _trace(config, 2, Pass(2, 32, 60, False, "float32", "sdpa", lora))
+    counted = _trace(config, 2, TracedMicrobatch(2, 32, 60, False, "float32", "sdpa", lora))
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     add_adapters(model, lora, seed=0)
     for parameter in model.parameters():

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoConfig
 
 from asyncrl_cli.sizing.model import SizedModel, size_model
-from asyncrl_cli.sizing.trainer import largest_microbatch, rank_parts
+from asyncrl_cli.sizing.trainer import largest_microbatch, rank_uses
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.train.model.initial import write_model_stub
 
@@ -71,7 +71,7 @@ def test_a_rank_takes_what_the_estimate_says(name: str, model_of: Any, request: 
         reason = "the checkpoint stays mapped beside the experts made from it (docs/sizing.md)"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     spec, model, _ = model_of(recorded)
-    estimated = sum(part.bytes for part in rank_parts(spec, model).device)
+    estimated = sum(part.bytes for part in rank_uses(spec, model).device)
     assert estimated / recorded["peak"] - 1 == pytest.approx(0, abs=GOAL)
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.sizing.engine import engine_parts
+from asyncrl_cli.sizing.engine import engine_uses
 from asyncrl_cli.sizing.estimate import estimate, excesses
-from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
+from asyncrl_cli.sizing.host import HostKind, host_kinds, host_uses, step_tokens, version_bytes
+from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, memory_size
 from asyncrl_cli.sizing.model import SizedModel, Tower
-from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
-from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_parts
+from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_uses
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -64,7 +64,7 @@ def sized(**values: Any) -> ExperimentSpec:
 
 
 def total(changed: ExperimentSpec, found: SizedModel) -> int:
-    return sum(part.bytes for part in rank_parts(changed, found).device)
+    return sum(part.bytes for part in rank_uses(changed, found).device)
 
 
 MODELS = st.builds(
@@ -77,7 +77,7 @@ def test_states_shrink_with_zero_ranks_and_adapters(found: SizedModel, ranks: in
     def states(stage: int, ranks: int = ranks, found: SizedModel = found) -> int:
         changed = sized(trainer__zero_stage=stage, trainer__ranks=ranks, trainer__dtype=dtype)
         kept = {"weights", "gradients", "float32 weights", "optimizer"}
-        return sum(part.bytes for part in rank_parts(changed, found).device if part.name in kept)
+        return sum(part.bytes for part in rank_uses(changed, found).device if part.name in kept)
 
     if 1 <= stage < 3 and dtype == "float32":
         assert states(stage + 1) <= states(stage)
@@ -112,7 +112,7 @@ def test_ranks_that_share_sequences_have_a_part_of_their_activations(
             trainer__tokens_per_microbatch=tokens,
             trainer__share_prefixes=False,
         )
-        return next(part.bytes for part in rank_parts(changed, found).device if part.name == "activations")
+        return next(part.bytes for part in rank_uses(changed, found).device if part.name == "activations")
 
     apart = sized(trainer__packing=packs, trainer__tokens_per_microbatch=tokens, trainer__share_prefixes=False)
     rows, length, _ = largest_microbatch(apart)
@@ -144,7 +144,7 @@ def test_a_rank_gathers_its_own_share_of_divided_experts(found: SizedModel, size
 @given(MODELS, st.integers(1, 3), st.sampled_from(["optimizer", "all"]))
 def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stage: int, offload: str) -> None:
     on_gpu = {"trainer__gpus_per_rank": 1, "trainer__ranks": 4, "trainer__zero_stage": stage}
-    plain, moved = (rank_parts(sized(**on_gpu, trainer__offload=kind), found) for kind in ("none", offload))
+    plain, moved = (rank_uses(sized(**on_gpu, trainer__offload=kind), found) for kind in ("none", offload))
     assert not plain.host and moved.host
     assert sum(part.bytes for part in plain.device) == sum(part.bytes for part in moved.device + moved.host)
 
@@ -152,7 +152,7 @@ def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stag
 def test_bfloat16_ranks_have_float32_copies_of_gradients_that_they_add_up() -> None:
     def buckets(ranks: int, dtype: str, found: SizedModel) -> int:
         changed = sized(trainer__ranks=ranks, trainer__gpus_per_rank=1, trainer__dtype=dtype)
-        return next(part.bytes for part in rank_parts(changed, found).device if part.name == "reduce buckets")
+        return next(part.bytes for part in rank_uses(changed, found).device if part.name == "reduce buckets")
 
     large = model(8192, layers=1)  # its embeddings have 262 million numbers
     small = replace(large, embeddings=0, head=0, experts=(0,))
@@ -246,7 +246,7 @@ def test_hosts_follow_from_the_gpus_of_a_cluster() -> None:
 
 def test_a_host_keeps_two_versions_of_the_weights_or_of_its_ranks_shards() -> None:
     def kept(ranks: int, engines: int) -> int:
-        parts = host_parts(changed, found, HostKind("host", 1, ranks, engines))
+        parts = host_uses(changed, found, HostKind("host", 1, ranks, engines))
         return next(part.bytes for part in parts if part.name == "weights in shared memory")
 
     changed, found = sized(trainer__ranks=4, rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(4096)
@@ -264,11 +264,11 @@ def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(
     number = NUMBER_BYTES[alone.rollout.dtype]
     assert version_bytes(alone, found) == number * found.trained
     assert version_bytes(alone, found) + version_bytes(merged, found) == number * found.parameters
-    parts = {part.name: part.bytes for part in engine_parts(alone, found)}
+    parts = {part.name: part.bytes for part in engine_uses(alone, found)}
     assert parts["weights"] == version_bytes(merged, found)
     assert parts["adapters"] >= version_bytes(alone, found)
     assert parts.get("next version", parts["adapters"]) == parts["adapters"]
-    assert "adapters" not in {part.name for part in engine_parts(merged, found)}
+    assert "adapters" not in {part.name for part in engine_uses(merged, found)}
 
 
 def test_the_vision_tower_counts_where_it_is_used() -> None:
@@ -276,11 +276,11 @@ def test_the_vision_tower_counts_where_it_is_used() -> None:
     for on_gpu in (0, 1):
         changed = sized(rollout__gpus_per_engine=on_gpu, model__max_images=2)
         seen = replace(model(), tower=tower)
-        ranks = {part.name: part.bytes for part in rank_parts(changed, seen).device}
-        engines = {part.name: part.bytes for part in engine_parts(changed, seen)}
+        ranks = {part.name: part.bytes for part in rank_uses(changed, seen).device}
+        engines = {part.name: part.bytes for part in engine_uses(changed, seen)}
         assert ranks["vision tower's activations"] % tower.activations(1, 4) == 0
         assert engines["vision tower's activations"] > 0 and engines["encoder cache"] > 0
-        assert "encoder cache" not in {part.name for part in engine_parts(changed, model())}
+        assert "encoder cache" not in {part.name for part in engine_uses(changed, model())}
     trained = replace(tower, frozen=False)
     assert tower.activations(1, 4) < trained.activations(1, 4, recompute=True) < trained.activations(1, 4)
 

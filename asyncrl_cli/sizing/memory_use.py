@@ -13,7 +13,7 @@ UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryUse:
     """One use of memory."""
 
     name: str
@@ -35,17 +35,17 @@ class Device:
     role: Role
     name: str
     count: int
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryUse, ...]
     capacity: int | None  # bytes available for the parts; None: unknown
 
     @property
     def total(self) -> int:
-        return sum(part.bytes for part in self.parts)
+        return sum(use.bytes for use in self.parts)
 
 
-def some(parts: Iterable[Part]) -> tuple[Part, ...]:
+def nonzero_uses(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
     """Drop empty parts."""
-    return tuple(part for part in parts if part.bytes)
+    return tuple(use for use in uses if use.bytes)
 
 
 def memory_size(text: str) -> int:
