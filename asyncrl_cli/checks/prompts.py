@@ -13,7 +13,7 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, chat_of
+from asyncrl_cli.data.chat_template import ChatTemplate, Feature, chat_of
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.tokenizer import templates_texts
 from asyncrl_cli.records.prompt import ChatError, Prompt
@@ -52,8 +52,8 @@ def check_prompts(
 
     Tries all prompts, or as many evenly spread ones as ``limit_s`` seconds allow. The number depends on the machine's
     load, so a prompt that a run would skip is only a warning. ``locate`` gives the location of a row, counted from 0.
-    Raises ``DataError`` if every prompt tried (``ENOUGH``, or all) is skipped, or if the chat template takes too long
-    for a prompt, and ``RunError`` for a chat without a template.
+    Raises ``DataError`` if every prompt tried (``ENOUGH``, or all) is skipped, and ``RunError`` for a chat without a
+    template.
     """
     tried_count = long_count = 0
     special: list[str] = []
@@ -65,9 +65,6 @@ def check_prompts(
             long_count += encoder.encode(prompt) is None
             special += filter(None, [encoder.special_text(prompt)])
         except DataError as error:
-            if isinstance(error.__cause__, TemplateLimitError):  # the other prompts would take as long
-                error.location = locate(row)
-                raise
             unusable.append((row, error))
         except UserError as error:
             error.location = location
@@ -195,7 +192,7 @@ def shown_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Result:
 def check_template(
     template: ChatTemplate, tokenizer: Any, *, episodic: bool, reasoning: bool, required: bool = True
 ) -> Result:
-    """Check that the chat template terminates, and shows all parts of a conversation.
+    """Check that the chat template shows all parts of a conversation.
 
     ``episodic``: conversations have several turns; a part that the template leaves out is a warning. In single prompts
     ``PromptEncoder`` refuses each row that has such a part. ``reasoning``: replies may have reasoning. ``required``:
@@ -204,7 +201,7 @@ def check_template(
     if tokenizer.chat_template is None and not episodic:
         return ""
     try:
-        trial = template.tried()
+        trial = template.abilities()
         if required and Feature.USER in trial.lost:
             raise ChatError(f"the chat template does not show a user's message{_because(trial.lost[Feature.USER])}")
     except ChatError as error:
@@ -212,9 +209,8 @@ def check_template(
         raise ConfigError(str(error), location="model.chat_template", hint=hint) from None
     notes = []
     if episodic:
-        roles = ("system", "user") if Feature.NO_SYSTEM in trial.lost else ("user",)
-        hello = [{"role": role, "content": "Hello"} for role in roles]
-        notes.append(json.dumps(template.text(hello, reply=True), ensure_ascii=False))
+        hello = template.text([{"role": "user", "content": "Hello"}], reply=True)
+        notes.append(json.dumps(hello, ensure_ascii=False))
     lost = []
     if templates_texts(tokenizer):  # models with the built-in template learn from demonstrations
         lost = [
@@ -226,9 +222,6 @@ def check_template(
         notes.append(f"the template does not show {', '.join(lost)}")
     if trial.one_call and Feature.PARALLEL not in trial.lost:
         notes.append("it takes one tool call per message, and gets further calls as separate messages")
-    if trial.default_system:
-        system = json.dumps(trial.default_system[:SHOWN_CHARACTERS], ensure_ascii=False)
-        notes.append(f"without a system message it writes {system}")
     if not (lost and episodic):
         return "; ".join(notes)
     hint = "use another template (model.chat_template), unless the agent or environment needs none of this"

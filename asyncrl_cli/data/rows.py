@@ -25,6 +25,7 @@ from asyncrl_cli.data.images import ImageError, is_blank, is_image, loaded, name
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.data_sources import template_columns
 
+MISSING = object()
 UID = "uid"
 """The default column of uids. It may be missing."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -101,22 +102,22 @@ def field_of(prompts: Sequence[Prompt], name: str) -> Sequence[Any]:
 class JoinedPrompts(LazyPrompts):
     """The prompts of several files, one file after another."""
 
-    def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(map(len, parts)))
-        super().__init__(self._ends[-1], self._of_part)
+    def __init__(self, files: Sequence[Sequence[Prompt]]) -> None:
+        self.files = files
+        self._ends = list(accumulate(map(len, files)))
+        super().__init__(self._ends[-1], self._in_file)
 
     def place(self, row: int) -> tuple[int, int]:
         """Return the number of a row's file, and the row's number in the file, all from 0."""
-        part = bisect_right(self._ends, row)
-        return part, row - self._ends[part] + len(self._parts[part])
+        file = bisect_right(self._ends, row)
+        return file, row - self._ends[file] + len(self.files[file])
 
     def field(self, name: str) -> Sequence[Any]:
-        return [value for part in self._parts for value in field_of(part, name)]
+        return [value for prompts in self.files for value in field_of(prompts, name)]
 
-    def _of_part(self, row: int) -> Prompt:
-        part, row = self.place(row)
-        return self._parts[part][row]
+    def _in_file(self, row: int) -> Prompt:
+        file, row = self.place(row)
+        return self.files[file][row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,49 +135,47 @@ class RowForm:
     system: str | None = None
     check: Callable[[Prompt], None] | None = None
     """The task's check of a prompt; raises if the task cannot score it."""
-    part: int | None = None
+    file_index: int | None = None
     """The source's number among several files, from 0; None: the only source."""
     image_column: str | None = None
     folder: Path = Path()
     """Images' relative paths start here."""
 
     @property
-    def named(self) -> frozenset[str]:
-        """Columns that the spec names."""
+    def spec_columns(self) -> frozenset[str]:
+        """Columns that the spec names. Every row must have them; only the default column of uids may be missing."""
         content = template_columns(self.template) if self.template is not None else {self.prompt_column}
-        return frozenset(
-            {*content, self.uid_column} | ({self.image_column} if self.image_column is not None else set())
-        )
-
-    @property
-    def needed(self) -> frozenset[str]:
-        """Columns that every row must have."""
-        return self.named - {UID} if self.uid_column == UID else self.named
+        return frozenset(filter(None, (*content, self.uid_column, self.image_column)))
 
     def refuse(self, number: int | None, fault: str, hint: str) -> NoReturn:
         """Raise ``DataError`` for a row, or for the whole source (None)."""
         raise DataError(fault, location=self.source if number is None else f"{self.source}:{number}", hint=hint)
 
-    def prompt(self, row: Mapping[str, Any], number: int, raw: bytes | None = None) -> Prompt:
+    def prompt(self, columns: Mapping[str, Any], number: int, raw: bytes | None = None) -> Prompt:
         """Make a row's prompt. A row without a uid is named by its number and a hash of ``raw`` (None: of its JSON).
         Image files are not read yet: ``loaded`` does that.
 
         Raises ``DataError`` with the row's location if it cannot be a prompt.
         """
-        columns = row
-        row = {**row, **{name: value for name in self.named if (value := value_at(row, name, row)) is not row}}
-        for column in sorted(self.needed - row.keys()):
-            paths = ", ".join(paths_in(columns)) or "none"
-            hint = f"add it, or name another column in the split's keys; the row has {paths}"
-            self.refuse(number, f"no column `{column}`", hint)
-        taken = {self.uid_column} if self.template is not None else {self.uid_column, self.prompt_column}
-        if self.image_column is not None:
-            taken.add(self.image_column)
+        paths = {
+            name: value for name in self.spec_columns if (value := value_at(columns, name, MISSING)) is not MISSING
+        }
+        row = {**columns, **paths}
+        for column in sorted(self.spec_columns - row.keys() - {UID}):
+            hint = "add it, or name another column in the split's keys; the row has "
+            self.refuse(number, f"no column `{column}`", hint + (", ".join(paths_in(columns)) or "none"))
+        consumed = {self.uid_column, self.image_column, self.prompt_column if self.template is None else None}
         try:
-            fields = {str(key): json_value(value) for key, value in columns.items() if key not in taken}
+            fields = {str(key): json_value(value) for key, value in columns.items() if key not in consumed}
         except TypeError as error:
             hint = "use text, numbers, booleans, lists and mappings"
             self.refuse(number, f"the row has a value that is not JSON: {error}", hint)
+        prompt = Prompt(self._uid(row, columns, number, raw), self._content(row, number), fields)
+        if any(isinstance(image, bytes) for image in named_images(prompt.content)):  # they cannot stay in JSON
+            prompt = self.loaded(prompt, number)
+        return self.checked(prompt, number)
+
+    def _content(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:
         content = self._messages(row, number) if self.template is None else self._templated(row, number)
         if self.image_column is not None and row[self.image_column] not in (None, "", []):
             try:
@@ -188,20 +187,21 @@ class RowForm:
             if messages[0]["role"] == "system":
                 self.refuse(number, "the prompt already has a system message", "remove `system` from the split")
             content = ({"role": "system", "content": self.system}, *messages)
+        return content
+
+    def _uid(self, row: Mapping[str, Any], columns: Mapping[str, Any], number: int, raw: bytes | None) -> str:
         uid = row.get(self.uid_column)
         if isinstance(uid, int) and not isinstance(uid, bool):
-            uid = str(uid)
+            return str(uid)
         if uid is None and self.uid_column == UID:
             # The journal knows prompts by these uids: a run could not be resumed with other uids (decision 0009).
             raw = json.dumps(json_value(columns, binary=True), sort_keys=True).encode() if raw is None else raw
-            file = f"file{self.part + 1}-" if self.part else ""  # a single file has no prefix, nor has the first one
-            uid = f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
-        elif not isinstance(uid, str) or not uid:
-            self.refuse(number, f"`{self.uid_column}` is {kind(uid)}", "make it text or a whole number, or remove it")
-        prompt = Prompt(uid, content, fields)
-        if any(isinstance(image, bytes) for image in named_images(content)):  # they cannot stay in JSON
-            prompt = self.loaded(prompt, number)
-        return self.checked(prompt, number)
+            file = f"file{self.file_index + 1}-" if self.file_index else ""  # the first file has no prefix
+            return f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
+        if not isinstance(uid, str) or not uid:
+            hint = "make it text or a whole number, or remove it"
+            self.refuse(number, f"`{self.uid_column}` is {type_name(uid)}", hint)
+        return uid
 
     def loaded(self, prompt: Prompt, number: int) -> Prompt:
         """Read the prompt's images. Raises ``DataError`` if one cannot be read."""
@@ -227,8 +227,8 @@ class RowForm:
                 ) from error
         return prompt
 
-    def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> Sequence[Prompt]:
-        """Return the first ``size`` prompts (None: all) of numbered ``rows``. Image files are read at each access.
+    def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> CollectedPrompts:
+        """Return the first ``size`` prompts (None: all) of numbered ``rows``.
 
         Raises ``DataError`` without prompts, with fewer than ``size``, or if two have the same uid.
         """
@@ -240,19 +240,17 @@ class RowForm:
             numbers[prompt.uid] = number
             prompts.append(prompt)
         self.check_size(len(prompts), size)
-        if not any(named_images(prompt.content) and not prompt.images for prompt in prompts):
-            return prompts
-        return ImagePrompts(prompts, list(numbers.values()), self)
+        return CollectedPrompts(prompts, list(numbers.values()), self)
 
-    def refuse_twins(self, uid: object, first: int, second: int) -> NoReturn:
+    def refuse_twins(self, uid: object, number: int, twin: int) -> NoReturn:
         """Raise ``DataError`` for two rows with the same uid."""
-        self.refuse(second, f"the uid {str(uid)!r} is also the uid of {self.unit} {first}", "make uids unique")
+        self.refuse(twin, f"the uid {str(uid)!r} is also the uid of {self.unit} {number}", "make uids unique")
 
     def check_size(self, rows: int, size: int | None) -> None:
         """Raise ``DataError`` if there are no rows, or fewer than ``size`` in the only source."""
         if not rows:
             self.refuse(None, "no rows", "write one row per prompt")
-        if self.part is None and size is not None and rows < size:
+        if self.file_index is None and size is not None and rows < size:
             self.refuse(None, f"fewer rows ({rows}) than size {size}", "lower or remove size")
 
     def _messages(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:
@@ -266,12 +264,12 @@ class RowForm:
                 parsed = json.loads(value) if value.lstrip().startswith(("[", "{")) else None
             except (ValueError, RecursionError):
                 parsed = None
-            some = parsed if isinstance(parsed, list) else [parsed]
-            if not some or not all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in some):
+            items = parsed if isinstance(parsed, list) else [parsed]
+            if not items or not all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items):
                 return value
             value = parsed
         if not isinstance(value, (list, tuple)) or not value:
-            self.refuse(number, f"`{self.prompt_column}` is {kind(value)}", f"make it text, or {LIKE_OPENAI}")
+            self.refuse(number, f"`{self.prompt_column}` is {type_name(value)}", f"make it text, or {LIKE_OPENAI}")
         for message in value:
             if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
                 self.refuse(number, "a message has no `role`", LIKE_OPENAI)
@@ -301,11 +299,12 @@ class _ColumnFormatter(Formatter):
         return super().get_field(field_name, args, kwargs)
 
 
-class ImagePrompts(LazyPrompts):
-    """Prompts of rows in memory. Their image files are read at each access."""
+class CollectedPrompts(LazyPrompts):
+    """Prompts of rows in memory, with the rows' lines or numbers. Image files are read at each access."""
 
     def __init__(self, rows: Sequence[Prompt], numbers: Sequence[int], form: RowForm) -> None:
         self.rows = rows
+        self.numbers = numbers
         super().__init__(len(rows), lambda row: form.loaded(rows[row], numbers[row]))
 
     def field(self, name: str) -> Sequence[Any]:
@@ -330,7 +329,7 @@ def json_value(value: Any, binary: bool = False) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def kind(value: Any) -> str:
+def type_name(value: Any) -> str:
     """Name a value's type, for messages."""
     if value is None:
         return "null"

@@ -1,15 +1,12 @@
-"""Opens a split's source of prompts (``spec.data_sources``): text files and Parquet, Hugging Face data sets, and user
-functions.
+"""Opens a split's source of prompts (``spec.data_sources``): files, Hugging Face data sets, and user functions.
 
-Text files are JSON Lines (one object per line), a JSON list of objects, or CSV (RFC 4180) with column names in the
-first line. Rows are named and located by the line on which they begin; blank lines are not rows. Rows of a JSON file
-may differ in keys and types. Arrow's reader refuses that, so the standard library reads them.
+Arrow reads CSV and Parquet. JSON files are JSON Lines (one object per line), or a list of objects. Their rows may
+differ in keys and types, which Arrow's reader refuses or fills with nulls, so the standard library reads them.
 """
 
 from __future__ import annotations
 
 import codecs
-import csv
 import gzip
 import importlib
 import inspect
@@ -19,25 +16,20 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
-from json.decoder import WHITESPACE  # type: ignore[attr-defined]  # typeshed lacks it
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, cast
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.files import LFS_HINT, lfs_pointer
 from asyncrl_cli.core.user_code import import_named
-from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
-from asyncrl_cli.data.rows import ImagePrompts, JoinedPrompts, RowForm, kind
+from asyncrl_cli.data.arrow_table import ArrowPrompts, read_table
+from asyncrl_cli.data.rows import CollectedPrompts, JoinedPrompts, RowForm, type_name
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, TEXTS, files_of, kind_of, names_a_file
+from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, files_of, kind_of, names_a_file
 from asyncrl_cli.spec.inputs import SplitSpec
 
-MOST_ROWS = 5_000_000
+MAX_ROWS = 5_000_000
 """Without a size, a function that yields more rows than this counts as endless."""
-LIST_HINT = "write a list of objects, [{…}, {…}], or one object per line"
-LONGEST_CELL = 2**31 - 1
-"""Characters. Python's own limit is shorter than some documents."""
 
 
 def read_source(
@@ -55,18 +47,49 @@ def read_source(
             return _read_function(spec, forms[0], base=base, split=split)
     if len(forms) == 1:
         return _read_file(forms[0], spec.size)
-    parts: list[Sequence[Prompt]] = []
-    left = spec.size
+    files: list[Sequence[Prompt]] = []
+    missing_rows = spec.size
     for form in forms:
-        if left == 0:
+        if missing_rows == 0:
             break
-        parts.append(_read_file(form, left))
-        left = None if left is None else left - len(parts[-1])
-    if left:
-        fault = f"{len(forms)} files have fewer rows ({sum(map(len, parts))}) than size {spec.size}"
+        files.append(_read_file(form, missing_rows))
+        missing_rows = None if missing_rows is None else missing_rows - len(files[-1])
+    if missing_rows:
+        fault = f"{len(forms)} files have fewer rows ({sum(map(len, files))}) than size {spec.size}"
         forms[-1].refuse(None, fault, "lower or remove size")
-    _refuse_twins(forms, parts)
-    return JoinedPrompts(parts)
+    _refuse_twins(forms, files)
+    return JoinedPrompts(files)
+
+
+def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt], row: int) -> str:
+    """Return the location of row ``row`` (from 0) of a split's ``prompts`` for messages: source and line, or source and
+    row (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
+    if spec.path is None:
+        return f"{key}:{row + 1}"
+    file, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
+    file_prompts = prompts.files[file] if isinstance(prompts, JoinedPrompts) else prompts
+    number = file_prompts.numbers[row] if isinstance(file_prompts, CollectedPrompts) else row + 1
+    return f"{_forms_of(spec, base)[file].source}:{number}"
+
+
+def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
+    paths = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in spec.named]
+    sources = [file for path in paths for file in files_of(path)]
+    return [
+        RowForm(
+            source=source,
+            unit="line" if kind_of(source) in ("jsonl", "json") else "row",
+            prompt_column=spec.prompt_column,
+            uid_column=spec.uid_column,
+            template=spec.template,
+            system=spec.system,
+            check=check,
+            file_index=index if len(sources) > 1 else None,
+            image_column=spec.image_column,
+            folder=Path(source).parent if names_a_file(source) else base,
+        )
+        for index, source in enumerate(sources)
+    ]
 
 
 def _refuse_pointer(form: RowForm) -> None:
@@ -78,11 +101,11 @@ def _refuse_pointer(form: RowForm) -> None:
 def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
     _refuse_pointer(form)
     match kind_of(form.source):
-        case "parquet":
-            return read_parquet(Path(form.source), size, form)
-        case "csv" | "jsonl" | "json":
+        case "parquet" | "csv":
+            return read_table(Path(form.source), size, form)
+        case "jsonl" | "json":
             try:
-                return form.collect(_text_rows(form), size)
+                return form.collect(_json_rows(form), size)
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
@@ -90,49 +113,16 @@ def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
     raise DataError("unknown kind of file", location=form.source, hint=f"give it one of the suffixes {suffixes}")
 
 
-def _refuse_twins(forms: Sequence[RowForm], parts: Sequence[Sequence[Prompt]]) -> None:
-    first: dict[str, str] = {}
-    for form, part in zip(forms, parts, strict=False):
-        rows = part.rows if isinstance(part, ImagePrompts) else part
-        uids = part.field(form.uid_column) if isinstance(part, ArrowPrompts) else [prompt.uid for prompt in rows]
-        own = {str(uid) for uid in uids if uid is not None}
-        if both := own & first.keys():
-            uid = min(both)
-            form.refuse(None, f"the uid {uid!r} is also a uid of {first[uid]}", "make uids unique over all files")
-        first |= dict.fromkeys(own, form.source)
-
-
-def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt], row: int) -> str:
-    """Return the location of row ``row`` (from 0) of a split's ``prompts`` for messages: file and line, or source and
-    row (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
-    if spec.path is None:
-        return f"{key}:{row + 1}"
-    part, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
-    form = _forms_of(spec, base)[part]
-    if form.unit == "row":
-        return f"{form.source}:{row + 1}"
-    line, _ = next(islice(_text_rows(form), row, None))
-    return f"{form.source}:{line}"
-
-
-def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
-    located = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in spec.named]
-    sources = [file for path in located for file in files_of(path)]
-    return [
-        RowForm(
-            source=source,
-            unit="line" if kind_of(source) in TEXTS else "row",
-            prompt_column=spec.prompt_column,
-            uid_column=spec.uid_column,
-            template=spec.template,
-            system=spec.system,
-            check=check,
-            part=part if len(sources) > 1 else None,
-            image_column=spec.image_column,
-            folder=Path(source).parent if names_a_file(source) else base,
-        )
-        for part, source in enumerate(sources)
-    ]
+def _refuse_twins(forms: Sequence[RowForm], files: Sequence[Sequence[Prompt]]) -> None:
+    sources: dict[str, str] = {}  # by uid
+    for form, prompts in zip(forms, files, strict=False):
+        rows = prompts.rows if isinstance(prompts, CollectedPrompts) else prompts
+        uids = prompts.field(form.uid_column) if isinstance(prompts, ArrowPrompts) else [prompt.uid for prompt in rows]
+        file_uids = {str(uid) for uid in uids if uid is not None}
+        if twins := file_uids & sources.keys():
+            uid = min(twins)
+            form.refuse(None, f"the uid {uid!r} is also a uid of {sources[uid]}", "make uids unique over all files")
+        sources |= dict.fromkeys(file_uids, form.source)
 
 
 def _opened(form: RowForm) -> IO[bytes]:
@@ -145,95 +135,45 @@ def _opened(form: RowForm) -> IO[bytes]:
     return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(form.source), "zstd"))
 
 
-def _text_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    match kind_of(form.source):
-        case "csv":
-            return _csv_rows(form)
-        case "json":
-            with _opened(form) as file:
-                is_list = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-            return _list_rows(form) if is_list else _line_rows(form)
-    return _line_rows(form)
-
-
-def _line_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+    """Yield the prompts of JSON Lines with their lines, or those of a JSON list with their numbers in the list."""
     with _opened(form) as file:
+        is_list = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    with _opened(form) as file:
+        if is_list and kind_of(form.source) == "json":
+            for number, row in enumerate(_parsed(form, 1, file.read()), start=1):
+                yield number, form.prompt(_object(form, number, row), number)
+            return
         for number, line in enumerate(file, start=1):
             if line.strip():
-                row, _ = _parsed(form, number, _decoded(form, number, line))
-                yield number, form.prompt(row, number, line.strip())
+                yield (
+                    number,
+                    form.prompt(_object(form, number, _parsed(form, number, line.rstrip())), number, line.strip()),
+                )
 
 
-def _list_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    """Read the objects of a JSON list. Several may begin on one line, so uids also contain the number in the list."""
-    with _opened(form) as file:
-        text = _decoded(form, 1, file.read())
-    line, counted, number = 1, 0, 0
-    at = WHITESPACE.match(text, text.index("[") + 1).end()
-    while text[at : at + 1] != "]":
-        line, counted = line + text.count("\n", counted, at), at
-        row, end = _parsed(form, line, text, at)
-        number += 1
-        yield line, form.prompt(row, line, f"{number} {text[at:end]}".encode())
-        at = WHITESPACE.match(text, end).end()
-        if text[at : at + 1] not in (",", "]"):
-            form.refuse(line, "not JSON: no comma or ] after the row that begins here", LIST_HINT)
-        if text[at] == ",":
-            at = WHITESPACE.match(text, at + 1).end()
-    if text[at + 1 :].strip():
-        form.refuse(line + text.count("\n", counted, at), "not JSON: text after the list", LIST_HINT)
-
-
-def _decoded(form: RowForm, number: int, text: bytes) -> str:
+def _parsed(form: RowForm, number: int, content: bytes) -> Any:
+    """Parse JSON that begins on line ``number``."""
     try:
-        return text.decode("utf-8-sig")
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        start = text.rfind(b"\n", 0, error.start) + 1
-        number += text.count(b"\n", 0, start)
-        form.refuse(number, f"not UTF-8 (byte {error.start - start})", "save the file as UTF-8")
-
-
-def _parsed(form: RowForm, number: int, text: str, at: int | None = None) -> tuple[dict[str, Any], int]:
-    """Parse the row that is the whole line ``number``, or that begins on it at index ``at``; returns row and end."""
-    row: Any
-    try:
-        row, end = (json.loads(text), len(text)) if at is None else json.JSONDecoder().raw_decode(text, at)
+        number += content.count(b"\n", 0, error.start)
+        column = error.start - content.rfind(b"\n", 0, error.start) - 1
+        form.refuse(number, f"not UTF-8 (byte {column})", "save the file as UTF-8")
     except json.JSONDecodeError as error:
-        line, hint = (number, "write one JSON object per line") if at is None else (error.lineno, LIST_HINT)
-        form.refuse(line, f"not JSON: {error.msg} at column {error.colno}", hint)
+        hint = "write one JSON object per line; a file with the suffix .json may be a list of objects"
+        form.refuse(number + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}", hint)
     except ValueError:  # Python's limit, because longer integers take quadratic time
         digits = sys.get_int_max_str_digits()
         form.refuse(number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
     except RecursionError:
         form.refuse(number, "lists or objects are nested too deeply", "flatten the row")
+
+
+def _object(form: RowForm, number: int, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        form.refuse(number, f"not a JSON object but {kind(row)}", 'write rows as {"prompt": …}')
-    return row, end
-
-
-def _csv_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    csv.field_size_limit(LONGEST_CELL)
-    with io.TextIOWrapper(_opened(form), newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, strict=True)
-        line = 1
-        header: list[str] = []
-        try:
-            for cells in reader:
-                if not header:
-                    header = cells
-                    if len(set(header)) < len(header) or "" in header:
-                        form.refuse(line, "duplicate or empty column names", "give each column a unique name")
-                elif cells:
-                    if len(cells) != len(header):
-                        fault = f"{len(cells)} values for {len(header)} columns"
-                        form.refuse(line, fault, "put values with commas in quotes")
-                    yield line, form.prompt(dict(zip(header, cells, strict=True)), line)
-                line = reader.line_num + 1
-        except csv.Error as error:
-            hint = "put values with commas, quotes or line breaks in quotes, and double the quotes in them"
-            form.refuse(line, f"not CSV: {error}", hint)
-        except UnicodeDecodeError as error:
-            form.refuse(line, f"not UTF-8 here or soon after ({error.reason})", "save the file as UTF-8")
+        form.refuse(number, f"not a JSON object but {type_name(row)}", 'write rows as {"prompt": …}')
+    return row
 
 
 def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
@@ -248,9 +188,9 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
         _refuse_pointer(form)
     try:
         if hub:
-            found = datasets.load_dataset(name, spec.config, split=split, revision=revision or None)
+            data_set = datasets.load_dataset(name, spec.config, split=split, revision=revision or None)
         else:
-            found = datasets.load_from_disk(form.source)
+            data_set = datasets.load_from_disk(form.source)
     except Exception as error:
         reason = (str(error).splitlines() or ["no message"])[0]
         fault = f"cannot be {'loaded' if hub else 'read'}: {type(error).__name__}: {reason}"
@@ -258,54 +198,51 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
         if hub:
             hint = "check name, config, split and the network; without one, name a folder that save_to_disk wrote"
         raise DataError(fault, location=form.source, hint=hint) from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
+    if isinstance(data_set, datasets.DatasetDict):
+        if split not in data_set:
             fault = "the data set has several splits" if split is None else f"no split {split!r}"
-            form.refuse(None, fault, f"set `split` to one of {', '.join(found)}")
-        found = found[split]
+            form.refuse(None, fault, f"set `split` to one of {', '.join(data_set)}")
+        data_set = data_set[split]
     elif split is not None and not hub:
         form.refuse(None, f"no split {split!r}: the data set has no splits", "remove `split`")
-    mapped = [file["filename"] for file in found.cache_files]
-    return ArrowPrompts(found.with_format("arrow")[: spec.size], spec.size, form, mapped=mapped)
+    return ArrowPrompts(data_set.with_format("arrow")[: spec.size], spec.size, form)
 
 
 def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Sequence[Prompt]:
     """Collect the first ``size`` prompts (None: all) that a function yields as mappings or ``Prompt``s. It must yield
     the same rows in every call, because a resumed run calls it again."""
     target, size = form.source, spec.size
+
+    def fail(fault: str, hint: str, cause: Exception | None) -> NoReturn:
+        raise DataError(fault, location=target, hint=hint) from cause
+
     hint = "name a function f(split, size) that yields rows"
     function = import_named(target, base, location=target, hint=hint, error_type=DataError)
     try:
         inspect.signature(function).bind("train", None)
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"cannot be called as f(split, size): {error}",
-            location=target,
-            hint="give it two parameters: the split's name, and the number of rows (None: all)",
-        ) from None
+        hint = "give it two parameters: the split's name, and the number of rows (None: all)"
+        fail(f"cannot be called as f(split, size): {error}", hint, None)
 
     def prompts(rows: Iterable[Any]) -> Iterator[tuple[int, Prompt]]:
         for number, row in enumerate(rows, start=1):
-            if size is None and number > MOST_ROWS:
-                form.refuse(None, f"more than {MOST_ROWS:,} rows", "give the split a size")
+            if size is None and number > MAX_ROWS:
+                form.refuse(None, f"more than {MAX_ROWS:,} rows", "give the split a size")
             if isinstance(row, Prompt):
                 yield number, form.checked(row, number)
             elif isinstance(row, Mapping):
                 yield number, form.prompt(row, number)
             else:
-                fault = f"the row is neither a mapping nor a Prompt but {kind(row)}"
+                fault = f"the row is neither a mapping nor a Prompt but {type_name(row)}"
                 form.refuse(number, fault, 'yield rows as {"prompt": …}')
 
     try:
         rows = function(split, size)
         if not isinstance(rows, Iterable):
-            form.refuse(None, f"the function returned {kind(rows)}", "yield one mapping or Prompt per row")
+            form.refuse(None, f"the function returned {type_name(rows)}", "yield one mapping or Prompt per row")
         return form.collect(prompts(rows), size)
     except DataError:
         raise
     except Exception as error:
-        raise DataError(
-            f"the function failed with ({split!r}, {size}): {type(error).__name__}: {error}",
-            location=target,
-            hint="fix it; `asyncrl --debug` shows the traceback",
-        ) from error
+        fault = f"the function failed with ({split!r}, {size}): {type(error).__name__}: {error}"
+        fail(fault, "fix it; `asyncrl --debug` shows the traceback", error)

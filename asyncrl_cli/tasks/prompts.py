@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.rows import ImagePrompts, RowForm
+from asyncrl_cli.data.rows import CollectedPrompts, RowForm
 from asyncrl_cli.data.rows import LazyPrompts as LazyPrompts  # tasks of users import it from here
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
@@ -45,7 +45,7 @@ def load_prompts(
     check = task.check_prompt if isinstance(task, CheckingTask) else None
     if split_spec.path is not None:
         prompts = read_source(split_spec, split_name, base, check=check)
-        if not isinstance(prompts, list | ImagePrompts):  # these were checked row by row when they were read
+        if not isinstance(prompts, CollectedPrompts):  # these were checked row by row when they were read
             _check_first(prompts)
         return prompts
     if not isinstance(task, PromptTask):

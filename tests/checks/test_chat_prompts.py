@@ -22,7 +22,6 @@ from asyncrl_cli.checks.prompts import (
     shown_prompt,
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
-from asyncrl_cli.data import chat_template
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.sources import read_source, row_location
@@ -175,18 +174,6 @@ def test_rows_that_the_template_cannot_show_are_refused(
     assert PromptEncoder(tokenizer(template), 999, episodic=True).encode(prompts[0]) == (), "the task's own business"
 
 
-def test_a_row_that_takes_too_long_is_refused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_S", 0.05)
-    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    slow = "{% if messages[0].content == 'slow' %}" + loops + "{% endif %}{{ messages[-1].content }}"
-    rows = [Prompt(str(row), text) for row, text in enumerate(("fast", "slow", "fast"))]
-    with pytest.raises(DataError, match="takes more than") as refused:
-        check_prompts(
-            rows, PromptEncoder(tokenizer(slow), 99), location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format
-        )
-    assert refused.value.location == "rows.jsonl:1"
-
-
 def shown(template: str | None, episodic: bool = True) -> Result:
     loaded = tokenizer(template)
     return check_template(ChatTemplate(loaded), loaded, episodic=episodic, reasoning=False)
@@ -203,7 +190,7 @@ def test_the_check_of_a_template_lists_missing_features() -> None:
     assert shown("own") == json.dumps("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("template", [None, "no messages", "{{ 'x' * 2000000000 }}"])
+@pytest.mark.parametrize("template", [None, "no messages"])
 def test_a_template_that_cannot_be_used_is_a_mistake_of_the_spec(template: str | None) -> None:
     with pytest.raises(ConfigError) as refused:
         shown(template)
@@ -217,13 +204,14 @@ def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: P
     split = SplitSpec(path=str(path), system="Be brief.")
     prompts = read_source(split, "train", tmp_path)
     locate = partial(row_location, split, tmp_path, "data.train", prompts)
-    assert [locate(row) for row in range(2)] == [f"{path}:{line}" for line in (2, 4)]
+    numbers = (2, 4) if name == "rows.jsonl" else (1, 2)
+    assert [locate(row) for row in range(2)] == [f"{path}:{number}" for number in numbers]
     with pytest.raises(DataError) as refused:
         check_prompts(
             prompts, PromptEncoder(tokenizer(NO_SYSTEM), 99), location="data.train", limit_s=9.0, locate=locate
         )
     error = refused.value
-    assert error.location == f"{path}:2"
+    assert error.location == f"{path}:{numbers[0]}"
     assert "System role not supported" in error.message and "\n" not in error.message
     assert error.hint.startswith("the template takes no system message: remove `system`")
 

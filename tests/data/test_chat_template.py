@@ -1,4 +1,4 @@
-"""Chat templates of several families: the form of messages that each one shows, its limits, and endless templates."""
+"""Chat templates of several families: the form of messages that each one shows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.data import chat_template
-from asyncrl_cli.data.chat_template import Abilities, ChatTemplate, Feature, TemplateLimitError, chat_of
+from asyncrl_cli.data.chat_template import Abilities, ChatTemplate, Feature, chat_of
 from asyncrl_cli.data.special_tokens import MARK, ignoring_marks, plain_ids
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -72,16 +71,7 @@ NO_SYSTEM = template_of(
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TOOLS,
 )
 """Like Gemma's."""
-NEEDS_SYSTEM = template_of(
-    "{{ call.function | tojson }}",
-    "{% if messages[0].role != 'system' %}{{ raise_exception('rules first') }}{% endif %}" + TOOLS,
-)
-OWN_SYSTEM = "{% if messages[0].role != 'system' %}<system>Be good.{{ '\\n' }}{% endif %}" + template_of(
-    "{{ call.function | tojson }}", TOOLS
-)
-"""Like Qwen2.5's."""
-
-UNTRIED = {Feature.NO_SYSTEM, Feature.ARGUMENTS, Feature.PARALLEL, Feature.TEXT, Feature.REASONING}
+UNTRIED = {Feature.ARGUMENTS, Feature.PARALLEL, Feature.TEXT, Feature.REASONING}
 """Features that are not tried if a template shows neither system messages nor tool calls."""
 CALLS = [
     {"id": f"id{city}", "type": "function", "function": {"name": "find", "arguments": f'{{"city": "{city}"}}'}}
@@ -113,8 +103,6 @@ def called(*calls: dict[str, Any], content: str | None = None) -> dict[str, Any]
         (FIRST_CALL, {"one_call": True}, set()),
         (PARTS, {"text_parts": True}, set()),
         (NO_SYSTEM, {}, {Feature.SYSTEM}),
-        (NEEDS_SYSTEM, {}, {Feature.NO_SYSTEM}),
-        (OWN_SYSTEM, {"default_system": "Be good."}, set()),
         (template_of("{{ call.function.name }}", TOOLS), {}, {Feature.ARGUMENTS}),
         ("{{ raise_exception('never') }}", {}, {*Feature} - UNTRIED),
     ],
@@ -218,34 +206,6 @@ def test_the_variables_of_a_row_are_an_object_or_json_text_of_one() -> None:
     for wrong in ("hammer", [1], 3):
         with pytest.raises(ChatError, match="are not an object such as"):
             chat_of(Prompt("u", "Where?", {"chat_template_kwargs": wrong}))
-
-
-LOOPS = "{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}"
-DOUBLED = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
-
-
-@pytest.mark.parametrize("text", [f"{{% set s = range(99999) | list %}}{LOOPS}", "{{ 'x' * 2000000000 }}", DOUBLED])
-def test_a_template_without_end_is_ended(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_S", 0.1)
-    with pytest.raises(TemplateLimitError, match="takes more than"):
-        template(text).tried()
-    later = template(f"{{% if messages[0].content == 'later' %}}{text}{{% endif %}}{{{{ messages[-1].content }}}}")
-    if "*" in text:  # Jinja computes constants before any rendering
-        with pytest.raises(TemplateLimitError, match="takes more than"):
-            later.tried()
-        return
-    assert later.tried() == later.abilities()
-    monkeypatch.setattr(chat_template, "MEMORY_BYTES", 2**28)
-    with pytest.raises(TemplateLimitError, match="takes more than"):
-        later.text([{"role": "user", "content": "later"}])
-    assert later.text([USER]) == "Where?"
-
-
-@pytest.mark.parametrize("text", ["{{ 9 ** 999999999 }}"])
-def test_an_operation_without_end_is_killed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "TRY_S", 1.0)
-    with pytest.raises(TemplateLimitError, match="1 s of CPU time"):
-        template(text).tried()
 
 
 def test_the_tools_of_a_row_are_definitions_or_json_text_of_them() -> None:

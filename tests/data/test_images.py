@@ -24,7 +24,7 @@ from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, checked, with_column
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
-from asyncrl_cli.data.rows import ImagePrompts
+from asyncrl_cli.data.rows import CollectedPrompts
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptSource
@@ -126,7 +126,7 @@ def test_saved_data_sets_have_images_in_parts_and_in_a_named_column(folder: Path
 
 def test_files_of_images_are_read_at_each_access_and_not_before(folder: Path) -> None:
     prompts = rows_of(folder, *({"prompt": "what?", "images": f"pictures/{name}.png"} for name in ("red", "late")))
-    assert isinstance(prompts, ImagePrompts) and prompts[0].images == (Image.of(RED),)
+    assert isinstance(prompts, CollectedPrompts) and prompts[0].images == (Image.of(RED),)
     with pytest.raises(DataError, match=r"late\.png"):
         prompts[1]
     (folder / "pictures" / "late.png").write_bytes(BLUE)

@@ -32,7 +32,7 @@ def test_text_messages_uids_and_fields(tmp_path: Path) -> None:
         "",
         '{"prompt": [{"role": "user", "content": "hi"}], "uid": "b"}',
     )
-    assert read_jsonl(path) == [
+    assert list(read_jsonl(path)) == [
         Prompt("a", "2+2=", {"answer": 4}),
         Prompt("b", ({"role": "user", "content": "hi"},), {}),
     ]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 
-from asyncrl_cli.data.rows import kind, paths_in, value_at
+from asyncrl_cli.data.rows import paths_in, type_name, value_at
 from asyncrl_cli.records.prompt import Prompt
 
 
@@ -24,7 +24,7 @@ def texts_field(prompt: Prompt, name: str) -> list[str]:
     values = value if isinstance(value, (list, tuple)) else [value]
     if values and all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in values):
         return [text for item in values for text in _texts(item)]
-    fault = "an empty list" if value in ([], ()) else kind(value)
+    fault = "an empty list" if value in ([], ()) else type_name(value)
     if isinstance(value, Mapping) and value:
         fault += f" with {', '.join(paths_in(value, f'{name}.'))}"
     raise MissingField(f"the row's field {name!r} is {fault}, not text, a number or a list of these")
