@@ -179,7 +179,7 @@ def test_the_largest_microbatch_is_one_that_the_plan_can_make(tokens: int, promp
 
 
 @pytest.mark.parametrize(
-    ("needed", "capacity", "says"), [(70, 80, None), (75, 80, "tight"), (87, 80, "tight"), (90, 80, "cannot")]
+    ("needed", "capacity", "says"), [(70, 80, None), (75, 80, "tight"), (87, 80, "tight"), (90, 80, "refused")]
 )
 def test_a_gpu_that_is_too_small_is_refused(needed: int, capacity: int, says: str | None) -> None:
     found = replace(model(), activations=lambda *_: 0)
@@ -189,7 +189,7 @@ def test_a_gpu_that_is_too_small_is_refused(needed: int, capacity: int, says: st
     problems = [
         p for p in excesses(changed, estimate(changed, found, capacity * GB, None)) if p.device.role == "trainer"
     ]
-    assert [problem.cannot for problem in problems] == ([] if says is None else [says == "cannot"])
+    assert [problem.is_refused for problem in problems] == ([] if says is None else [says == "refused"])
 
 
 def test_a_gpu_engine_has_the_rest_of_its_share_for_its_cache() -> None:
@@ -201,7 +201,7 @@ def test_a_gpu_engine_has_the_rest_of_its_share_for_its_cache() -> None:
         result.cache.bytes / (2 * 24 * 2048 * 2), abs=32
     )
     (problem,) = excesses(changed, estimate(changed, found, 3 * GB, None))
-    assert problem.cannot and "less than its weights" in problem.message
+    assert problem.is_refused and "less than its weights" in problem.message
 
 
 def test_a_gpu_that_an_engine_and_a_rank_share_is_divided() -> None:
@@ -231,7 +231,7 @@ def test_an_engine_that_wakes_up_has_room_next_to_its_ranks_states() -> None:
     (both,) = (device for device in again(changed).devices if device.role == "both")
     assert both.total == pytest.approx(14 * found.parameters + 0.46 * 16 * GB + 1.2 * GB)
     (problem,) = (problem for problem in excesses(changed, again(changed)) if problem.device.role == "both")
-    assert problem.cannot and problem.device == both
+    assert problem.is_refused and problem.device == both
     beside = with_changes(changed, {"pipeline.mode": "async"})
     assert "both" not in {device.role for device in again(beside).devices}
 
