@@ -42,7 +42,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Placement, Rollout, RolloutRequest, Segment
-from asyncrl_cli.records.groups import BufferSettings, Opening, PublishRecord, StepRecord, Taken
+from asyncrl_cli.records.groups import BufferSettings, Opening, PublishRecord, StepRecord, TakenBatch
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.client import GenerationClient
@@ -131,7 +131,7 @@ class SimulatedEngine:
 
     def sequence_s(self) -> float:
         """Like ``Engine.sequence_s``."""
-        return self._occupancy.read()
+        return self._occupancy.take()
 
     def placements(self) -> list[Placement]:
         """Like ``Engine.placements``."""
@@ -333,7 +333,7 @@ class Driver:
         step = opening.step
         while True:
             taken = await self._buffer.take(step)
-            if not isinstance(taken, Taken):
+            if not isinstance(taken, TakenBatch):
                 continue
             batch = await asyncio.to_thread(ray.put, taken.batch)
             await self._trainer.train.remote(batch)

@@ -23,8 +23,8 @@ import psutil
 from common import QUICKSTART, UNTRAINED, cpu_seconds, header, row
 
 from asyncrl_cli.records.generation import RolloutRequest, Sampling
-from asyncrl_cli.rollout.core_main import use_as_main
 from asyncrl_cli.rollout.engine_settings import engine_environment
+from asyncrl_cli.rollout.vllm_core import use_as_main
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 

@@ -19,7 +19,7 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import DataError, TaskError
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, missing_part
+from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, unknown_metric
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, scores_groups, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
@@ -117,7 +117,7 @@ class Trial:
         reported = {name for score in self._scores for name in score.metrics}
         for name in parts if self._scores and not self._played and not self._spec.mix else ():
             if name not in (REWARD, *reported):
-                raise missing_part(name, reported, "no response of the trial")
+                raise unknown_metric(name, reported, "no response of the trial")
 
     async def _call(self, responses: Sequence[Response], episodes: Sequence[Prompt]) -> None:
         if responses:

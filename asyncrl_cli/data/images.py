@@ -140,7 +140,7 @@ def checked(data: bytes, name: str = "the image", max_pixels: int = MOST_PIXELS)
                 if opened.format != "MPO":
                     opened.seek(1)
                     raise ImageError(f"{name} is animated: it has more than one frame")
-        found = Image.of(data)
+        found = Image.from_bytes(data)
         found.decoded()
     except ImageError:
         raise

@@ -282,7 +282,7 @@ class Session:
             prompt_ids=call.prompt_ids,
             sampling=sampling,
             prefix=tuple(call.replayed.segments(request_id)),
-            newest=call.newest_version,
+            min_version=call.newest_version,
             priority=self._priority,
             affinity=self.rollout_id,
             streamed=streamed,

@@ -34,7 +34,7 @@ from asyncrl_cli.records.groups import (
     PublishRecord,
     Settled,
     StepRecord,
-    Taken,
+    TakenBatch,
     Waiting,
 )
 from asyncrl_cli.records.images import Image
@@ -168,7 +168,7 @@ class Buffer:
         """Note a request that has left its engine. It is written with the next commit, and nothing waits for it."""
         self._book.journal.requested(request)
 
-    async def take(self, step: int, patience_s: float = PATIENCE_S) -> Taken | Waiting:
+    async def take(self, step: int, patience_s: float = PATIENCE_S) -> TakenBatch | Waiting:
         """Take a step's batch. Returns the reason if there is none after ``patience_s`` seconds."""
         deadline = time.monotonic() + patience_s
         while (waiting := self._book.take(step)) is not None:
@@ -181,7 +181,7 @@ class Buffer:
                 async with asyncio.timeout(remaining_s):
                     await self._changed.wait()
         # Read from the file, not from memory: training, replay and resume must read the same bytes (decision 0013).
-        return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
+        return TakenBatch(await self.batch(step), self._book.ledger.counts(), self._busy_s)
 
     async def batch(self, step: int) -> TrainingBatch:
         """Read a taken batch from the journal."""

@@ -174,7 +174,7 @@ def read_group(connection: sqlite3.Connection, group_id: int, image_cache: dict[
 def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
     """Read the image with this digest; None if the journal does not have it, or has wrong bytes."""
     row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
-    return image if row is not None and (image := Image.of(row[0])).digest == digest else None
+    return image if row is not None and (image := Image.from_bytes(row[0])).digest == digest else None
 
 
 def read_images(

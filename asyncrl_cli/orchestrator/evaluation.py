@@ -29,7 +29,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.open_requests import Ended
+from asyncrl_cli.rollout.open_requests import EndedRequests
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.workers.scoring import responses_of
 
@@ -290,7 +290,7 @@ async def _generated(
     rollouts: dict[str, Rollout] = {}
     complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def on_end(batch: Ended) -> None:
+    def on_end(batch: EndedRequests) -> None:
         if complete.done():  # a rollout has failed, or the evaluation was cancelled
             return
         for request, result in batch:

@@ -51,7 +51,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
-from asyncrl_cli.records.groups import Opening, Taken
+from asyncrl_cli.records.groups import Opening, TakenBatch
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
@@ -154,7 +154,7 @@ class Orchestrator:
         self._step = parts.opening.step
         self._written = parts.opening.version  # the newest version that was written
         self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
-        self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
+        self._in_flight: tuple[TakenBatch, asyncio.Task[StepReport]] | None = None
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
         self._evaluation: asyncio.Task[None] | None = None
         self._fixed_version = False  # True while an evaluation needs one version, so publishes wait for it
@@ -328,11 +328,11 @@ class Orchestrator:
     def _publish_due(self) -> bool:
         return self._step >= (self._written + 1) * self._spec.pipeline.publish_every
 
-    async def _take(self) -> Taken:
+    async def _take(self) -> TakenBatch:
         with self._watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
             while True:
                 answer = await self._buffer.take(self._step)
-                if isinstance(answer, Taken):
+                if isinstance(answer, TakenBatch):
                     self._client.room.set()  # pipeline.ahead has room again
                     return answer
                 if answer.overdue:
@@ -342,7 +342,7 @@ class Orchestrator:
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
 
-    async def _train(self, taken: Taken) -> StepReport:
+    async def _train(self, taken: TakenBatch) -> StepReport:
         self._reporter.doing("training", taken.counts)
         training = asyncio.create_task(self._trainer.train(taken.batch))
         self._in_flight = (taken, training)
@@ -368,7 +368,7 @@ class Orchestrator:
         self._reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         # An earlier driver took this batch but did not report its step. ``_loop`` reports this driver's own steps.
         if self._steps.reported <= batch.step < self._opening.step:
-            self._steps.report(Taken(batch, self._opening.counts, 0.0), report, None)
+            self._steps.report(TakenBatch(batch, self._opening.counts, 0.0), report, None)
             self._spawn(self._steps.flush())
 
     def _begin_evaluation(self) -> None:

@@ -18,7 +18,7 @@ from asyncrl_cli.journal.events import HEALTH
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.records.generation import Rollout
-from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
+from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, TakenBatch
 from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -113,7 +113,7 @@ class StepRecorder:
 
     def report(
         self,
-        taken: Taken,
+        taken: TakenBatch,
         report: StepReport,
         published: PublishRecord | None,
         publish_s: float = 0.0,

@@ -31,7 +31,7 @@ from asyncrl_cli.records.groups import Group, Opening, Outcome, Settled
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.open_requests import Ended
+from asyncrl_cli.rollout.open_requests import EndedRequests
 from asyncrl_cli.rollout.response_text import cut
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.workers.scoring import Response, responses_of
@@ -227,7 +227,7 @@ class RolloutScheduler:
     def _record_segments(self, segments: list[Segment]) -> None:
         self._spawn(self._buffer.record(segments=segments))
 
-    def _on_end(self, ended: Ended) -> None:
+    def _on_end(self, ended: EndedRequests) -> None:
         for _, result in ended:
             if isinstance(result, Rollout):
                 self._generated.put_nowait(result)

@@ -22,23 +22,23 @@ UNKNOWN = 0
 """The value of all ids in the row of a token with unknown experts."""
 
 
-def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
+def join_experts(runs: Iterable[tuple[int, Experts | None]]) -> Experts | None:
     """Concatenate the rows of a sequence's parts. A part is a number of tokens and their rows, or None if unknown.
     Returns None if no part has rows. Raises ``ValueError`` for rows of different models."""
-    parts = list(parts)
-    known = next((experts for _, experts in parts if experts is not None), None)
-    if known is None:
+    runs = list(runs)
+    known_rows = next((experts for _, experts in runs if experts is not None), None)
+    if known_rows is None:
         return None
-    width, dtype = known.shape[1], known.dtype
-    rows = [np.full((count, width), UNKNOWN, dtype) if experts is None else experts for count, experts in parts]
+    width, dtype = known_rows.shape[1], known_rows.dtype
+    rows = [np.full((count, width), UNKNOWN, dtype) if experts is None else experts for count, experts in runs]
     return np.concatenate(rows, dtype=dtype, casting="no")
 
 
-def filled(experts: Experts | None, others: Experts | None) -> Experts | None:
+def filled(experts: Experts | None, substitutes: Experts | None) -> Experts | None:
     """Replace unknown rows of ``experts`` by rows of ``others``; both have the same number of rows."""
-    if experts is None or others is None:
-        return others if experts is None else experts
-    return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), others, experts)
+    if experts is None or substitutes is None:
+        return substitutes if experts is None else experts
+    return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), substitutes, experts)
 
 
 def to_bytes(experts: Experts) -> bytes:

@@ -87,23 +87,15 @@ class TokenSequence:
     experts: Experts | None = None  # None: not recorded
 
     def __post_init__(self) -> None:
-        if self.experts is not None and len(self.experts) != len(self.ids):
-            raise ValueError(f"{len(self.ids)} tokens have {len(self.experts)} rows of experts")
-        if not len(self.ids) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"{len(self.ids)} tokens have {len(self.logprobs)} log-probs and {len(self.versions)} versions"
-            )
+        lengths = [len(array) for array in self.arrays if array is not None]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"ids, log-probs, versions (and experts) have different lengths: {lengths}")
 
     @classmethod
     def context(cls, ids: Sequence[int] | NDArray[np.int32] = (), experts: Experts | None = None) -> TokenSequence:
         """A sequence of tokens that the policy did not sample."""
         count = len(ids)
-        return cls(
-            np.asarray(ids, np.int32),
-            np.zeros(count, np.float32),
-            np.full(count, CONTEXT, np.int32),
-            experts,
-        )
+        return cls(np.asarray(ids, np.int32), np.zeros(count, np.float32), np.full(count, CONTEXT, np.int32), experts)
 
     @classmethod
     def join(cls, segments: Iterable[Segment]) -> TokenSequence:
@@ -112,14 +104,11 @@ class TokenSequence:
         segments = list(segments)
         end, version = 0, CONTEXT  # below every version
         for segment in segments:
+            name = f"rollout {segment.rollout_id}"
             if segment.start != end:
-                raise ValueError(
-                    f"rollout {segment.rollout_id} has a segment from token {segment.start} after {end} tokens"
-                )
+                raise ValueError(f"{name} has a segment from token {segment.start} after {end} tokens")
             if CONTEXT != segment.version < version:
-                raise ValueError(
-                    f"rollout {segment.rollout_id} goes back from weight version {version} to {segment.version}"
-                )
+                raise ValueError(f"{name} goes back from weight version {version} to {segment.version}")
             end, version = segment.end, max(segment.version, version)
         return cls(
             np.concatenate([np.empty(0, np.int32), *(segment.ids for segment in segments)]),
@@ -139,8 +128,7 @@ class TokenSequence:
     @property
     def sampled(self) -> NDArray[np.bool_]:
         """A mask of the tokens that the policy sampled (not ``CONTEXT``)."""
-        mask: NDArray[np.bool_] = self.versions != CONTEXT
-        return mask
+        return np.not_equal(self.versions, CONTEXT)
 
     def slice(self, start: int, end: int | None) -> TokenSequence:
         """The tokens from ``start`` to before ``end``; None: to the last."""
@@ -149,29 +137,22 @@ class TokenSequence:
             self.ids[start:end], logprobs=self.logprobs[start:end], versions=self.versions[start:end], experts=experts
         )
 
-    def extended(self, more: TokenSequence) -> TokenSequence:
-        """The concatenation of these tokens and ``more``."""
+    def extended(self, continuation: TokenSequence) -> TokenSequence:
+        """The concatenation of these tokens and ``continuation``."""
         return TokenSequence(
-            np.concatenate([self.ids, more.ids]),
-            logprobs=np.concatenate([self.logprobs, more.logprobs]),
-            versions=np.concatenate([self.versions, more.versions]),
-            experts=join_experts((len(part.ids), part.experts) for part in (self, more)),
+            np.concatenate([self.ids, continuation.ids]),
+            logprobs=np.concatenate([self.logprobs, continuation.logprobs]),
+            versions=np.concatenate([self.versions, continuation.versions]),
+            experts=join_experts((len(sequence.ids), sequence.experts) for sequence in (self, continuation)),
         )
 
     def segments(self, rollout_id: str, start: int = 0) -> list[Segment]:
         """The tokens, split where the version changes. Their first token is token ``start`` of the whole sequence."""
         bounds = [0, *(np.flatnonzero(np.diff(self.versions)) + 1).tolist(), len(self.versions)]
+        runs = [(low, self.slice(low, high)) for low, high in pairwise(bounds) if high > low]
         return [
-            Segment(
-                rollout_id=rollout_id,
-                start=start + first,
-                version=int(self.versions[first]),
-                ids=self.ids[first:last],
-                logprobs=self.logprobs[first:last],
-                experts=None if self.experts is None else self.experts[first:last],
-            )
-            for first, last in pairwise(bounds)
-            if last > first
+            Segment(rollout_id, start + low, int(run.versions[0]), run.ids, run.logprobs, run.experts)
+            for low, run in runs
         ]
 
 
@@ -186,7 +167,7 @@ class RolloutRequest:
     prompt_ids: tuple[int, ...]
     sampling: Sampling  # its max_tokens include the prefix
     prefix: tuple[Segment, ...] = ()  # tokens generated before, from token 0 on; the engine continues after them
-    newest: int = 0
+    min_version: int = 0
     """The newest version that sampled a token of the conversation's earlier turns. No older version may continue it."""
     priority: int = 0
     affinity: str = ""
@@ -202,7 +183,7 @@ class RolloutRequest:
         return self.prefix[-1].end if self.prefix else 0
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
         return max(self.sampling.max_tokens - self.generated, 0)
 
@@ -244,20 +225,20 @@ class Rollout(TokenSequence):
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = self.ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes(), self.experts
-        others = [getattr(self, name) for name in ROLLOUT_FIELDS]
-        return _unpack_rollout, (*arrays, *others)
+        values = [getattr(self, name) for name in ROLLOUT_FIELDS]
+        return _unpack_rollout, (*arrays, *values)
 
 
-ROLLOUT_FIELDS = tuple(one.name for one in fields(Rollout) if one.name not in TokenSequence.__slots__)
+ROLLOUT_FIELDS = tuple(member.name for member in fields(Rollout) if member.name not in TokenSequence.__slots__)
 
 
-def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, experts: Experts | None, *others: Any) -> Rollout:
+def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, experts: Experts | None, *values: Any) -> Rollout:
     return Rollout(
         np.frombuffer(ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32),
         experts=experts,
-        **dict(zip(ROLLOUT_FIELDS, others, strict=True)),
+        **dict(zip(ROLLOUT_FIELDS, values, strict=True)),
     )
 
 
@@ -350,9 +331,9 @@ class EngineActivity:
     sequence_s: float = 0.0  # the number of requests in vLLM, integrated over time
     cpu_s: float = 0.0  # processor time of the engine's processes
 
-    def __add__(self, other: EngineActivity) -> EngineActivity:
-        names = [one.name for one in fields(self) if one.name != "silent_s"]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+    def __add__(self, activity: EngineActivity) -> EngineActivity:
+        names = {member.name for member in fields(self)} - {"silent_s"}
+        return replace(self, **{name: getattr(self, name) + getattr(activity, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenBatch:
     """A step's batch. ``journal_s``: seconds that the buffer has spent on the journal's file so far."""
 
     batch: TrainingBatch

@@ -31,7 +31,7 @@ class Image:
     data: bytes
 
     @classmethod
-    def of(cls, data: bytes) -> Image:
+    def from_bytes(cls, data: bytes) -> Image:
         """The image with these bytes, unchecked."""
         return cls(hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest(), data)
 
@@ -48,7 +48,7 @@ class Image:
 
         Callers share the object: copy it before you change it. Raises PIL's errors if the bytes are not an image.
         """
-        return _DECODED.of(self)
+        return _DECODED.get(self)
 
 
 class ImageCache(Generic[T]):
@@ -57,24 +57,24 @@ class ImageCache(Generic[T]):
 
     def __init__(self, make: Callable[[Image], T], nbytes: Callable[[T], int], limit: int) -> None:
         self._make, self._nbytes, self._limit = make, nbytes, limit
-        self._kept: OrderedDict[str, T] = OrderedDict()  # by digest
+        self._results: OrderedDict[str, T] = OrderedDict()  # by digest
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def of(self, image: Image) -> T:
+    def get(self, image: Image) -> T:
         """The result for the image, made now or earlier. Raises the errors of ``make``."""
         with self._lock:
-            if image.digest in self._kept:
-                self._kept.move_to_end(image.digest)
-                return self._kept[image.digest]
-        made = self._make(image)  # without the lock: threads decode different images at the same time
+            if image.digest in self._results:
+                self._results.move_to_end(image.digest)
+                return self._results[image.digest]
+        result = self._make(image)  # without the lock: threads decode different images at the same time
         with self._lock:
-            if image.digest not in self._kept:  # otherwise another thread was faster
-                self._kept[image.digest] = made
-                self._bytes += self._nbytes(made)
-            while self._bytes > self._limit and len(self._kept) > 1:
-                self._bytes -= self._nbytes(self._kept.popitem(last=False)[1])
-        return made
+            if image.digest not in self._results:  # otherwise another thread was faster
+                self._results[image.digest] = result
+                self._bytes += self._nbytes(result)
+            while self._bytes > self._limit and len(self._results) > 1:
+                self._bytes -= self._nbytes(self._results.popitem(last=False)[1])
+        return result
 
 
 class PixelError(ValueError):
@@ -124,9 +124,9 @@ def data_url(image: Any) -> str:
     if isinstance(image, str):
         return image
     if is_pillow(image):
-        written = io.BytesIO()
-        _in_rgb(image).save(written, "PNG")
-        image = written.getvalue()
+        png = io.BytesIO()
+        _in_rgb(image).save(png, "PNG")
+        image = png.getvalue()
     data = image.data if isinstance(image, Image) else image
     if not isinstance(data, bytes):
         raise TypeError(f"an image is a {type(image).__name__}: give a Pillow image, the bytes of a file or a data URL")

@@ -38,17 +38,17 @@ class Prompt:
 def with_data_urls(messages: Iterable[Message], images: Iterable[Image] = ()) -> list[Message]:
     """Messages for OpenAI's chat API: parts ``{"type": "image", "image": ...}`` become data URLs. A part has the digest
     of one of ``images``, or a value that ``data_url`` takes. Raises ``TypeError``."""
-    known = {image.digest: image for image in images}
+    by_digest = {image.digest: image for image in images}
 
-    def sent(part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") != "image":
-            return part
-        named = part.get("image")
-        image = known.get(named, named) if isinstance(named, str) else named
+    def sent(content_part: Any) -> Any:
+        if not isinstance(content_part, Mapping) or content_part.get("type") != "image":
+            return content_part
+        reference = content_part.get("image")
+        image = by_digest.get(reference, reference) if isinstance(reference, str) else reference
         return {"type": "image_url", "image_url": {"url": data_url(image)}}
 
     return [
-        {**message, "content": [sent(part) for part in message["content"]]}
+        {**message, "content": [sent(content_part) for content_part in message["content"]]}
         if isinstance(message.get("content"), list | tuple)
         else message
         for message in messages
@@ -65,15 +65,15 @@ def to_json(prompt: Prompt) -> dict[str, Any]:
 def prompt_from(row: Mapping[str, Any]) -> Prompt:
     """The prompt that ``to_json`` wrote."""
     content = row["content"]
-    images = tuple(Image.of(base64.b64decode(data)) for data in row.get("images", ()))
+    images = tuple(Image.from_bytes(base64.b64decode(data)) for data in row.get("images", ()))
     return Prompt(row["uid"], content if isinstance(content, str) else tuple(content), row["fields"], images)
 
 
 def image_digests(content: str | Sequence[Message]) -> list[str]:
     """The digests of the images in canonical content, in their order."""
     lists = [] if isinstance(content, str) else [message.get("content") for message in content]
-    parts = [part for each in lists if isinstance(each, list | tuple) for part in each]
-    return [str(part["image"]) for part in parts if part["type"] == "image"]
+    content_parts = [content_part for each in lists if isinstance(each, list | tuple) for content_part in each]
+    return [str(content_part["image"]) for content_part in content_parts if content_part["type"] == "image"]
 
 
 class ChatError(ValueError):
@@ -112,19 +112,19 @@ def _content(content: Any) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
     merged: list[dict[str, str]] = [{"type": "text", "text": ""}]
-    for part in _list(content, "content"):
-        match part:
+    for content_part in _list(content, "content"):
+        match content_part:
             case {"type": "text"} if merged[-1]["type"] == "text":
-                merged[-1] = {"type": "text", "text": merged[-1]["text"] + str(part.get("text", ""))}
+                merged[-1] = {"type": "text", "text": merged[-1]["text"] + str(content_part.get("text", ""))}
             case {"type": "text"}:
-                merged.append({"type": "text", "text": str(part.get("text", ""))})
+                merged.append({"type": "text", "text": str(content_part.get("text", ""))})
             case {"type": "image", "image": str(digest)}:
                 merged.append({"type": "image", "image": digest})
             case _:
                 raise ChatError("content must be text, or a list of text and image parts")
     if len(merged) == 1:
         return merged[0]["text"]
-    return [part for part in merged if part.get("text") != ""]
+    return [content_part for content_part in merged if content_part.get("text") != ""]
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # templates print an agent's malformed arguments unchanged
             arguments = json.loads(arguments) if arguments.strip() else {}
-    named = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return named | ({"id": call["id"]} if call.get("id") else {})
+    normalized_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return normalized_call | ({"id": call["id"]} if call.get("id") else {})
 
 
-def _list(value: Any, what: str) -> Sequence[Any]:
+def _list(value: Any, key: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
-        raise ChatError(f"{what} must be a list, not {type(value).__name__}")
+        raise ChatError(f"{key} must be a list, not {type(value).__name__}")
     return value

@@ -58,11 +58,11 @@ def weighted_reward(weights: Mapping[str, float], scored: Scored) -> float:
     return sum(w * (part_of_reward(name, scored.reward, scored.metrics) or 0.0) for name, w in weights.items())
 
 
-def missing_part(name: str, known: Iterable[str], nothing: str) -> ConfigError:
+def unknown_metric(name: str, reported: Iterable[str], nothing: str) -> ConfigError:
     """The error for a name in ``algorithm.reward_parts`` that is no metric. ``nothing``: the error's subject, such as
     "no rollout of the first batch"."""
     return ConfigError(
-        f"{nothing} has the metric {name!r}; the task reports {', '.join((REWARD, *sorted(known)))}",
+        f"{nothing} has the metric {name!r}; the task reports {', '.join((REWARD, *sorted(reported)))}",
         location=f"algorithm.reward_parts.{name}",
         hint="use one of these names, or have the task report it for every response: RewardResult(reward, metrics)",
     )

@@ -22,6 +22,8 @@ from asyncrl_cli.records.generation import Segment, TokenSequence
 
 
 class TokenPrefix:
+    """A sequence's tokens so far, to which segments are added by the rule above."""
+
     def __init__(self, segments: Iterable[Segment] = (), start: int = 0) -> None:
         """``segments`` follow one another from token ``start`` on. Tokens before ``start`` are somewhere else."""
         self.start = start
@@ -41,29 +43,29 @@ class TokenPrefix:
         return self._tokens
 
     def add(self, segment: Segment) -> Segment | None:
-        """Add a segment by the rule above. Returns its new tokens, which replace all recorded tokens from their first
-        one on; None if nothing changed."""
-        new = segment.slice(self.start)
-        if new is None or new.start > self.end:
+        """Add a segment. Returns its new tokens, which replace all recorded tokens from their first one on; None if
+        nothing changed."""
+        added = segment.slice(self.start)
+        if added is None or added.start > self.end:
             return None
-        if new.start < self.end:
-            for recorded in [recorded for recorded in self.segments if recorded.end > new.start]:
-                new = new.slice(new.start + _agreement(recorded.slice(new.start), new))
-                if new is None:
+        if added.start < self.end:
+            for recorded in [recorded for recorded in self.segments if recorded.end > added.start]:
+                added = added.slice(added.start + _agreement(recorded.slice(added.start), added))
+                if added is None:
                     return None
-                if new.start < recorded.end:
-                    self.cut(new.start)
+                if added.start < recorded.end:
+                    self.cut(added.start)
                     break
-        self.segments.append(new)
+        self.segments.append(added)
         self._tokens = None
-        return new
+        return added
 
     def cut(self, end: int) -> None:
         """Drop the tokens from index ``end`` on."""
         self._tokens = None
         while self.segments and self.segments[-1].end > end:
-            if kept := self.segments.pop().slice(0, end):
-                self.segments.append(kept)
+            if head := self.segments.pop().slice(0, end):
+                self.segments.append(head)
 
     def take(self) -> list[Segment]:
         """Return the segments, and go on after their last token without them."""
@@ -72,13 +74,13 @@ class TokenPrefix:
         return segments
 
 
-def _agreement(recorded: Segment | None, new: Segment) -> int:
+def _agreement(recorded: Segment | None, segment: Segment) -> int:
     """Number of tokens at the beginning that have equal ids, versions and bits of log-probs."""
-    if recorded is None or recorded.version != new.version:
+    if recorded is None or recorded.version != segment.version:
         return 0
-    count = min(len(recorded.ids), len(new.ids))
+    count = min(len(recorded.ids), len(segment.ids))
     differences = np.flatnonzero(
-        (recorded.ids[:count] != new.ids[:count])
-        | (recorded.logprobs[:count].view(np.int32) != new.logprobs[:count].view(np.int32))
+        (recorded.ids[:count] != segment.ids[:count])
+        | (recorded.logprobs[:count].view(np.int32) != segment.logprobs[:count].view(np.int32))
     )
     return int(differences[0]) if len(differences) else count

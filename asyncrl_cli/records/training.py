@@ -25,8 +25,11 @@ MOST_VISITS = 32
 
 def are_equal(rewards: Iterable[float]) -> bool:
     """True if all rewards are equal, also if there are none. A group with equal rewards gives no learning signal."""
-    first, *others = [*rewards] or [0.0]
-    return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
+    reward, *other_rewards = [*rewards] or [0.0]
+    return all(
+        isclose(reward, other_reward, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE)
+        for other_reward in other_rewards
+    )
 
 
 @dataclass(frozen=True, slots=True)

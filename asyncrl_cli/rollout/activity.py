@@ -11,24 +11,24 @@ from asyncrl_cli.records.generation import EngineActivity
 class Occupancy:
     """Integrates the number of requests over time."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._since = now()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
         self.requests = 0
         self._sequence_s = 0.0
 
     def add(self, requests: int) -> None:
         """Change the number of requests by ``requests``, which may be negative."""
-        now = self._now()
-        self._sequence_s += self.requests * (now - self._since)
-        self._since = now
+        time_s = self._clock()
+        self._sequence_s += self.requests * (time_s - self._since)
+        self._since = time_s
         self.requests += requests
 
-    def read(self) -> float:
+    def take(self) -> float:
         """Return the integral since the last call: requests times seconds."""
         self.add(0)
-        found, self._sequence_s = self._sequence_s, 0.0
-        return found
+        sequence_s, self._sequence_s = self._sequence_s, 0.0
+        return sequence_s
 
 
 class ActivityClock:
@@ -41,9 +41,9 @@ class ActivityClock:
     Wall time starts with the first rollout: an engine that is still starting is not idle.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._since = self._busy_from = self._alive_at = now()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = self._busy_from = self._alive_at = clock()
         self._mark: float | None = None
         self._busy = self._updating = False
         self._busy_s = self._paused_s = 0.0
@@ -51,14 +51,14 @@ class ActivityClock:
 
     def set_busy(self, busy: bool) -> None:
         """Note whether the engine has rollouts to generate."""
-        now = self._now()
+        time_s = self._clock()
         if self._busy:
-            self._busy_s += now - self._since
+            self._busy_s += time_s - self._since
         elif busy:
-            self._busy_from = self._alive_at = now
+            self._busy_from = self._alive_at = time_s
             if self._mark is None:
-                self._mark = now
-        self._since, self._busy = now, busy
+                self._mark = time_s
+        self._since, self._busy = time_s, busy
 
     def add_ended(self, tokens: int) -> None:
         """Count an ended rollout's ``tokens`` that this engine generated."""
@@ -70,24 +70,24 @@ class ActivityClock:
 
     def end_update(self, stall_s: float = 0.0) -> None:
         """The engine generates again, after ``stall_s`` seconds."""
-        self._updating, self._alive_at = False, self._now()
+        self._updating, self._alive_at = False, self._clock()
         if self._busy:  # an idle engine loses no time
             self._paused_s += min(stall_s, self._alive_at - self._busy_from)
 
-    def read(self, sampled: int) -> EngineActivity:
+    def take_activity(self, sampled: int) -> EngineActivity:
         """Report, and start over.
 
         ``sampled``: tokens generated so far; it falls when a running rollout is cancelled, which is not a sign of life.
         """
         self.set_busy(self._busy)
-        now = self._now()
+        time_s = self._clock()
         if sampled > self._sampled:
-            self._alive_at = now
+            self._alive_at = time_s
         self._sampled = sampled
-        silent_s = now - self._alive_at if self._busy and not self._updating else 0.0
+        silent_s = time_s - self._alive_at if self._busy and not self._updating else 0.0
         wall_s = 0.0
         if self._mark is not None:
-            wall_s, self._mark = now - self._mark, now
+            wall_s, self._mark = time_s - self._mark, time_s
         activity = EngineActivity(
             generated_tokens=self._ended_tokens,
             busy_s=self._busy_s,

@@ -36,7 +36,7 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.continuation import finished
-from asyncrl_cli.rollout.open_requests import Ended, EngineHandle, EngineState, OnEnd, OnSegments, OpenRequest
+from asyncrl_cli.rollout.open_requests import EndedRequests, EngineHandle, EngineState, OnEnd, OnSegments, OpenRequest
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
@@ -111,17 +111,17 @@ class GenerationClient:
         """
         if request.rollout_id in self._open:
             raise ValueError(f"request {request.rollout_id} is already open")
-        ended: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
 
-        def on_end(batch: Ended) -> None:
-            if not ended.done():
-                ended.set_result(batch[0][1])
+        def on_end(batch: EndedRequests) -> None:
+            if not future.done():
+                future.set_result(batch[0][1])
 
-        mine = self._add(replace(request, awaited=True), on_end, on_segments)
+        entry = self._add(replace(request, awaited=True), on_end, on_segments)
         try:
-            result = await ended
+            result = await future
         finally:
-            if self._open.get(request.rollout_id) is mine:
+            if self._open.get(request.rollout_id) is entry:
                 self._drop(request.rollout_id)
         if isinstance(result, RolloutFailure):
             raise GenerationFailed(result.reason)
@@ -225,7 +225,9 @@ class GenerationClient:
             self.engines.remove(engine)
             self._removed += engine.activity
         self.reclaim(engine)
-        self._engine_of = OrderedDict((key, one) for key, one in self._engine_of.items() if one is not engine)
+        self._engine_of = OrderedDict(
+            (key, engine_state) for key, engine_state in self._engine_of.items() if engine_state is not engine
+        )
 
     async def collect(self, engine: EngineState) -> None:
         """Receive an engine's results until it is withdrawn. Raises ``EngineLost``."""
@@ -242,10 +244,10 @@ class GenerationClient:
             engine.asked_to_leave |= delivery.leaving
             # Before ``_settle``: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
-            now = time.time()
+            received_at = time.time()
             for placement in delivery.placements:
                 if (entry := engine.pending.get(placement.rollout_id)) is not None:
-                    entry.placement = now, placement
+                    entry.placement = received_at, placement
             self._settle(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
                 raise EngineLost(f"it has generated no token for {delivery.activity.silent_s:.0f} s")
@@ -314,15 +316,15 @@ class GenerationClient:
 
     def _engine_for(self, request: RolloutRequest) -> EngineState | None:
         with_room = [engine for engine in self.serving() if len(engine.pending) < self._limit]
-        chosen = self._engine_of.get(request.affinity)
-        if chosen not in with_room:
-            chosen = min(with_room, key=lambda engine: len(engine.pending), default=None)
-        if request.affinity and chosen is not None:
-            self._engine_of[request.affinity] = chosen
+        engine_choice = self._engine_of.get(request.affinity)
+        if engine_choice not in with_room:
+            engine_choice = min(with_room, key=lambda engine: len(engine.pending), default=None)
+        if request.affinity and engine_choice is not None:
+            self._engine_of[request.affinity] = engine_choice
             self._engine_of.move_to_end(request.affinity)
             if len(self._engine_of) > MAX_AFFINITIES:
                 self._engine_of.popitem(last=False)
-        return chosen
+        return engine_choice
 
     async def _send_all(self, engine: EngineState) -> None:
         """Send an engine everything pending, one call after another: only then is the calls' order certain."""
@@ -364,18 +366,18 @@ class GenerationClient:
                 entry.tokens.add(segment)
                 if entry.on_segments is not None:
                     by_listener.setdefault(entry.on_segments, []).append(segment)
-        for on_segments, new in by_listener.items():
-            on_segments(new)
+        for on_segments, listener_segments in by_listener.items():
+            on_segments(listener_segments)
 
     def _settle(self, engine: EngineState, delivery: Delivery) -> None:
-        ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
+        results: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         failed: list[OpenRequest] = []
         engine.has_completed |= bool(delivery.rollouts)
         # Results of requests that are not pending come too late: they were cancelled, or continue elsewhere.
         for rollout in delivery.rollouts:
             if (entry := engine.pending.get(rollout.rollout_id)) is not None:
                 request = entry.request
-                ended.append((entry, replace(rollout, prompt_ids=request.prompt_ids, images=request.images)))
+                results.append((entry, replace(rollout, prompt_ids=request.prompt_ids, images=request.images)))
                 pause_s = min(PAUSE_SHARE * (time.time() - entry.sent_at), LONGEST_PAUSE_S)
                 self.pause_s += 0.1 * (pause_s - self.pause_s)
         for failure in delivery.failures:
@@ -385,8 +387,8 @@ class GenerationClient:
                 entry.attempt += 1
                 failed.append(entry)
             else:
-                ended.append((entry, failure))
-        self._end(ended)
+                results.append((entry, failure))
+        self._end(results)
         self._continue(
             [engine.pending[name] for name in delivery.aborted if name in engine.pending], RequestEnding.ABORTED
         )
@@ -394,18 +396,18 @@ class GenerationClient:
 
     def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:
         """Queue requests that an engine abandoned for any engine, with all their tokens as prefix."""
-        ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
+        results: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
             remaining = entry.request
             if entry.tokens.end > remaining.generated:
                 remaining = replace(remaining, prefix=tuple(entry.tokens.segments))
-            if remaining.left:
+            if remaining.remaining_tokens:
                 self._detach(entry, ending)
                 entry.request = remaining
                 heappush(self._waiting, entry)
             else:  # the engine stopped after the last token and before it reported the end
-                ended.append((entry, finished(remaining, rest=[], reason="length", decode=self.decode)))
-        self._end(ended)
+                results.append((entry, finished(remaining, segments=[], reason="length", decode=self.decode)))
+        self._end(results)
 
     def _return_unsent(self, engine: EngineState) -> None:
         # Otherwise they would be submitted after the abort, and would run.
@@ -423,14 +425,14 @@ class GenerationClient:
             engine.emptied.set()
         if engine.outbox.pop(name, None) is not None:
             return False
-        left = entry.left(engine.name, ending, end)
+        record = entry.record_of_stay(engine.name, ending, end)
         entry.placement = None  # before another engine gets it
-        self._on_engine_request(left)
+        self._on_engine_request(record)
         return True
 
-    def _end(self, ended: Iterable[tuple[OpenRequest, Rollout | RolloutFailure]]) -> None:
-        by_owner: dict[OnEnd, Ended] = {}
-        for entry, result in ended:
+    def _end(self, results: Iterable[tuple[OpenRequest, Rollout | RolloutFailure]]) -> None:
+        by_owner: dict[OnEnd, EndedRequests] = {}
+        for entry, result in results:
             if isinstance(result, Rollout):
                 self._detach(entry, RequestEnding(result.finish_reason), len(result.ids))
             else:

@@ -14,25 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.records.experts import Experts, filled, join_experts
-from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Segment, TokenSequence
 from asyncrl_cli.rollout.response_text import cut
-
-
-def rest_of(sampling: Sampling, generated: int, by_position: bool) -> Sampling:
-    """Return the sampling settings for the rest of a rollout that already has ``generated`` tokens.
-
-    ``max_tokens`` is reduced to the remaining budget. ``by_position``: the engine draws each token's random numbers by
-    seed and position (decision 0064), so the rest gets the same numbers as without the interruption. Otherwise the rest
-    gets another seed: with the old one, the random stream would start over and repeat the first tokens' numbers.
-    """
-    if generated == 0:
-        return sampling
-    seed = sampling.seed
-    if seed is not None and not by_position:
-        seed = derive_seed(seed, generated)
-    return replace(sampling, max_tokens=max(sampling.max_tokens - generated, 0), seed=seed)
 
 
 def split_by_version(
@@ -53,7 +37,7 @@ def split_by_version(
         raise RuntimeError(f"{len(ids)} tokens of rollout {rollout_id} have {len(logprobs)} log-probs")
     if end > start and (not version_starts or version_starts[0][1] > start):
         raise RuntimeError(f"no weight version is known for token {start} of rollout {rollout_id}")
-    bounds = np.clip([*(first for _, first in version_starts), end], start, end)
+    bounds = np.clip([*(version_start for _, version_start in version_starts), end], start, end)
     versions = np.repeat(np.asarray([version for version, _ in version_starts], np.int32), np.diff(bounds))
     tokens = TokenSequence(
         np.asarray(ids, np.int32), logprobs=np.asarray(logprobs, np.float32), versions=versions, experts=experts
@@ -69,7 +53,7 @@ def stopped_at(decode: Callable[[Any], str], ids: Sequence[int] | NDArray[Any], 
 
     def stopped(count: int) -> bool:
         text = decode(ids[:count])
-        return any(one in text for one in stop)
+        return any(stop_string in text for stop_string in stop)
 
     if not stop or not stopped(len(ids)):
         return None
@@ -78,10 +62,10 @@ def stopped_at(decode: Callable[[Any], str], ids: Sequence[int] | NDArray[Any], 
 
 def finished(
     request: RolloutRequest,
-    rest: Iterable[Segment],
+    segments: Iterable[Segment],
     reason: FinishReason,
     decode: Callable[[Any], str],
-    before: Experts | None = None,
+    earlier_experts: Experts | None = None,
 ) -> Rollout:
     """Join a request's prefix and the ``rest``, which may be empty, into its rollout.
 
@@ -89,10 +73,10 @@ def finished(
     once, from all ids. ``before``: experts that the engine of ``rest`` chose for prompt and prefix. The prefix keeps
     its own experts where they are known. Raises ``ValueError`` when prefix and rest do not form one sequence.
     """
-    tokens = TokenSequence.join([*request.prefix, *rest])
+    tokens = TokenSequence.join([*request.prefix, *segments])
     prompt_experts = None
-    if before is not None:
-        prompt_experts, of_prefix = np.split(before, [len(request.prompt_ids)])
+    if earlier_experts is not None:
+        prompt_experts, of_prefix = np.split(earlier_experts, [len(request.prompt_ids)])
         later = len(tokens.ids) - len(of_prefix)
         experts = filled(tokens.experts, join_experts([(len(of_prefix), of_prefix), (later, None)]))
         tokens = replace(tokens, experts=experts)

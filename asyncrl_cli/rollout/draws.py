@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
 def position_seeds(seeds: NDArray[np.int64], positions: NDArray[Any]) -> NDArray[np.int64]:
@@ -27,8 +27,8 @@ def position_seeds(seeds: NDArray[np.int64], positions: NDArray[Any]) -> NDArray
         return _mixed(_mixed(seeds.view(np.uint64)) + steps).view(np.int64)
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection of 64 bits; every bit of the input changes half of the output's."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * _FIRST
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * _SECOND
-    return numbers ^ (numbers >> np.uint64(31))
+    words = (words ^ (words >> np.uint64(30))) * _MULTIPLIER_1
+    words = (words ^ (words >> np.uint64(27))) * _MULTIPLIER_2
+    return words ^ (words >> np.uint64(31))

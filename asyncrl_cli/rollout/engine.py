@@ -32,11 +32,12 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.rollout.activity import Occupancy
-from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
+from asyncrl_cli.rollout.continuation import finished, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
+from asyncrl_cli.rollout.vllm_core import HOLD_S, LONGEST_HOLD_S
 from asyncrl_cli.rollout.vllm_images import VllmImages
 from asyncrl_cli.rollout.vllm_inflight import (
     newest_experts,
@@ -45,7 +46,6 @@ from asyncrl_cli.rollout.vllm_inflight import (
     running_tokens,
     sampled_logprobs,
 )
-from asyncrl_cli.rollout.vllm_joined_outputs import HOLD_S, LONGEST_HOLD_S
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
@@ -90,7 +90,7 @@ class Engine:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._shows_special = spec.task.special_tokens == "shown"
         self._decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), self._shows_special)
-        self._by_position: bool | None = None  # set from the answer of vLLM's worker, before the first request
+        self._draws_by_position = False  # set before the first request
         self._records_experts = spec.algorithm.router_replay
         # Tokens that wait in vLLM's core cannot be recorded, so they wait no longer than a segment may take.
         self._hold_s = min(LONGEST_HOLD_S, spec.journal.segment_seconds)
@@ -118,14 +118,14 @@ class Engine:
         token 0 or has gaps, and ``RuntimeError`` when vLLM counts an image's tokens differently.
         """
         prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
-        if not request.left:
-            return finished(request, rest=[], reason="length", decode=self._decode)
+        if not request.remaining_tokens:
+            return finished(request, segments=[], reason="length", decode=self._decode)
         aborts = self._aborts
         processed = await self._images.processed(request.images)
         async with self._slots.slot(request.priority):
             output = await self._final_output(request, prefix_ids, processed, aborts)
         self._ended_tokens += len(output.token_ids)
-        before, experts = _experts(request, output)
+        earlier_experts, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
             raise RuntimeError("vLLM returned no experts for the tokens (algorithm.router_replay)")
         segments = _segments(request, output, experts)
@@ -134,7 +134,7 @@ class Engine:
         reason: FinishReason = output.finish_reason
         if reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended the request with {reason!r}")
-        return finished(request, rest=segments, reason=reason, decode=self._decode, before=before)
+        return finished(request, segments=segments, reason=reason, decode=self._decode, earlier_experts=earlier_experts)
 
     async def abort(self) -> None:
         """Make every running or waiting request raise ``Aborted``. On return, none of them is being generated."""
@@ -172,13 +172,16 @@ class Engine:
 
     def sequence_s(self) -> float:
         """The integral over time of the number of requests in vLLM, since the last call."""
-        return self._occupancy.read()
+        return self._occupancy.take()
 
     def placements(self) -> list[Placement]:
         """The requests that vLLM has returned since the last call."""
-        now = time.monotonic()
+        delivery_time = time.monotonic()
         returned, self._returned = self._returned, []
-        return [replace(one, since_s=now - one.since_s, until_s=now - one.until_s) for one in returned]
+        return [
+            replace(placement, since_s=delivery_time - placement.since_s, until_s=delivery_time - placement.until_s)
+            for placement in returned
+        ]
 
     @property
     def dead(self) -> bool:
@@ -219,8 +222,14 @@ class Engine:
         return int((await self._vllm.collective_rpc("measured_cache"))[0])
 
     async def _set_up_sampling(self) -> None:
-        if self._by_position is None:
-            self._by_position = all(await self._vllm.collective_rpc("sample_by_position"))
+        if not self._draws_by_position:
+            self._draws_by_position = all(await self._vllm.collective_rpc("sample_by_position"))
+            if not self._draws_by_position:  # a continued rollout would get other tokens (decision 0064)
+                raise ConfigError(
+                    "vLLM's sampler for this machine cannot draw tokens by seed and position",
+                    location="rollout.engines",
+                    hint="use engines on x86 or ARM CPUs, or on GPUs with Triton",
+                )
 
     async def _prepare(self, version: int, path: str, slots: tuple[TensorSlot, ...]) -> None:
         # Called before the pause: everything here happens while vLLM generates.
@@ -234,9 +243,9 @@ class Engine:
             if self._lora is not None:
                 unserved = (await self._vllm.collective_rpc("unserved_adapters"))[0]
                 if unserved:  # vLLM would silently ignore them
-                    more = f" and {len(unserved) - 1} more" if len(unserved) > 1 else ""
+                    further_layers = f" and {len(unserved) - 1} more" if len(unserved) > 1 else ""
                     raise ConfigError(
-                        f"vLLM cannot apply the adapter of {unserved[0]}{more}",
+                        f"vLLM cannot apply the adapter of {unserved[0]}{further_layers}",
                         location="model.lora.serve",
                         hint="set it to merged, or remove these layers from model.lora.target_modules",
                     )
@@ -332,10 +341,12 @@ class Engine:
                 lora_request=self._adapter,
                 priority=0,
             ):
-                last = output
-        logprobs = [entry[token].logprob for entry, token in zip(last.prompt_logprobs[1:], probe_ids[1:], strict=True)]
-        first = max([1, *(one.end for one in images)])
-        return Attestation(self._version, np.asarray(logprobs[first - 1 :], dtype=np.float32), stall_s)
+                final_output = output
+        logprobs = [
+            entry[token].logprob for entry, token in zip(final_output.prompt_logprobs[1:], probe_ids[1:], strict=True)
+        ]
+        first_token = max([1, *(placed_image.end for placed_image in images)])
+        return Attestation(self._version, np.asarray(logprobs[first_token - 1 :], dtype=np.float32), stall_s)
 
     def shutdown(self) -> None:
         """Stop vLLM and its processes."""
@@ -349,28 +360,27 @@ class Engine:
 
         # During a publish, the engine that sampled the prefix or the earlier turns may be one version ahead. Wait for
         # that version: within a rollout, versions must never fall (decision 0010).
-        newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
+        min_version = max(request.min_version, request.prefix[-1].version if request.prefix else 0)
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._aborts > aborts or (not self._loading and self._version >= newest)
+                lambda: self._aborts > aborts or (not self._loading and self._version >= min_version)
             )
         if self._aborts > aborts:
             raise Aborted([])
-        assert self._by_position is not None  # known since the engine serves a version
-        rest = rest_of(request.sampling, request.generated, self._by_position)
-        held = not (request.streamed or rest.stop)
+        sampling = request.sampling
+        may_wait = not (request.streamed or sampling.stop)
         params = SamplingParams(
-            max_tokens=rest.max_tokens,
-            temperature=rest.temperature,
-            seed=rest.seed,
-            stop=list(rest.stop),
+            max_tokens=request.remaining_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            stop=list(sampling.stop),
             logprobs=0,
             flat_logprobs=True,
-            detokenize=bool(rest.stop),
+            detokenize=bool(sampling.stop),
             skip_special_tokens=not self._shows_special,  # vLLM searches this text for stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # no other request has these parameters
-            extra_args={HOLD_S: self._hold_s} if held else None,
+            extra_args={HOLD_S: self._hold_s} if may_wait else None,
         )
         self._occupancy.add(1)
         self._all_returned.clear()
@@ -382,7 +392,7 @@ class Engine:
                 request_id=request_id(request.rollout_id, request.generated),
                 lora_request=self._adapter,
             ):
-                last = output
+                final_output = output
         finally:
             self._occupancy.add(-1)
             if not self._occupancy.requests:
@@ -392,12 +402,12 @@ class Engine:
                 request.rollout_id,
                 since_s=since,
                 until_s=time.monotonic(),
-                cached_tokens=last.num_cached_tokens or 0,
+                cached_tokens=final_output.num_cached_tokens or 0,
                 # Only measured with ``rollout.engine_args: {disable_log_stats: false}``.
-                first_token_s=float(getattr(last.metrics, "first_token_latency", 0.0)) or None,
+                first_token_s=float(getattr(final_output.metrics, "first_token_latency", 0.0)) or None,
             )
         )
-        return last.outputs[0]
+        return final_output.outputs[0]
 
     async def _wake(self) -> None:
         async with self._changed:
@@ -414,11 +424,11 @@ class Engine:
 
 
 def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None = None) -> list[Segment]:
-    first = request.generated
-    starts = [(int(span.version), first + span.start) for span in output.weight_versions or ()]
+    prefix_tokens = request.generated
+    starts = [(int(span.version), prefix_tokens + span.start) for span in output.weight_versions or ()]
     return split_by_version(
         request.rollout_id,
-        start=first,
+        start=prefix_tokens,
         ids=output.token_ids,
         logprobs=sampled_logprobs(output.logprobs),
         version_starts=starts,
@@ -430,7 +440,7 @@ def _experts(request: RolloutRequest, output: CompletionOutput) -> tuple[Experts
     """Experts of the tokens before the first one generated here, and from it on."""
     if output.routed_experts is None or request.rollout_id.startswith(EVALUATION):
         return None, None
-    before = len(request.prompt_ids) + request.generated
-    rows = newest_experts([output.routed_experts], before + len(output.token_ids) - 1)
+    context_tokens = len(request.prompt_ids) + request.generated
+    rows = newest_experts([output.routed_experts], context_tokens + len(output.token_ids) - 1)
     assert rows is not None
-    return join_experts([(1, None), (before - 1, rows[: before - 1])]), rows[before - 1 :]
+    return join_experts([(1, None), (context_tokens - 1, rows[: context_tokens - 1])]), rows[context_tokens - 1 :]

@@ -19,13 +19,13 @@ from asyncrl_cli.system.remote import ActorCrashed, ActorDied
 
 CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
 """vLLM's error text with its processes' exit codes."""
-RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+TRACEBACK_END = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 """The last line of a traceback in a log."""
-FOLLOWS = re.compile(r"EngineDeadError|EngineCore encountered an issue")
+CONSEQUENCE = re.compile(r"EngineDeadError|EngineCore encountered an issue")
 """vLLM's errors that only say that the core has ended."""
 EXIT_S = 2.0
 """Seconds that a core may take to exit after it has reported its failure."""
-ASKED = frozenset({signal.SIGTERM, signal.SIGINT})
+END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals with which other processes end a process."""
 
 
@@ -43,8 +43,8 @@ class LogSince:
         with self.path.open("rb") as file:
             file.seek(self._start)
             lines = file.read().decode(errors="replace").splitlines()
-        raised = [found[1] for line in lines if (found := RAISED.search(line)) and not CORE_FAILED.search(line)]
-        return next((cause for cause in reversed(raised) if not FOLLOWS.search(cause)), None)
+        causes = [match[1] for line in lines if (match := TRACEBACK_END.search(line)) and not CORE_FAILED.search(line)]
+        return next((cause for cause in reversed(causes) if not CONSEQUENCE.search(cause)), None)
 
 
 def start_failure(text: str, log: LogSince) -> RunError | None:
@@ -78,7 +78,7 @@ def death(children: Iterable[BaseProcess], log: LogSince) -> ActorDied:
     if signal.SIGKILL in signals:
         return ActorDied(f"{died}: it was killed", location="engine")
     # vLLM sends SIGTERM to a core that has reported its error.
-    cause = log.root_cause() or ", ".join(sorted(found.name for found in signals - ASKED))
+    cause = log.root_cause() or ", ".join(sorted(signal_number.name for signal_number in signals - END_SIGNALS))
     if cause:
         return ActorCrashed(f"{died}: {cause}", location="engine")
     return ActorDied(died, location="engine")

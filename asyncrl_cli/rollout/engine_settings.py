@@ -10,7 +10,6 @@ the source has an unexpected form, the names are unknown (None), and the engine 
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,10 +87,10 @@ def kv_cache_bytes(spec: ExperimentSpec, per_token: int) -> int:
 def kv_cache_blocks(spec: ExperimentSpec) -> int:
     """Blocks for ``max_running_rollouts`` sequences of half the longest length, and for at least one of
     ``model.max_length``, without which vLLM does not start."""
-    longest = spec.rollout.longest_rollout
-    blocks_each = -(-longest // (2 * BLOCK_SIZE)) + 1
-    least = -(-max(longest, spec.model.max_length) // BLOCK_SIZE) + 1
-    return max(spec.rollout.max_running_rollouts * blocks_each, least)
+    longest_rollout = spec.rollout.longest_rollout
+    blocks_each = -(-longest_rollout // (2 * BLOCK_SIZE)) + 1
+    min_blocks = -(-max(longest_rollout, spec.model.max_length) // BLOCK_SIZE) + 1
+    return max(spec.rollout.max_running_rollouts * blocks_each, min_blocks)
 
 
 def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
@@ -131,8 +130,8 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
     else:
         args["language_model_only"] = True
     if rollout.gpus_per_engine:
-        own_bytes = int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
-        args |= gpu_args(spec, own_bytes)
+        gpu_bytes = int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
+        args |= gpu_args(spec, gpu_bytes)
     else:
         per_token = cache_bytes_per_token(spec, AutoConfig.from_pretrained(model_dir).get_text_config())
         args |= {
@@ -155,14 +154,14 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
     return AsyncEngineArgs(**merged(args, rollout.engine_args))
 
 
-def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merged(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Override the ``usual`` arguments by the user's ``own``; mappings such as hf_overrides are merged key by key."""
-    both = {
-        name: {**usual[name], **own[name]}
-        for name in usual.keys() & own.keys()
-        if isinstance(usual[name], Mapping) and isinstance(own[name], Mapping)
+    nested = {
+        name: {**defaults[name], **overrides[name]}
+        for name in defaults.keys() & overrides.keys()
+        if isinstance(defaults[name], Mapping) and isinstance(overrides[name], Mapping)
     }
-    return {**usual, **own, **both}
+    return {**defaults, **overrides, **nested}
 
 
 def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
@@ -196,20 +195,20 @@ def with_cache(spec: ExperimentSpec, nbytes: int) -> ExperimentSpec:
     While vLLM measures, it counts memory that other processes allocate as its own, and fails if they free some. So an
     engine that restarts next to a training rank gets the size that its first start measured.
     """
-    own = spec.rollout.engine_args | {CACHE_ARGUMENT: nbytes}
-    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": own})})
+    user_args = spec.rollout.engine_args | {CACHE_ARGUMENT: nbytes}
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": user_args})})
 
 
 def engine_arguments() -> set[str] | None:
     """Return the names of vLLM's engine arguments; None if unknown."""
-    found = {
+    names = {
         statement.target.id
         for node in _statements("engine/arg_utils.py")
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     }
-    return found or None
+    return names or None
 
 
 def tool_parsers() -> set[str] | None:
@@ -220,15 +219,15 @@ def reasoning_parsers() -> set[str] | None:
     return _table("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER")
 
 
-def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] | None) -> None:
+def check_engine_arguments(arguments: Mapping[str, Any], known_names: Collection[str] | None) -> None:
     """Raise ``ConfigError`` for the first argument of ``rollout.engine_args`` that vLLM does not have."""
     for name in arguments:
-        if known is not None and name not in known:
-            written = name.strip("-").replace("-", "_")
+        if known_names is not None and name not in known_names:
+            python_name = name.strip("-").replace("-", "_")
             raise ConfigError(
                 f"vLLM has no engine argument {name!r}",
                 location=f"rollout.engine_args.{name}",
-                hint=did_you_mean(written, known, "remove it; `vllm serve --help` lists the arguments"),
+                hint=did_you_mean(python_name, known_names, "remove it; `vllm serve --help` lists the arguments"),
             )
 
 
@@ -255,47 +254,21 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
 
     Raises ``ConfigError`` when vLLM refuses them, or would die at its first request.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    own = spec.rollout.engine_args
-    check_engine_arguments(own, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    user_args = spec.rollout.engine_args
     try:
         args = engine_args(spec, model_dir, load_format)
         config = args.create_engine_config()
     except Exception as error:  # from pydantic, transformers or vLLM
-        if (missing := _missing_package(model_dir)) is not None:
-            raise ConfigError(
-                f"vLLM's class for this model needs the package {missing}, which is not installed",
-                location="model",
-                hint=f"install the {missing} that belongs to the installed torch, or use another model",
-            ) from error
         raise ConfigError(
             f"vLLM refuses the engine's settings: {_refusal(error)}",
-            location="rollout.engine_args" if own else "rollout",
-            hint=f"correct or remove the argument that it names ({', '.join(own)})"
-            if own
+            location="rollout.engine_args" if user_args else "rollout",
+            hint=f"correct or remove the argument that it names ({', '.join(user_args)})"
+            if user_args
             else "change the setting that it names, or use a model that vLLM serves",
         ) from error
     if spec.rollout.gpus_per_engine == 0:
         _check_head_size(config.model_config)
     return args, config
-
-
-def _missing_package(model_dir: str) -> str | None:
-    """Return the missing package that vLLM's class for a model needs, if any; vLLM names it only in its log. Qwen3.5,
-    for example, needs torchvision, because its text model is in one file with its vision model."""
-    from transformers import AutoConfig
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    try:
-        for name in AutoConfig.from_pretrained(model_dir).architectures or []:
-            if name in ModelRegistry.models:
-                ModelRegistry.models[name].load_model_cls()
-    except ModuleNotFoundError as error:
-        return error.name
-    except Exception:  # the error that the caller already reports
-        return None
-    return None
 
 
 def _check_head_size(model: ModelConfig) -> None:
@@ -335,9 +308,9 @@ def _refusal(error: Exception) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return f"{where}: {first['msg']}" if where else first["msg"]
+        details = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(key) for key in details["loc"])
+        return f"{where}: {details['msg']}" if where else details["msg"]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}"
 

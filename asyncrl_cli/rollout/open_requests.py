@@ -20,8 +20,8 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.token_prefix import TokenPrefix
 
-Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
-OnEnd = Callable[[Ended], None]
+EndedRequests = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
+OnEnd = Callable[[EndedRequests], None]
 """Callback with all requests of one owner that ended together."""
 OnSegments = Callable[[list[Segment]], None]
 
@@ -86,29 +86,29 @@ class OpenRequest:
     def __post_init__(self) -> None:
         self.tokens = TokenPrefix(self.request.prefix)
 
-    def left(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
+    def record_of_stay(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
         """The record of a request that has left an engine. ``end``: its number of tokens, if more than were
         reported."""
-        before = self.request.generated
-        left = EngineRequest(
+        prefix_tokens = self.request.generated
+        record = EngineRequest(
             request_id=self.request.rollout_id,
             engine=engine,
             begun_at=self.sent_at,
             ended_at=time.time(),
             ending=ending,
-            tokens=(self.tokens.end if end is None else end) - before,
-            context_tokens=len(self.request.prompt_ids) + before,
+            tokens=(self.tokens.end if end is None else end) - prefix_tokens,
+            context_tokens=len(self.request.prompt_ids) + prefix_tokens,
         )
         if self.placement is None:
-            return left
-        now, placement = self.placement
+            return record
+        delivered_at, placement = self.placement
         return replace(
-            left,
+            record,
             cached_tokens=placement.cached_tokens,
-            running_from=now - placement.since_s,
-            running_until=now - placement.until_s,
+            running_from=delivered_at - placement.since_s,
+            running_until=delivered_at - placement.until_s,
             first_token_s=placement.first_token_s,
         )
 
-    def __lt__(self, other: OpenRequest) -> bool:
-        return (self.request.priority, self.order) < (other.request.priority, other.order)
+    def __lt__(self, other_request: OpenRequest) -> bool:
+        return (self.request.priority, self.order) < (other_request.request.priority, other_request.order)

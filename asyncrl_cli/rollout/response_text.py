@@ -17,7 +17,9 @@ Decode = Callable[[Iterable[int]], str]
 def special_tokens(tokenizer: Any) -> frozenset[int]:
     """The ids of a tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset({*tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)})
+    return frozenset(
+        {*tokenizer.all_special_ids, *(token for token, added_token in added.items() if added_token.special)}
+    )
 
 
 def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
@@ -37,9 +39,9 @@ def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in (tokenizer.eos_token_id, *ids) if token is not None)
 
 
-def decoder(tokenizer: Any, end_tokens: Collection[int], shown: bool) -> Decode:
+def decoder(tokenizer: Any, end_tokens: Collection[int], shows_special: bool) -> Decode:
     """Make a function that decodes a response. ``shown``: with special tokens, except ``end_tokens``."""
-    if not shown:
+    if not shows_special:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
     dropped = special_tokens(tokenizer) & frozenset(end_tokens)
     return lambda ids: str(
@@ -49,4 +51,4 @@ def decoder(tokenizer: Any, end_tokens: Collection[int], shown: bool) -> Decode:
 
 def cut(text: str, marks: Iterable[str]) -> str:
     """Return the text before the first of the ``marks``, such as stop strings."""
-    return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
+    return text[: min((position for mark in marks if (position := text.find(mark)) >= 0), default=len(text))]

@@ -25,7 +25,7 @@ class VllmImages:
 
     def __init__(self, vllm: AsyncLLM) -> None:
         self._vllm = vllm
-        self._cache = ImageCache(self._process, nbytes=lambda made: _nbytes(made[0]), limit=KEPT_BYTES)
+        self._cache = ImageCache(self._process, nbytes=lambda processed: _nbytes(processed[0]), limit=KEPT_BYTES)
         # One thread, as in vLLM: its processors are not thread-safe.
         self._thread = ThreadPoolExecutor(1, "images")
 
@@ -36,7 +36,7 @@ class VllmImages:
         """
         if not images:
             return []
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: list(map(self._one, images)))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: list(map(self._pixels, images)))
 
     def prompt(self, ids: Sequence[int], images: Sequence[PlacedImage], processed: Sequence[Any], version: int) -> Any:
         """Return vLLM's input for a sequence that starts under weight ``version``."""
@@ -47,17 +47,19 @@ class VllmImages:
             list(ids),
             mm_kwargs={"image": list(processed)},
             # vLLM caches the vision tower's outputs by this hash, and they depend on the weights.
-            mm_hashes={"image": [f"{placed.image.digest}-{version}" for placed in images]},
-            mm_placeholders={"image": [PlaceholderRange(placed.offset, placed.length) for placed in images]},
+            mm_hashes={"image": [f"{placed_image.image.digest}-{version}" for placed_image in images]},
+            mm_placeholders={
+                "image": [PlaceholderRange(placed_image.offset, placed_image.length) for placed_image in images]
+            },
             cache_salt=str(version),
         )
 
-    def _one(self, placed: PlacedImage) -> Any:
-        pixels, tokens = self._cache.of(placed.image)
-        if tokens != placed.length:
+    def _pixels(self, placed_image: PlacedImage) -> Any:
+        pixels, tokens = self._cache.get(placed_image.image)
+        if tokens != placed_image.length:
             raise RuntimeError(
-                f"vLLM's processor gives image {placed.image.digest} {tokens} tokens, and the model's own processor "
-                f"{placed.length}"
+                f"vLLM's processor gives image {placed_image.image.digest} {tokens} tokens, "
+                f"and the model's own processor {placed_image.length}"
             )
         return pixels
 
@@ -69,15 +71,15 @@ class VllmImages:
         processor = self._vllm.renderer.mm_processor
         assert processor is not None  # model.max_images is not 0
         text = processor.dummy_inputs.get_dummy_text({"image": 1})
-        found = processor.apply(
+        output = processor.apply(
             ProcessorInputs(
                 prompt=self._vllm.get_tokenizer().encode(text, add_special_tokens=False),
                 mm_data_items=processor.info.parse_mm_data({"image": [image.decoded()]}),
             ),
             TimingContext(enabled=False),
         )
-        (pixels,) = found["mm_kwargs"]["image"]
-        (place,) = found["mm_placeholders"]["image"]
+        (pixels,) = output["mm_kwargs"]["image"]
+        (place,) = output["mm_placeholders"]["image"]
         return pixels, place.get_num_embeds()
 
 

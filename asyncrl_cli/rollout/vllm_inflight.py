@@ -19,9 +19,9 @@ from asyncrl_cli.records.generation import Segment
 from asyncrl_cli.rollout.continuation import split_by_version
 
 
-def request_id(rollout_id: str, first: int) -> str:
+def request_id(rollout_id: str, first_token: int) -> str:
     """The id under which vLLM generates a rollout from token ``first`` on."""
-    return f"{rollout_id}+{first}"
+    return f"{rollout_id}+{first_token}"
 
 
 def sampled_logprobs(flat: Any) -> list[float]:
@@ -29,24 +29,24 @@ def sampled_logprobs(flat: Any) -> list[float]:
     return [] if flat is None else flat.logprobs
 
 
-def newest_experts(parts: Sequence[Any], tokens: int) -> Experts | None:
+def newest_experts(chunks: Sequence[Any], tokens: int) -> Experts | None:
     """Return the last ``tokens`` rows of vLLM's experts, given in ``parts`` [rows, layers, k]; None without parts.
 
     They belong to the newest tokens: vLLM gives a row for every token of prompt and response except the last. Raises
     ``RuntimeError`` when there are fewer rows.
     """
-    if not parts:
+    if not chunks:
         return None
-    taken: list[Any] = []
-    missing = tokens
-    for part in reversed(parts):  # the prompt's rows, which are many, come first
-        if missing <= 0:
+    newest_chunks: list[Any] = []
+    missing_rows = tokens
+    for chunk in reversed(chunks):  # the prompt's rows, which are many, come first
+        if missing_rows <= 0:
             break
-        taken.insert(0, part)
-        missing -= len(part)
-    if missing > 0:
-        raise RuntimeError(f"vLLM returned experts for {tokens - missing} of {tokens} tokens")
-    rows: Experts = np.concatenate([parts[0][:0], *taken])[-missing:]
+        newest_chunks.insert(0, chunk)
+        missing_rows -= len(chunk)
+    if missing_rows > 0:
+        raise RuntimeError(f"vLLM returned experts for {tokens - missing_rows} of {tokens} tokens")
+    rows: Experts = np.concatenate([chunks[0][:0], *newest_chunks])[-missing_rows:]
     return rows.reshape(tokens, math.prod(rows.shape[1:]))
 
 
@@ -56,10 +56,10 @@ def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
     # Private (decision 0010): vLLM's public outputs have weight versions only at a request's end, and earlier outputs
     # would cost a queue entry and a wake-up per token and request.
     for state in vllm.output_processor.request_states.values():
-        rollout_id, _, first = state.external_req_id.rpartition("+")
+        rollout_id, _, first_token = state.external_req_id.rpartition("+")
         if rollout_id not in since:
             continue
-        offset = int(first)
+        offset = int(first_token)
         begin = max(since[rollout_id] - offset, 0)
         # No copy, if the tokenizer is a fast one or the request is not detokenized.
         token_ids = state.detokenizer.output_token_ids

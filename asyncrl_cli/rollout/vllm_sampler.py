@@ -10,7 +10,7 @@ Imported only in vLLM's worker process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,11 +22,16 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from asyncrl_cli.rollout.draws import position_seeds
 from asyncrl_cli.weights import vllm_worker
 
+if TYPE_CHECKING:
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 
 class WorkerExtension(vllm_worker.WorkerExtension):
     """Calls for asyncrl that vLLM mixes into its worker."""
 
-    model_runner: Any
+    model_runner: GPUModelRunner
     vllm_config: VllmConfig
     available_kv_cache_memory_bytes: int
 
@@ -39,7 +44,7 @@ class WorkerExtension(vllm_worker.WorkerExtension):
         return self.available_kv_cache_memory_bytes
 
 
-def sample_by_position(runner: Any, config: VllmConfig) -> bool:
+def sample_by_position(runner: GPUModelRunner, config: VllmConfig) -> bool:
     """Make a model runner draw every token's random numbers by seed and position.
 
     Returns False, and changes nothing, where vLLM has no kernel for this.
@@ -53,19 +58,20 @@ def sample_by_position(runner: Any, config: VllmConfig) -> bool:
     return True
 
 
-def _has_kernel(sampler: Any) -> bool:
+def _has_kernel(sampler: Sampler) -> bool:
     if current_platform.is_cpu():
-        own = getattr(sampler.topk_topp_sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
-        return own and not sampler.use_fp64_gumbel
+        is_cpu_method = getattr(sampler.topk_topp_sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
+        return is_cpu_method and not sampler.use_fp64_gumbel
     return bool(current_platform.is_cuda_alike() and HAS_TRITON)
 
 
 class PositionSampler:
     """Replaces vLLM's ``TopKTopPSampler``: logits [requests, vocabulary] to tokens [requests]."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
-        self._seeds_of: tuple[Any, Any] = (None, None)  # the batch with known seeds, and its generators
+        self._seeds_of: tuple[SamplingMetadata | None, Mapping[int, torch.Generator] | None] = (None, None)
+        """The batch with known seeds, and its generators."""
 
     def __call__(
         self,
@@ -74,7 +80,10 @@ class PositionSampler:
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tokens, and the distribution drawn from if vLLM's ``logprobs_mode`` asks for it."""
+        """Return the tokens, and the distribution [requests, vocabulary] drawn from if ``logprobs_mode`` asks for it.
+
+        ``generators``: by row, of requests with a seed. ``k`` (integers) and ``p``: limits [requests].
+        """
         logits = apply_top_k_top_p(logits, k, p)
         processed = None
         if self._runner.sampler.logprobs_mode == "processed_logits":
@@ -91,28 +100,28 @@ class PositionSampler:
         ), processed
 
     def _seeds(self, generators: Mapping[int, torch.Generator], rows: int, device: torch.device) -> torch.Tensor:
-        """Each row's seed, int64. A request without a seed gets a random one in each step."""
+        """Return the seeds [rows], int64. A request without a seed gets a random one in each step."""
         batch = self._runner.input_batch.sampling_metadata
         # vLLM makes new metadata when a request comes, ends or changes its row; trial steps have other generators.
         if batch is not self._seeds_of[0] or generators is not self._seeds_of[1]:
             seeds = np.array([generator.initial_seed() for generator in generators.values()], np.uint64)
-            self._seeded = torch.tensor(list(generators), dtype=torch.int64, device=device)
-            self._known = torch.from_numpy(seeds.view(np.int64)).to(device)
+            self._seeded_rows = torch.tensor(list(generators), dtype=torch.int64, device=device)
+            self._known_seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
             self._seeds_of = batch, generators
-        if len(self._known) == rows:
-            return torch.empty_like(self._known).index_copy_(0, self._seeded, self._known)
+        if len(self._known_seeds) == rows:
+            return torch.empty_like(self._known_seeds).index_copy_(0, self._seeded_rows, self._known_seeds)
         drawn = torch.empty(rows, dtype=torch.int64, device=device).random_()
-        return drawn.index_copy_(0, self._seeded, self._known)
+        return drawn.index_copy_(0, self._seeded_rows, self._known_seeds)
 
 
 def _draw_on_cpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The kernel's noise for token i of a row is a hash of the row's seed and i, computed in float64."""
-    rows = torch.from_numpy(position_seeds(seeds.numpy(), positions.numpy()))
-    return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), rows)  # type: ignore[no-any-return]
+    row_seeds = torch.from_numpy(position_seeds(seeds.numpy(), positions.numpy()))
+    return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), row_seeds)  # type: ignore[no-any-return]
 
 
 def _draw_on_gpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, in_float64: bool) -> torch.Tensor:
-    """Draw the same numbers as V2, which counts positions from the previous token."""
+    """Draw the same numbers as V2, which counts positions from the previous token. ``seeds``, ``positions``: [rows]."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     return gumbel_sample(  # type: ignore[no-any-return]

@@ -1,4 +1,9 @@
-"""The Ray actor around one engine.
+"""The Ray actor around one engine (``Engine``).
+
+``submit``, ``cancel``, ``abort``   what the engine generates
+``collect``                     everything new: ended rollouts, tokens, activity
+``update_weights``              load a version from the host's memory, and prove it
+``sleep``, ``wake_up``          give the GPU to a trainer rank, and take it back
 
 Requests are submitted and results collected in bulk: the cost of remote calls does not grow with the number of
 rollouts (decision 0006).
@@ -53,10 +58,10 @@ class RolloutWorker:
         redirect_output(log_dir, name)
         self._spec = spec
         self._log = Path(log_dir) / f"{name}.log"
-        self._next = Delivery()  # collects ended rollouts
+        self._next_delivery = Delivery()  # collects ended rollouts
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tokens: dict[str, TokenPrefix] = {}  # tokens to deliver
-        self._read_at = time.monotonic()
+        self._tokens_read_at = time.monotonic()
         self._streamed: set[str] = set()
         self._streamed_at = time.monotonic()
         self._deliverable = asyncio.Event()
@@ -69,7 +74,7 @@ class RolloutWorker:
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
-        from asyncrl_cli.rollout.core_main import fork_core, use_as_main
+        from asyncrl_cli.rollout.vllm_core import fork_core, use_as_main
 
         with large_imports():
             import vllm.v1.engine.async_llm  # noqa: F401
@@ -144,15 +149,15 @@ class RolloutWorker:
         their tokens; after it ``collect`` raises ``ActorDied`` with the cause.
         """
         await self._wait_for_delivery(timeout_s)
-        ended, self._next = self._next, Delivery()
+        delivery, self._next_delivery = self._next_delivery, Delivery()
         dead = self._engine.dead
-        now = time.monotonic()
-        if dead or ended.failures or now >= self._segments_due:
+        time_s = time.monotonic()
+        if dead or delivery.failures or time_s >= self._segments_due:
             self._read_tokens(self._tokens)
-            self._read_at = self._streamed_at = now
-        elif now >= self._stream_due:
+            self._tokens_read_at = self._streamed_at = time_s
+        elif time_s >= self._stream_due:
             self._read_tokens(self._streamed)
-            self._streamed_at = now
+            self._streamed_at = time_s
         segments = [segment for tokens in self._tokens.values() for segment in tokens.take()]
         # Aborted and failed rollouts were tracked until here, for their last tokens.
         self._tokens = {name: tokens for name, tokens in self._tokens.items() if name in self._running}
@@ -160,16 +165,16 @@ class RolloutWorker:
         if not dead:
             self._deliverable.clear()
             self._urgent.clear()
-        elif not (ended.rollouts or segments):
+        elif not (delivery.rollouts or segments):
             raise await self._engine.death()
         activity = replace(
-            self._clock.read(self._engine.sampled_tokens()),
+            self._clock.take_activity(self._engine.sampled_tokens()),
             sequence_s=self._engine.sequence_s(),
             cpu_s=self._processor.read() if self._processor is not None else 0.0,
         )
         return replace(
-            ended,
-            failures=[] if dead else ended.failures,
+            delivery,
+            failures=[] if dead else delivery.failures,
             segments=segments,
             activity=activity,
             leaving=self._got_sigterm,
@@ -228,7 +233,7 @@ class RolloutWorker:
 
     @property
     def _segments_due(self) -> float:
-        return self._read_at + self._spec.journal.segment_seconds
+        return self._tokens_read_at + self._spec.journal.segment_seconds
 
     @property
     def _stream_due(self) -> float:
@@ -252,12 +257,12 @@ class RolloutWorker:
         except Aborted as aborted:
             self._add(aborted.segments)
             self._clock.add_ended(sum(len(segment.ids) for segment in aborted.segments))
-            self._next.aborted.append(rollout_id)
+            self._next_delivery.aborted.append(rollout_id)
         except Exception as error:
-            self._next.failures.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
+            self._next_delivery.failures.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
             # Without the prompt, which the caller knows: a long prompt costs more to send than a response.
-            self._next.rollouts.append(replace(rollout, prompt_ids=()))
+            self._next_delivery.rollouts.append(replace(rollout, prompt_ids=()))
             self._clock.add_ended(len(rollout.ids) - request.generated)
             self._forget(rollout_id)
         self._running.pop(rollout_id, None)
@@ -269,7 +274,7 @@ class RolloutWorker:
     def _on_pause(self) -> None:
         self._clock.begin_update()
         self._read_tokens(self._tokens)
-        self._read_at = time.monotonic()
+        self._tokens_read_at = time.monotonic()
         if any(tokens.segments for tokens in self._tokens.values()):
             self._deliverable.set()
 

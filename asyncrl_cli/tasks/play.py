@@ -136,7 +136,7 @@ def opening_prompt(environment: Environment, prompt: Prompt) -> Prompt:
     def with_digest(content: Any) -> Any:
         if content.get("type") != "image_url":
             return content
-        image = Image.of(base64.b64decode(content["image_url"]["url"].partition(",")[2]))
+        image = Image.from_bytes(base64.b64decode(content["image_url"]["url"].partition(",")[2]))
         images[image.digest] = image
         return {"type": "image", "image": image.digest}
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl_cli.records.rewards import REWARD, missing_part, part_of_reward, weighted_reward
+from asyncrl_cli.records.rewards import REWARD, part_of_reward, unknown_metric, weighted_reward
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.advantages import overlong_penalty, running_means, uniform_groups
@@ -58,7 +58,7 @@ class StepRewards:
         names = sorted({name for group in groups for measured in group.metrics for name in measured})
         for name, part in zip(weights, parts, strict=True):
             if name != REWARD and part.isnan().all() and batch.step == 0 and not spec.task.mix:
-                raise missing_part(name, names, "no rollout of the first batch")
+                raise unknown_metric(name, names, "no rollout of the first batch")
         rewards = torch.zeros_like(own).masked_fill(own.isnan(), math.nan)
         for weight, part in zip(weights.values(), parts, strict=True):
             rewards += weight * part.nan_to_num()

@@ -108,7 +108,7 @@ def demonstrations(split: Split, size: int) -> Iterator[Prompt]:
 
 
 def _prompt(uid: str, scene: Scene, rng: random.Random, *replies: Message) -> Prompt:
-    image = Image.of(scene.drawn(rng))
+    image = Image.from_bytes(scene.drawn(rng))
     content = [{"type": "image", "image": image.digest}, {"type": "text", "text": scene.question}]
     fields = {"answer": scene.answer, "cells": _description(scene.cells)}
     return Prompt(uid, ({"role": "user", "content": content}, *replies), fields, (image,))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -310,14 +309,3 @@ def test_heads_that_crash_a_cpu_engine_are_refused(tmp_path: Path) -> None:
     write_model_stub(init, spec.model.max_length, tmp_path)
     with pytest.raises(ConfigError, match="attention heads have 24 dimensions; vLLM's CPU engine supports 32, 64"):
         engine_config(spec, str(tmp_path), "dummy")
-
-
-@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
-def test_a_package_that_vllms_class_of_the_model_needs_is_named(tmp_path: Path) -> None:
-    spec = small_spec()
-    assert spec.model.init is not None
-    init = spec.model.init.model_copy(update={"architecture": "qwen3_5_text"})
-    write_model_stub(init, spec.model.max_length, tmp_path)
-    with pytest.raises(ConfigError, match="needs the package torchvision, which is not installed") as refused:
-        engine_config(spec, str(tmp_path), "dummy")
-    assert "install the torchvision that belongs to the installed torch" in refused.value.hint

@@ -16,7 +16,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "self._vllm": LLM,
         "self._vllm.engine_core": CORE,
         "core": CORE,
-        "last": "vllm.outputs.RequestOutput()",
+        "final_output": "vllm.outputs.RequestOutput()",
         "span": "vllm.outputs.WeightVersionSpan()",
     },
     "rollout/engine_settings.py": {
@@ -31,7 +31,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "state.logprobs_processor": "vllm.v1.engine.logprobs.LogprobsProcessor()",
         "flat": "vllm.logprobs.FlatLogprobs()",
     },
-    "rollout/vllm_joined_outputs.py": {
+    "rollout/vllm_core.py": {
         "core": "vllm.v1.engine.core.EngineCoreProc()",
         "core.output_queue": "",
         "core.scheduler": "vllm.v1.core.sched.scheduler.Scheduler()",
@@ -39,7 +39,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "params": "vllm.sampling_params.SamplingParams()",
         "outputs": "vllm.v1.engine.EngineCoreOutputs()",
         "record": "vllm.v1.engine.EngineCoreOutput()",
-        "last": "vllm.v1.engine.EngineCoreOutput()",
+        "newest_record": "vllm.v1.engine.EngineCoreOutput()",
     },
     "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py lists what is used
     "train/checkpoints.py": {"engine": DEEPSPEED},

@@ -66,7 +66,7 @@ def rows_of(folder: Path, *rows: dict[str, Any]) -> Sequence[Prompt]:
     return read_source(SplitSpec(path="rows.jsonl", image_column="images"), "train", folder)
 
 
-WANTED = user(image(Image.of(RED).digest), text("and "), image(Image.of(BLUE).digest), text("?"))
+WANTED = user(image(Image.from_bytes(RED).digest), text("and "), image(Image.from_bytes(BLUE).digest), text("?"))
 FORMS: dict[str, dict[str, Any]] = {
     "parts with paths": {
         "prompt": user(image("pictures/red.png"), text("and "), image("pictures/blue.png"), text("?")),
@@ -99,7 +99,7 @@ def test_all_forms_of_a_row_with_images_give_the_same_prompt(folder: Path, form:
 def test_one_image_without_a_mark_comes_first_in_the_users_message(folder: Path) -> None:
     chat = [{"role": "system", "content": "look"}, {"role": "user", "content": "what?"}]
     plain, chatted = rows_of(folder, *({"prompt": one, "images": "pictures/red.png"} for one in ("what?", chat)))
-    wanted = user(image(Image.of(RED).digest), text("what?"))
+    wanted = user(image(Image.from_bytes(RED).digest), text("what?"))
     assert list(plain.content) == wanted
     assert list(chatted.content) == [chat[0], *wanted]
 
@@ -121,16 +121,16 @@ def test_saved_data_sets_have_images_in_parts_and_in_a_named_column(folder: Path
     data = datasets.Dataset.from_list(rows).cast_column("picture", datasets.Image())
     data.save_to_disk(folder / "saved")
     (prompt,) = read_source(SplitSpec(path="saved", image_column="picture"), "train", folder)
-    assert list(prompt.content) == user(image(Image.of(RED).digest), text("what?"))
+    assert list(prompt.content) == user(image(Image.from_bytes(RED).digest), text("what?"))
 
 
 def test_files_of_images_are_read_at_each_access_and_not_before(folder: Path) -> None:
     prompts = rows_of(folder, *({"prompt": "what?", "images": f"pictures/{name}.png"} for name in ("red", "late")))
-    assert isinstance(prompts, CollectedPrompts) and prompts[0].images == (Image.of(RED),)
+    assert isinstance(prompts, CollectedPrompts) and prompts[0].images == (Image.from_bytes(RED),)
     with pytest.raises(DataError, match=r"late\.png"):
         prompts[1]
     (folder / "pictures" / "late.png").write_bytes(BLUE)
-    assert prompts[1].images == (Image.of(BLUE),)
+    assert prompts[1].images == (Image.from_bytes(BLUE),)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -253,7 +253,7 @@ def encoder(model: str, max_images: int = 2, max_pixels: int = 10**6, max_tokens
 
 
 def two_images() -> Prompt:
-    images = Image.of(RED), Image.of(BLUE)
+    images = Image.from_bytes(RED), Image.from_bytes(BLUE)
     content = ({"role": "user", "content": WANTED[0]["content"]},)
     return Prompt("p", content, {}, images)
 
@@ -298,7 +298,7 @@ def test_a_placeholder_in_the_rows_text_stays_text(model: str) -> None:
     mark = AutoProcessor.from_pretrained(model).image_token
     forged, plain = (
         encoder(model).encode_with_images(
-            Prompt("p", tuple(user(image(Image.of(RED).digest), text(words))), {}, (Image.of(RED),))
+            Prompt("p", tuple(user(image(Image.from_bytes(RED).digest), text(words))), {}, (Image.from_bytes(RED),))
         )
         for words in (f"a{mark}b", "a")
     )
@@ -309,7 +309,7 @@ def test_a_placeholder_in_the_rows_text_stays_text(model: str) -> None:
 def test_a_template_that_shows_no_image_is_refused(model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for part in messages[0]['content'] %}{{ part['text'] or part }}{% endfor %}"
-    prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text("what?"))), {}, (Image.of(RED),))
+    prompt = Prompt("p", tuple(user(image(Image.from_bytes(RED).digest), text("what?"))), {}, (Image.from_bytes(RED),))
     with pytest.raises(DataError, match="1 images"):
         PromptEncoder(tokenizer, 500, images=ImageTokens(model, 2, 10**6)).encode(prompt)
 
@@ -318,7 +318,7 @@ def test_a_text_model_has_no_processor(tmp_path: Path) -> None:
     character_tokenizer(256).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ConfigError, match="no processor for images can be loaded") as caught:
-        ImageTokens(str(tmp_path), 2, 10**6).encode("a", [Image.of(RED)])
+        ImageTokens(str(tmp_path), 2, 10**6).encode("a", [Image.from_bytes(RED)])
     assert caught.value.location == "model.max_images"
 
 
@@ -362,7 +362,7 @@ def test_cache_keeps_what_was_used_last_within_its_limit(asked: list[int], sizes
     cache, kept = ImageCache(make, nbytes=sizes.__getitem__, limit=limit), list[int]()
     for number in asked:
         before = len(made)
-        assert cache.of(Image.of(bytes([number]))) == number
+        assert cache.get(Image.from_bytes(bytes([number]))) == number
         assert (len(made) == before) is (number in kept)
         kept = [one for one in kept if one != number] + [number]
         while sum(sizes[one] for one in kept) > limit and len(kept) > 1:

@@ -140,8 +140,8 @@ def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFact
 
 def started(loop: asyncio.AbstractEventLoop, folder: Path, kind: type[Bench] = Bench, **model: Any) -> Bench:
     """A bench with the tests' model, or with changed settings of it."""
-    from asyncrl_cli.rollout.core_main import use_as_main
     from asyncrl_cli.rollout.engine_settings import engine_environment
+    from asyncrl_cli.rollout.vllm_core import use_as_main
 
     path = Runs(folder).write_spec(model=UNTRAINED | model)
     spec = load_spec(path).spec

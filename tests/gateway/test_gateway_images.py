@@ -102,8 +102,8 @@ def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, api: st
             answer = await there.post(f"/v1{path}", body(api, second), session="7-0")
             assert answer.status_code == 200, answer.text
             one, two = engine.asked
-            assert [placed.image for placed in one.images] == [Image.of(RED)]
-            assert [placed.image for placed in two.images] == [Image.of(RED), Image.of(BLUE)]
+            assert [placed.image for placed in one.images] == [Image.from_bytes(RED)]
+            assert [placed.image for placed in two.images] == [Image.from_bytes(RED), Image.from_bytes(BLUE)]
             assert two.images[0] == one.images[0] and two.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids
             pad = chat._tokenizer.convert_tokens_to_ids("<|image_pad|>")
             for placed in two.images:
@@ -134,14 +134,16 @@ def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> Non
             rollout = session.rollout()
             assert rollout is not None
             shown = [[placed.image for placed in one.images] for one in rollout.sequences]
-            assert shown == [[Image.of(RED)], [Image.of(blue)]]
+            assert shown == [[Image.from_bytes(RED)], [Image.from_bytes(blue)]]
 
     in_time(test)
 
 
 def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFormat) -> None:
     """The prompt's are named by digest, as the journal has them; the environment's are bytes."""
-    prompt = Prompt("row", ({"role": "user", "content": [part(Image.of(RED).digest)]},), images=(Image.of(RED),))
+    prompt = Prompt(
+        "row", ({"role": "user", "content": [part(Image.from_bytes(RED).digest)]},), images=(Image.from_bytes(RED),)
+    )
 
     class Camera:
         turns = 0
@@ -162,7 +164,7 @@ def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFor
             result, _ = await play(Camera(), access, http, images=prompt.images)
             assert result.reward == 1.0
             seen = [[placed.image for placed in asked.images] for asked in engine.asked]
-            assert seen == [[Image.of(RED)], [Image.of(RED), Image.of(BLUE)]]
+            assert seen == [[Image.from_bytes(RED)], [Image.from_bytes(RED), Image.from_bytes(BLUE)]]
 
     in_time(test)
 

@@ -128,7 +128,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     assert rollout is not None
     texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
-    assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never decrease"
+    assert [request.min_version for request in model.requests] == [0, 4, 0], "versions of a sequence never decrease"
 
 
 def byte_session(*texts: str) -> Session:

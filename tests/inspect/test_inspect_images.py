@@ -28,7 +28,7 @@ SETTINGS = BufferSettings(1, 1, 1, "wait", 10, 1, False)
 
 
 def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
-    red = Image.of(picture("red"))
+    red = Image.from_bytes(picture("red"))
     content = (
         {"role": "user", "content": [{"type": "image", "image": red.digest}, {"type": "text", "text": "what?"}]},
     )
@@ -53,7 +53,7 @@ def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
 
 
 def test_report_shows_the_images_of_held_out_prompts_that_the_journal_has(tmp_path: Path) -> None:
-    green, blue = Image.of(picture("green")), Image.of(picture("blue"))
+    green, blue = Image.from_bytes(picture("green")), Image.from_bytes(picture("blue"))
     book = DurableLedger(tmp_path / FILE, SETTINGS)
     numbers = ("accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
     book.journal.evaluated({"step": 0, "kind": "greedy", **dict.fromkeys(numbers, 0)}, [green])
@@ -72,7 +72,7 @@ def test_report_shows_the_images_of_held_out_prompts_that_the_journal_has(tmp_pa
 
 
 def test_report_shows_small_copies_of_a_rollouts_images(tmp_path: Path) -> None:
-    large = Image.of(picture("green", 2 * IMAGE_SIDE, IMAGE_SIDE))
+    large = Image.from_bytes(picture("green", 2 * IMAGE_SIDE, IMAGE_SIDE))
     content = ({"role": "user", "content": [{"type": "image", "image": large.digest}]},)
     book = DurableLedger(tmp_path / FILE, SETTINGS)
     candidate = Candidate(1, Prompt("p", content, {}, (large,)), (5, 6), {"epoch": 0, "position": 1})

@@ -27,7 +27,7 @@ from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.file import Statement
 from asyncrl_cli.journal.schema import FILE, JournalError
-from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
+from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, TakenBatch, Waiting
 from asyncrl_cli.records.rewards import RewardFailure
 
 pytestmark = pytest.mark.slow
@@ -291,7 +291,7 @@ async def with_one_step(buffer: Buffer) -> None:
     await buffer.admit(candidates(1, 4))
     for group_id in (0, 1):
         await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
-    assert isinstance(await buffer.take(0, 0.0), Taken)
+    assert isinstance(await buffer.take(0, 0.0), TakenBatch)
     await buffer.publish(publish_record(1, 1))
 
 
@@ -343,7 +343,7 @@ def test_take_returns_the_reason_when_there_is_no_batch(tmp_path: Path) -> None:
         await buffer.admit(candidates(5, 3))
         for group_id in (3, 4):
             await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
-        assert isinstance(await taking, Taken)
+        assert isinstance(await taking, TakenBatch)
 
     run(test())
 
@@ -361,9 +361,9 @@ def test_overdue_groups_are_reported_at_once(tmp_path: Path) -> None:
         assert waiting.overdue == (2, 3)
         (taking,) = await started(buffer.take(1, NEVER_S))
         assert await buffer.requeue([2, 3]) == [(2, 6, 1), (3, 7, 1)]
-        assert isinstance(await taking, Waiting | Taken)
+        assert isinstance(await taking, Waiting | TakenBatch)
         taken = await buffer.take(1, NEVER_S)
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, TakenBatch)
         assert [group.group_id for group in taken.batch.groups] == [4, 5]
 
     run(test())

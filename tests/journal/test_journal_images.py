@@ -21,7 +21,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
 
-CAT, DOG, SCREEN = (Image.of(data) for data in (b"cat" * 1000, b"dog" * 1000, b"screen" * 1000))
+CAT, DOG, SCREEN = (Image.from_bytes(data) for data in (b"cat" * 1000, b"dog" * 1000, b"screen" * 1000))
 
 
 def pictured(candidate: Candidate, *images: Image, episode: bool = False) -> Candidate:

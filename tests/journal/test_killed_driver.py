@@ -31,7 +31,7 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.records.generation import training_rollout_id
-from asyncrl_cli.records.groups import Opening, Outcome, StepRecord, Taken
+from asyncrl_cli.records.groups import Opening, Outcome, StepRecord, TakenBatch
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
 from tests.e2e.faults.audit import audit
@@ -78,7 +78,7 @@ class Driver:
         while self._step < STEPS:
             await self._admit()
             taken = await self._buffer.take(self._step, 0.0)
-            if isinstance(taken, Taken):
+            if isinstance(taken, TakenBatch):
                 self._log.note("taken", self._step, batch_digest(taken.batch))
                 self._step += 1
                 await self._train(taken.batch)

@@ -23,7 +23,7 @@ from asyncrl_cli.orchestrator.metrics import (
     unknown_tokens,
 )
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
-from asyncrl_cli.records.groups import Counts, PublishRecord, Taken
+from asyncrl_cli.records.groups import Counts, PublishRecord, TakenBatch
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -318,7 +318,7 @@ def test_findings_begin_and_end_once_also_after_a_resume() -> None:
     def train(steps: StepRecorder, first: int, last: int, updates: float) -> None:
         for step in range(first, last + 1):
             batch = replace(BATCH, step=step - 1)
-            steps.report(Taken(batch, COUNTS, 0.0), StepReport({"train/updates": updates}), None, 0)
+            steps.report(TakenBatch(batch, COUNTS, 0.0), StepReport({"train/updates": updates}), None, 0)
             asyncio.run(steps.flush())
 
     before = recorder([])

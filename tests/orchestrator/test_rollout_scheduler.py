@@ -37,7 +37,7 @@ from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
-from asyncrl_cli.records.groups import BufferSettings, Counts, PublishRecord, Taken, Waiting
+from asyncrl_cli.records.groups import BufferSettings, Counts, PublishRecord, TakenBatch, Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.workers.scoring import Response
@@ -151,7 +151,7 @@ class Harness:
     async def finish(self, *group_ids: int) -> None:
         await self.end(*(f"{group_id}-{place}" for group_id in group_ids for place in range(2)))
 
-    async def take(self) -> Taken | Waiting:
+    async def take(self) -> TakenBatch | Waiting:
         """The next step's batch, or the reason why there is none."""
         return await self.buffer.take(self.table("batches", "count(*)")[0][0], 0.0)
 
@@ -300,7 +300,7 @@ def test_a_group_is_in_order_however_its_rollouts_end(
             assert isinstance(await harness.take(), Waiting)
             await harness.end(f"0-{place}")
         taken = await harness.take()
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, TakenBatch)
         (group,) = taken.batch.groups
         assert (group.group_id, group.uid, group.version) == (0, "p0", 0)
         assert group.rewards == (0.0, 1.0, 2.0, 3.0)
@@ -394,7 +394,7 @@ def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_
         assert harness.states()[1] == "rejected"
         assert len(harness.scorer.asked) == 1, "a group without one of its rollouts is not compared"
         taken = await harness.take()
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, TakenBatch)
         assert taken.batch.groups[0].rewards == (0.0, 1.0, 2.0)
 
     play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
@@ -542,7 +542,7 @@ def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_
         assert (await harness.counts()).rejected == 1
         assert len(harness.reasons) == 1, "the group counts as lost"
         taken = await harness.take()
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, TakenBatch)
         assert taken.batch.groups[0].rewards == (None, 1.0, 2.0)
 
     play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})

@@ -17,7 +17,7 @@ def forked_cores() -> Iterator[None]:
     from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
 
-    from asyncrl_cli.rollout.core_main import fork_core
+    from asyncrl_cli.rollout.vllm_core import fork_core
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "get_mp_context", utils.get_mp_context)  # restored afterwards

@@ -77,7 +77,7 @@ def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
         (asking,) = await begun(client, request("a"))
         await engine.deliver(segments=[segment("a", 0, 1)], aborted=["a"])
         await engine.deliver(aborted=["a"])
-        assert [asked.left for asked in engine.submitted] == [8, 7, 7]
+        assert [asked.remaining_tokens for asked in engine.submitted] == [8, 7, 7]
         assert engine.submitted[1] == engine.submitted[2], "an abort without a token changes nothing"
         await engine.deliver(complete(engine.submitted[2], segment("a", 1, 3, version=1)))
         answer = await asking
@@ -98,7 +98,7 @@ def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
         await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
         await engine.deliver(segments=[segment("a", 3, 5, version=2)], aborted=["a"])
         answer = await asking
-        assert [asked.left for asked in engine.submitted] == [8, 5], "no request for 0 tokens"
+        assert [asked.remaining_tokens for asked in engine.submitted] == [8, 5], "no request for 0 tokens"
         assert answer.finish_reason == "length"
         assert answer.versions.tolist() == [0] * 3 + [2] * 5
         assert answer.text == text_of(range(5, 13))
@@ -155,9 +155,9 @@ def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() ->
             await turns()
             assert len(first.ids + second.ids) == sent + 3 + pause
         last = {asked.rollout_id: asked for engine in (first, second) for asked in engine.submitted}
-        assert [last[name].left for name in ("a", "b", "c", "later-1", "later-2")] == [6, 6, 8, 8, 8]
+        assert [last[name].remaining_tokens for name in ("a", "b", "c", "later-1", "later-2")] == [6, 6, 8, 8, 8]
         for name, asked in last.items():
-            rest = segment(name, asked.generated, asked.left, version=3)
+            rest = segment(name, asked.generated, asked.remaining_tokens, version=3)
             await at(client, name).deliver(complete(asked, rest, reason="length"))
         answers = await asyncio.gather(*asking)
         assert [answer.versions.tolist()[:3] for answer in answers[:3]] == [[1, 2, 3], [1, 2, 3], [3, 3, 3]]
@@ -314,7 +314,7 @@ def test_a_failure_is_raised_after_the_retries() -> None:
         (engine,) = actors(client)
         (asking,) = await begun(client, request("a"))
         await engine.deliver(RolloutFailure("a", "first"), segments=[segment("a", 0, 2)])
-        assert [asked.left for asked in engine.submitted] == [8, 6]
+        assert [asked.remaining_tokens for asked in engine.submitted] == [8, 6]
         await engine.deliver(RolloutFailure("a", "second"))
         with pytest.raises(GenerationFailed, match="second"):
             await asking
@@ -531,7 +531,7 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
             assert sorted(answer.versions) == answer.versions.tolist()
         assert all(len(actor.ids) == count for actor, count in gone), "an engine that has left gets no requests"
         for actor in actors(client):
-            assert all(asked.left > 0 for asked in actor.submitted)
+            assert all(asked.remaining_tokens > 0 for asked in actor.submitted)
         ranges = [(part.rollout_id, token) for part in received for token in range(part.start, part.end)]
         assert len(ranges) == len(set(ranges)), "each token is reported once"
 

@@ -21,7 +21,7 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.client import EngineLost, GenerationClient
-from asyncrl_cli.rollout.open_requests import Ended, EngineState
+from asyncrl_cli.rollout.open_requests import EndedRequests, EngineState
 from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
 
@@ -32,7 +32,7 @@ class Owner:
         self.batches: list[list[str]] = []
         self.failures: list[RolloutFailure] = []
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: EndedRequests) -> None:
         assert all(asked.rollout_id == result.rollout_id for asked, result in ended)
         self.batches.append([asked.rollout_id for asked, _ in ended])
         self.failures += [result for _, result in ended if isinstance(result, RolloutFailure)]
@@ -163,7 +163,7 @@ def test_requests_enqueued_in_the_callback_are_sent_at_once() -> None:
         client = client_over(1)
         (engine,) = actors(client)
 
-        def on_end(ended: Ended) -> None:
+        def on_end(ended: EndedRequests) -> None:
             if len(engine.ids) < 4:
                 client.enqueue([request(f"r{len(engine.ids)}")], on_end)
 
@@ -229,7 +229,7 @@ def test_an_error_in_the_owners_callback_ends_the_collection() -> None:
         client = client_over(1)
         (engine,) = actors(client)
 
-        def on_end(ended: Ended) -> None:
+        def on_end(ended: EndedRequests) -> None:
             raise RunError("too many failures")
 
         client.enqueue([request("a")], on_end)

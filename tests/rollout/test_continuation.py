@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.records.generation import CONTEXT, RolloutRequest, Sampling, Segment, TokenSequence
-from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version, stopped_at
+from asyncrl_cli.rollout.continuation import finished, split_by_version, stopped_at
 
 pytestmark = pytest.mark.slow
 
@@ -91,31 +91,6 @@ def test_versions_never_fall(versions: tuple[int, ...]) -> None:
         TokenSequence.join(of_versions(*versions))
 
 
-@given(
-    max_tokens=st.integers(1, 100),
-    generated=st.integers(0, 120),
-    seed=st.none() | st.integers(0, 2**63 - 1),
-)
-def test_the_rest_has_the_remaining_budget_and_the_right_seed(
-    max_tokens: int, generated: int, seed: int | None
-) -> None:
-    """The same seed if the engine samples by seed and position, otherwise another one."""
-    full = Sampling(0.7, max_tokens, seed, ("x",))
-    left = max(max_tokens - generated, 0)
-    assert rest_of(full, generated, by_position=True) == Sampling(0.7, left, seed, ("x",))
-    rest = rest_of(full, generated, by_position=False)
-    assert rest.max_tokens == max(max_tokens - generated, 0)
-    assert (rest.temperature, rest.stop) == (0.7, ("x",))
-    assert rest == rest_of(full, generated, by_position=False)
-    if generated == 0:
-        assert rest == full
-    elif seed is None:
-        assert rest.seed is None
-    else:
-        assert rest.seed is not None and 0 <= rest.seed < 2**63
-        assert rest.seed not in (seed, rest_of(full, generated + 1, by_position=False).seed)
-
-
 def characters(ids: list[int]) -> str:
     return "".join("abc"[token] for token in ids)
 
@@ -150,6 +125,6 @@ def test_tokens_after_a_stop_string_are_cut_whether_or_not_another_engine_began(
         prefix = split_by_version("1-0", 0, ids[:cut], [0.0] * cut, [(0, 0)])
         rest = split_by_version("1-0", cut, ids[cut:], [0.0] * (len(ids) - cut), [(0, 0)])
         request = RolloutRequest("1-0", (1,), Sampling(1.0, 20, None, (stop,)), prefix=tuple(prefix))
-        ended = finished(request, rest=rest, reason="length", decode=decode)
+        ended = finished(request, segments=rest, reason="length", decode=decode)
         end = text.find(stop) + len(stop) if stop in text else len(text)
         assert (decode(ended.ids), ended.finish_reason) == (text[:end], "stop" if stop in text else "length")

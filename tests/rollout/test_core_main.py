@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 
-from asyncrl_cli.rollout import core_main
+from asyncrl_cli.rollout import vllm_core
 
 PARENT = """
 import os, sys, time
-from asyncrl_cli.rollout.core_main import _Forking
+from asyncrl_cli.rollout.vllm_core import _Forking
 
 def core():
     print(os.getpid(), flush=True)
@@ -34,7 +34,7 @@ def test_a_forked_core_is_killed_with_its_actor() -> None:
 
 
 def test_a_forked_core_frees_no_object_of_its_actor() -> None:
-    context = core_main._Forking()
+    context = vllm_core._Forking()
     answers = context.SimpleQueue()
     process = context.Process(target=lambda: answers.put(gc.get_freeze_count()))
     process.start()

@@ -68,7 +68,7 @@ def test_unknown_experts_are_marked_as_unknown() -> None:
     assert not both.experts[3:].any()
     assert TokenSequence.context([1]).extended(TokenSequence.context([2])).experts is None
     assert join_experts([(2, None), (0, None)]) is None
-    with pytest.raises(ValueError, match="2 tokens have 3 rows of experts"):
+    with pytest.raises(ValueError, match=r"different lengths: \[2, 2, 2, 3\]"):
         TokenSequence.context([1, 2], known.experts)
     assert filled(None, known.experts) is known.experts
     assert filled(known.experts, None) is known.experts

@@ -27,7 +27,7 @@ from tests.small_models import IMAGE_MODELS
 
 pytestmark = [pytest.mark.stack, pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing")]
 
-RED, BLUE, GREEN = (Image.of(picture(colour, width=112)) for colour in ("red", "blue", "green"))
+RED, BLUE, GREEN = (Image.from_bytes(picture(colour, width=112)) for colour in ("red", "blue", "green"))
 TEXT = "look at @ and at @. which?"
 TOKENS = 40
 

@@ -81,7 +81,7 @@ def test_the_cache_follows_the_models_shape() -> None:
 
 def test_the_environment_differs_between_cpu_and_gpu() -> None:
     cpu = engine_environment(spec(threads_per_engine=3))
-    assert cpu["OMP_NUM_THREADS"] == cpu["NUMBA_NUM_THREADS"] == "3", "Numba also sets OpenMP's threads"
+    assert cpu["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in engine_environment(spec(gpus_per_engine=1))
     assert all(isinstance(value, str) for value in cpu.values())
 

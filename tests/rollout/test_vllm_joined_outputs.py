@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.vllm_joined_outputs import HOLD_S, JoinedOutputs, hold_s, join_outputs
+from asyncrl_cli.rollout.vllm_core import HOLD_S, JoinedOutputs, hold_s, join_outputs
 
 pytestmark = pytest.mark.slow  # imports vLLM
 

@@ -24,7 +24,7 @@ def picture(seed: int, width: int = 56, height: int = 56) -> Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     written = io.BytesIO()
     images.fromarray(pixels).save(written, "PNG")
-    return Image.of(written.getvalue())
+    return Image.from_bytes(written.getvalue())
 
 
 def saved_model(architecture: str, folder: Path, max_length: int = 256) -> None:

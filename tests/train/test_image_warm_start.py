@@ -31,7 +31,7 @@ def coloured(name: str) -> Image:
 
     written = io.BytesIO()
     images.new("RGB", (56, 56), name).save(written, "PNG")
-    return Image.of(written.getvalue())
+    return Image.from_bytes(written.getvalue())
 
 
 def conversation(name: str) -> Prompt:

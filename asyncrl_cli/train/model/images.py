@@ -107,7 +107,7 @@ class Vision:
         self._processor = image_processor(folder)
         self._pixels = ImageCache(
             self._processed, nbytes=lambda pixels: sum(each.nbytes for each in pixels.values()), limit=CACHED_BYTES
-        ).of
+        ).get
         self._placed: PlacedImage | None = None
 
     def inputs(
@@ -174,7 +174,7 @@ def _stand_in() -> Image:
 
     written = io.BytesIO()
     images.radial_gradient("L").resize(STAND_IN).convert("RGB").save(written, "PNG")
-    return Image.of(written.getvalue())
+    return Image.from_bytes(written.getvalue())
 
 
 def image_processor(folder: str) -> Any:
