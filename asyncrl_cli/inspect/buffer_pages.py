@@ -37,13 +37,6 @@ UID_WIDTH = 20
 TOKEN_MARGIN = "    |"
 CONTEXT_MARGIN = "  > "
 """The margin of context, which is text that the policy did not sample."""
-AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
-REASONS = {
-    "uniform": "all rewards are equal",
-    "failed": "a rollout failed past its retries",
-    "unscored": "fewer than two rollouts have a reward: it returned None for the others",
-}
-"""Why a group was rejected, by the ledger's name for the reason."""
 ENDS = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
 """Meanings of finish reasons."""
 Value = TypeVar("Value")
@@ -67,7 +60,7 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
             _cell(count.tokens, "{:,}".format),
             _cell(count.age_s, duration),
             _cell(count.oldest_s, duration),
-            reasons if count.state == "rejected" else AGES.get(count.state, "") if count.groups else "",
+            reasons if count.state == "rejected" else "",
         )
         for count in buffer.states
     ]
@@ -197,7 +190,6 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
         f"group    {row.group_id}, prompt {row.uid}: {row.state}{f' ({row.reason})' if row.reason else ''}",
         f"when     {_when(row, settings.max_staleness)}",
         f"rollouts {row.rollouts} of {settings.group_size} ended, {row.tokens:,} tokens{reward}",
-        *([f"why      {REASONS.get(row.reason, row.reason)}"] if row.reason else []),
         f"prompt   {size}",
     ]
     content = record.prompt.content

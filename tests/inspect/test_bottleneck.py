@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +20,6 @@ from tests.journal.recorded_run import STARTED, RecordedRun, settings
 
 pytestmark = pytest.mark.slow
 
-EVALUATED = {"evaluation": {"every": 10, "fix_version": True}}
-
 
 def spending(part: TrainerPart) -> dict[TrainerPart, float]:
     """A trainer that did only one thing."""
@@ -35,7 +32,7 @@ def test_discarded_groups_are_mentioned(tmp_path: Path, monkeypatch: pytest.Monk
     for _ in range(12):
         run.step()
     with snapshot(tmp_path / FILE) as connection:
-        text = " ".join(other_costs(connection, {}, list(step_spans(connection, 1)), spending("training")))
+        text = " ".join(other_costs(connection, list(step_spans(connection, 1)), spending("training")))
     assert "were cancelled and started again" in text and "rejected" not in text
 
 
@@ -45,14 +42,13 @@ def test_costs_outside_the_simulation_are_mentioned_if_large(tmp_path: Path, mon
     for _ in range(12):
         run.step()
 
-    def text(shares: Mapping[TrainerPart, float], spec: Any = EVALUATED) -> str:
+    def text(shares: Mapping[TrainerPart, float]) -> str:
         with snapshot(tmp_path / FILE) as connection:
-            return " ".join(other_costs(connection, spec, list(step_spans(connection, 1)), shares))
+            return " ".join(other_costs(connection, list(step_spans(connection, 1)), shares))
 
     assert text(spending("training")) == text(spending("groups")) == ""
     assert "checkpoints.every" in text(spending("saving"))
-    assert "evaluation.every" in text(spending("other")) and "evaluation.fix_version" in text(spending("other"))
-    assert "asyncrl events" in text(spending("other"), {})
+    assert "evaluation.every" in text(spending("other")) and "asyncrl events" in text(spending("other"))
 
 
 def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 
 from asyncrl_cli.inspect.buffer_pages import rollout_page
 from asyncrl_cli.inspect.decoding import content_text
-from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, evaluation_files, held_out_samples, samples
+from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, samples
 from asyncrl_cli.inspect.rollout_pager import rollout_text
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.queries import group_record
@@ -50,25 +50,6 @@ def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
     group = group_record(open_for_reading(tmp_path / FILE), 0)
     watched = str(rollout_text(group, index=(0, 0), decoder=None))
     assert f"what?\n{name}: 56 x 84 pixels, 2 tokens, {len(red.data):,} bytes\n" in watched
-
-
-def test_report_shows_the_images_of_held_out_prompts_that_the_journal_has(tmp_path: Path) -> None:
-    green, blue = Image.from_bytes(picture("green")), Image.from_bytes(picture("blue"))
-    book = DurableLedger(tmp_path / FILE, SETTINGS)
-    numbers = ("accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
-    book.journal.evaluated({"step": 0, "kind": "greedy", **dict.fromkeys(numbers, 0)}, [green])
-    book.journal.commit(book.journal.noted())
-    book.journal.close()
-    (tmp_path / "evaluations").mkdir()
-    for step in (0, 5):
-        rows: list[object] = [{"kind": "greedy", "step": step}]
-        for uid, image in (("known", green), ("unknown", blue)):
-            content = [{"role": "user", "content": [{"type": "image", "image": image.digest}]}]
-            rows.append({"uid": uid, "prompt": content, "response": "?", "reward": 0})
-        rows.append({"uid": "odd", "prompt": [{"content": [1]}], "response": "?", "reward": 0})
-        (tmp_path / f"evaluations/{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = held_out_samples(open_for_reading(tmp_path / FILE), evaluation_files(RunDirectory(tmp_path)))
-    assert {one.uid: len(one.images) for one in found} == {"known": 1, "unknown": 0, "odd": 0}
 
 
 def test_report_shows_small_copies_of_a_rollouts_images(tmp_path: Path) -> None:

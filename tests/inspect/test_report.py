@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -24,7 +23,7 @@ from asyncrl_cli.inspect.report import samples as samples_module
 from asyncrl_cli.inspect.report.answers import HEALTH_LINES, failed, healthy
 from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, Curves, Points, curve_charts, curves, smoothed
 from asyncrl_cli.inspect.report.page import embedded, render, summarize, write
-from asyncrl_cli.inspect.report.samples import evaluation_files, held_out_samples, samples
+from asyncrl_cli.inspect.report.samples import samples
 from asyncrl_cli.journal.history import step_spans
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.rollouts import group_shares, histogram, reward_shares
@@ -76,11 +75,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     for step, accuracy in ((0, 0.25), (10, 0.75)):
         journal.execute("INSERT INTO evaluations VALUES (?, 'greedy', 1790000100, ?, 0, 0, 8, 0, 0)", (step, accuracy))
     journal.close()
-    (run.path / "evaluations").mkdir()
-    for step, reward in ((0, 0.0), (10, 1.0)):
-        head = {"kind": "greedy", "step": step, "samples": 1, "pass_at": []}
-        row = {"uid": "a", "prompt": HTML_TEXT, "response": HTML_TEXT, "answer": HTML_TEXT, "reward": reward}
-        run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", f"{json.dumps(head)}\n{json.dumps(row)}\n")
     return run
 
 
@@ -102,7 +96,6 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     assert policy is not None and policy.startswith("default-src 'none'")
     assert HTML_TEXT in found.text["td"], "a fault"
     assert found.text["p"].count(HTML_TEXT) >= 2, "a prompt and its reference"
-    assert found.text["div"].count(HTML_TEXT) == 4, "a held-out prompt, its reference and its answers"
     assert HTML_TEXT in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
@@ -257,7 +250,7 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
     with snapshot(run.path / FILE) as connection:
         spans = list(step_spans(connection, 1))
         monkeypatch.setattr(charts, "POINTS", points)
-        found = curves(connection, spans, [], 2)
+        found = curves(connection, spans, 2)
     size = -(-7 // points)
     parts = [np.array(rewards[at : at + size]) for at in range(0, 7, size)]
     expected = [np.nanmean(part) if np.isfinite(part).any() else None for part in parts]
@@ -306,38 +299,6 @@ def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monke
         assert [token.age for token in one.shown] == [sorted(set(versions)).index(version) for version in versions]
 
 
-def test_held_out_samples_show_learned_and_wrong_answers(tmp_path: Path) -> None:
-    (tmp_path / "evaluations").mkdir()
-    run = RunDirectory(tmp_path)
-    heads = {step: {"kind": "greedy", "step": step} for step in (0, 10)}
-    rewards = {"always": (1, 1), "learned": (0, 1), "never": (0, 0), "lost": (1, 0), "new": (None, 0)}
-    for at, (step, head) in enumerate(heads.items()):
-        rows = [
-            {"uid": uid, "prompt": [{"role": "user", "content": uid}], "response": f"{uid} {step}", "reward": both[at]}
-            for uid, both in rewards.items()
-            if both[at] is not None
-        ]
-        lines = [json.dumps(row) for row in (head, *rows)]
-        run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", "\n".join([*lines, '{"uid": "half a li']))
-    found = held_out_samples(sqlite3.connect(":memory:"), evaluation_files(run))
-    assert [one.uid for one in found] == ["learned", "never", "lost"]
-    assert found[0].prompt == "user: learned"
-    assert [(one.step, one.text, one.correct) for one in (found[0].before, found[0].after)] == [
-        (0, "learned 0", False),
-        (10, "learned 10", True),
-    ]
-
-
-def test_damaged_files_next_to_the_journal_are_skipped(tmp_path: Path) -> None:
-    (tmp_path / "evaluations").mkdir()
-    run = RunDirectory(tmp_path)
-    run.write_text("evaluations/a.jsonl", "no json\n")
-    run.write_text("evaluations/b.jsonl", '{"kind": "greedy", "step": "x"}\n')
-    run.write_text("evaluations/c.jsonl", '{"kind": "sampled", "step": 3, "pass_at": [0.5, 0.75]}\n')
-    (tmp_path / "evaluations/d.jsonl").mkdir()
-    assert [(one.step, one.pass_at) for one in evaluation_files(run)] == [(3, (0.5, 0.75))]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -381,7 +342,7 @@ def test_a_running_mean_is_a_mean_of_neighbours(values: list[float | None]) -> N
 def course(steps: int, **changes: Any) -> Curves:
     axis = dict.fromkeys(("steps", "tokens", "hours"), tuple(float(at) for at in range(steps)))
     varied = {name: tuple(at / steps + len(name) for at in range(steps)) for name in SERIES}
-    return replace(Curves(axis, varied, {}, {}, max_staleness=2), **changes)
+    return replace(Curves(axis, varied, {}, max_staleness=2), **changes)
 
 
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:

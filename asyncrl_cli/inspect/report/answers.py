@@ -211,10 +211,7 @@ def limited(
 
 
 def other_costs(
-    connection: sqlite3.Connection,
-    spec: Mapping[str, Any],
-    spans: Sequence[StepSpan],
-    shares: Mapping[TrainerPart, float],
+    connection: sqlite3.Connection, spans: Sequence[StepSpan], shares: Mapping[TrainerPart, float]
 ) -> Iterator[str]:
     """Describe large costs that are not simulated: the start, evaluations, checkpoints, discarded groups."""
     started_at, first_batch_at = first_start(connection), spans[0].batch_taken_at
@@ -222,24 +219,20 @@ def other_costs(
     if start_share >= MUCH:
         seconds = f"{first_batch_at - started_at:.0f} s"
         yield f"The first batch was taken {seconds} after the start, {start_share:.0%} of the run's time."
-    if shares["saving"] >= MUCH:
-        yield "Checkpoints cost time: save less often (`checkpoints.every`), or to a faster disk."
-    if shares["other"] >= MUCH:
-        remedy = "`asyncrl events` lists what happened between two steps"
-        if value_at(spec, "evaluation.every"):
-            remedy = "evaluate less often or on fewer prompts (`evaluation.every`, `evaluation.prompts`)"
-            if value_at(spec, "evaluation.fix_version"):
-                remedy += ", and switch `evaluation.fix_version` off"
-        yield f"Other waits cost time: {remedy}."
-    trained_groups = connection.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone()[0]
     remedies = {
-        "rejected": "rejected (`asyncrl inspect buffer` has the reasons). Prompts with both right and wrong rollouts "
-        "waste less (`data.curriculum`, `data.filter`).",
-        "requeued": "cancelled and started again (`on_stale: requeue`): a larger `pipeline.max_staleness` avoids that.",
+        "saving": "Checkpoints cost time: save less often (`checkpoints.every`), or to a faster disk.",
+        "other": "Other waits cost time, mostly for evaluations (`evaluation.every`, `evaluation.prompts`, "
+        "`evaluation.fix_version`); `asyncrl events` lists what happened between two steps.",
+        "rejected": "were rejected (`asyncrl inspect buffer` has the reasons). Prompts with both right and wrong "
+        "rollouts waste less (`data.curriculum`, `data.filter`).",
+        "requeued": "were cancelled and started again (`on_stale: requeue`): a larger `pipeline.max_staleness` avoids "
+        "that.",
     }
+    yield from (remedies[part] for part in ("saving", "other") if shares[part] >= MUCH)
+    (trained_groups,) = connection.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone()
     for state, counts in dropped_groups(connection).items():
         if sum(counts.values()) >= MUCH * trained_groups > 0:
-            yield f"For each trained group, {sum(counts.values()) / trained_groups:.2f} were {remedies[state]}"
+            yield f"For each trained group, {sum(counts.values()) / trained_groups:.2f} {remedies[state]}"
 
 
 # -- did it learn?

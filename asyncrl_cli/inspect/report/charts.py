@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.inspect.report.answers import PART_NAMES, StepTime
-from asyncrl_cli.inspect.report.samples import EvaluationFile
 from asyncrl_cli.journal.history import StepSpan, evaluations, first_start
 from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
@@ -45,8 +44,6 @@ POINTS = 500
 """Largest number of points of a curve. With more steps, a point is the mean of consecutive steps."""
 SMOOTHED_FROM = 20
 """Smallest number of points with a running mean."""
-PASS_AT = 4
-"""Largest number of values of k in the chart of pass@k."""
 STEP_RANGES = 80
 """Columns in a chart of shares."""
 MOST_AGES = 8
@@ -131,19 +128,15 @@ class Curves:
     Args:
         series: metrics by name; None if a step has no value.
         accuracy: by kind and number of prompts: evaluations on different prompts cannot be compared.
-        pass_at: by label, such as ``pass@4``.
     """
 
     axis: Axis
     series: Mapping[str, Sequence[float | None]]
     accuracy: Mapping[tuple[str, int], Points]
-    pass_at: Mapping[str, Points]
     max_staleness: int = 0
 
 
-def curves(
-    connection: sqlite3.Connection, spans: Sequence[StepSpan], files: Sequence[EvaluationFile], max_staleness: int
-) -> Curves:
+def curves(connection: sqlite3.Connection, spans: Sequence[StepSpan], max_staleness: int) -> Curves:
     """Read the metrics ``SERIES`` of a run's steps, and all evaluations."""
     begun_at = first_start(connection)
     span_steps = [span.step for span in spans]
@@ -157,26 +150,17 @@ def curves(
     ends = [part[-1] for part in ranges]
     series = {name: [mean(span.metrics.get(name) for span in part) for part in ranges] for name in SERIES}
     evaluated: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    all_evaluations = sorted(evaluations(connection), key=lambda evaluation: evaluation.kind)
-    for evaluation in all_evaluations:
+    for evaluation in sorted(evaluations(connection), key=lambda evaluation: evaluation.kind):
         point = (evaluation.after_step, evaluation.at, evaluation.accuracy)
         evaluated.setdefault((evaluation.kind, evaluation.prompts), []).append(point)
     accuracy = {}
     for (kind, prompts), points in evaluated.items():
         steps, times, values = zip(*points, strict=True)
         accuracy[kind, prompts] = Points(axis(steps, times), values, [wilson(value, prompts) for value in values])
-    pass_at = {}
-    if sampled := [file for file in files if file.kind == "sampled" and len(file.pass_at) > 1]:
-        sampled_at = {evaluation.after_step: evaluation.at for evaluation in all_evaluations}
-        sampled_axis = axis([file.step for file in sampled], [sampled_at.get(file.step, begun_at) for file in sampled])
-        largest_k = min(len(file.pass_at) for file in sampled)
-        for k in sorted({1, largest_k, *(2**power for power in range(1, PASS_AT - 1) if 2**power < largest_k)}):
-            pass_at[f"pass@{k}"] = Points(sampled_axis, [file.pass_at[k - 1] for file in sampled])
     return Curves(
         axis=axis([span.step + 1.0 for span in ends], [span.reported_at for span in ends]),
         series={name: values for name, values in series.items() if any(value is not None for value in values)},
         accuracy=accuracy,
-        pass_at=pass_at,
         max_staleness=max_staleness,
     )
 
@@ -231,11 +215,8 @@ def curve_charts(curves: Curves) -> tuple[list[Chart], dict[str, float]]:
                 figure.update_yaxes(tickformat="~g", rangemode="tozero")
             elif panel.title == STALENESS:
                 _add_bound(figure, curves.max_staleness)
-    held_out = [
-        Chart("Held-out accuracy", _accuracy(curves), LEARNING),
-        Chart("Held-out pass@k (sampled)", _figure(curves.pass_at), LEARNING),
-    ]
-    charts[1:1] = [chart for chart in held_out if chart.figure.data]
+    if curves.accuracy:
+        charts.insert(1, Chart("Held-out accuracy", _accuracy(curves), LEARNING))
     return charts, constants
 
 

@@ -10,40 +10,19 @@ from statistics import median
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import duration
 from asyncrl_cli.inspect.report.answers import leading_series, with_interval
-from asyncrl_cli.inspect.report.charts import mean
-from asyncrl_cli.inspect.report.samples import EvaluationFile
 from asyncrl_cli.journal.history import Evaluation, History, StepSpan
 from asyncrl_cli.runs.directory import RunDirectory
 
 UNKNOWN = "–"
-LATE_METRICS = {
-    "reward/mean": "reward {:.3f}",
-    "response/tokens_mean": "response length (tokens) {:,.1f}",
-    "response/truncated_ratio": "truncated responses {:.1%}",
-    "train/clip_low_fraction": "tokens clipped below {:.1%}",
-    "train/clip_high_fraction": "tokens clipped above {:.1%}",
-    "correction/importance_mean": "importance weight {:.3f}",
-    "correction/kl_behaviour": "KL to the sampling policy {:.2g}",
-    "train/kl_reference": "KL to the reference {:.2g}",
-}
-"""Names and formats of metrics in the last steps."""
-
 Facts = Mapping[str, Mapping[str, str]]
 """Groups of values by their names."""
 
 
-def facts(run: RunDirectory, history: History, spans: Sequence[StepSpan], files: Sequence[EvaluationFile]) -> Facts:
-    late_spans = spans[-max(1, len(spans) // 10) :]
-    late = {}
-    for metric, form in LATE_METRICS.items():
-        name, _, value_format = form.rpartition(" ")
-        value = mean(span.metrics.get(metric) for span in late_spans)
-        late[name] = UNKNOWN if value is None else value_format.format(value)
+def facts(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> Facts:
     return {
         "Run": _run(run, history, spans),
-        "Held-out": _held_out(history.evaluations, files),
+        "Held-out": _held_out(history.evaluations),
         "Speed": _speed(history, spans),
-        "Training, last tenth of the steps": late,
     }
 
 
@@ -68,18 +47,14 @@ def _run(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> dict
     }
 
 
-def _held_out(evaluations: Sequence[Evaluation], files: Sequence[EvaluationFile]) -> dict[str, str]:
+def _held_out(evaluations: Sequence[Evaluation]) -> dict[str, str]:
     series = leading_series(evaluations) or list(evaluations[-1:])
     accuracies = dict.fromkeys(("first accuracy", "last accuracy", "best accuracy"), UNKNOWN)
     if series:
         chosen = (series[0], series[-1], max(series, key=lambda evaluation: evaluation.accuracy))
         for name, evaluation in zip(accuracies, chosen, strict=True):
             accuracies[name] = f"{with_interval(evaluation)}, step {evaluation.after_step}, {evaluation.kind}"
-    sampled = [file.pass_at for file in files if file.kind == "sampled" and len(file.pass_at) > 1]
-    pass_at = UNKNOWN
-    if sampled:
-        pass_at = f"pass@1 {sampled[-1][0]:.3f}, pass@{len(sampled[-1])} {sampled[-1][-1]:.3f}"
-    return accuracies | {"pass@k, last": pass_at}
+    return accuracies
 
 
 def _speed(history: History, spans: Sequence[StepSpan]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from asyncrl_cli.inspect.report.answers import (
 )
 from asyncrl_cli.inspect.report.charts import Chart, Curves, curve_charts, curves, run_charts
 from asyncrl_cli.inspect.report.facts import Facts, facts
-from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, evaluation_files, held_out_samples, samples
+from asyncrl_cli.inspect.report.samples import Sample, samples
 from asyncrl_cli.inspect.reproduction import no_advice, prediction
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.journal.history import Fault, failures, history, metrics_rows, step_spans
@@ -54,7 +54,6 @@ class RunSummary:
 
     Args:
         prediction: the prediction, or the reason why there is none.
-        held_out: answers before and after training.
     """
 
     run_id: str
@@ -64,7 +63,6 @@ class RunSummary:
     curves: Curves
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
-    held_out: tuple[HeldOutSample, ...]
     decoded: bool
     faults: tuple[Fault, ...]
     faults_in_all: int
@@ -73,7 +71,7 @@ class RunSummary:
 
 def summarize(run: RunDirectory) -> RunSummary:
     """Read a run. Raises ``JournalError`` if its journal is missing or cannot be read."""
-    spec, files = resolved_spec(run), evaluation_files(run)
+    spec = resolved_spec(run)
     phase = run.status
     has_ended = phase not in ACTIVE
     decoder = open_decoder(run)
@@ -87,12 +85,11 @@ def summarize(run: RunDirectory) -> RunSummary:
         findings = health(metrics_rows(connection), spec)
         unhealthy = no_advice(findings)
         predicted = unhealthy or prediction(connection, spec)
-        costs = list(other_costs(connection, spec, spans, shares)) if shares and not unhealthy else []
+        costs = list(other_costs(connection, spans, shares)) if shares and not unhealthy else []
         faults = failures(connection, FAULTS_SHOWN, newest_first=False)
-        run_curves = curves(connection, spans, files, settings.max_staleness)
+        run_curves = curves(connection, spans, settings.max_staleness)
         charts = tuple(run_charts(times, staleness.steps, distributions(connection)))
         rollouts = tuple(samples(connection, decoder))
-        held_out = tuple(held_out_samples(connection, files))
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
     first_fault = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
     is_healthy = all(finding.last_step is not None for finding in findings)
@@ -106,11 +103,10 @@ def summarize(run: RunDirectory) -> RunSummary:
             failed(phase, run.state.reason, run_history.failures_by_kind, first_fault, is_healthy),
         ),
         prediction=predicted,
-        facts=facts(run, run_history, spans, files),
+        facts=facts(run, run_history, spans),
         curves=run_curves,
         charts=charts,
         samples=rollouts,
-        held_out=held_out,
         decoded=decoder is not None,
         faults=faults,
         faults_in_all=sum(run_history.failures_by_kind.values()),
