@@ -60,9 +60,9 @@ class ArrowPrompts(LazyPrompts):
         self._hidden = {field.name for field in table.schema if _has_bytes(field.type) and field.name not in readable}
         super().__init__(len(self._table), self._row)
         row_numbers: dict[Any, int] = {}
-        for number, uid in enumerate(self.field(form.uid_column), start=1):
-            if isinstance(uid, str | int) and row_numbers.setdefault(uid, number) != number:
-                form.refuse_twins(uid, row_numbers[uid], number)
+        for row_number, uid in enumerate(self.field(form.uid_column), start=1):
+            if isinstance(uid, str | int) and row_numbers.setdefault(uid, row_number) != row_number:
+                form.refuse_twins(uid, row_numbers[uid], row_number)
 
     def _row(self, row: int) -> Prompt:
         values = self._table.slice(row, 1).to_pylist()[0]
@@ -74,7 +74,7 @@ class ArrowPrompts(LazyPrompts):
         for column in (self._form.prompt_column.partition(".")[0], "tools", VARIABLES):
             if isinstance(values.get(column), (list, dict)):
                 values[column] = _without_nulls(values[column])
-        return self._form.loaded(self._form.prompt(values, row + 1), row + 1)
+        return self._form.with_read_images(self._form.prompt(values, row + 1), row + 1)
 
     def field(self, name: str) -> list[Any]:
         if name in self._table.column_names:

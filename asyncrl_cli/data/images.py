@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,13 +22,13 @@ from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 MARK = "<image>"
 """The place of an image in a text, for rows with a column of images."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MOST_PIXELS = 2**26
+MAX_PIXELS = 2**26
 """Larger images are refused before decoding: a file of a few kilobytes may decode to gigabytes."""
 
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 """Larger files of images are refused before they are read."""
 
-_NAMES = ("image", "image_url", "url", "path")
+_SOURCE_KEYS = ("image", "image_url", "url", "path")
 """Keys that may name an image in a message part, or in a mapping of an image column."""
 
 
@@ -44,48 +44,51 @@ def with_column(content: str | tuple[Message, ...], value: Any) -> tuple[Message
     """
     images = list(value) if isinstance(value, list | tuple) else [value]
     messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-    parts = [list(_parts(message)) for message in messages]
-    if not any(is_blank(part) for own in parts for part in own):
-        parts = [[piece for part in own for piece in _split(part)] for own in parts]
-    places = sum(is_blank(part) for own in parts for part in own)
-    if not places and any(is_image(part) for own in parts for part in own):
+    message_items = [list(_content_items(message)) for message in messages]
+    if not any(map(is_blank, chain.from_iterable(message_items))):
+        message_items = [list(chain.from_iterable(map(_split, items))) for items in message_items]
+    place_count = sum(map(is_blank, chain.from_iterable(message_items)))
+    if not place_count and any(map(is_image, chain.from_iterable(message_items))):
         raise ImageError("images in its messages and in a column: put all images into one of them")
-    if not places:
-        first = next((at for at, message in enumerate(messages) if message.get("role") == "user"), 0)
-        parts[first] = [{"type": "image"}] * len(images) + parts[first]
-    elif places != len(images):
-        raise ImageError(f"{len(images)} images, and {places} places for them ({MARK}, or parts of type image)")
-    rest = iter(images)
-    filled = [[{"type": "image", "image": next(rest)} if is_blank(part) else part for part in own] for own in parts]
+    if not place_count:
+        user_index = next((index for index, message in enumerate(messages) if message.get("role") == "user"), 0)
+        message_items[user_index] = [{"type": "image"}] * len(images) + message_items[user_index]
+    elif place_count != len(images):
+        raise ImageError(f"{len(images)} images, and {place_count} places for them ({MARK}, or parts of type image)")
+    unplaced = iter(images)
+    filled = [
+        [{"type": "image", "image": next(unplaced)} if is_blank(item) else item for item in items]
+        for items in message_items
+    ]
     return tuple(
-        {**message, "content": own} if any(map(is_image, own)) else message
-        for message, own in zip(messages, filled, strict=True)
+        {**message, "content": items} if any(map(is_image, items)) else message
+        for message, items in zip(messages, filled, strict=True)
     )
 
 
-def named_images(content: str | Sequence[Message]) -> list[Any]:
+def image_sources(content: str | Sequence[Message]) -> list[Any]:
     """Return the paths, URLs, bytes and mappings that name the messages' images."""
     messages = () if isinstance(content, str) else content
-    return [_named(part) for message in messages for part in _parts(message) if is_image(part)]
+    return [_image_source(item) for message in messages for item in _content_items(message) if is_image(item)]
 
 
-def loaded(prompt: Prompt, folder: Path) -> Prompt:
+def with_read_images(prompt: Prompt, folder: Path) -> Prompt:
     """Read and check a prompt's images, and put their digests into its messages. Relative paths start from ``folder``.
     Raises ``ImageError``."""
-    if not named_images(prompt.content):
+    if not image_sources(prompt.content):
         return prompt
     images: list[Image] = []
 
-    def canonical(part: Any) -> Any:
-        if not is_image(part):
-            return part
-        images.append(_read(_named(part), folder, len(images) + 1))
+    def canonical(item: Any) -> Any:
+        if not is_image(item):
+            return item
+        images.append(_read_image(_image_source(item), folder, len(images) + 1))
         return {"type": "image", "image": images[-1].digest}
 
     messages: tuple[Any, ...] = tuple(prompt.content)
     content = tuple(
-        {**message, "content": [canonical(part) for part in _parts(message)]}
-        if any(map(is_image, _parts(message)))
+        {**message, "content": [canonical(item) for item in _content_items(message)]}
+        if any(map(is_image, _content_items(message)))
         else message
         for message in messages
     )
@@ -100,32 +103,32 @@ def embedded(
     Raises ``ImageError`` also for an image with more pixels, and for files and other URLs, which are not read; and the
     errors of ``check_count``, which gets the number of images before one is decoded.
     """
-    urls = [part["image"] for message in messages for part in _parts(message) if is_image(part)]
+    urls = [item["image"] for message in messages for item in _content_items(message) if is_image(item)]
     images: dict[str, Image] = {}
-    for number, url in enumerate(urls, start=1):
+    for image_number, url in enumerate(urls, start=1):
         if not url.startswith("data:"):
             raise ImageError(
-                f"image {number} is not a data URL ({url:.80}), and nothing is downloaded: send it in base64"
+                f"image {image_number} is not a data URL ({url:.80}), and nothing is downloaded: send it in base64"
             )
     check_count(len(urls))
 
-    def canonical(part: Any) -> Any:
-        if not is_image(part):
-            return part
-        image = _from_data_url(part["image"], f"image {len(images) + 1}", max_pixels)
+    def canonical(item: Any) -> Any:
+        if not is_image(item):
+            return item
+        image = _from_data_url(item["image"], f"image {len(images) + 1}", max_pixels)
         images[image.digest] = image
         return {"type": "image", "image": image.digest}
 
-    found = [
-        {**message, "content": [canonical(part) for part in message["content"]]}
+    embedded_messages = [
+        {**message, "content": [canonical(item) for item in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
-    return found, images
+    return embedded_messages, images
 
 
-def checked(data: bytes, name: str = "the image", max_pixels: int = MOST_PIXELS) -> Image:
+def checked_image(data: bytes, name: str = "the image", max_pixels: int = MAX_PIXELS) -> Image:
     """Return the image with these encoded bytes, if it can be decoded. Raises ``ImageError``, which uses ``name``."""
     from PIL import Image as Pillow
     from PIL import UnidentifiedImageError
@@ -140,8 +143,8 @@ def checked(data: bytes, name: str = "the image", max_pixels: int = MOST_PIXELS)
                 if opened.format != "MPO":
                     opened.seek(1)
                     raise ImageError(f"{name} is animated: it has more than one frame")
-        found = Image.from_bytes(data)
-        found.decoded()
+        image = Image.from_bytes(data)
+        image.decoded()
     except ImageError:
         raise
     except PixelError as error:
@@ -150,7 +153,7 @@ def checked(data: bytes, name: str = "the image", max_pixels: int = MOST_PIXELS)
         raise ImageError(f"{name} is not an image of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's readers raise anything for broken files
         raise ImageError(f"{name} is broken: {error}") from error
-    return found
+    return image
 
 
 class ImageTokens:
@@ -168,16 +171,16 @@ class ImageTokens:
         from transformers import AutoProcessor
 
         try:
-            found = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
-            if not hasattr(found, "image_processor"):  # without a processor it returns a tokenizer
+            processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            if not hasattr(processor, "image_processor"):  # without a processor it returns a tokenizer
                 raise ValueError("the model has none")
-            found.tokenizer = ignoring_marks(found.tokenizer)
+            processor.tokenizer = ignoring_marks(processor.tokenizer)
         except Exception as error:  # transformers raises anything for wrong files
             reason = " ".join(str(error).split())
             fault = f"no processor for images can be loaded from {self._folder}: {reason}"
             hint = "use a vision-language model, and install torchvision (docs/models.md)"
             raise ConfigError(fault, location="model.max_images", hint=hint) from error
-        return found
+        return processor
 
     def check_count(self, images: int) -> None:
         """Raise ``ChatError`` for more images than a conversation may have."""
@@ -194,15 +197,17 @@ class ImageTokens:
         """
         self.check_count(len(images))
         pixels = [image.decoded() for image in images]
-        for number, (width, height) in enumerate((one.size for one in pixels), start=1):
+        for image_number, (width, height) in enumerate((image.size for image in pixels), start=1):
             if width * height > self.max_pixels:
                 size = f"{width} x {height} = {width * height:,} pixels"
-                raise ChatError(f"image {number} has {size}, more than data.image_max_pixels ({self.max_pixels:,})")
+                raise ChatError(
+                    f"image {image_number} has {size}, more than data.image_max_pixels ({self.max_pixels:,})"
+                )
         try:
-            found = self._processor(text=[text], images=[pixels], add_special_tokens=False)
+            inputs = self._processor(text=[text], images=[pixels], add_special_tokens=False)
         except (ValueError, IndexError, StopIteration) as error:
             raise ChatError(f"the model's processor refuses its {len(images)} images: {error}") from error
-        ids: list[int] = list(found["input_ids"][0])
+        ids: list[int] = list(inputs["input_ids"][0])
         placeholder, offset, places = self._processor.image_token_ids[0], 0, []  # Gemma 3's image_token_id differs
         for token, run in groupby(ids):
             length = len(list(run))
@@ -214,7 +219,7 @@ class ImageTokens:
         return ids, tuple(PlacedImage(image, *place) for image, place in zip(images, places, strict=True))
 
 
-def _parts(message: Any) -> Iterator[Any]:
+def _content_items(message: Any) -> Iterator[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         yield {"type": "text", "text": content}
@@ -222,48 +227,48 @@ def _parts(message: Any) -> Iterator[Any]:
         yield from content
 
 
-def _split(part: Any) -> Iterator[Any]:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or MARK not in str(part.get("text")):
-        yield part
+def _split(item: Any) -> Iterator[Any]:
+    if not isinstance(item, Mapping) or item.get("type") != "text" or MARK not in str(item.get("text")):
+        yield item
         return
-    for number, text in enumerate(str(part["text"]).split(MARK)):
-        if number:
+    for text_index, text in enumerate(str(item["text"]).split(MARK)):
+        if text_index:
             yield {"type": "image"}
         if text:
             yield {"type": "text", "text": text}
 
 
-def is_image(part: Any) -> bool:
+def is_image(item: Any) -> bool:
     """True if a message part has an image, or a place for one."""
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+    return isinstance(item, Mapping) and item.get("type") in ("image", "image_url")
 
 
-def is_blank(part: Any) -> bool:
+def is_blank(item: Any) -> bool:
     """True if a part is a place for an image from the row's column."""
-    return is_image(part) and _named(part) is None
+    return is_image(item) and _image_source(item) is None
 
 
-def _named(value: Any) -> Any:
+def _image_source(value: Any) -> Any:
     """Text or bytes that name an image, if any."""
     while isinstance(value, Mapping):
-        value = value["bytes"] if value.get("bytes") else next(filter(None, map(value.get, _NAMES)), None)
+        value = value["bytes"] if value.get("bytes") else next(filter(None, map(value.get, _SOURCE_KEYS)), None)
     return value
 
 
-def _from_data_url(url: str, name: str, max_pixels: int = MOST_PIXELS) -> Image:
+def _from_data_url(url: str, name: str, max_pixels: int = MAX_PIXELS) -> Image:
     header, _, text = url.partition(",")
     try:
         if not header.endswith(";base64"):
             raise ValueError("it is not base64")
-        return checked(base64.b64decode(text, validate=True), name, max_pixels)
+        return checked_image(base64.b64decode(text, validate=True), name, max_pixels)
     except ValueError as error:
         raise error if isinstance(error, ImageError) else ImageError(f"{name} is not a data URL: {error}") from None
 
 
-def _read(value: Any, folder: Path, number: int) -> Image:
-    name = f"image {number}"
+def _read_image(value: Any, folder: Path, image_number: int) -> Image:
+    name = f"image {image_number}"
     if isinstance(value, bytes):
-        return checked(value, name)
+        return checked_image(value, name)
     if not isinstance(value, str):
         raise ImageError(f"{name} is a {type(value).__name__}: give a path, a data URL or bytes")
     if value.startswith("data:"):
@@ -272,9 +277,9 @@ def _read(value: Any, folder: Path, number: int) -> Image:
         raise ImageError(f"{name} is a URL ({value:.80}), and nothing is downloaded: save it, and give its path")
     path = folder / (unquote(urlsplit(value).path) if value.startswith("file://") else value)
     try:
-        data = read_regular(path, MOST_BYTES)
+        data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise ImageError(f"{name} ({path}) cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if data.startswith(POINTER):
         raise ImageError(f"{name} ({path}) is a Git LFS pointer, not the file itself: {LFS_HINT}")
-    return checked(data, f"{name} ({path})")
+    return checked_image(data, f"{name} ({path})")

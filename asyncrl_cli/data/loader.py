@@ -183,14 +183,14 @@ def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[S
     difficulties = _difficulties(prompts, spec.field)
     stages = []
     drawn = 0
-    for number, stage in enumerate(spec.stages):
+    for stage_index, stage in enumerate(spec.stages):
         low = -math.inf if stage.min is None else stage.min
         high = math.inf if stage.max is None else stage.max
         rows = [row for row, difficulty in enumerate(difficulties) if low <= difficulty <= high]
         if not rows:
             raise DataError(
                 f"no training prompt has a `{spec.field}` from {low:g} to {high:g}",
-                location=f"data.curriculum.stages.{number}",
+                location=f"data.curriculum.stages.{stage_index}",
                 hint=f"the difficulties of the prompts are {min(difficulties):g} to {max(difficulties):g}",
             )
         stages.append(Stage(rows, None if stage.until_prompt is None else stage.until_prompt - drawn))
@@ -199,19 +199,21 @@ def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[S
 
 
 def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
-    found = []
+    difficulties = []
     for row, value in enumerate(field_of(prompts, field)):
         try:
             # A CSV file has only texts.
-            number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+            difficulty = (
+                float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+            )
         except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
+            difficulty = math.nan
+        if not math.isfinite(difficulty):
             fault = "missing" if value is None else f"{value!r}, which is not a number"
             raise DataError(
                 f"prompt {prompts[row].uid!r}: `{field}` is {fault}",
                 location="data.curriculum",
                 hint="name a field with a number in every row",
             )
-        found.append(number)
-    return found
+        difficulties.append(difficulty)
+    return difficulties

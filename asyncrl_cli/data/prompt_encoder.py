@@ -121,15 +121,15 @@ class PromptEncoder:
             column = "tools" if tools else VARIABLES
             raise ChatError(f"the row has `{column}`, and a prompt without the chat template has no use for them")
         if not isinstance(prompt.content, str) and (digests := image_digests(prompt.content)):
-            known = {image.digest: image for image in prompt.images}
-            if missing := next((digest for digest in digests if digest not in known), ""):
-                raise ChatError(f"its messages name the image {missing!r:.80}, which is not one of its `images`")
-            return self._images.encode(text, [known[digest] for digest in digests])
+            images_by_digest = {image.digest: image for image in prompt.images}
+            if missing_digest := next((digest for digest in digests if digest not in images_by_digest), ""):
+                raise ChatError(f"its messages name the image {missing_digest!r:.80}, which is not one of its `images`")
+            return self._images.encode(text, [images_by_digest[digest] for digest in digests])
         return self._template.encode([text])[0] if templated else plain_ids(self._tokenizer, [text])[0], ()
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
-        first = None if isinstance(content, str) else content[0]["role"]
-        if first == "system" and Feature.SYSTEM in self._template.abilities().lost:
+        first_role = None if isinstance(content, str) else content[0]["role"]
+        if first_role == "system" and Feature.SYSTEM in self._template.abilities().lost:
             return "the template takes no system message: remove `system`, and put its text into the user's message"
         return "fix the row or remove it, or use another chat template (model.chat_template)"
 
@@ -153,21 +153,21 @@ def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator
         with suppress(DataError):  # ``PromptSource`` skips it with a warning
             if encoded := encoder.encode_with_images(prompts[row]):
                 ids = list(encoded.ids)
-                for placed in reversed(encoded.images):
-                    del ids[placed.offset : placed.end]
+                for placed_image in reversed(encoded.images):
+                    del ids[placed_image.offset : placed_image.end]
                 if ids:
                     yield tuple(ids)
 
 
 def _features(messages: Sequence[Message], tools: Tools | None) -> list[Feature]:
     """The prompt's features that some templates drop without an error."""
-    has = {
+    is_present = {
         Feature.USER: any(message["role"] == "user" for message in messages),
         Feature.TOOLS: bool(tools),
         Feature.SYSTEM: any(message["role"] == "system" for message in messages),
         Feature.CALLS: any(message.get("tool_calls") for message in messages),
         Feature.RESULTS: any(message["role"] == "tool" for message in messages),
     }
-    has[Feature.ARGUMENTS] = has[Feature.CALLS]
-    has[Feature.PARALLEL] = any(len(message.get("tool_calls") or ()) > 1 for message in messages)
-    return [feature for feature, used in has.items() if used]
+    is_present[Feature.ARGUMENTS] = is_present[Feature.CALLS]
+    is_present[Feature.PARALLEL] = any(len(message.get("tool_calls") or ()) > 1 for message in messages)
+    return [feature for feature, present in is_present.items() if present]

@@ -21,11 +21,11 @@ from string import Formatter
 from typing import Any, Literal, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.images import ImageError, is_blank, is_image, loaded, named_images, with_column
+from asyncrl_cli.data.images import ImageError, image_sources, is_blank, is_image, with_column, with_read_images
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.data_sources import template_columns
 
-MISSING = object()
+ABSENT = object()
 UID = "uid"
 """The default column of uids. It may be missing."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -147,49 +147,47 @@ class RowForm:
         content = template_columns(self.template) if self.template is not None else {self.prompt_column}
         return frozenset(filter(None, (*content, self.uid_column, self.image_column)))
 
-    def refuse(self, number: int | None, fault: str, hint: str) -> NoReturn:
+    def refuse(self, row_number: int | None, fault: str, hint: str) -> NoReturn:
         """Raise ``DataError`` for a row, or for the whole source (None)."""
-        raise DataError(fault, location=self.source if number is None else f"{self.source}:{number}", hint=hint)
+        raise DataError(fault, location=self.source if row_number is None else f"{self.source}:{row_number}", hint=hint)
 
-    def prompt(self, columns: Mapping[str, Any], number: int, raw: bytes | None = None) -> Prompt:
+    def prompt(self, columns: Mapping[str, Any], row_number: int, raw: bytes | None = None) -> Prompt:
         """Make a row's prompt. A row without a uid is named by its number and a hash of ``raw`` (None: of its JSON).
-        Image files are not read yet: ``loaded`` does that.
+        Image files are not read yet: ``with_read_images`` does that.
 
         Raises ``DataError`` with the row's location if it cannot be a prompt.
         """
-        paths = {
-            name: value for name in self.spec_columns if (value := value_at(columns, name, MISSING)) is not MISSING
-        }
+        paths = {name: value for name in self.spec_columns if (value := value_at(columns, name, ABSENT)) is not ABSENT}
         row = {**columns, **paths}
         for column in sorted(self.spec_columns - row.keys() - {UID}):
             hint = "add it, or name another column in the split's keys; the row has "
-            self.refuse(number, f"no column `{column}`", hint + (", ".join(paths_in(columns)) or "none"))
+            self.refuse(row_number, f"no column `{column}`", hint + (", ".join(paths_in(columns)) or "none"))
         consumed = {self.uid_column, self.image_column, self.prompt_column if self.template is None else None}
         try:
             fields = {str(key): json_value(value) for key, value in columns.items() if key not in consumed}
         except TypeError as error:
             hint = "use text, numbers, booleans, lists and mappings"
-            self.refuse(number, f"the row has a value that is not JSON: {error}", hint)
-        prompt = Prompt(self._uid(row, columns, number, raw), self._content(row, number), fields)
-        if any(isinstance(image, bytes) for image in named_images(prompt.content)):  # they cannot stay in JSON
-            prompt = self.loaded(prompt, number)
-        return self.checked(prompt, number)
+            self.refuse(row_number, f"the row has a value that is not JSON: {error}", hint)
+        prompt = Prompt(self._uid(row, columns, row_number, raw), self._content(row, row_number), fields)
+        if any(isinstance(image, bytes) for image in image_sources(prompt.content)):  # they cannot stay in JSON
+            prompt = self.with_read_images(prompt, row_number)
+        return self.checked(prompt, row_number)
 
-    def _content(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:
-        content = self._messages(row, number) if self.template is None else self._templated(row, number)
+    def _content(self, row: Mapping[str, Any], row_number: int) -> str | tuple[Message, ...]:
+        content = self._messages(row, row_number) if self.template is None else self._templated(row, row_number)
         if self.image_column is not None and row[self.image_column] not in (None, "", []):
             try:
                 content = with_column(content, row[self.image_column])
             except ImageError as error:
-                self.refuse(number, f"the row has {error}", IMAGE_HINT)
+                self.refuse(row_number, f"the row has {error}", IMAGE_HINT)
         if self.system is not None:
             messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
             if messages[0]["role"] == "system":
-                self.refuse(number, "the prompt already has a system message", "remove `system` from the split")
+                self.refuse(row_number, "the prompt already has a system message", "remove `system` from the split")
             content = ({"role": "system", "content": self.system}, *messages)
         return content
 
-    def _uid(self, row: Mapping[str, Any], columns: Mapping[str, Any], number: int, raw: bytes | None) -> str:
+    def _uid(self, row: Mapping[str, Any], columns: Mapping[str, Any], row_number: int, raw: bytes | None) -> str:
         uid = row.get(self.uid_column)
         if isinstance(uid, int) and not isinstance(uid, bool):
             return str(uid)
@@ -197,32 +195,32 @@ class RowForm:
             # The journal knows prompts by these uids: a run could not be resumed with other uids (decision 0009).
             raw = json.dumps(json_value(columns, binary=True), sort_keys=True).encode() if raw is None else raw
             file = f"file{self.file_index + 1}-" if self.file_index else ""  # the first file has no prefix
-            return f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
+            return f"{file}{self.unit}{row_number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         if not isinstance(uid, str) or not uid:
             hint = "make it text or a whole number, or remove it"
-            self.refuse(number, f"`{self.uid_column}` is {type_name(uid)}", hint)
+            self.refuse(row_number, f"`{self.uid_column}` is {type_name(uid)}", hint)
         return uid
 
-    def loaded(self, prompt: Prompt, number: int) -> Prompt:
+    def with_read_images(self, prompt: Prompt, row_number: int) -> Prompt:
         """Read the prompt's images. Raises ``DataError`` if one cannot be read."""
         if prompt.images:
             return prompt
         try:
-            return loaded(prompt, self.folder)
+            return with_read_images(prompt, self.folder)
         except ImageError as error:
-            self.refuse(number, str(error), IMAGE_HINT)
+            self.refuse(row_number, str(error), IMAGE_HINT)
 
-    def checked(self, prompt: Prompt, number: int) -> Prompt:
+    def checked(self, prompt: Prompt, row_number: int) -> Prompt:
         """Check a prompt. Raises ``DataError`` if it cannot be encoded or recorded, or if the task cannot score it."""
         if fault := _fault_of(prompt):
-            self.refuse(number, f"prompt {prompt.uid!r}: {fault[0]}", fault[1])
+            self.refuse(row_number, f"prompt {prompt.uid!r}: {fault[0]}", fault[1])
         if self.check is not None:
             try:
                 self.check(prompt)
             except Exception as error:  # a user's task may raise anything
                 raise DataError(
                     f"the task cannot score prompt {prompt.uid!r}: {error}",
-                    location=f"{self.source}:{number}",
+                    location=f"{self.source}:{row_number}",
                     hint="correct or remove the row, or name another field in task.options",
                 ) from error
         return prompt
@@ -233,18 +231,18 @@ class RowForm:
         Raises ``DataError`` without prompts, with fewer than ``size``, or if two have the same uid.
         """
         prompts: list[Prompt] = []
-        numbers: dict[str, int] = {}
-        for number, prompt in islice(rows, size):
-            if prompt.uid in numbers:
-                self.refuse_twins(prompt.uid, numbers[prompt.uid], number)
-            numbers[prompt.uid] = number
+        number_by_uid: dict[str, int] = {}
+        for row_number, prompt in islice(rows, size):
+            if prompt.uid in number_by_uid:
+                self.refuse_twins(prompt.uid, number_by_uid[prompt.uid], row_number)
+            number_by_uid[prompt.uid] = row_number
             prompts.append(prompt)
         self.check_size(len(prompts), size)
-        return CollectedPrompts(prompts, list(numbers.values()), self)
+        return CollectedPrompts(prompts, list(number_by_uid.values()), self)
 
-    def refuse_twins(self, uid: object, number: int, twin: int) -> NoReturn:
+    def refuse_twins(self, uid: object, row_number: int, twin: int) -> NoReturn:
         """Raise ``DataError`` for two rows with the same uid."""
-        self.refuse(twin, f"the uid {str(uid)!r} is also the uid of {self.unit} {number}", "make uids unique")
+        self.refuse(twin, f"the uid {str(uid)!r} is also the uid of {self.unit} {row_number}", "make uids unique")
 
     def check_size(self, rows: int, size: int | None) -> None:
         """Raise ``DataError`` if there are no rows, or fewer than ``size`` in the only source."""
@@ -253,13 +251,13 @@ class RowForm:
         if self.file_index is None and size is not None and rows < size:
             self.refuse(None, f"fewer rows ({rows}) than size {size}", "lower or remove size")
 
-    def _messages(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:
+    def _messages(self, row: Mapping[str, Any], row_number: int) -> str | tuple[Message, ...]:
         """Content of the prompt column: text, or messages, which may be JSON text, as in CSV files."""
         value = row[self.prompt_column]
         if isinstance(value, str) and value:
             if _PYTHON_MESSAGES.match(value):
                 fault = f"`{self.prompt_column}` has messages as Python prints them"
-                self.refuse(number, fault, "write them as JSON (json.dumps)")
+                self.refuse(row_number, fault, "write them as JSON (json.dumps)")
             try:
                 parsed = json.loads(value) if value.lstrip().startswith(("[", "{")) else None
             except (ValueError, RecursionError):
@@ -269,24 +267,24 @@ class RowForm:
                 return value
             value = parsed
         if not isinstance(value, (list, tuple)) or not value:
-            self.refuse(number, f"`{self.prompt_column}` is {type_name(value)}", f"make it text, or {LIKE_OPENAI}")
+            self.refuse(row_number, f"`{self.prompt_column}` is {type_name(value)}", f"make it text, or {LIKE_OPENAI}")
         for message in value:
             if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-                self.refuse(number, "a message has no `role`", LIKE_OPENAI)
+                self.refuse(row_number, "a message has no `role`", LIKE_OPENAI)
         return tuple(value)
 
-    def _templated(self, row: Mapping[str, Any], number: int) -> str:
+    def _templated(self, row: Mapping[str, Any], row_number: int) -> str:
         assert self.template is not None
         for column in sorted(template_columns(self.template)):
             if row[column] is None:
-                self.refuse(number, f"`{column}` is null", "fill it in, or remove the row")
+                self.refuse(row_number, f"`{column}` is null", "fill it in, or remove the row")
         try:
             content = _ColumnFormatter().vformat(self.template, (), row)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             hint = "change the template or the row"
-            self.refuse(number, f"the template fails: {type(error).__name__}: {error}", hint)
+            self.refuse(row_number, f"the template fails: {type(error).__name__}: {error}", hint)
         if not content:
-            self.refuse(number, "the template makes an empty prompt", "change the template or the row")
+            self.refuse(row_number, "the template makes an empty prompt", "change the template or the row")
         return content
 
 
@@ -305,7 +303,7 @@ class CollectedPrompts(LazyPrompts):
     def __init__(self, rows: Sequence[Prompt], numbers: Sequence[int], form: RowForm) -> None:
         self.rows = rows
         self.numbers = numbers
-        super().__init__(len(rows), lambda row: form.loaded(rows[row], numbers[row]))
+        super().__init__(len(rows), lambda row: form.with_read_images(rows[row], numbers[row]))
 
     def field(self, name: str) -> Sequence[Any]:
         return field_of(self.rows, name)
@@ -343,9 +341,9 @@ def _fault_of(prompt: Prompt) -> tuple[str, str] | None:
     if not prompt.content:
         return ("empty", "give every row a prompt") if isinstance(prompt.content, str) else ("no messages", LIKE_OPENAI)
     messages = () if isinstance(prompt.content, str) else prompt.content
-    for number, message in enumerate(messages, start=1):
+    for message_number, message in enumerate(messages, start=1):
         if fault := _fault_of_message(message):
-            return f"message {number} {fault}", LIKE_OPENAI
+            return f"message {message_number} {fault}", LIKE_OPENAI
     for name, value in (("uid", prompt.uid), ("prompt", prompt.content), *prompt.fields.items()):
         if fault := _fault_of_text(value):
             return f"`{name}` is {fault}", "use text, finite numbers, booleans, null, lists and mappings"
@@ -370,11 +368,11 @@ def _fault_of_message(message: Any) -> str | None:
     return None
 
 
-def _is_part(part: Any) -> bool:
-    if not isinstance(part, Mapping):
+def _is_part(item: Any) -> bool:
+    if not isinstance(item, Mapping):
         return False
-    is_text = part.get("type") == "text" and isinstance(part.get("text"), str)
-    return is_text or (is_image(part) and not is_blank(part))
+    is_text = item.get("type") == "text" and isinstance(item.get("text"), str)
+    return is_text or (is_image(item) and not is_blank(item))
 
 
 def _is_call(call: Any) -> bool:

@@ -68,8 +68,8 @@ def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt
         return f"{key}:{row + 1}"
     file, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
     file_prompts = prompts.files[file] if isinstance(prompts, JoinedPrompts) else prompts
-    number = file_prompts.numbers[row] if isinstance(file_prompts, CollectedPrompts) else row + 1
-    return f"{_forms_of(spec, base)[file].source}:{number}"
+    row_number = file_prompts.numbers[row] if isinstance(file_prompts, CollectedPrompts) else row + 1
+    return f"{_forms_of(spec, base)[file].source}:{row_number}"
 
 
 def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
@@ -141,38 +141,36 @@ def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
         is_list = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     with _opened(form) as file:
         if is_list and kind_of(form.source) == "json":
-            for number, row in enumerate(_parsed(form, 1, file.read()), start=1):
-                yield number, form.prompt(_object(form, number, row), number)
+            for row_number, row in enumerate(_parsed(form, 1, file.read()), start=1):
+                yield row_number, form.prompt(_object(form, row_number, row), row_number)
             return
-        for number, line in enumerate(file, start=1):
+        for row_number, line in enumerate(file, start=1):
             if line.strip():
-                yield (
-                    number,
-                    form.prompt(_object(form, number, _parsed(form, number, line.rstrip())), number, line.strip()),
-                )
+                row = _object(form, row_number, _parsed(form, row_number, line.rstrip()))
+                yield row_number, form.prompt(row, row_number, line.strip())
 
 
-def _parsed(form: RowForm, number: int, content: bytes) -> Any:
-    """Parse JSON that begins on line ``number``."""
+def _parsed(form: RowForm, row_number: int, content: bytes) -> Any:
+    """Parse JSON that begins on line ``row_number``."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        number += content.count(b"\n", 0, error.start)
+        row_number += content.count(b"\n", 0, error.start)
         column = error.start - content.rfind(b"\n", 0, error.start) - 1
-        form.refuse(number, f"not UTF-8 (byte {column})", "save the file as UTF-8")
+        form.refuse(row_number, f"not UTF-8 (byte {column})", "save the file as UTF-8")
     except json.JSONDecodeError as error:
         hint = "write one JSON object per line; a file with the suffix .json may be a list of objects"
-        form.refuse(number + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}", hint)
+        form.refuse(row_number + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}", hint)
     except ValueError:  # Python's limit, because longer integers take quadratic time
         digits = sys.get_int_max_str_digits()
-        form.refuse(number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
+        form.refuse(row_number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
     except RecursionError:
-        form.refuse(number, "lists or objects are nested too deeply", "flatten the row")
+        form.refuse(row_number, "lists or objects are nested too deeply", "flatten the row")
 
 
-def _object(form: RowForm, number: int, row: Any) -> dict[str, Any]:
+def _object(form: RowForm, row_number: int, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        form.refuse(number, f"not a JSON object but {type_name(row)}", 'write rows as {"prompt": …}')
+        form.refuse(row_number, f"not a JSON object but {type_name(row)}", 'write rows as {"prompt": …}')
     return row
 
 
@@ -225,16 +223,16 @@ def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Se
         fail(f"cannot be called as f(split, size): {error}", hint, None)
 
     def prompts(rows: Iterable[Any]) -> Iterator[tuple[int, Prompt]]:
-        for number, row in enumerate(rows, start=1):
-            if size is None and number > MAX_ROWS:
+        for row_number, row in enumerate(rows, start=1):
+            if size is None and row_number > MAX_ROWS:
                 form.refuse(None, f"more than {MAX_ROWS:,} rows", "give the split a size")
             if isinstance(row, Prompt):
-                yield number, form.checked(row, number)
+                yield row_number, form.checked(row, row_number)
             elif isinstance(row, Mapping):
-                yield number, form.prompt(row, number)
+                yield row_number, form.prompt(row, row_number)
             else:
                 fault = f"the row is neither a mapping nor a Prompt but {type_name(row)}"
-                form.refuse(number, fault, 'yield rows as {"prompt": …}')
+                form.refuse(row_number, fault, 'yield rows as {"prompt": …}')
 
     try:
         rows = function(split, size)

@@ -81,8 +81,8 @@ CONTENT_PARTS = (
 
 def image_template(mark: str) -> str:
     """Return ``CHAT_TEMPLATE`` for messages that may have images, each written as ``mark``."""
-    parts = CONTENT_PARTS.replace("IMAGE", mark)
-    return CHAT_TEMPLATE.replace("{{ message['content'] }}", parts).replace("{{ message['content'] or '' }}", parts)
+    content = CONTENT_PARTS.replace("IMAGE", mark)
+    return CHAT_TEMPLATE.replace("{{ message['content'] }}", content).replace("{{ message['content'] or '' }}", content)
 
 
 def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> PreTrainedTokenizerFast:
@@ -165,10 +165,10 @@ def without_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars inside the block: they would disturb a live view."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    were_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_enabled:
             logging.enable_progress_bar()

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from asyncrl_cli.core.errors import TaskError, first_cause
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.data.images import checked
+from asyncrl_cli.data.images import checked_image
 from asyncrl_cli.spec.inputs import McpServerSpec
 from asyncrl_cli.system.reaper import MARK
 from asyncrl_cli.tasks.play import SEES_IMAGES, awaited
@@ -157,7 +157,7 @@ class McpTool:
         message_parts: list[dict[str, Any]] = []
         for item, text in zip(result.content, texts, strict=True):
             if item.type == "image":
-                message_parts.append({"type": "image", "image": checked(base64.b64decode(item.data))})
+                message_parts.append({"type": "image", "image": checked_image(base64.b64decode(item.data))})
             elif message_parts and message_parts[-1]["type"] == "text":
                 message_parts[-1]["text"] += f"\n{text}"
             else:

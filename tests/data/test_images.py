@@ -21,7 +21,7 @@ from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
 from asyncrl_cli.core.errors import ConfigError, DataError
-from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, checked, with_column
+from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, checked_image, with_column
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.rows import CollectedPrompts
@@ -183,23 +183,23 @@ def encoded_pixels(pixels: Any, kind: str, mode: str | None = None, **options: A
 def test_grey_pixels_of_16_bits_keep_their_brightness(kind: str, number_type: str) -> None:
     values = [0, 128, 129, 0x6464, 0xFFFF]
     data = encoded_pixels(np.array([values], number_type), kind)
-    assert checked(data).decoded().tobytes() == bytes(np.repeat([0, 0, 1, 100, 255], 3).tolist())
+    assert checked_image(data).decoded().tobytes() == bytes(np.repeat([0, 0, 1, 100, 255], 3).tolist())
 
 
 def test_transparent_grey_pixels_of_16_bits_are_white() -> None:
     data = encoded_pixels(np.array([[7, 0x6464]], np.uint16), "PNG", transparency=7)
-    assert checked(data).decoded().tobytes() == bytes([255] * 3 + [100] * 3)
+    assert checked_image(data).decoded().tobytes() == bytes([255] * 3 + [100] * 3)
 
 
 def test_pixels_without_a_known_range_are_refused_with_their_mode() -> None:
     for pixels, mode in ((np.array([[0.5]], np.float32), "F"), (np.array([[70_000]], np.int32), "I")):
         with pytest.raises(ImageError, match=f"the image has pixels of mode {mode}: save it as RGB"):
-            checked(encoded_pixels(pixels, "TIFF"))
+            checked_image(encoded_pixels(pixels, "TIFF"))
         with pytest.raises(PixelError, match=f"pixels of mode {mode}"):
             data_url(Pillow.fromarray(pixels))
     inverted = encoded_pixels(np.array([[7]], np.uint16), "TIFF", tiffinfo={262: 0})
     with pytest.raises(ImageError, match="grey pixels of an unusual form"):
-        checked(inverted)
+        checked_image(inverted)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,17 @@ def test_a_picture_of_every_common_mode_is_read(mode: str, kind: str) -> None:
     file = io.BytesIO()
     made = Pillow.new("RGB", (8, 8), "white").convert(mode)
     made.save(file, kind)
-    assert checked(file.getvalue()).decoded().getpixel((4, 4)) == (255, 255, 255)
-    assert checked(base64.b64decode(data_url(made).partition(",")[2])).decoded().getpixel((4, 4)) == (255, 255, 255)
+    assert checked_image(file.getvalue()).decoded().getpixel((4, 4)) == (255, 255, 255)
+    assert checked_image(base64.b64decode(data_url(made).partition(",")[2])).decoded().getpixel((4, 4)) == (
+        255,
+        255,
+        255,
+    )
 
 
 def test_a_photograph_with_a_preview_is_not_animated() -> None:
     photograph = picture(kind="MPO", save_all=True, append_images=[Pillow.new("RGB", (8, 8))])
-    assert checked(photograph).decoded().size == (56, 84)
+    assert checked_image(photograph).decoded().size == (56, 84)
 
 
 texts = st.text(st.characters(codec="ascii", exclude_characters="<"), max_size=9)
