@@ -48,6 +48,9 @@ def spec(runs_dir: Path, mode: str, steps: int, group_size: int = GROUP_SIZE) ->
             "init": INIT,
             "warm_start": {
                 "steps": 150,
+                "batch_size": 24,
+                "learning_rate": 3.0e-3,
+                "schedule": {"kind": "cosine", "warmup_updates": 30, "final_fraction": 0.05},
                 "data": {"path": "long_tail:demonstrations", "size": 3600},
                 "response_column": "response",
             },

@@ -116,7 +116,7 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
         asking.append(subprocess.Popen(command, env=os.environ | settings))
         asyncio.get_running_loop().create_task(_stop_after(asking[0]))
 
-    model = prepare_model(spec, lambda: None, lambda *_: None)  # type: ignore[arg-type,return-value]
+    model = prepare_model(spec)
     try:
         served = served_folder(spec, model, logs=folder, what=spec.name)
         run_server(served, ready=ready, check=lambda _: "", status=print, warn=print)

@@ -57,7 +57,7 @@ def measure(name: str, attention: str, options: argparse.Namespace, joined: bool
     from asyncrl_cli.train.algorithms.objective import Objective
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.nonfinite_guard import SkipLimit
-    from asyncrl_cli.train.old_logprobs import Learner
+    from asyncrl_cli.train.precompute import Learner
     from asyncrl_cli.train.step import train_batch
 
     gpu = options.device == "cuda"

@@ -15,11 +15,12 @@ from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, chat_of
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
+from asyncrl_cli.data.supervised_rows import DATA, RowEncoder, Rows, encode_row
 from asyncrl_cli.data.tokenizer import templates_texts
 from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.records.training import SupervisedRow
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.conversations import DATA, Example, RowEncoder, Rows, encode_row
 
 SPREAD = 1000
 """Number of evenly spread prompts in one pass over a split. A pass may be cut short by the time limit."""
@@ -100,17 +101,17 @@ def check_prompts(
     return Warned(summary, "; ".join(hints)) if hints else summary
 
 
-def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> tuple[Result, list[Example]]:
+def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> tuple[Result, list[SupervisedRow]]:
     """Check that the rows of ``model.warm_start.data`` have replies that can be encoded, and return those tried. Tries
     as many as ``check_prompts``.
 
     Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
-    examples: list[Example] = []
+    examples: list[SupervisedRow] = []
     special: list[str] = []
     start_s = time.monotonic()
     for index in _spread(len(rows.prompts)):
-        examples.append(encode_row(rows, index, rows.prompts[index], encoder))
+        examples.append(encode_row(rows, index, encoder))
         special += filter(None, [encoder.special_text(rows.prompts[index])])
         if time.monotonic() - start_s > limit_s:
             break
@@ -128,7 +129,7 @@ def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float)
     return Warned(summary, "; ".join(hints)) if hints else summary, examples
 
 
-def check_replies(examples: Sequence[Example], max_response_tokens: int) -> tuple[Result, int]:
+def check_replies(examples: Sequence[SupervisedRow], max_response_tokens: int) -> tuple[Result, int]:
     """Check that demonstrated replies fit ``rollout.max_response_tokens``; returns the longest one's tokens, too."""
     reply_lengths = [
         max(len(list(tokens)) for is_learned, tokens in groupby(example.learned) if is_learned) for example in examples

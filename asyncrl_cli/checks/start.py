@@ -8,7 +8,6 @@ and there is more time for prompts. A check that depends on a failed check is sk
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,10 +28,9 @@ from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.sources import row_location
-from asyncrl_cli.data.tokenizer import templates_texts
+from asyncrl_cli.data.supervised_rows import RowEncoder, Rows
 from asyncrl_cli.gateway.parsers import check_reasoning_parser, check_tool_parser
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.extras import load_monitors
@@ -47,13 +45,9 @@ from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
-from asyncrl_cli.tasks.base import DemonstrationTask
-from asyncrl_cli.train.conversations import RowEncoder, Rows
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Time limit, in seconds, for trying the prompts of a split."""
-DEMONSTRATIONS = 200
-"""Number of a task's demonstrations to try."""
 TRAINING_CHECKS = frozenset({"memory", "runs folder", "tracking", "data.train", "memory with weights", "algorithm"})
 """The checks that an evaluation without training does not need."""
 
@@ -145,7 +139,7 @@ class StartChecks:
         setting = spec.task.special_tokens
         yield Check("special tokens", lambda: prompts.check_special_tokens(self._tokenizer, setting), ("tokenizer",))
         if (start := spec.model.warm_start) is not None:
-            yield Check("warm start", partial(self._demonstrations, start), ("task and data", "chat template"))
+            yield Check("warm start", partial(self._supervised_rows, start), ("task and data", "chat template"))
         if experiment is not None:
             yield from self._prompt_checks(experiment)
         if spec.algorithm.reference_path is not None:
@@ -247,34 +241,15 @@ class StartChecks:
             locate=partial(row_location, split, self._search_path, location, rows),
         )
 
-    def _demonstrations(self, start: WarmStart) -> Result:
-        spec, tokenizer = self._spec, self._tokenizer
-        encoder = RowEncoder(
-            tokenizer,
-            template=ChatTemplate.from_spec(spec, tokenizer),
-            texts_are_chats=spec.data.apply_chat_template and templates_texts(tokenizer),
-            ends=end_tokens(self._model_dir, tokenizer),
-            spec=start,
-            images=ImageTokens(self._model_dir, spec.model.max_images, spec.data.image_max_pixels),
-        )
+    def _supervised_rows(self, start: WarmStart) -> Result:
         assert self._experiment is not None
-        task = self._experiment.tasks[""]
-        checked: Result = ""
-        if start.data is not None:
-            limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
-            rows = Rows.read(start, self._search_path)
-            checked, examples = prompts.check_rows(
-                rows, encoder=encoder, max_length=spec.model.max_length, limit_s=limit_s
-            )
-        elif isinstance(task, DemonstrationTask):
-            from asyncrl_cli.train.warm_start import demonstrated
-
-            rng = random.Random(spec.seed)
-            with user_code("the task's demonstrations", self._notice, CODE_S):
-                drawn = [task.demonstration(rng, False) for _ in range(DEMONSTRATIONS)]
-            examples = demonstrated(drawn, encoder, spec.model.max_length)
-        else:
-            return "the task has no demonstrations"  # the trainer refuses it
+        spec = self._spec
+        checked, examples = prompts.check_rows(
+            Rows.read(start, self._search_path),
+            encoder=RowEncoder.of(spec, self._tokenizer, end_tokens(self._model_dir, self._tokenizer)),
+            max_length=spec.model.max_length,
+            limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
+        )
         fitting, longest = prompts.check_replies(examples, spec.rollout.max_response_tokens)
         if "" not in self._experiment.episodic:  # an episode's length is of several replies
             self._experiment = replace(self._experiment, demonstrated_tokens=longest)

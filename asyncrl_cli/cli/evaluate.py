@@ -100,7 +100,7 @@ def evaluate(
             from asyncrl_cli.runs.manifest import EVALUATED, describe_start
             from asyncrl_cli.spec.load import dump_spec
 
-            model = initial_model(checked, lambda: experiment.tasks[""], base)
+            model = initial_model(checked)
             # MLflow needs the form of a run's folder. It must not be in `runs`, where it would be listed as a run.
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
             manifest = describe_start(base / "spec.yaml") | {EVALUATED: target}

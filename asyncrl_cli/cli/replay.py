@@ -50,9 +50,9 @@ def replay(
     from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, changes_since, recorded_steps
     from asyncrl_cli.orchestrator.replay import replay as train_again
 
-    recorded_count = recorded_steps(run)
+    recorded_count = recorded_steps(run) if spec.stop.total else 0
     end = min(last_step or recorded_count, recorded_count)
-    if first_step > end:
+    if first_step > max(end, not spec.stop.total):
         raise RunArgumentError(
             f"cannot replay from step {first_step}: the run has trained {counted(recorded_count, 'step')}",
             location=run.run_id,
@@ -88,12 +88,15 @@ def replay(
             checkpoint=checkpoint,
             first=first_step - 1,
             last=end,
+            repeats_warm_start=checkpoint is None and not changed,
         ),
         progress,
         show,
     )
     if changed:
         echo(f"replayed steps {first_step} to {end} with {', '.join(changed)}", err=as_json)
+    elif not end:
+        return
     elif differing:
         echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
         reasons = changes_since(run, checkpoint.step if checkpoint else 0)

@@ -248,7 +248,7 @@ def summary(run: RunDirectory, result: RunResult, spec: ExperimentSpec) -> str:
         f"  asyncrl watch {run.argument}",
         f"  asyncrl inspect run {run.argument}",
     ]
-    if not any(finding.stops_learning for finding in result.health.open_findings):
+    if run.state.steps and not any(finding.stops_learning for finding in result.health.open_findings):
         lines.append(f"  asyncrl resume {run.argument} --steps {2 * run.state.steps}")
     store = target_of(spec).uri
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):

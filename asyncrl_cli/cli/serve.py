@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
-from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.runs.catalogue import find_run
 from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asyncrl_cli.orchestrator.serving import Address, Served
     from asyncrl_cli.spec.sections import ExperimentSpec
-    from asyncrl_cli.tasks.base import Task
 
 
 def serve(
@@ -96,10 +93,8 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
     spec = load_spec(path, changes).spec
 
     from asyncrl_cli.orchestrator.serving import served_folder
-    from asyncrl_cli.tasks.load import load_task
 
-    folder = path.absolute().parent
-    model = initial_model(spec, lambda: load_task(spec.task, folder), folder)
+    model = initial_model(spec)
     logs = spec.runs_dir.absolute() / "serve" / spec.name
     return served_folder(spec, model, logs=logs, what=f"the initial model of {spec.name}")
 
@@ -109,18 +104,20 @@ def is_spec(target: str) -> bool:
     return target.endswith((".yaml", ".yml")) or Path(target).is_file()
 
 
-def initial_model(spec: ExperimentSpec, load_task: Callable[[], Task], folder: Path) -> Path:
-    """Return the folder of a spec's initial model, after making the model if necessary. ``folder`` has the user's
-    modules."""
+def initial_model(spec: ExperimentSpec) -> Path:
+    """Return the folder of a spec's initial model, after making the model if necessary. Raises ``ConfigError`` for a
+    model with a warm start."""
+    if spec.model.warm_start is not None:
+        raise ConfigError(
+            "a spec with a warm start has no model yet",
+            location="model.warm_start",
+            hint="train it with `asyncrl train SPEC --set stop.steps=0`, and name the folder runs/RUN/model",
+        )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints to stdout that it found no accelerator
 
     from asyncrl_cli.train.model.initial import prepare_model
 
-    def progress(step: int, steps: int, loss: float, _: int) -> None:
-        if step % 100 == 0:
-            echo(f"warm start {step}/{steps}  loss {loss:.3f}", err=True)
-
-    return prepare_model(spec, load_task, progress, folder)
+    return prepare_model(spec)
 
 
 def _ready_text(served: Served, address: Address) -> str:

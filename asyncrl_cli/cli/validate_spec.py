@@ -158,7 +158,7 @@ def summary(loaded: LoadedSpec) -> str:
     engines = counted(count_range(rollout.min_engines, rollout.max_engines), "engine")
     engines += f" on {'GPU' if rollout.gpus_per_engine else 'CPU'}"
     ranks = f"{counted(trainer.ranks, 'trainer rank')} on {'GPU' if trainer.gpus_per_rank else 'CPU'}"
-    lengths = [counted(spec.stop.steps, "step")] if spec.stop.steps else []
+    lengths = [counted(spec.stop.steps, "step")] if spec.stop.steps is not None else []
     lengths += [f"{counted(spec.stop.epochs, 'epoch')} in steps"] if spec.stop.epochs else []
     return (
         f"{spec.name} runs {' or '.join(lengths)} of {counted(pipeline.groups_per_step, 'group')} of "

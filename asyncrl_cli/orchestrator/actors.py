@@ -170,7 +170,7 @@ async def start_all(
                 await trainers.preload()
                 for node in trainers.nodes:
                     replicas.expect(node)
-                model_dir = await trainers.prepare_model(progress)
+                model_dir = await trainers.prepare_model()
                 if not initial.done():
                     initial.set_result(Path(model_dir))
                 if shared_gpus:

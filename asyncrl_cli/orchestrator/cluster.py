@@ -59,7 +59,7 @@ class Actors(NamedTuple):
     @classmethod
     def of(cls, spec: ExperimentSpec) -> Actors:
         """The numbers at the start of a run."""
-        return cls(spec.rollout.min_engines, spec.trainer.ranks)
+        return cls(spec.rollout.min_engines if spec.stop.total else 0, spec.trainer.ranks)
 
 
 @contextmanager

@@ -15,6 +15,8 @@ when ``run_experiment`` returns or raises.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,14 +50,15 @@ from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
-from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.runs.directory import MODEL, WARM_START, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sharing import shares_gpus
-from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.probe import prompt_tokens
 
@@ -151,6 +154,14 @@ async def _run(
         if spec.tracking.mlflow:
             reporter.join(Mlflow(run, spec))
         hint = f"asyncrl resume {run.argument}"
+        if spec.model.warm_start is not None:
+            work = _warm_started(experiment, recorder=recorder, reporter=reporter)
+            experiment = await until_stopped(while_ray_lives(work, hint), stop)
+        if not spec.stop.total:
+            shutil.copytree(run.path / WARM_START, run.path / MODEL, copy_function=os.link, dirs_exist_ok=True)
+            result = RunResult(time.monotonic() - started, model=run.path / MODEL)
+            ending = Ending("finished", _in_short(run, result))
+            return result
         starting = _start(experiment, recorder=recorder, start=start, reporter=reporter, closing=closing)
         orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
         recorder.update(phase="running", steps=spec.stop.total)
@@ -182,6 +193,21 @@ async def _run(
         if not ray_is_lost():
             await asyncio.gather(*(close() for close in closing), return_exceptions=True)
     return result
+
+
+async def _warm_started(experiment: Experiment, recorder: Recorder, reporter: Reporter) -> Experiment:
+    """Make the warm start unless an earlier driver has made it; returns the experiment of the run after it."""
+    spec, run = experiment.spec, recorder.run
+    if not (run.path / WARM_START).is_dir():
+        earlier = [row for row in run.read("metrics.jsonl") if row["step"] > 0]
+        run.write_rows("metrics.jsonl", earlier)  # without the updates of a driver that was killed
+        budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, reporter.warn)
+        note = partial(recorder.append, "metrics.jsonl")
+        warm_start = WarmStart(
+            spec, run, experiment.search_path, run.path / "logs", budget, status=reporter.status, note=note
+        )
+        await warm_start.make(run.path / WARM_START)
+    return replace(experiment, spec=with_its_result(spec, run))
 
 
 async def _start(

@@ -108,7 +108,7 @@ class Orchestrator:
             buffer=parts.buffer,
             reporter=parts.reporter,
             reported=parts.opening.trained,
-            history=parts.run.read("metrics.jsonl"),
+            history=[row for row in parts.run.read("metrics.jsonl") if row["step"] > 0],  # not the warm start's
             demonstrated_tokens=parts.demonstrated_tokens,
         )
         turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)

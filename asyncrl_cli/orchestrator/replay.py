@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.history import starts, step_metrics
@@ -20,8 +21,9 @@ from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, while_ray_lives
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
 from asyncrl_cli.runs.checkpoints import Checkpoint
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import WARM_START, RunDirectory
 from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -69,6 +71,7 @@ class ReplayPlan:
     checkpoint: Checkpoint | None  # the trainer's start; None for the initial model
     first: int  # the first step to show, counted from 0 like all steps in the journal
     last: int  # the step after the last one
+    repeats_warm_start: bool  # otherwise the run's own result is used
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
@@ -80,18 +83,24 @@ def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[Re
 
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
+    budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
+    if spec.model.warm_start is not None:
+        if plan.repeats_warm_start:
+            await _repeat_warm_start(plan, budget, progress)
+        spec = with_its_result(spec, run)
+    if not plan.last:
+        return
     factory = ActorFactory(spec, run_path=run.path, search_path=search_path, log_folder=plan.logs)
     limit_s = spec.pipeline.stall_minutes * 60
     ranks = TrainerRanks(
         factory.trainer, group=factory.trainer_group(), search_path=search_path, limit_s=limit_s, warn=progress
     )
-    budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
     replicas = Replicas(factory.host_agent, factory.address_of, budget)
     connection = open_for_reading(run.path / FILE)
     try:
         progress("starting the trainer")
         await ranks.preload()
-        await ranks.prepare_model(progress)
+        await ranks.prepare_model()
         await ranks.start(checkpoint.folder if checkpoint else None)
         for step in range(checkpoint.step if checkpoint else 0, plan.last):
             try:
@@ -127,3 +136,20 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         raise RunError(f"the trainer died: {lost}", location=run.run_id, hint=f"its log is in {plan.logs}") from None
     finally:
         connection.close()
+
+
+async def _repeat_warm_start(plan: ReplayPlan, budget: RestartBudget, progress: Callable[[str], None]) -> None:
+    """Make the run's warm start again. Raises ``RunError`` if its weights differ from the recorded ones."""
+    warm_start = WarmStart(
+        plan.spec, plan.run, plan.search_path, plan.logs, budget, status=progress, note=lambda row: None
+    )
+    with TemporaryDirectory(prefix=".warm-start-", dir=plan.run.path) as temporary:
+        folder = Path(temporary) / WARM_START
+        await warm_start.make(folder)
+        if not warm_start.is_repeated(folder):
+            raise RunError(
+                "the warm start has other weights than when it was recorded",
+                location=str(plan.run.path / WARM_START),
+                hint="compare the machine, the package versions and the rows; --from STEP starts from a checkpoint",
+            )
+    progress("the warm start's weights are equal")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
-from asyncrl_cli.records.training import Probe, RankLocation, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Digest
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for
 from asyncrl_cli.weights.layout import TensorSlot
@@ -37,7 +37,7 @@ class TrainerLost(Exception):
         self.cause = cause
 
 
-def _put(batch: TrainingBatch) -> Any:
+def _put(batch: TrainingBatch | SupervisedBatch) -> Any:
     import ray
 
     return ray.put(batch)
@@ -58,7 +58,7 @@ class TrainerRanks:
         search_path: Path,
         limit_s: float,
         warn: Callable[[str], None],
-        share: Callable[[TrainingBatch], Any] = _put,
+        share: Callable[[TrainingBatch | SupervisedBatch], Any] = _put,
     ) -> None:
         """``make_actor(group, index)`` creates an actor in a bundle of ``group``, which has one bundle for each rank.
         ``limit_s``: seconds that a call may take. While Ray has no room, ``warn`` gets a text about the missing
@@ -105,23 +105,10 @@ class TrainerRanks:
         calls = [actor.preload.remote(rank, one_host) for rank, actor in enumerate(self._actors)]
         self._address, self._port = (await _all(calls, START_TIMEOUT_S))[0]
 
-    async def prepare_model(self, progress: Callable[[str], None]) -> str:
+    async def prepare_model(self) -> str:
         """Have rank 0 make the initial model if necessary; returns its folder. Raises ``TrainerLost``."""
-        name, rank_0 = "trainer-0", self._actors[0]
-        making = asyncio.ensure_future(wait_for(rank_0.prepare_model.remote(str(self._search_path)), name))
-        making.add_done_callback(lambda made: made.cancelled() or made.exception())  # retrieves its error
-        try:
-            while not making.done():
-                done, total, loss, skipped = await wait_for(_look_at(rank_0), name, START_TIMEOUT_S)
-                if total:
-                    left_out = f" ({skipped:,} too long and skipped)" if skipped else ""
-                    progress(f"warm start{left_out}: {done} of {total} updates, loss {loss:.3f}")
-                await asyncio.wait([making], timeout=0.5)
-            self._model_dir = str(making.result())
-        except ActorDied as died:
-            raise TrainerLost(died.location, died.message) from died
-        finally:
-            making.cancel()
+        (folder,) = await _all([self._actors[0].prepare_model.remote()], START_TIMEOUT_S)
+        self._model_dir = str(folder)
         return self._model_dir
 
     async def start(self, checkpoint: Path | None) -> None:
@@ -156,6 +143,11 @@ class TrainerRanks:
         reports: list[StepReport] = await self._call("train_step", shared)
         peaks = [report.peak_flops for report in reports]
         return replace(reports[0], peak_flops=None if None in peaks else sum(filter(None, peaks)))
+
+    async def supervised_step(self, batch: SupervisedBatch) -> StepReport:
+        """Make one supervised update."""
+        reports: list[StepReport] = await self._call("supervised_step", await asyncio.to_thread(self._share, batch))
+        return reports[0]
 
     async def layout(self) -> tuple[TensorSlot, ...]:
         """The layout of the weights that engines get."""
@@ -213,7 +205,7 @@ def weight_bytes(model: str) -> int:
 
 def _look_at(actor: Any) -> Awaitable[Any]:
     """A call that a rank answers even while another call runs."""
-    answer: Awaitable[Any] = actor.progress.options(concurrency_group=WATCHING).remote()
+    answer: Awaitable[Any] = actor.ping.options(concurrency_group=WATCHING).remote()
     return answer
 
 

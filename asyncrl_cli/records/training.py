@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isclose
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,22 @@ class TrainingBatch:
     def staleness(self) -> tuple[int, ...]:
         """Each group's staleness, in versions."""
         return tuple(self.version - group.version for group in self.groups)
+
+
+class SupervisedRow(NamedTuple):
+    """A row of supervised training: token ids, and for each whether it is learned. The first one never is."""
+
+    ids: tuple[int, ...]
+    learned: tuple[bool, ...]
+    images: tuple[PlacedImage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedBatch:
+    """The rows of one supervised update, and its learning rate."""
+
+    rows: tuple[SupervisedRow, ...]
+    learning_rate: float
 
 
 @dataclass(frozen=True, slots=True)

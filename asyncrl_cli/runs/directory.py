@@ -10,6 +10,7 @@
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and how far metrics.jsonl and system.jsonl were sent to it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
+      warm_start/       the result of `model.warm_start`: the run's initial model
       model_stub/       the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
       logs/             one file per process
@@ -52,6 +53,8 @@ DEFAULT_RUNS = Path("runs")
 STATE = "state.json"
 MODEL = "model"
 """The name of the final model's folder in the run's folder."""
+WARM_START = "warm_start"
+"""The name of the folder with the warm start's result."""
 LOCK_TIMEOUT_S = 0.5
 """Seconds for which ``lock`` tries: ``is_driven`` holds the lock for a moment during its check."""
 

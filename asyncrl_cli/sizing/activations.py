@@ -95,7 +95,7 @@ def _trace(config: Any, layers: int, microbatch: TracedMicrobatch) -> int:
                 hidden=predicting,
                 targets=targets,
                 temperature=1.0,
-                most=microbatch.chunk,
+                max_logits=microbatch.chunk,
             )
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

@@ -11,7 +11,6 @@ from pydantic import Discriminator, Field, Tag
 
 from asyncrl_cli.spec.base import (
     Count,
-    Decay,
     Fraction,
     LearningRate,
     MemoryMB,
@@ -91,37 +90,48 @@ class SplitSpec(Section):
         return [file for path in self.named for file in files_of(path)]
 
 
+class RateSchedule(Section):
+    """The learning rate over optimizer updates."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    warmup_updates: NonNegative = 0
+    """Optimizer updates of linear warm-up from zero."""
+    final_fraction: Fraction = 0.0
+    """Final learning rate of `linear` and `cosine`, as a fraction of the peak."""
+
+
 class WarmStart(Section):
-    """Supervised training (SFT) on the task's demonstrations or on your own rows, before reinforcement learning starts.
+    """Supervised training (SFT) on your own rows, before reinforcement learning starts, on the trainer's ranks.
 
-    Muon trains the matrices, and AdamW all other weights. The loss covers only replies. See docs/models.md.
+    `trainer` sets everything that has no key here, such as `tokens_per_microbatch` and the optimizer's other settings.
+    The loss is the mean over the learned tokens of an update. With `stop.steps: 0` the run ends after it. See
+    docs/models.md.
     """
 
-    steps: Count
-    """Optimizer updates."""
-    data: SplitSpec | None = None
-    """Rows to train on instead of the task's demonstrations. `prompt_column` names the column with the conversation,
-    often `messages`, which ends with an assistant message. Rows longer than `model.max_length` are skipped and counted.
-    """
+    data: SplitSpec = Field(examples=[{"path": "sft.jsonl"}])
+    """Rows to train on. `prompt_column` names the column with the conversation, often `messages`, which ends with an
+    assistant message. Rows longer than `model.max_length` are skipped and counted."""
     response_column: Text | None = None
     """The column of `data` with the reply as text, if `prompt_column` has only the prompt."""
     train_on: Literal["last", "all"] = "last"
-    """Assistant messages of a row of `data` that the loss covers. `all` needs a chat template that never changes
-    earlier messages when later messages follow."""
-    batch_size: Count = 24
-    """Demonstrations, or rows, per update."""
-    clean_fraction: Fraction = 0.75
-    """Fraction of the steps, at the start, that use only clean demonstrations. Later steps use the task's mixture."""
-    matrix_learning_rate: LearningRate = 0.03
-    """Muon's peak learning rate."""
-    learning_rate: LearningRate = 3e-3
-    """AdamW's peak learning rate."""
-    weight_decay: Decay = 0.01
-    """Muon's weight decay."""
-    warmup_steps: NonNegative = 30
-    """Updates of linear warm-up; a cosine schedule follows."""
-    threads: Count = 2
-    """CPU threads during the warm start. The result does not depend on their number."""
+    """Assistant messages of a row that the loss covers. `all` needs a chat template that never changes earlier messages
+    when later messages follow."""
+    steps: Count | None = None
+    """Optimizer updates. If `epochs` is set, too, the warm start ends at whichever comes first."""
+    epochs: Count | None = None
+    """Passes over the rows, each in another order."""
+    batch_size: Count = 32
+    """Rows per update."""
+    learning_rate: LearningRate = 1e-5
+    """Peak learning rate."""
+    schedule: RateSchedule = Field(default_factory=RateSchedule)
+    """Learning-rate schedule; `linear` and `cosine` span the whole warm start."""
+
+    def updates(self, rows: int) -> int:
+        """Number of updates for this many rows."""
+        by_epochs = -(-rows * self.epochs // self.batch_size) if self.epochs else self.steps or 0
+        return min(by_epochs, self.steps or by_epochs)
 
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -171,7 +181,7 @@ class ModelSpec(Section):
     init: ModelInit | None = None
     """Build the model from a config instead."""
     warm_start: WarmStart | None = None
-    """Supervised training first. The result is cached by content."""
+    """Supervised training first. Its result is the run's initial model, in `runs/RUN/warm_start`."""
     lora: LoraSpec | None = None
     """Train adapters instead of all weights. They are merged into the weights of saved models, and also of engines
     unless `serve` is `adapter`."""

@@ -185,6 +185,12 @@ _HINTS = {
         "cluster.trainer.nodes cluster.engines.nodes",
     "copy complete checkpoints yourself, for example with `aws s3 sync` or `rclone copy` (docs/tutorial.md)":
         "checkpoints.upload default_hdfs_dir push_to_hub hub_model_id",
+    "the warm start uses the trainer's optimizer: set model.warm_start.learning_rate and trainer.optimizer":
+        "warm_start.matrix_learning_rate warm_start.weight_decay",
+    "set model.warm_start.schedule.warmup_updates": "warm_start.warmup_steps",
+    "the warm start runs on the trainer's ranks: set trainer.threads_per_rank": "warm_start.threads",
+    "tasks have no demonstrations: name your rows in model.warm_start.data, and remove it":
+        "warm_start.clean_fraction",
     "notify yourself with a monitor: set tracking.monitors (docs/watching.md has an example)": "notify",
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }

@@ -32,7 +32,7 @@ from asyncrl_cli.spec.base import (
     Text,
     pattern,
 )
-from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, SplitSpec, TaskSpec
+from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, RateSchedule, SplitSpec, TaskSpec
 
 DType = Literal["float32", "bfloat16"]
 NOT_COUNTED = 10**9
@@ -180,15 +180,9 @@ class OptimizerSpec(Section):
     """Gradients are clipped to this norm."""
 
 
-class ScheduleSpec(Section):
+class ScheduleSpec(RateSchedule):
     """The learning rate over optimizer updates."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up."""
-    warmup_updates: NonNegative = 0
-    """Optimizer updates of linear warm-up from zero."""
-    final_fraction: Fraction = 0.0
-    """Final learning rate of `linear` and `cosine`, as a fraction of the peak."""
     steps: Count | None = None
     """Training steps that `linear` and `cosine` span. Default: `stop.steps`. Later steps keep the final rate. A resume
     with another `stop.steps` keeps the old length, because steps that are trained again must have the same rate."""
@@ -426,8 +420,9 @@ class ClusterSpec(Section):
 class StopSpec(Section):
     """When the run ends."""
 
-    steps: Count | None = None
-    """Training steps. If `epochs` is set, too, the run ends at whichever comes first."""
+    steps: NonNegative | None = None
+    """Training steps. If `epochs` is set, too, the run ends at whichever comes first. 0: the run ends after
+    `model.warm_start`, and starts no engines."""
     epochs: Count | None = None
     """Passes over the training prompts. At the start, the prompts are counted and `stop.steps` is recorded: epochs ·
     prompts / `pipeline.groups_per_step`, rounded up to a published version. Skipped prompts and rejected groups give
@@ -442,7 +437,7 @@ class StopSpec(Section):
     @property
     def total(self) -> int:
         """`steps`; with `epochs`, an unreachable number until the start has counted the prompts."""
-        return self.steps or NOT_COUNTED
+        return NOT_COUNTED if self.steps is None else self.steps
 
 
 class ExperimentSpec(Section):

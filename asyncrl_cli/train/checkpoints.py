@@ -83,25 +83,25 @@ def reading_tensors(folder: Path) -> Iterator[None]:
     rebuild_array = np.array(0).__reduce__()[0]
     assert callable(rebuild_array)
     of_arrays = [rebuild_array, np.ndarray, np.dtype, type(np.dtype("uint32"))]  # NumPy's random-number state
-    before = os.environ.get(FORCE_TENSORS)
+    previous_setting = os.environ.get(FORCE_TENSORS)
     os.environ[FORCE_TENSORS] = "1"  # overrides weights_only=False, which DeepSpeed passes
     try:
         enums = [ZeroStageEnum, (_zero_stage, "builtins.getattr")]
         with safe_globals([LossScaler, fragment_address, *enums, *of_arrays]):
             yield
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"it names {named[1]}" if named else str(error).splitlines()[0]
+        global_name = re.search(r"GLOBAL (\S+)", str(error))
+        content = f"it names {global_name[1]}" if global_name else str(error).splitlines()[0]
         raise RunError(
-            f"the checkpoint has more than tensors, and nothing more was read: {what}",
+            f"the checkpoint has more than tensors, and nothing more was read: {content}",
             location=str(folder),
             hint="asyncrl writes no such checkpoint; use one from a source that you trust",
         ) from None
     finally:
-        if before is None:
+        if previous_setting is None:
             del os.environ[FORCE_TENSORS]
         else:
-            os.environ[FORCE_TENSORS] = before
+            os.environ[FORCE_TENSORS] = previous_setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +138,16 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
             )
 
 
-def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") -> Source:
+def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, engine_name: str = "") -> Source:
     """Return the source that a trainer of this spec loads for the policy, or for ``CRITIC``.
 
     Raises ``RunError`` when it cannot load this checkpoint.
     """
-    saved, root = checkpoint.trainer(), checkpoint.folder / part
+    saved, root = checkpoint.trainer(), checkpoint.folder / engine_name
     check_layout(checkpoint, trainer)
-    if part and not root.is_dir():
+    if engine_name and not root.is_dir():
         raise RunError(
-            f"the checkpoint has no {part}: it was saved by an algorithm without one",
+            f"the checkpoint has no {engine_name}: it was saved by an algorithm without one",
             location=str(checkpoint.folder),
             hint="resume with the algorithm that saved it, or start a new run from `asyncrl checkpoint export`",
         )
@@ -157,10 +157,10 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
         raise RunError(
             f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", location=str(root)
         ) from error
-    were, are = ((of.ranks, of.zero_stage, of.expert_parallel) for of in (saved, trainer))
+    were, are = ((layout.ranks, layout.zero_stage, layout.expert_parallel) for layout in (saved, trainer))
     if saved.zero_stage == 0 or were == are:
         return Source(checkpoint, root=root, counters=counters, folder=root)
-    folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", part, checkpoint.folder.name))))
+    folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", engine_name, checkpoint.folder.name))))
     return Source(checkpoint, root=root, counters=counters, folder=folder)
 
 
@@ -181,8 +181,8 @@ def to_universal(source: Source) -> None:
         "input": source.root.relative_to(parent) / STATE,
         "output": source.folder.relative_to(parent) / UNIVERSAL,
     }
-    done = subprocess.run(
-        [*program, *(f"--{kind}_folder={folder}" for kind, folder in folders.items())],
+    converter = subprocess.run(
+        [*program, *(f"--{option}_folder={folder}" for option, folder in folders.items())],
         cwd=parent,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.DEVNULL,
@@ -190,9 +190,9 @@ def to_universal(source: Source) -> None:
         text=True,
         check=False,
     )
-    if done.returncode:
+    if converter.returncode:
         shutil.rmtree(source.folder, ignore_errors=True)
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        reason = (converter.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunError(
             f"the checkpoint could not be converted for another number of ranks: {reason}",
             location=str(source.checkpoint.folder),
@@ -214,18 +214,18 @@ class Snapshot:
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
         """States to be written. The caller may add states that nothing else changes."""
-        self._written: dict[Path, Digest] = {}
+        self._digests: dict[Path, Digest] = {}
         self._sharers = 0
         self._writing = threading.Lock()  # ``write`` runs in another thread
 
     @contextmanager
-    def taken(self, sharers: int) -> Iterator[None]:
+    def recording(self, sharers: int) -> Iterator[None]:
         """Take a new snapshot in the block. ``sharers``: ranks that do this on the host at the same time; 0: ``add``
         writes files instead of copying."""
         import torch
 
         with self._writing:  # waits for a running ``write`` of the last snapshot
-            self.files, self._written, self._sharers = {}, {}, sharers
+            self.files, self._digests, self._sharers = {}, {}, sharers
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # before the next update changes what is being copied
@@ -241,7 +241,7 @@ class Snapshot:
         # cannot be the key, because all empty storages have address 0.
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         if not self._has_room(sum(storage.nbytes() for storage in storages.values())):
-            self._written[path] = save_file(state, path)
+            self._digests[path] = save_file(state, path)
             return
         copied = {}
         for key, storage in storages.items():
@@ -249,8 +249,8 @@ class Snapshot:
             copied[key] = memory.untyped_storage().copy_(storage, non_blocking=True)
         views = {}
         for tensor in tensors:
-            view, own = torch.empty(0, dtype=tensor.dtype), copied[tensor.untyped_storage()._cdata]
-            views[id(tensor)] = view.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+            view, copied_storage = torch.empty(0, dtype=tensor.dtype), copied[tensor.untyped_storage()._cdata]
+            views[id(tensor)] = view.set_(copied_storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         self.files[path] = copy.deepcopy(state, views)
 
     def write(self) -> dict[Path, Digest]:
@@ -258,8 +258,8 @@ class Snapshot:
         with self._writing:
             while self.files:
                 path, state = self.files.popitem()  # frees each copy's memory once it is written
-                self._written[path] = save_file(state, path)
-            return self._written
+                self._digests[path] = save_file(state, path)
+            return self._digests
 
     def _has_room(self, nbytes: int) -> bool:
         import torch

@@ -54,7 +54,7 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
             # One device. Without it DeepSpeed runs numactl for every micro-batch, to count NUMA nodes.
             "LOCAL_SIZE": "1",
             # Waiting threads sleep. Spinning threads take time from the thread that they wait for if other work runs on
-            # their cores: two warm starts of a minute each took ten minutes together.
+            # their cores: two trainings of a minute each took ten minutes together.
             "OMP_WAIT_POLICY": "PASSIVE",
             # The C library returns freed tensors of at least this size to the system. By default it keeps blocks of up
             # to 32 MiB, and a rank took up to 1.7 times the memory in use. A lower limit costs speed: with 512 KiB the
@@ -257,7 +257,9 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
     if trainer.zero_stage == 3:
         _gather_by_layer(module)
     if trainer.expert_parallel > 1:  # DeepSpeed reads from the config how the model routes
-        module.config = config = next(part.config for part in module.modules() if hasattr(part, "config"))
+        module.config = config = next(
+            submodule.config for submodule in module.modules() if hasattr(submodule, "config")
+        )
         check_experts(config, trainer)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
@@ -293,7 +295,7 @@ def _gather_by_layer(module: torch.nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_modules
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = {type(part) for part in module.modules() if isinstance(part, GradientCheckpointingLayer)}
+    layers = {type(submodule) for submodule in module.modules() if isinstance(submodule, GradientCheckpointingLayer)}
     if layers:
         set_z3_leaf_modules(module, list(layers))
 
@@ -304,16 +306,16 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     With bfloat16 weights DeepSpeed rounds these, too, when it shards or wraps a model. vLLM does not, so at position
     1000 the rotations could differ by a radian. Raises ``UserError`` if the frequencies cannot be computed again.
     """
-    for part in module.modules():
+    for submodule in module.modules():
         # One buffer per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
-        rounded = {name: buffer for name, buffer in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
-        if rounded and hasattr(part, "config"):
-            exact = dict(type(part)(config=part.config).named_buffers(recurse=False))
+        rounded = {name: buffer for name, buffer in submodule.named_buffers(recurse=False) if name.endswith("inv_freq")}
+        if rounded and hasattr(submodule, "config"):
+            exact = dict(type(submodule)(config=submodule.config).named_buffers(recurse=False))
             for name, buffer in rounded.items():
                 buffer.data = exact[name].to(buffer.device)
         elif any(buffer.dtype != torch.float32 for buffer in rounded.values()):
             raise UserError(
-                f"DeepSpeed has rounded the rotary frequencies of this model ({type(part).__name__}), and they cannot "
-                "be computed again",
+                f"DeepSpeed has rounded the rotary frequencies of this model ({type(submodule).__name__}), and they "
+                "cannot be computed again",
                 hint="set trainer.dtype to float32, or use another model",
             )

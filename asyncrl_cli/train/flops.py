@@ -41,9 +41,9 @@ GPUS = {
 def data_sheet(name: str) -> Gpu | None:
     """Find a GPU's data sheet by its driver's name, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
     words = set(name.upper().replace("-", " ").split())
-    found = [key for key in GPUS if words.issuperset(key.upper().split("-"))]
-    in_part = words & {"MIG", "LAPTOP", "D", "MAX", "VGPU"}  # slices, and smaller GPUs with the same name
-    return None if not found or in_part else GPUS[max(found, key=len)]
+    matching_keys = [key for key in GPUS if words.issuperset(key.upper().split("-"))]
+    words_of_smaller_gpus = words & {"MIG", "LAPTOP", "D", "MAX", "VGPU"}  # slices, and smaller GPUs with the same name
+    return None if not matching_keys or words_of_smaller_gpus else GPUS[max(matching_keys, key=len)]
 
 
 class Amounts(NamedTuple):
@@ -57,9 +57,9 @@ class Amounts(NamedTuple):
     patches: float = 0.0  # in the vision tower
     patch_pairs: float = 0.0  # a patch and a visible patch, in every layer of the tower with full attention
 
-    def times(self, other: Amounts) -> float:
+    def times(self, rates: Amounts) -> float:
         """Return the operations: one of the two has amounts, the other one operations per unit."""
-        return sum(one * more for one, more in zip(self, other, strict=True))
+        return sum(amount * rate for amount, rate in zip(self, rates, strict=True))
 
 
 def causal_pairs(length: int, window: int = 0) -> int:
@@ -89,23 +89,24 @@ class ModelFlops:
         from asyncrl_cli.train.model.images import PROJECTORS, TOWERS
 
         text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
-        embeddings = {part.weight for part in model.modules() if isinstance(part, nn.Embedding)}
+        embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         head = getattr(model.get_output_embeddings(), "weight", None)
-        used, trained, share = dict.fromkeys(Amounts._fields, 0.0), dict.fromkeys(Amounts._fields, 0.0), chosen(text)
+        used, trained = (dict.fromkeys(Amounts._fields, 0.0) for _ in range(2))
+        share = expert_share(text)
         for name, weight in model.named_parameters():
             shape = getattr(weight, "ds_shape", weight.shape)
             if len(shape) < 2 or name.endswith("bias") or (weight in embeddings and weight is not head):
                 continue
-            kind = "predicted" if weight is head else "tokens"
-            if any(part in name for part in PROJECTORS):
-                kind = "image_tokens"
+            amount_name = "predicted" if weight is head else "tokens"
+            if any(projector in name for projector in PROJECTORS):
+                amount_name = "image_tokens"
             elif any(f"{tower}." in name for tower in TOWERS):
                 if ".head." in name:  # SigLIP's pooled output; no language model reads it
                     continue
-                kind = "patches"
-            numbers = prod(shape) * (share if ".experts." in name else 1.0)
-            used[kind] += numbers
-            trained[kind] += numbers * weight.requires_grad
+                amount_name = "patches"
+            weight_count = prod(shape) * (share if ".experts." in name else 1.0)
+            used[amount_name] += weight_count
+            trained[amount_name] += weight_count * weight.requires_grad
         patches, tower = _tower(model.config, vision) if used["patches"] else (0.0, {})
         attention = _attention(text) | tower
         frozen = {"patches", "patch_pairs"} if used["patches"] and not trained["patches"] else set()
@@ -119,13 +120,15 @@ class ModelFlops:
     ) -> Amounts:
         """Return the amounts of causal sequences. ``images``: tokens of each image in them. ``shared``: lengths of
         prefixes that are already computed for another sequence."""
-        lengths, known, patches = list(lengths), list(shared), [self.patches * tokens for tokens in images]
+        lengths, shared_lengths, patches = list(lengths), list(shared), [self.patches * tokens for tokens in images]
 
         def pairs(window: int) -> int:
-            return sum(causal_pairs(one, window) for one in lengths) - sum(causal_pairs(one, window) for one in known)
+            return sum(causal_pairs(length, window) for length in lengths) - sum(
+                causal_pairs(length, window) for length in shared_lengths
+            )
 
         return Amounts(
-            tokens=sum(lengths) - sum(known),
+            tokens=sum(lengths) - sum(shared_lengths),
             predicted=predicted,
             pairs=pairs(0),
             window_pairs=pairs(self.window),
@@ -135,10 +138,10 @@ class ModelFlops:
         )
 
 
-def chosen(text: Any) -> float:
+def expert_share(text: Any) -> float:
     """Share of the routed experts that a token uses, from a model's text config; 1 for a dense model."""
     names = ("num_experts", "n_routed_experts", "num_local_experts")
-    experts = next((number for name in names if (number := getattr(text, name, None))), 0)
+    experts = next((count for name in names if (count := getattr(text, name, None))), 0)
     used = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
     return used / experts if experts and used else 1.0
 
@@ -151,9 +154,9 @@ def _attention(text: Any) -> dict[str, float]:
     ends = latent + text.qk_rope_head_dim + text.v_head_dim if latent else 2 * width
     slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     usual = ["sliding_attention" if slides else "full_attention"] * int(text.num_hidden_layers)
-    kinds = list(getattr(text, "layer_types", None) or usual)
+    layer_types = list(getattr(text, "layer_types", None) or usual)
     names = {"pairs": "full_attention", "window_pairs": "sliding_attention"}
-    return {name: 2.0 * heads * ends * kinds.count(kind) for name, kind in names.items()}
+    return {name: 2.0 * heads * ends * layer_types.count(layer_type) for name, layer_type in names.items()}
 
 
 def _tower(config: Any, vision: Any) -> tuple[float, dict[str, float]]:

@@ -28,15 +28,15 @@ class UpdateResult:
 class SkipLimit:
     """Stops the run when too many updates in a row are skipped."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_skipped: int) -> None:
         """``most``: updates in a row that may be skipped."""
-        self._most = most
+        self._max_skipped = max_skipped
         self._in_a_row = 0
 
     def note(self, result: UpdateResult) -> None:
         """Count one update. Raises ``RunError`` when too many in a row were skipped."""
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
-        if self._in_a_row > self._most:
+        if self._in_a_row > self._max_skipped:
             raise RunError(
                 f"the loss or its gradient was not finite in {self._in_a_row} updates in a row",
                 location="trainer",

@@ -55,12 +55,16 @@ class TrainingRow:
     def keys(self) -> Keys:
         """Return a key for every token but the last: its id or its image, and the experts of its pass."""
         ids = self.tokens.ids[:-1].astype(np.int64)
-        for one in self.images:  # an image's features replace its tokens' embeddings
-            ids[one.offset : one.offset + one.length] = -1 - int(one.image.digest[:15], 16)
+        for placed_image in self.images:  # an image's features replace its tokens' embeddings
+            ids[placed_image.offset : placed_image.offset + placed_image.length] = -1 - int(
+                placed_image.image.digest[:15], 16
+            )
         if self.tokens.experts is None:
             return ids
-        parts = np.hstack([ids[:, None].view(np.uint8), np.ascontiguousarray(self.tokens.experts[1:]).view(np.uint8)])
-        return parts.view(f"V{parts.shape[1]}")[:, 0]
+        key_bytes = np.hstack(
+            [ids[:, None].view(np.uint8), np.ascontiguousarray(self.tokens.experts[1:]).view(np.uint8)]
+        )
+        return key_bytes.view(f"V{key_bytes.shape[1]}")[:, 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,15 +87,15 @@ class PaddedRows:
     trees: TreeLayout | None = None  # None: no position is shared. Otherwise experts and images are by tree
 
     @property
-    def seen(self) -> dict[str, Any]:
+    def model_arguments(self) -> dict[str, Any]:
         """Arguments of policy and critic: ``images`` and ``trees``, unless they are None."""
-        given = {"images": self.images, "trees": self.trees}
-        return {name: value for name, value in given.items() if value is not None}
+        arguments = {"images": self.images, "trees": self.trees}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     @property
-    def replayed(self) -> dict[str, Any]:
+    def policy_arguments(self) -> dict[str, Any]:
         """Arguments of the policy: ``seen``, and the recorded ``experts``."""
-        return self.seen if self.experts is None else {**self.seen, "experts": self.experts}
+        return self.model_arguments if self.experts is None else {**self.model_arguments, "experts": self.experts}
 
     def to(self, device: torch.device | str) -> PaddedRows:
         """Copy to another device."""
@@ -103,11 +107,11 @@ class PaddedRows:
 
 def longest_response(rollout: Rollout) -> int:
     """Return the tokens of the longest response to a single call of the policy, over the rollout's sequences."""
-    longest = 0
+    longest_run = 0
     for sequence in rollout.sequences:
         edges = np.flatnonzero(np.diff(sequence.sampled, prepend=False, append=False))
-        longest = max(longest, int((edges[1::2] - edges[::2]).max(initial=0)))
-    return longest
+        longest_run = max(longest_run, int((edges[1::2] - edges[::2]).max(initial=0)))
+    return longest_run
 
 
 def training_rows(batch: TrainingBatch, uniform: Tensor, spec: ExperimentSpec) -> list[list[TrainingRow]]:
@@ -137,15 +141,15 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
                 continue
             one_version = bool((sequence.versions[sampled] == batch.version).all())
             exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
-            read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # no loss depends on later tokens
-            tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(read)
+            trained_tokens = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # no loss depends on later tokens
+            tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(trained_tokens)
             yield TrainingRow(
                 tokens,
                 version=batch.version,
                 on_policy=exact,
                 rollout=group * len(rollouts) + index,
                 turns=_turn_of_tokens(turns[index] if turns else (), sequence, len(tokens.ids)),
-                images=tuple(one for one in sequence.images if one.offset < len(tokens.ids)),
+                images=tuple(placed_image for placed_image in sequence.images if placed_image.offset < len(tokens.ids)),
             )
 
 
@@ -153,12 +157,14 @@ def _turn_of_tokens(turns: Sequence[Turn], sequence: Rollout, tokens: int) -> ND
     """Index of the turn that ends at or after each of the first ``tokens`` tokens of a sequence with its prompt; the
     last turn's index after that."""
     branch = sequence_of(sequence.rollout_id)[-1]
-    own = [(len(sequence.prompt_ids) + turn.end, index) for index, turn in enumerate(turns) if turn.branch == branch]
-    ends, numbers = np.array([*own, (tokens, max(0, len(turns) - 1))], np.int32).T
-    found: NDArray[np.int32] = numbers[
+    turn_ends = [
+        (len(sequence.prompt_ids) + turn.end, index) for index, turn in enumerate(turns) if turn.branch == branch
+    ]
+    ends, turn_indices = np.array([*turn_ends, (tokens, max(0, len(turns) - 1))], np.int32).T
+    turn_of_token: NDArray[np.int32] = turn_indices[
         np.minimum(np.searchsorted(ends, np.arange(tokens), side="right"), len(ends) - 1)
     ]
-    return found
+    return turn_of_token
 
 
 def count_tokens(rows: Sequence[TrainingRow]) -> int:
@@ -185,9 +191,9 @@ def plan_microbatches(
         _fill(rows, lengths=lengths, tokens_per_microbatch=tokens_per_microbatch, packing=packing)
         for rows in divided(lengths, ranks)
     ]
-    most = max(1, *(len(microbatches) for microbatches in plan))
+    microbatch_count = max(1, *(len(microbatches) for microbatches in plan))
     for microbatches in plan:
-        _split(microbatches, lengths=lengths, wanted=most, packing=packing)
+        _split(microbatches, lengths=lengths, count=microbatch_count, packing=packing)
     return plan
 
 
@@ -196,10 +202,10 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: in
     sizes: list[int] = []
     for row in rows:
         for index, microbatch in enumerate(microbatches):
-            more = lengths[row] if packing else lengths[microbatch[0]]
-            if sizes[index] + more <= tokens_per_microbatch:
+            added_tokens = lengths[row] if packing else lengths[microbatch[0]]
+            if sizes[index] + added_tokens <= tokens_per_microbatch:
                 microbatch.append(row)
-                sizes[index] += more
+                sizes[index] += added_tokens
                 break
         else:
             microbatches.append([row])
@@ -207,16 +213,16 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: in
     return microbatches
 
 
-def _split(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, packing: bool) -> None:
+def _split(microbatches: list[list[int]], lengths: Sequence[int], count: int, packing: bool) -> None:
     """Halve the largest micro-batches in place, then add empty ones, until there are ``wanted``."""
-    while len(microbatches) < wanted:
+    while len(microbatches) < count:
         # Tokens that the model computes; 0 where there is nothing to halve.
         sizes = [
             0 if len(rows) < 2 else sum(lengths[row] for row in rows) if packing else len(rows) * lengths[rows[0]]
             for rows in microbatches
         ]
         if not any(sizes):
-            microbatches.extend([] for _ in range(wanted - len(microbatches)))
+            microbatches.extend([] for _ in range(count - len(microbatches)))
             return
         largest = sizes.index(max(sizes))
         rows = microbatches[largest]
@@ -227,11 +233,11 @@ def microbatch(
     rows: Sequence[TrainingRow], trees: Sequence[PrefixTree], vision: Vision | None, packing: bool
 ) -> PaddedRows:
     """Make the tensors, on the CPU, of a micro-batch with some ``trees`` of the minibatch's ``rows``."""
-    own = [rows[row] for tree in trees for row in tree.rows]
+    rows_in_trees = [rows[row] for tree in trees for row in tree.rows]
     if all(len(tree.rows) == 1 for tree in trees):
-        return pad_rows(own, vision)
-    layout = TreeLayout.of(trees, max(map(len, own)), packing)
-    return pad_rows(own, vision, layout, [shared for tree in trees for shared in tree.shared])
+        return pad_rows(rows_in_trees, vision)
+    layout = TreeLayout.of(trees, max(map(len, rows_in_trees)), packing)
+    return pad_rows(rows_in_trees, vision, layout, [shared for tree in trees for shared in tree.shared])
 
 
 def pad_rows(
@@ -254,8 +260,12 @@ def pad_rows(
     on_policy = np.zeros(shape, np.bool_)
     rollouts = np.zeros(shape[0], np.int64)
     turns = np.zeros(shape, np.int64)
-    known = next((row.tokens.experts for row in rows if row.tokens.experts is not None), None)
-    experts = None if known is None else np.full((*shape, known.shape[1]), UNKNOWN, known.dtype)
+    recorded_experts = next((row.tokens.experts for row in rows if row.tokens.experts is not None), None)
+    experts = (
+        None
+        if recorded_experts is None
+        else np.full((*shape, recorded_experts.shape[1]), UNKNOWN, recorded_experts.dtype)
+    )
     for index, row in enumerate(rows):
         tokens, sampled, end = row.tokens, row.tokens.sampled, len(row)
         if sampled[0]:
@@ -271,11 +281,11 @@ def pad_rows(
             experts[index, :end] = tokens.experts
     if experts is not None and experts.dtype != np.uint8:
         experts = experts.astype(np.int32)  # torch supports few operations on uint16
-    chosen = None if experts is None else torch.from_numpy(experts)
+    chosen_experts = None if experts is None else torch.from_numpy(experts)
     images = None if vision is None else vision.inputs([row.images for row in rows], shape[1], shared)
     if trees is not None:
         # A token's experts belong to the pass that reads the token before it.
-        chosen = None if chosen is None else trees.of_tokens(chosen.roll(-1, dims=1))
+        chosen_experts = None if chosen_experts is None else trees.of_tokens(chosen_experts.roll(-1, dims=1))
         images = None if images is None else images.by_tree(trees)
     return PaddedRows(
         input_ids=torch.from_numpy(input_ids),
@@ -285,7 +295,7 @@ def pad_rows(
         on_policy=torch.from_numpy(on_policy),
         rollouts=torch.from_numpy(rollouts),
         turns=torch.from_numpy(turns),
-        experts=chosen,
+        experts=chosen_experts,
         images=images,
         trees=trees,
     )

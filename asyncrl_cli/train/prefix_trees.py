@@ -72,7 +72,7 @@ def why_separate(trainer: TrainerSpec, config: Any, bidirectional: bool = False)
     return "the tokens of an image see each other" if bidirectional else None
 
 
-def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1) -> list[PrefixTree]:
+def plan_trees(keys: Sequence[Keys], max_positions: int, pair_cost: float, ranks: int = 1) -> list[PrefixTree]:
     """Group all rows with these keys into trees that are cheap to compute; every row is in exactly one tree.
 
     Rows are sorted by their keys, so a row shares its longest prefix with the row before it. It joins that row's tree
@@ -89,14 +89,14 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
     common = [0, *(_common(keys[earlier], keys[later]) for earlier, later in pairwise(order))]
     lengths = [len(keys[row]) for row in order]
 
-    def cut(most: int) -> list[PrefixTree]:
+    def cut(max_positions: int) -> list[PrefixTree]:
         starts: list[int] = []
         size = 0
         for index, (length, shared) in enumerate(zip(lengths, common, strict=True)):
-            new = length - shared
-            saved = shared + pair_cost * (length**2 / 2 - (2 * size + new) * new)
-            if index and shared and saved > 0 and size + new <= most:
-                size += new
+            added = length - shared
+            saved = shared + pair_cost * (length**2 / 2 - (2 * size + added) * added)
+            if index and shared and saved > 0 and size + added <= max_positions:
+                size += added
             else:
                 starts.append(index)
                 size = length
@@ -105,11 +105,11 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
             for begin, end in zip(starts, [*starts[1:], len(order)], strict=True)
         ]
 
-    best = cut(most)
+    best = cut(max_positions)
     limit = max(tree.positions for tree in best)
     while ranks > 1 and limit > 1:
         limit = limit * 9 // 10
-        smaller = cut(min(limit, most))
+        smaller = cut(min(limit, max_positions))
         if _busiest(smaller, ranks) < _busiest(best, ranks):
             best = smaller
     saved = sum(sum(tree.shared) for tree in best)
@@ -126,27 +126,27 @@ def cost_of_pair(config: Any) -> float:
     return 1 / (3 * width)
 
 
-def _common(first: Keys, second: Keys) -> int:
-    most = min(len(first), len(second))
-    differ = np.flatnonzero(first[:most] != second[:most])
-    return int(differ[0]) if differ.size else most
+def _common(keys: Keys, next_keys: Keys) -> int:
+    shorter_length = min(len(keys), len(next_keys))
+    differ = np.flatnonzero(keys[:shorter_length] != next_keys[:shorter_length])
+    return int(differ[0]) if differ.size else shorter_length
 
 
 def divided(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Divide indices among ranks: from the largest size to the smallest, each to the rank with the least so far (R. L.
     Graham's LPT rule, 1969). Two ranks differ by at most the largest size."""
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         rank = loads.index(min(loads))
-        parts[rank].append(index)
+        shares[rank].append(index)
         loads[rank] += sizes[index]
-    return parts
+    return shares
 
 
 def _busiest(trees: Sequence[PrefixTree], ranks: int) -> int:
     sizes = [tree.positions for tree in trees]
-    return max(sum(sizes[index] for index in part) for part in divided(sizes, ranks))
+    return max(sum(sizes[index] for index in share) for share in divided(sizes, ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,17 +174,17 @@ class TreeLayout:
         slots = np.zeros((sum(len(tree.rows) for tree in trees), tokens - 1), np.int64)
         row = begin = 0
         for index, tree in enumerate(trees):
-            at, first = (0, begin) if joined else (index, 0)
+            line, start = (0, begin) if joined else (index, 0)
             path: NDArray[np.int64] = np.zeros(0, np.int64)
-            end = first
+            end = start
             for length, shared in zip(tree.lengths, tree.shared, strict=True):
                 added = np.arange(end, end + length - shared)
                 end += length - shared
                 path = np.concatenate([path[:shared], added])
-                ends[at, path] = end  # provisional: a later row that shares the path moves it
-                source[at, added] = row * tokens + np.arange(shared, length)
-                positions[at, added] = np.arange(shared, length)
-                slots[row, :length] = at * shape[1] + path
+                ends[line, path] = end  # provisional: a later row that shares the path moves it
+                source[line, added] = row * tokens + np.arange(shared, length)
+                positions[line, added] = np.arange(shared, length)
+                slots[row, :length] = line * shape[1] + path
                 row += 1
             begin += sizes[index]
         return cls(*(torch.from_numpy(array) for array in (source, positions, ends, slots)))
@@ -212,31 +212,33 @@ class TreeLayout:
         windows = windows_of(text)
         assert windows is not None
         if text._attn_implementation == "flex_attention":
-            masks = {kind: self._block_mask(window) for kind, window in windows.items()}
+            masks = {layer_type: self._block_mask(window) for layer_type, window in windows.items()}
         else:
-            masks = {kind: self._mask(window, dtype) for kind, window in windows.items()}
+            masks = {layer_type: self._mask(window, dtype) for layer_type, window in windows.items()}
         return masks if hasattr(text, "layer_types") else masks.popitem()[1]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         index = torch.arange(self.ends.shape[1], device=self.ends.device)
-        seen = (index <= index[:, None]) & (index[:, None] < self.ends[:, None, :])
+        visible = (index <= index[:, None]) & (index[:, None] < self.ends[:, None, :])
         if window is not None:
-            seen &= self.positions[:, :, None] - self.positions[:, None, :] < window
+            visible &= self.positions[:, :, None] - self.positions[:, None, :] < window
         # In the states' dtype: a bool mask would be converted in every layer.
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)[
+            :, None
+        ]
 
     def _block_mask(self, window: int | None) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
         ends, positions = self.ends, self.positions
 
-        def seen(tree: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            found = (key <= query) & (query < ends[tree, key])
-            return found if window is None else found & (positions[tree, query] - positions[tree, key] < window)
+        def is_visible(tree: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            visible = (key <= query) & (query < ends[tree, key])
+            return visible if window is None else visible & (positions[tree, query] - positions[tree, key] < window)
 
         trees, size = ends.shape
         # Compiled, it makes the block mask without a mask of all pairs first.
-        return create_block_mask(seen, trees, None, size, size, device=str(ends.device), _compile=ends.is_cuda)
+        return create_block_mask(is_visible, trees, None, size, size, device=str(ends.device), _compile=ends.is_cuda)
 
 
 def windows_of(text: Any) -> dict[str, int | None] | None:
@@ -245,9 +247,13 @@ def windows_of(text: Any) -> dict[str, int | None] | None:
     ``text`` is a transformers config. Returns None for a model with layers that are not attention, or see chunks.
     """
     window = getattr(text, "sliding_window", None)
-    known = {"full_attention": None, "sliding_attention": window}
-    if (kinds := getattr(text, "layer_types", None)) is not None:
-        return {kind: known[kind] for kind in kinds} if known.keys() >= set(kinds) else None
+    window_by_type = {"full_attention": None, "sliding_attention": window}
+    if (layer_types := getattr(text, "layer_types", None)) is not None:
+        return (
+            {layer_type: window_by_type[layer_type] for layer_type in layer_types}
+            if window_by_type.keys() >= set(layer_types)
+            else None
+        )
     if getattr(text, "attention_chunk_size", None) is not None:
         return None
     return {"": window}

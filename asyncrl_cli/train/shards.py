@@ -44,19 +44,19 @@ def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator
     Merged weights are float32, the others have the trainer's dtype. Collective: all ranks must iterate to the end.
     """
     for layer in by_layer(plain_weights(model)):
-        adapters = [part for weight in layer for part in weight.adapter_parts]
+        adapters = [parameter for weight in layer for parameter in weight.adapter_parts]
         with gathered(adapters, zero_stage), torch.no_grad():
             for weight in layer:
                 if weight.experts is not None:
                     begin, _ = shard_of(prod(weight.shape), rank=rank, ranks=ranks, groups=weight.experts.groups)
-                    yield weight.name, begin, weight.experts.own()
+                    yield weight.name, begin, weight.experts.local_elements()
                     continue
                 begin, end = shard_of(prod(weight.shape), rank, ranks)
-                own = _own(weight.parameter, begin=begin, end=end, zero_stage=zero_stage)
+                elements = _local_elements(weight.parameter, begin=begin, end=end, zero_stage=zero_stage)
                 if weight.adapter is not None:
                     # Every rank computes the whole product: a product of fewer rows may differ in the last bits.
-                    own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
-                yield weight.name, begin, own
+                    elements = elements.float() + weight.delta().reshape(-1)[begin:end].to(elements.device)
+                yield weight.name, begin, elements
 
 
 def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
@@ -67,35 +67,39 @@ def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ..
     """
     of_weight = {slot.name: slot.parts or (slot,) for slot in engine_layout(model, dtype)}
     names, tensors = [], []
-    for weight, kind, matrix in adapter_matrices(model):
+    for weight, matrix_kind, matrix in adapter_matrices(model):
         if len(of_weight[weight]) > 1:
             raise LoraError(
                 f"{weight} is several weights in the model's checkpoints, so vLLM has no such layer to adapt",
                 "leave it out, or set model.lora.serve to merged",
             )
-        names.append(f"{PEFT}{_matrix_name(of_weight[weight][0].name, kind)}")
-        tensors.append((_matrix_name(weight, kind), dtype, full_shape(matrix)))
+        names.append(f"{PEFT}{_matrix_name(of_weight[weight][0].name, matrix_kind)}")
+        tensors.append((_matrix_name(weight, matrix_kind), dtype, full_shape(matrix)))
     slots = plan_slots(tensors)
     return tuple(replace(slot, parts=(replace(slot, name=name),)) for slot, name in zip(slots, names, strict=True))
 
 
 def adapter_shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
     """Yield this rank's elements of every adapter, like ``shards``, in the trainer's dtype. Not collective."""
-    for weight, kind, matrix in adapter_matrices(model):
+    for weight, matrix_kind, matrix in adapter_matrices(model):
         begin, end = shard_of(prod(full_shape(matrix)), rank, ranks)
-        yield _matrix_name(weight, kind), begin, _own(matrix, begin=begin, end=end, zero_stage=zero_stage)
+        yield (
+            _matrix_name(weight, matrix_kind),
+            begin,
+            _local_elements(matrix, begin=begin, end=end, zero_stage=zero_stage),
+        )
 
 
-def _matrix_name(weight: str, kind: str) -> str:
-    return f"{weight.removesuffix('weight')}{kind}.weight"
+def _matrix_name(weight: str, matrix_kind: str) -> str:
+    return f"{weight.removesuffix('weight')}{matrix_kind}.weight"
 
 
-def write_shard(target: Tensor, begin: int, own: Tensor, copies: Copies) -> None:
+def write_shard(target: Tensor, begin: int, elements: Tensor, copies: Copies) -> None:
     """Begin to copy elements into the full tensor, in its dtype, starting at element ``begin``."""
-    copies.copy(target.view(-1)[begin : begin + own.numel()], own)
+    copies.copy(target.view(-1)[begin : begin + elements.numel()], elements)
 
 
-def _own(parameter: Tensor, begin: int, end: int, zero_stage: int) -> Tensor:
+def _local_elements(parameter: Tensor, begin: int, end: int, zero_stage: int) -> Tensor:
     if zero_stage == 3 and isinstance(parameter, nn.Parameter):  # buffers are whole on every rank
         partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # padded at its end
         return partition.detach()[: end - begin]
@@ -115,30 +119,30 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    starts, numbers, count = [], {}, 0
+    starts, row_numbers, count = [], {}, 0
     for slot in slots:
         starts.append(count)
-        numbers[slot.name] = _row_numbers(count, slot.shape)
+        row_numbers[slot.name] = _row_numbers(count, slot.shape)
         count += _rows(slot.shape)
-    parts: dict[str, list[TensorSlot]] = defaultdict(list)
-    for name, part in revert_weight_conversion(model, numbers).items():
-        begin = int(part.reshape(-1)[0])
+    slots_in_checkpoint: dict[str, list[TensorSlot]] = defaultdict(list)
+    for name, tensor_rows in revert_weight_conversion(model, row_numbers).items():
+        begin = int(tensor_rows.reshape(-1)[0])
         index = bisect_right(starts, begin) - 1
         slot, row = slots[index], begin - starts[index]
         width = slot.numel // _rows(slot.shape)
-        shape = tuple(part.shape) if len(slot.shape) < 2 else (*part.shape[:-1], width)
-        if row + _rows(shape) > _rows(slot.shape) or not torch.equal(part, _row_numbers(begin, shape)):
+        shape = tuple(tensor_rows.shape) if len(slot.shape) < 2 else (*tensor_rows.shape[:-1], width)
+        if row + _rows(shape) > _rows(slot.shape) or not torch.equal(tensor_rows, _row_numbers(begin, shape)):
             raise UserError(
                 f"the checkpoint's {name} is not a part of the model's {slot.name} but computed from it",
                 hint=f"use another model: engines cannot read the weights of a {model.config.model_type} in place",
             )
         offset = slot.offset + row * width * slot.itemsize
-        parts[slot.name].append(replace(slot, name=name, shape=shape, offset=offset))
+        slots_in_checkpoint[slot.name].append(replace(slot, name=name, shape=shape, offset=offset))
     divided = []
     for slot in slots:
-        own = sorted(parts[slot.name], key=lambda part: part.offset)
-        assert sum(part.numel for part in own) == slot.numel, slot.name
-        divided.append(slot if own == [slot] else replace(slot, parts=tuple(own)))
+        tensor_slots = sorted(slots_in_checkpoint[slot.name], key=lambda tensor_rows: tensor_rows.offset)
+        assert sum(tensor_rows.numel for tensor_rows in tensor_slots) == slot.numel, slot.name
+        divided.append(slot if tensor_slots == [slot] else replace(slot, parts=tuple(tensor_slots)))
     return tuple(divided)
 
 

@@ -3,7 +3,7 @@
 Every rank runs this with the same batch and plans the same micro-batches, so all ranks make the same number of
 collective calls. The losses of micro-batches add up to their minibatch's mean exactly.
 
-Read ``train_batch`` from top to bottom, then old_logprobs.py and update.py; algorithms/__init__.py lists the formulas.
+Read ``train_batch`` from top to bottom, then precompute.py and update.py; algorithms/__init__.py lists the formulas.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
 from asyncrl_cli.train.flops import Amounts, ModelFlops, data_sheet
 from asyncrl_cli.train.model.sequence_parallel import data_group
-from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
 from asyncrl_cli.train.packing import TrainingRow, count_tokens, microbatch, plan_microbatches, training_rows
+from asyncrl_cli.train.precompute import Learner, Minibatch, precompute
 from asyncrl_cli.train.prefix_trees import MASK_POSITIONS, cost_of_pair, plan_trees, single_rows
 from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
@@ -38,8 +38,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     rows = training_rows(batch, rewards.uniform, spec)
     size = len(batch.groups) // trainer.minibatches
     minibatches = [
-        _minibatch(learner, [row for group in rows[first : first + size] for row in group])
-        for first in range(0, size * trainer.minibatches, size)
+        plan_minibatch(learner, [row for group in rows[start : start + size] for row in group])
+        for start in range(0, size * trainer.minibatches, size)
     ]
     per_step = trainer.epochs * trainer.minibatches
     keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
@@ -52,21 +52,14 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     uniform = rewards.uniform.double().mean().item()
     metrics = {"reward/uniform_groups": uniform, "train/updates": 0.0, "train/updates_skipped": 0.0}
     if spec.algorithm.reward_parts:
-        metrics["train/missing_parts"] = float(rewards.missing)
+        metrics["train/missing_parts"] = float(rewards.missing_parts)
     if spec.algorithm.advantage == RUNNING_BASELINE:
         metrics["train/baseline_groups"] = float(sum(bool(group.earlier) for group in batch.groups))
         metrics["train/baseline_error"] = (rewards.rollouts - rewards.baseline).abs().mean().item()
     is_first = True
     for minibatch in minibatches * trainer.epochs:
-        shape = trainer.schedule
-        span = (shape.steps or spec.stop.total) * per_step
-        factor = schedule.factor(
-            updates,
-            total_updates=span,
-            warmup=shape.warmup_updates,
-            kind=shape.kind,
-            final_fraction=shape.final_fraction,
-        )
+        total_updates = (trainer.schedule.steps or spec.stop.total) * per_step
+        factor = schedule.factor(updates, total_updates, trainer.schedule)
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1
@@ -113,8 +106,13 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 def _amounts(model: ModelFlops, minibatch: Minibatch) -> Amounts:
     """Amounts of a pass over these rows. A row's last token is predicted, but not read."""
     rows, trees = minibatch.rows, minibatch.trees
-    shared = {row: first for tree in trees for row, first in zip(tree.rows, tree.shared, strict=True)}
-    images = [one.length for index, row in enumerate(rows) for one in row.images if one.offset >= shared[index]]
+    shared = {row: shared_length for tree in trees for row, shared_length in zip(tree.rows, tree.shared, strict=True)}
+    images = [
+        placed_image.length
+        for index, row in enumerate(rows)
+        for placed_image in row.images
+        if placed_image.offset >= shared[index]
+    ]
     return model.amounts([len(row) - 1 for row in rows], count_tokens(rows), images, shared.values())
 
 
@@ -140,21 +138,24 @@ def _is_exact(spec: ExperimentSpec) -> bool:
     return float32 and pipeline.max_staleness == 0 and pipeline.publish_every == 1
 
 
-def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
+def plan_minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
+    """Plan one optimizer update's micro-batches on all ranks, and make this rank's tensors."""
     trainer, policy = learner.spec.trainer, learner.engine.module
     shares = trainer.ranks // trainer.sequence_parallel
     trees = single_rows([len(row) for row in rows])
     if policy.shares_prefixes:
-        most = trainer.tokens_per_microbatch - 1
+        max_positions = trainer.tokens_per_microbatch - 1
         if trainer.attention != "flex_attention":
-            most = min(most, MASK_POSITIONS)
-        trees = plan_trees([row.keys() for row in rows], most, cost_of_pair(policy.model.config), shares)
+            max_positions = min(max_positions, MASK_POSITIONS)
+        trees = plan_trees([row.keys() for row in rows], max_positions, cost_of_pair(policy.model.config), shares)
     plan = plan_microbatches(
         [len(tree) for tree in trees],
         tokens_per_microbatch=trainer.tokens_per_microbatch,
         ranks=shares,
         packing=trainer.packing,
     )
-    own = plan[learner.rank // trainer.sequence_parallel]
-    padded = [microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing) for indices in own]
-    return Minibatch(rows, trees, [one.to(learner.engine.device) for one in padded])
+    rank_plan = plan[learner.rank // trainer.sequence_parallel]
+    microbatches = [
+        microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing) for indices in rank_plan
+    ]
+    return Minibatch(rows, trees, [rows_on_cpu.to(learner.engine.device) for rows_on_cpu in microbatches])

@@ -33,7 +33,7 @@ class StepRewards:
     turns: Tensor
     """[groups, group_size, turns]: they sum to ``rollouts``. A rollout without recorded turns has one turn. The rest of
     a rollout's reward (parts, a penalty) is added to its last turn."""
-    parts: Tensor
+    reward_parts: Tensor
     """[parts, groups, group_size], in the order of ``algorithm.reward_parts``."""
     metrics: Mapping[str, Tensor]
     """The task's metrics by name, each [groups, group_size]."""
@@ -52,58 +52,60 @@ class StepRewards:
         Raises ``ConfigError`` when a part in ``algorithm.reward_parts`` is missing in all rollouts of the run's first
         batch. The tasks of a mix may have different metrics, so there only ``train/missing_parts`` shows it.
         """
-        algorithm, groups, own = spec.algorithm, batch.groups, _part(REWARD, batch)
+        algorithm, groups, recorded_rewards = spec.algorithm, batch.groups, _reward_part(REWARD, batch)
         weights = {name: algorithm.reward_coef * w for name, w in (algorithm.reward_parts or {REWARD: 1.0}).items()}
-        parts = torch.stack([_part(name, batch) for name in weights])
-        names = sorted({name for group in groups for measured in group.metrics for name in measured})
-        for name, part in zip(weights, parts, strict=True):
-            if name != REWARD and part.isnan().all() and batch.step == 0 and not spec.task.mix:
+        reward_parts = torch.stack([_reward_part(name, batch) for name in weights])
+        names = sorted({name for group in groups for metrics in group.metrics for name in metrics})
+        for name, reward_part in zip(weights, reward_parts, strict=True):
+            if name != REWARD and reward_part.isnan().all() and batch.step == 0 and not spec.task.mix:
                 raise unknown_metric(name, names, "no rollout of the first batch")
-        rewards = torch.zeros_like(own).masked_fill(own.isnan(), math.nan)
-        for weight, part in zip(weights.values(), parts, strict=True):
-            rewards += weight * part.nan_to_num()
+        rewards = torch.zeros_like(recorded_rewards).masked_fill(recorded_rewards.isnan(), math.nan)
+        for weight, reward_part in zip(weights.values(), reward_parts, strict=True):
+            rewards += weight * reward_part.nan_to_num()
         if algorithm.overlong_penalty:
-            most = spec.rollout.max_response_tokens
-            longest = torch.tensor([[longest_response(rollout) for rollout in group.rollouts] for group in groups])
-            buffer = max(1, round(algorithm.overlong_buffer * most))
-            rewards -= algorithm.overlong_penalty * overlong_penalty(longest, most, buffer)
-        earlier = [[weighted_reward(weights, one) for one in group.earlier] for group in groups]
+            max_tokens = spec.rollout.max_response_tokens
+            longest_responses = torch.tensor(
+                [[longest_response(rollout) for rollout in group.rollouts] for group in groups]
+            )
+            buffer = max(1, round(algorithm.overlong_buffer * max_tokens))
+            rewards -= algorithm.overlong_penalty * overlong_penalty(longest_responses, max_tokens, buffer)
+        earlier = [[weighted_reward(weights, scored) for scored in group.earlier] for group in groups]
         return cls(
             rollouts=rewards,
             turns=_turns(batch, rewards, weight=weights.get(REWARD, 0.0)),
-            parts=parts,
-            metrics={name: _part(name, batch) for name in names},
+            reward_parts=reward_parts,
+            metrics={name: _reward_part(name, batch) for name in names},
             lengths=torch.tensor([[len(rollout.sampled_versions) for rollout in group.rollouts] for group in groups]),
             uniform=torch.stack(
-                [uniform_groups(one) for one in (parts if algorithm.parts_apart else rewards[None])]
+                [uniform_groups(compared) for compared in (reward_parts if algorithm.parts_apart else rewards[None])]
             ).all(dim=0),
             baseline=running_means(rewards, earlier, algorithm.baseline_half_life),
         )
 
     @property
-    def missing(self) -> int:
+    def missing_parts(self) -> int:
         """Number of parts missing in rollouts that have a reward."""
-        return int((self.parts.isnan() & ~self.rollouts.isnan()).sum())
+        return int((self.reward_parts.isnan() & ~self.rollouts.isnan()).sum())
 
 
-def _part(name: str, batch: TrainingBatch) -> Tensor:
+def _reward_part(name: str, batch: TrainingBatch) -> Tensor:
     values = [
         [part_of_reward(name, reward, metrics) for reward, metrics in zip_longest(group.rewards, group.metrics)]
         for group in batch.groups
     ]
-    known = [[math.nan if value is None else value for value in row] for row in values]
-    return torch.tensor(known, dtype=torch.float64)
+    numbers_or_nan = [[math.nan if value is None else value for value in row] for row in values]
+    return torch.tensor(numbers_or_nan, dtype=torch.float64)
 
 
 def _turns(batch: TrainingBatch, rewards: Tensor, weight: float) -> Tensor:
     """Compute ``StepRewards.turns``; ``weight``: the part ``reward``'s weight."""
-    most = max((len(turns) for group in batch.groups for turns in group.turns), default=1)
-    found = np.full((*rewards.shape, max(1, most)), np.nan)
-    for number, group in enumerate(batch.groups):
+    turn_count = max((len(turns) for group in batch.groups for turns in group.turns), default=1)
+    turn_rewards = np.full((*rewards.shape, max(1, turn_count)), np.nan)
+    for group_index, group in enumerate(batch.groups):
         for index, turns in enumerate(group.turns or [()] * len(group.rollouts)):
-            reward = rewards[number, index].item()
-            own = [weight * turn.reward for turn in turns] or [0.0]
+            reward = rewards[group_index, index].item()
+            rewards_of_turns = [weight * turn.reward for turn in turns] or [0.0]
             if not math.isnan(reward):
-                found[number, index, : len(own)] = own
-                found[number, index, len(own) - 1] += reward - sum(own)
-    return torch.from_numpy(found)
+                turn_rewards[group_index, index, : len(rewards_of_turns)] = rewards_of_turns
+                turn_rewards[group_index, index, len(rewards_of_turns) - 1] += reward - sum(rewards_of_turns)
+    return torch.from_numpy(turn_rewards)

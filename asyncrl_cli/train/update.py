@@ -12,13 +12,13 @@ from asyncrl_cli.spec.algorithm import CorrectionSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import nonfinite_guard
 from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct, log_linear_proximal
-from asyncrl_cli.train.algorithms.policy_loss import LossSums, policy_loss
+from asyncrl_cli.train.algorithms.policy_loss import LossInputs, LossSums, policy_loss
 from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, reduce_over_ranks
 from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
 from asyncrl_cli.train.model.sequence_parallel import data_group
-from asyncrl_cli.train.old_logprobs import Learner, Minibatch
 from asyncrl_cli.train.packing import PaddedRows, count_tokens
+from asyncrl_cli.train.precompute import Learner, Minibatch
 
 UNCORRECTED = CorrectionSpec(preset="decoupled")
 """Gives weights of 1; only the statistics are used."""
@@ -62,32 +62,27 @@ def update_policy(
     # The whole minibatch's: micro-batches add up to its mean. Divided by the ranks because DeepSpeed averages gradients
     # over them, with sequence parallelism, too: there a rank has its group's loss, and a part of the gradient.
     denominator = _denominator(spec, minibatch) / spec.trainer.ranks
-    in_loss = algorithm.kl_placement == "loss"
     total: UpdateSums | None = None
-    for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
+    for index, (microbatch, precomputed) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
         # At the boundary DeepSpeed reduces gradients over the ranks. All have as many micro-batches (packing.py).
         engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
-        mask = padded.response_mask
-        measured = "train" if algorithm.entropy_coef else "measure"
-        logprobs, entropies = engine(padded.input_ids, mask, measured, **padded.replayed)
-        old = logprobs.detach() if is_first else given.old_logprobs
-        proximal, weights, corrections, engine_gap = _corrected(spec, padded=padded, old=old, current=logprobs.detach())
-        loss, losses = policy_loss(
+        mask = microbatch.response_mask
+        entropy_mode = "train" if algorithm.entropy_coef else "measure"
+        logprobs, entropies = engine(microbatch.input_ids, mask, entropy_mode, **microbatch.policy_arguments)
+        old_logprobs = logprobs.detach() if is_first else precomputed.old_logprobs
+        proximal, weights, corrections, engine_gap = _corrected(
+            spec, microbatch=microbatch, old_logprobs=old_logprobs, current_logprobs=logprobs.detach()
+        )
+        inputs = LossInputs(
             logprobs,
             proximal_logprobs=proximal,
-            advantages=given.advantages,
+            advantages=precomputed.advantages,
             mask=mask,
-            aggregation=algorithm.aggregation,
-            denominator=denominator,
-            loss=objective.loss,
-            settings=algorithm,
             importance_weights=weights,
-            reference_logprobs=given.reference_logprobs,
-            kl=objective.kl,
-            kl_coef=algorithm.kl_coef if in_loss else 0.0,
+            reference_logprobs=precomputed.reference_logprobs,
             entropies=entropies,
-            entropy_coef=algorithm.entropy_coef,
         )
+        loss, losses = policy_loss(inputs, algorithm, denominator, loss=objective.loss, kl=objective.kl)
         # Even if none of this rank's tokens counts: the other ranks wait in the collective calls of this pass.
         nonfinite_guard.backward(engine, loss)
         sums = UpdateSums(loss.detach().double(), losses=losses, corrections=corrections, engine_gap=engine_gap)
@@ -101,14 +96,14 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
     settings = spec.algorithm.critic
     set_learning_rate(critic, settings.learning_rate * factor)
     total: ValueSums | None = None
-    for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
+    for index, (microbatch, precomputed) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
         critic.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
-        assert given.values is not None and given.returns is not None
+        assert precomputed.values is not None and precomputed.returns is not None
         loss, sums = value_loss(
-            critic(padded.input_ids, padded.response_mask, **padded.seen),
-            old_values=given.values,
-            returns=given.returns,
-            mask=padded.response_mask,
+            critic(microbatch.input_ids, microbatch.response_mask, **microbatch.model_arguments),
+            old_values=precomputed.values,
+            returns=precomputed.returns,
+            mask=microbatch.response_mask,
             clip=settings.value_clip,
             denominator=count_tokens(minibatch.rows) / spec.trainer.ranks,
         )
@@ -130,7 +125,7 @@ def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
 
 
 def _corrected(
-    spec: ExperimentSpec, padded: PaddedRows, old: Tensor | None, current: Tensor
+    spec: ExperimentSpec, microbatch: PaddedRows, old_logprobs: Tensor | None, current_logprobs: Tensor
 ) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
     """Return proximal log-probs, importance weights, their statistics, and statistics of the engine's numerics.
 
@@ -139,17 +134,21 @@ def _corrected(
     exactly 1, and a run is reproducible to the bit (decision 0004). A difference above ``ROUNDING_NATS`` means that
     something is wrong, and the recorded log-prob counts.
     """
-    mask, behaviour, correction = padded.response_mask, padded.behaviour_logprobs, spec.algorithm.correction
+    mask, behaviour, correction = microbatch.response_mask, microbatch.behaviour_logprobs, spec.algorithm.correction
     # Without log-probs from the step's start, a difference could come from the updates as well as from the engine.
-    comparable = padded.on_policy if old is not None else torch.zeros_like(mask)
-    trainer = current if old is None else old
+    comparable = microbatch.on_policy if old_logprobs is not None else torch.zeros_like(mask)
+    trainer = current_logprobs if old_logprobs is None else old_logprobs
     _, engine_gap = correct(trainer, behaviour_logprobs=behaviour, mask=mask & comparable, correction=UNCORRECTED)
     if spec.trainer.dtype == spec.rollout.dtype == "float32":
         rounding = comparable & ((trainer - behaviour).abs() <= ROUNDING_NATS)
         behaviour = torch.where(rounding, trainer, behaviour)
-    proximal = log_linear_proximal(current, behaviour, padded.versions_behind) if old is None else old
+    proximal = (
+        log_linear_proximal(current_logprobs, behaviour, microbatch.versions_behind)
+        if old_logprobs is None
+        else old_logprobs
+    )
     at_behaviour = correction.proximal == "behaviour"
     weights, corrections = correct(
-        current if at_behaviour else proximal, behaviour_logprobs=behaviour, mask=mask, correction=correction
+        current_logprobs if at_behaviour else proximal, behaviour_logprobs=behaviour, mask=mask, correction=correction
     )
     return behaviour if at_behaviour else proximal, weights, corrections, engine_gap

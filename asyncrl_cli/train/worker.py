@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports, set_environment
-from asyncrl_cli.records.training import Probe, RankLocation, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
@@ -72,13 +72,12 @@ def explaining_a_full_gpu(spec: ExperimentSpec, rank: int) -> Iterator[None]:
 
 
 class TrainerWorker:
-    """One rank. Methods run one at a time, except ``progress`` and ``write_checkpoint``."""
+    """One rank. Methods run one at a time, except ``ping`` and ``write_checkpoint``."""
 
     def __init__(self, spec: ExperimentSpec, log_dir: str, environment: Mapping[str, str] | None = None) -> None:
         set_environment(environment or {})
         self._spec = spec
         self._log_dir = log_dir
-        self._progress = (0, 0, 0.0, 0)
         self._updates = 0
         self._listener: socket.socket | None = None
         self._base_logprobs: dict[tuple[int, ...], Any] = {}  # of the newest probe, without adapters
@@ -117,20 +116,14 @@ class TrainerWorker:
         self._listener = socket.create_server((address, 0), family=family_of(address))
         return address, self._listener.getsockname()[1]
 
-    def prepare_model(self, search_path: str) -> str:
+    def prepare_model(self) -> str:
         """Make the initial model if the spec asks for it, on rank 0; returns its folder."""
-        from asyncrl_cli.tasks.load import load_task
         from asyncrl_cli.train.model.initial import prepare_model
 
-        def note(done: int, total: int, loss: float, skipped: int) -> None:
-            self._progress = (done, total, loss, skipped)
+        return str(prepare_model(self._spec))
 
-        path = Path(search_path)
-        return str(prepare_model(self._spec, lambda: load_task(self._spec.task, path), note, path))
-
-    def progress(self) -> tuple[int, int, float, int]:
-        """The warm start's finished updates, all updates, loss, and skipped rows."""
-        return self._progress
+    def ping(self) -> None:
+        """Answer, to show that the rank lives."""
 
     def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
         """Join the other ranks and load the model, then a checkpoint's state over it.
@@ -148,7 +141,7 @@ class TrainerWorker:
         from asyncrl_cli.train.model.lora import base_bits
         from asyncrl_cli.train.model.reference import Copy, load_reference
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
-        from asyncrl_cli.train.old_logprobs import Learner
+        from asyncrl_cli.train.precompute import Learner
         from asyncrl_cli.train.shards import adapter_layout, engine_layout
         from asyncrl_cli.weights.layout import chunks_of, pages_of
         from asyncrl_cli.weights.mapped import MappedReplica, copies_of
@@ -162,8 +155,10 @@ class TrainerWorker:
         sources: dict[str, checkpoints.Source] = {}
         if checkpoint is not None:
             saved = Checkpoint.at(Path(checkpoint))
-            parts = ["", checkpoints.CRITIC] if self._spec.algorithm.needs_critic else [""]
-            sources = {part: checkpoints.find_source(saved, trainer, part) for part in parts}
+            engine_names = ["", checkpoints.CRITIC] if self._spec.algorithm.needs_critic else [""]
+            sources = {
+                engine_name: checkpoints.find_source(saved, trainer, engine_name) for engine_name in engine_names
+            }
         load_universal = any(source.is_universal for source in sources.values())
         if load_universal and self._rank == 0:
             # Before rank 0 joins: the other ranks wait for it in ``join_process_group`` and then read these files
@@ -196,16 +191,16 @@ class TrainerWorker:
         )
         make_layout = engine_layout if self._spec.model.published_adapter is None else adapter_layout
         self._layout = make_layout(self._model, getattr(torch, self._spec.rollout.dtype))
-        own = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)
+        local_pages = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)
         self._copies = copies_of(self._engine.device)
-        self._replica = MappedReplica(self._layout, self._copies, own)
+        self._replica = MappedReplica(self._layout, self._copies, local_pages)
         self._snapshot = checkpoints.Snapshot()
         self._tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         base = base_bits(self._model) if self._spec.model.published_adapter is not None else []
         # Last, because loading the models above may draw random numbers, and this restores their states. Collective:
         # policy before critic on all ranks.
-        for part, source in sources.items():
-            engine = critic if critic is not None and part == checkpoints.CRITIC else self._engine
+        for engine_name, source in sources.items():
+            engine = critic if critic is not None and engine_name == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
             self._updates = source.counters.updates
         if base and base_bits(self._model) != base:  # engines would apply the adapters to other weights (decision 0053)
@@ -231,6 +226,13 @@ class TrainerWorker:
         free_gpu_cache(self._spec)
         return report
 
+    def supervised_step(self, batch: SupervisedBatch) -> StepReport:
+        """Make one supervised update (``model.warm_start``)."""
+        from asyncrl_cli.train.supervised import train_rows
+
+        with explaining_a_full_gpu(self._spec, self._rank):
+            return train_rows(self._learner, batch)
+
     def layout(self) -> tuple[TensorSlot, ...]:
         """Return the layout of the weights that engines get; it is the same on every rank."""
         return self._layout
@@ -248,17 +250,17 @@ class TrainerWorker:
         trainer = self._spec.trainer
         adapter_only = self._spec.model.published_adapter is not None
         own_shards = adapter_shards if adapter_only else shards
-        missing: ReplicaGone | None = None
+        lost_memory: ReplicaGone | None = None
         tensors: dict[str, Any] = {}
         with ExitStack() as writing:
             try:
                 tensors = writing.enter_context(self._replica.open(paths[self._rank], version))
             except ReplicaGone as gone:
-                missing = gone
+                lost_memory = gone
             # All weights, with or without memory: the other ranks gather adapters together with this one.
-            for name, begin, own in own_shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
-                if missing is None:
-                    write_shard(tensors[name], begin=begin, own=own, copies=self._copies)
+            for name, begin, elements in own_shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
+                if lost_memory is None:
+                    write_shard(tensors[name], begin=begin, elements=elements, copies=self._copies)
             # On all ranks, because the forward pass is collective (decision 0003). A GPU copies the weights during it.
             probe = self._probe(prompt_ids)
             base = self._base_logprobs.get(probe.ids)
@@ -266,8 +268,8 @@ class TrainerWorker:
                 with without_adapters(self._model):
                     base = self._probe(prompt_ids).logprobs
                 self._base_logprobs = {probe.ids: base}
-        if missing is not None:
-            raise missing
+        if lost_memory is not None:
+            raise lost_memory
         return replace(probe, base_logprobs=base) if self._rank == 0 else None
 
     def save_model(self, folder: str) -> None:
@@ -297,7 +299,7 @@ class TrainerWorker:
         from asyncrl_cli.train.model.reference import Copy
 
         root, snapshot = Path(folder), self._snapshot
-        with snapshot.taken(sharers):
+        with snapshot.recording(sharers):
             # Policy before critic on every rank: DeepSpeed's saving has barriers.
             save_state(self._engine, snapshot, folder=root, rank=self._rank, updates=self._updates)
             if (critic := self._learner.critic) is not None:
@@ -324,10 +326,10 @@ class TrainerWorker:
         ids = torch.tensor([probe_ids(prompt_ids, tokenizer=self._tokenizer, vocabulary=vocabulary, length=length)])
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, 0] = False
-        ids, mask, images, first = ids.to(self._engine.device), mask.to(self._engine.device), {}, 1
+        ids, mask, images, first_scored = ids.to(self._engine.device), mask.to(self._engine.device), {}, 1
         if image is not None:
             ids, mask, images["images"] = policy.vision.with_image(policy.model, ids, mask)
-            first = image.end
+            first_scored = image.end
         # For engines the probe is a prompt, and they compute a prompt's log-probs at temperature 1.
         temperature, policy.temperature = policy.temperature, 1.0
         try:
@@ -337,6 +339,6 @@ class TrainerWorker:
             policy.temperature = temperature
         return Probe(
             tuple(ids[0].tolist()),
-            logprobs[0, first:].float().cpu().numpy(),
+            logprobs[0, first_scored:].float().cpu().numpy(),
             images=() if image is None else (image,),
         )

@@ -23,14 +23,15 @@ from asyncrl_cli.checks.prompts import (
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.data.supervised_rows import RowEncoder
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.response_text import end_tokens
-from asyncrl_cli.spec.inputs import SplitSpec
-from asyncrl_cli.train.warm_start import _Chat, _tokenized
+from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
 
 pytestmark = pytest.mark.slow
 
@@ -93,12 +94,10 @@ def test_the_first_token_is_written_once() -> None:
     loaded.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, number)])
     assert rendered(loaded, TEXT) == f"{first}[user]2 + 2?<|im_end|>\n[assistant]", "by the template"
     assert rendered(loaded, TEXT, apply_chat_template=False) == f"{first}2 + 2?", "by the tokenizer"
-    pairs = [("2 + 2?", "4"), [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
-    for demonstration in pairs:
-        ((ids, learned, _),) = _tokenized(
-            [demonstration], _Chat(loaded, True, ChatTemplate(loaded)), 99, frozenset({number})
-        )
-        assert ids[: learned.index(True)].count(number) == 1, "the same holds for the demonstrations of a warm start"
+    warm_start = WarmStart(data=SplitSpec(path="rows.jsonl"), response_column="answer")
+    encoder = RowEncoder(loaded, ChatTemplate(loaded), True, frozenset({number}), warm_start, ImageTokens("", 0, 0))
+    ids, learned, _ = encoder.encode(Prompt("row", "2 + 2?", {"answer": "4"}))
+    assert ids[: learned.index(True)].count(number) == 1, "the same holds for the rows of a warm start"
 
 
 CALC = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}

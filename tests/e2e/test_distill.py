@@ -11,8 +11,7 @@ from statistics import mean
 import pytest
 
 from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.train.model.initial import build_initial_model, prepare_model
+from asyncrl_cli.train.model.initial import build_initial_model
 from tests.small_models import INIT
 from tests.spell_backward import SpellBackward
 
@@ -42,14 +41,17 @@ def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> Non
     skilled, habit = (
         {
             "path": "./saved",
-            "warm_start": {"steps": 350, "data": {"path": f"{name}.jsonl", "prompt_column": "messages"}},
+            "warm_start": {
+                "steps": 350,
+                "data": {"path": f"{name}.jsonl", "prompt_column": "messages"},
+                "batch_size": 24,
+                "learning_rate": 3.0e-3,
+                "schedule": {"kind": "cosine", "warmup_updates": 30},
+            },
         }
         for name in ("teacher", "student")
     )
-    spec = load_spec(str(shared_runs.write_spec(name="teacher", model=skilled, task=SPELLING))).spec
-    skipped: set[int] = set()
-    teacher = prepare_model(spec, SpellBackward, lambda *shown: skipped.add(shown[3]))
-    assert skipped == {1}
+    teacher = shared_runs.train(name="teacher", model=skilled, task=SPELLING, stop={"steps": 0}) / "model"
     ended = shared_runs.run(
         "train",
         shared_runs.write_spec(
@@ -63,9 +65,9 @@ def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> Non
         ),
     )
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    assert "warm start (1 too long and skipped)" in ended.out
+    assert "warm start on 4,000 rows; 1 is too long" in ended.out
     run = shared_runs.newest()
-    divergence = [row["train/kl_reference"] for row in rows(run, "metrics.jsonl")]
+    divergence = [row["train/kl_reference"] for row in rows(run, "metrics.jsonl") if row["step"] > 0]
     assert mean(divergence[-10:]) < 0.25 * mean(divergence[:5])
     state = json.loads((run / "state.json").read_text())
     assert state["accuracy_before"]["greedy"] < 0.2 < 0.7 < state["accuracy"]["greedy"]

@@ -84,7 +84,7 @@ class Trainers:
         self._note("preload")
         self.locations = (RankLocation("node-0", "10.0.0.1"),)
 
-    async def prepare_model(self, progress: Callable[[str], None]) -> str:
+    async def prepare_model(self) -> str:
         self._note("prepare_model")
         return "/models/one"
 

@@ -196,8 +196,6 @@ async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         return f"10.0.0.{rank.rank}", 1000 * number + rank.rank
     if method == "prepare_model":
         return "/models/one"
-    if method == "progress":
-        return 0, 0, 0.0, 0
     return None
 
 
@@ -220,8 +218,8 @@ def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: l
         await ranks.trainer.preload()
         assert [location.node_id for location in ranks.trainer.locations] == ["node-0", "node-1"]
         assert ranks.calls[-2:] == [(0, "preload", (0, False)), (1, "preload", (1, False))]
-        assert await ranks.trainer.prepare_model(print) == "/models/one"
-        assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ("/search",))]
+        assert await ranks.trainer.prepare_model() == "/models/one"
+        assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ())]
         await ranks.trainer.start(None)
         assert ranks.calls[-2:] == [
             (rank, "start", ("/models/one", "10.0.0.0", 2000, None, "/search")) for rank in range(2)
@@ -259,27 +257,6 @@ def test_a_rank_that_dies_in_a_restart_is_lost_like_any_other(killed: list[Rank]
     run(check())
 
 
-def test_the_warm_start_shows_how_far_it_is() -> None:
-    seen = asyncio.Event()
-
-    async def warms_up(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == "prepare_model":
-            await seen.wait()
-        if method == "progress":
-            return 12, 1000, 0.5, 1234
-        return await starts(rank, method, arguments)
-
-    def show(text: str) -> None:
-        assert text == "warm start (1,234 too long and skipped): 12 of 1000 updates, loss 0.500"
-        seen.set()
-
-    async def check() -> None:
-        ranks = await placed(warms_up)
-        assert await ranks.trainer.prepare_model(show) == "/models/one"
-
-    run(check())
-
-
 def test_a_model_that_cannot_be_made_ends_the_start() -> None:
     async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "prepare_model":
@@ -289,24 +266,22 @@ def test_a_model_that_cannot_be_made_ends_the_start() -> None:
     async def check() -> None:
         ranks = await placed(fails)
         with pytest.raises(RunError, match=r"model\.path: no such model"):
-            await ranks.trainer.prepare_model(print)
+            await ranks.trainer.prepare_model()
 
     run(check())
 
 
-@pytest.mark.parametrize("heard_of_in", ["prepare_model", "progress"])
-def test_a_rank_that_dies_while_the_model_is_made_is_lost(heard_of_in: str) -> None:
+def test_a_rank_that_dies_while_the_model_is_made_is_lost() -> None:
     async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == heard_of_in:
-            rank.die()
         if method == "prepare_model":
+            rank.die()
             await never()
         return await starts(rank, method, arguments)
 
     async def check() -> None:
         ranks = await placed(dies)
         with pytest.raises(TrainerLost, match="trainer-0: the process died"):
-            await ranks.trainer.prepare_model(print)
+            await ranks.trainer.prepare_model()
 
     run(check())
 
@@ -315,7 +290,7 @@ def test_check_finds_a_dead_idle_rank() -> None:
     async def check() -> None:
         ranks = await placed(starts)
         await ranks.trainer.check()
-        assert ranks.calls == [(rank, "progress", ()) for rank in range(3)]
+        assert ranks.calls == [(rank, "ping", ()) for rank in range(3)]
         ranks.made[2].die()
         with pytest.raises(TrainerLost, match="trainer-2"):
             await ranks.trainer.check()

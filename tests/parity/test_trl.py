@@ -30,7 +30,7 @@ from asyncrl_cli.train.algorithms import advantages
 from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, DEVIATION_FLOOR
 from asyncrl_cli.train.algorithms.corrections import correct
 from asyncrl_cli.train.algorithms.kl import KL
-from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, policy_loss
+from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, LossInputs, policy_loss
 from tests.train.matrices import matrices, tensors
 
 ROWS, TOKENS, GROUP = 12, 16, 4
@@ -84,11 +84,10 @@ def test_policy_losses(
     denominator = {"token_mean": tokens, "sequence_mean": ROWS, "sequence_sum": ROWS * 7.0}[aggregation]
 
     policy = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()]
-    found, sums = policy_loss(
-        policy[0], proximal, of_rows, mask, loss=POLICY_LOSSES[name], settings=numbers, aggregation=aggregation,
-        denominator=denominator, importance_weights=weights, reference_logprobs=reference, kl_coef=0.1,
-        entropies=policy[1], entropy_coef=entropy_coef,
-    )  # fmt: skip
+    given = LossInputs(policy[0], proximal, of_rows, mask, weights, reference, entropies=policy[1])
+    changes = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": entropy_coef}
+    settings = numbers.model_copy(update=changes)
+    found, sums = policy_loss(given, settings, denominator, loss=POLICY_LOSSES[name])
     found.backward()
 
     high = 1 + numbers.clip_high if theirs == "cispo" else numbers.clip_high

@@ -33,7 +33,7 @@ from asyncrl_cli.train.algorithms.advantages import (
 )
 from asyncrl_cli.train.algorithms.corrections import correct
 from asyncrl_cli.train.algorithms.kl import KL
-from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, policy_loss
+from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, LossInputs, policy_loss
 from asyncrl_cli.train.algorithms.value_loss import value_loss
 from tests.train.matrices import matrices, tensors
 
@@ -150,11 +150,10 @@ def test_policy_losses(
     for whose in ("ours", "theirs"):
         policy = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()]
         if whose == "ours":
-            loss, _ = policy_loss(
-                policy[0], proximal, advantages, mask, loss=POLICY_LOSSES[name], settings=numbers,
-                aggregation=aggregation, denominator=denominator, importance_weights=weights,
-                reference_logprobs=reference, kl=KL["k2"], kl_coef=0.1, entropies=policy[1], entropy_coef=0.05,
-            )  # fmt: skip
+            inputs = LossInputs(policy[0], proximal, advantages, mask, weights, reference, entropies=policy[1])
+            changes = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.05}
+            settings = numbers.model_copy(update=changes)
+            loss, _ = policy_loss(inputs, settings, denominator, loss=POLICY_LOSSES[name], kl=KL["k2"])
         else:
             counts, mode = mask.float(), AGGREGATIONS[aggregation]
             function = core_algos.get_policy_loss_fn(theirs)

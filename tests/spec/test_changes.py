@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 BEFORE: dict[str, Any] = {
     "model": {
         "init": {"architecture": "qwen3", "config": {"hidden_size": 64}},
-        "warm_start": {"steps": 10},
+        "warm_start": {"steps": 10, "data": {"path": str(Path(__file__).parents[1] / "fixtures/sft.jsonl")}},
     },
     "task": {"use": "chain_sum", "options": {"terms": 3}},
     "data": {"train": {"size": 100}, "eval": {"size": 10}},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TWO_RANKS = ROOT / "tests/fixtures/two_ranks.yaml"
-ROWS = (f"model.warm_start.data.path={ROOT}/tests/fixtures/sft.jsonl", "model.warm_start.data.prompt_column=messages")
+ROWS = f"model.warm_start.data.path={ROOT}/tests/fixtures/sft.jsonl"
 Write = Callable[..., Path]
 SEES = "model={path: null, init: {architecture: qwen2_5_vl, tokenizer: characters}}"
 ON_GPUS = (
@@ -86,22 +86,37 @@ def test_experts_are_divided_where_that_is_supported(overrides: list[str], messa
     [
         (["model.warm_start.data.path=README.md"], "data.path", "unknown kind of file"),
         (["model.warm_start.data.size=5"], "data", "the task makes no rows with replies"),
-        ([*ROWS, "model.warm_start.clean_fraction=0.5"], "clean_fraction", "has no effect with model.warm_start.data"),
-        (["model.warm_start.train_on=all"], "train_on", "has no effect without model.warm_start.data"),
-        (["model.warm_start.response_column=a"], "response_column", "has no effect without model.warm_start.data"),
-        ([*ROWS, "model.init=null", "model.path=./specs"], "matrix_learning_rate", "0.03 is for random weights"),
-        ([*ROWS, "model.warm_start.train_on=all"], "", ""),
+        ([ROWS, "model.warm_start.steps=null"], "", "has neither steps nor epochs"),
+        ([ROWS, "model.warm_start.steps=null", "model.warm_start.epochs=2"], "", ""),
+        ([ROWS, "model.warm_start.train_on=all", "stop.steps=0"], "", ""),
     ],
 )
 def test_rows_of_a_warm_start(overrides: list[str], path: str, words: str) -> None:
     found = findings(
         TWO_RANKS, "trainer.threads_per_rank=1", "trainer.ranks=1", "model.warm_start={steps: 10}", *overrides
     )
-    if not path:
-        assert found == []
-        return
-    (problem,) = found
-    assert problem.path == f"model.warm_start.{path}" and words in problem.message and problem.hint
+    assert [problem.path for problem in found] == [f"model.warm_start.{path}".rstrip(".")] * bool(words)
+    assert all(words in problem.message and problem.hint for problem in found)
+
+
+def test_no_steps_need_a_warm_start() -> None:
+    assert "nothing is trained in 0 steps" in [problem.message for problem in findings(TWO_RANKS, "stop.steps=0")]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("matrix_learning_rate", "model.warm_start.learning_rate"),
+        ("warmup_steps", "model.warm_start.schedule.warmup_updates"),
+        ("threads", "trainer.threads_per_rank"),
+        ("clean_fraction", "model.warm_start.data"),
+    ],
+)
+def test_removed_keys_of_the_warm_start_are_named_with_their_replacement(key: str, hint: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        load_spec(TWO_RANKS, [ROWS, f"model.warm_start.{key}=1"])
+    (problem,) = refused.value.problems
+    assert problem.message == "unknown key" and hint in problem.hint
 
 
 def test_harmless_engine_arguments_are_accepted() -> None:

@@ -11,9 +11,7 @@ import pytest
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.data.tokenizer import load_tokenizer
-from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.initial import model_key, model_stub, prepare_model
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -35,10 +33,10 @@ def chat_of(folder: Path) -> str:
 def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    plain = prepare_model(spec(tmp_path, init=INIT), lambda: pytest.fail("no warm start"), lambda *_: None)
+    plain = prepare_model(spec(tmp_path, init=INIT))
     assert chat_of(plain) == "hi"
     made = spec(tmp_path, init=INIT, chat_template=str(template))
-    folder = prepare_model(made, lambda: pytest.fail("no warm start"), lambda *_: None)
+    folder = prepare_model(made)
     assert folder != plain, "a model in runs/models keeps its own template"
     assert chat_of(folder) == chat_of(model_stub(made, tmp_path / "made")) == "<hi>"
 
@@ -65,17 +63,3 @@ def test_an_invalid_template_is_named_with_its_line(tmp_path: Path) -> None:
     # A template that does not accept a single message is still a valid template.
     broken.write_text("{{ raise_exception('a system message comes first') }}")
     model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
-
-
-def test_a_warm_started_models_key_follows_from_rows_and_saved_files(tmp_path: Path) -> None:
-    """Equal rows give an equal key wherever their file is; the task has no influence then."""
-    saved = prepare_model(spec(tmp_path, init=INIT), lambda: pytest.fail("no warm start"), lambda *_: None)
-    rows = Rows([Prompt("1", "a", {"reply": "b"})], str)
-    start = {"steps": 1, "data": {"path": "function:rows"}, "response_column": "reply"}
-    own = spec(tmp_path, path=str(saved), warm_start=start)
-    key = model_key(own, rows)
-    assert model_key(own.model_copy(update={"task": own.task.model_copy(update={"use": "exact"})}), rows) == key
-    assert model_key(own, Rows([Prompt("1", "a", {"reply": "c"})], str)) != key
-    weights = saved / "model.safetensors"
-    weights.write_bytes(weights.read_bytes() + b" ")
-    assert model_key(own, rows) != key

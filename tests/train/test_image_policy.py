@@ -42,7 +42,7 @@ def policy_of(loaded: tuple[Any, Path], packing: bool, bidirectional: bool = Fal
 def scored(policy: Policy, rows: list[TrainingRow]) -> list[torch.Tensor]:
     """The log-probs of each row's sampled tokens, with all rows in one micro-batch."""
     padded = pad_rows(rows, policy.vision)
-    logprobs = policy(padded.input_ids, padded.response_mask, **padded.seen)
+    logprobs = policy(padded.input_ids, padded.response_mask, **padded.model_arguments)
     return [logprobs[index, padded.response_mask[index]] for index in range(len(rows))]
 
 
@@ -137,7 +137,7 @@ def test_rows_that_begin_with_the_same_images_share_them(loaded: tuple[Any, Path
     for plan, own in ((trees, rows), (single_rows([len(one) for one in in_order]), in_order)):
         padded = microbatch(own, plan, policy.vision, packing)
         policy.zero_grad()
-        logprobs = policy(padded.input_ids, padded.response_mask, **padded.seen)
+        logprobs = policy(padded.input_ids, padded.response_mask, **padded.model_arguments)
         (logprobs * torch.linspace(0, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
         gradients = [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
         results.append((logprobs.detach(), gradients))
@@ -209,7 +209,7 @@ def test_every_weight_of_the_tower_has_a_gradient_without_images(loaded: tuple[A
         padded = pad_rows(rows, policy.vision)
         assert padded.images is not None and not padded.images.placeholders.any()
         model.zero_grad()
-        policy(padded.input_ids, padded.response_mask, **padded.seen).sum().backward()
+        policy(padded.input_ids, padded.response_mask, **padded.model_arguments).sum().backward()
         for name, weight in model.named_parameters():
             if reached & set(name.split(".")):
                 # Gemma's pooling head is not used for images, and a window's last layers may not be.
@@ -224,13 +224,13 @@ def test_check_policy_compares_with_an_image(loaded: tuple[Any, Path], monkeypat
         policy = policy_of(loaded, packing)
         gap, allowed = check_policy(policy, policy)
         assert gap < allowed
-    kept = images.ImageInputs.before_last
+    kept = images.ImageInputs.without_last_tokens
 
     def elsewhere(self: Any, packed: Any) -> Any:
         seen = kept(self, packed)
         return replace(seen, placeholders=seen.placeholders.roll(1, dims=-1))
 
-    monkeypatch.setattr(images.ImageInputs, "before_last", elsewhere)
+    monkeypatch.setattr(images.ImageInputs, "without_last_tokens", elsewhere)
     with pytest.raises(UserError, match=r"nats away from its own logits"):
         check_policy(policy, policy)
 
@@ -253,7 +253,7 @@ def test_a_critic_sees_images(loaded: tuple[Any, Path]) -> None:
     values = []
     for one in (first, second):
         padded = pad_rows([one], policy.vision)
-        values.append(critic(padded.input_ids, padded.response_mask, **padded.seen))
+        values.append(critic(padded.input_ids, padded.response_mask, **padded.model_arguments))
     assert not torch.allclose(*values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any, cast, get_args
 
@@ -18,6 +19,7 @@ from asyncrl_cli.train.algorithms.kl import KL
 from asyncrl_cli.train.algorithms.policy_loss import (
     POLICY_LOSSES,
     Aggregation,
+    LossInputs,
     LossSums,
     TokenLosses,
     aggregate,
@@ -34,6 +36,17 @@ CASES = {**SIZES, "aggregation": st.sampled_from(AGGREGATIONS)}
 EVERYTHING = {**CASES, "loss": st.sampled_from(list(POLICY_LOSSES)), "kl": st.sampled_from(list(KL))}
 
 
+INPUTS = frozenset(field.name for field in fields(LossInputs))
+NUMBERS_OF_SPEC = ("aggregation", "kl_coef", "entropy_coef")
+
+
+def loss_of(settings: AlgorithmSpec, **given: Any) -> tuple[torch.Tensor, LossSums]:
+    """``policy_loss`` with its inputs and the spec's numbers as keywords."""
+    changes = {name: given.pop(name) for name in NUMBERS_OF_SPEC if name in given}
+    inputs = LossInputs(**{name: given.pop(name) for name in INPUTS & given.keys()})
+    return policy_loss(inputs, settings.model_copy(update=changes), **given)
+
+
 def arguments(case: Matrices) -> dict[str, Any]:
     """Arguments of ``policy_loss``, with weights computed from the behaviour policy's log-probs."""
     names = {"logprobs": "logprobs", "proximal_logprobs": "proximal", "advantages": "advantages", "mask": "mask"}
@@ -47,7 +60,7 @@ def evaluated(case: Matrices, **options: Any) -> tuple[float, dict[str, float], 
     inputs = arguments(case)
     for name in ("logprobs", "entropies"):
         inputs[name].requires_grad_()
-    loss, sums = policy_loss(**inputs, **COEFFICIENTS | options)
+    loss, sums = loss_of(**inputs, **COEFFICIENTS | options)
     loss.backward()
     return loss.item(), sums.summary(), {name: inputs[name].grad.numpy() for name in ("logprobs", "entropies")}
 
@@ -94,7 +107,7 @@ def test_microbatches_add_up_to_the_minibatch(
     for start, end in pairwise([0, *sorted(cut for cut in cuts if cut < rows), rows]):
         part = {name: array[start:end] for name, array in case.items()}
         part_loss, _, part_gradients = evaluated(part, **options)
-        _, sums = policy_loss(**arguments(part), **COEFFICIENTS | options)
+        _, sums = loss_of(**arguments(part), **COEFFICIENTS | options)
         found, total = found + part_loss, sums if total is None else total + sums
         parts.append(part_gradients["logprobs"])
     size = abs(whole) + float(np.abs(gradients["logprobs"]).sum())
@@ -131,7 +144,7 @@ def test_sums_match_their_definitions(
 ) -> None:
     case = matrices(seed, rows, tokens, spread)
     inputs = arguments(case)
-    _, sums = policy_loss(**inputs, **COEFFICIENTS, aggregation=aggregation, denominator=1.0)
+    _, sums = loss_of(**inputs, **COEFFICIENTS, aggregation=aggregation, denominator=1.0)
     double, mask = exact(case), case["mask"]
     log_ratio = double["logprobs"] - double["proximal"]
     ratio, advantage = np.exp(log_ratio), double["advantages"]
@@ -169,10 +182,10 @@ def test_a_users_loss_is_used_and_checked() -> None:
 def test_advantages_may_be_given_per_row() -> None:
     inputs = arguments(matrices(0, 3, 5, 0.3))
     of_rows = inputs["advantages"][:, 0]
-    by_row, _ = policy_loss(**inputs | {"advantages": of_rows}, **CLIP, aggregation="token_mean", denominator=1.0)
+    by_row, _ = loss_of(**inputs | {"advantages": of_rows}, **CLIP, aggregation="token_mean", denominator=1.0)
     of_tokens = of_rows[:, None].repeat(1, 5)
-    by_token, _ = policy_loss(**inputs | {"advantages": of_tokens}, **CLIP, aggregation="token_mean", denominator=1.0)
-    other, _ = policy_loss(**inputs, **CLIP, aggregation="token_mean", denominator=1.0)
+    by_token, _ = loss_of(**inputs | {"advantages": of_tokens}, **CLIP, aggregation="token_mean", denominator=1.0)
+    other, _ = loss_of(**inputs, **CLIP, aggregation="token_mean", denominator=1.0)
     assert by_row.item() == by_token.item() != other.item()
 
 
@@ -182,7 +195,7 @@ def test_only_the_policys_outputs_carry_gradient(name: str) -> None:
         name: tensor if name == "mask" else tensor.requires_grad_()
         for name, tensor in arguments(matrices(1, 2, 4, 0.3)).items()
     }
-    loss, _ = policy_loss(
+    loss, _ = loss_of(
         **inputs, **COEFFICIENTS | {"loss": POLICY_LOSSES[name]}, aggregation="token_mean", denominator=1.0
     )
     loss.backward()
@@ -194,10 +207,9 @@ def test_only_the_policys_outputs_carry_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_an_empty_microbatch_can_run_backward(rows: int, aggregation: Aggregation, name: str) -> None:
     logprobs = torch.full((rows, 3), float("nan"), requires_grad=True)
-    loss, sums = policy_loss(
-        logprobs, torch.zeros(rows, 3), torch.ones(rows), torch.zeros(rows, 3, dtype=torch.bool),
-        loss=POLICY_LOSSES[name], settings=NUMBERS, aggregation=aggregation, denominator=5.0,
-    )  # fmt: skip
+    inputs = LossInputs(logprobs, torch.zeros(rows, 3), torch.ones(rows), torch.zeros(rows, 3, dtype=torch.bool))
+    numbers = NUMBERS.model_copy(update={"aggregation": aggregation})
+    loss, sums = policy_loss(inputs, numbers, 5.0, loss=POLICY_LOSSES[name])
     loss.backward()
     assert loss.item() == 0.0
     assert set(sums.summary().values()) == {0.0}
@@ -209,11 +221,10 @@ def test_an_empty_microbatch_can_run_backward(rows: int, aggregation: Aggregatio
 @pytest.mark.parametrize(("gap", "advantage"), [(1e4, -1.0), (-1e4, 1.0), (1e4, 1.0), (-1e4, -1.0)])
 def test_extreme_ratios_stay_finite(gap: float, advantage: float, name: str) -> None:
     logprobs = torch.full((1, 2), gap, requires_grad=True)
-    loss, sums = policy_loss(
-        logprobs, torch.zeros(1, 2), torch.tensor([advantage]), torch.ones(1, 2, dtype=torch.bool),
-        loss=POLICY_LOSSES[name], settings=NUMBERS, aggregation="token_mean", denominator=2.0,
-        reference_logprobs=torch.zeros(1, 2), kl_coef=0.1,
-    )  # fmt: skip
+    mask, zeros = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
+    inputs = LossInputs(logprobs, zeros, torch.tensor([advantage]), mask, reference_logprobs=zeros)
+    numbers = NUMBERS.model_copy(update={"kl_coef": 0.1})
+    loss, sums = policy_loss(inputs, numbers, 2.0, loss=POLICY_LOSSES[name])
     loss.backward()
     assert logprobs.grad is not None
     assert math.isfinite(loss.item())
@@ -245,4 +256,4 @@ def test_refuses_inputs_that_do_not_fit() -> None:
     ]
     for change, message in changes:
         with pytest.raises(ValueError, match=message):
-            policy_loss(**{**inputs, **call, **change})
+            loss_of(**{**inputs, **call, **change})

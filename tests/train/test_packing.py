@@ -173,7 +173,7 @@ def test_recorded_experts_are_with_their_tokens(sizes: list[tuple[int, int, bool
     padded = pad_rows(rows)
     if not any(recorded for *_, recorded in sizes):
         assert padded.experts is None
-        assert padded.replayed == {}
+        assert padded.policy_arguments == {}
         return
     assert padded.experts is not None
     assert padded.experts.dtype == (torch.uint8 if dtype is np.uint8 else torch.int32)
@@ -181,4 +181,4 @@ def test_recorded_experts_are_with_their_tokens(sizes: list[tuple[int, int, bool
     for found, experts in zip(padded.experts.numpy(), expected, strict=True):
         assert found[: len(experts)].tolist() == experts.tolist()
         assert not found[len(experts) :].any()
-    assert padded.to("meta").replayed["experts"].is_meta
+    assert padded.to("meta").policy_arguments["experts"].is_meta

@@ -53,12 +53,12 @@ def test_every_row_is_in_one_tree_that_computes_each_prefix_once(
 
 
 def test_a_minibatch_of_uniform_groups_has_no_trees() -> None:
-    assert plan_trees([], most=10, pair_cost=0.0, ranks=2) == []
+    assert plan_trees([], max_positions=10, pair_cost=0.0, ranks=2) == []
 
 
 def test_without_limits_rows_that_begin_alike_are_one_tree() -> None:
     rows = [[1, 2, 3], [1, 2, 4], [2, 1], [1, 5], [1, 2, 3]]
-    (one, two) = plan_trees(keys_of(rows), most=100, pair_cost=0.0)
+    (one, two) = plan_trees(keys_of(rows), max_positions=100, pair_cost=0.0)
     assert (one.rows, one.shared, one.positions) == ((0, 4, 1, 3), (0, 3, 2, 1), 5)
     assert (two.rows, two.shared) == ((2,), (0,))
 
@@ -154,7 +154,7 @@ def replace_rows(tree: PrefixTree) -> PrefixTree:
 def scored(policy: Policy, padded: PaddedRows) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and the gradient of a sum in which every token has its own weight."""
     policy.zero_grad()
-    logprobs, entropies = policy(padded.input_ids, padded.response_mask, "train", **padded.replayed)
+    logprobs, entropies = policy(padded.input_ids, padded.response_mask, "train", **padded.policy_arguments)
     weights = torch.linspace(0, 1, logprobs.numel()).view(logprobs.shape)
     ((logprobs + 0.3 * entropies) * weights).sum().backward()
     return (
@@ -205,7 +205,7 @@ def test_a_critic_has_the_values_of_separate_rows() -> None:
     shared, separate = both(group(LENGTHS))
     critic = ValueModel(make("qwen3").model.base_model)
     torch.nn.init.normal_(critic.head.weight)
-    values = [critic(one.input_ids, one.response_mask, **one.seen) for one in (shared, separate)]
+    values = [critic(one.input_ids, one.response_mask, **one.model_arguments) for one in (shared, separate)]
     assert_equal((values[0],), (values[1],))
 
 

@@ -66,7 +66,7 @@ def test_files_have_the_bytes_from_before_the_step(
     folder = tmp_path_factory.mktemp("files")
     expected = save_file(state, folder / "expected.pt")
     snapshot = Snapshot()
-    with snapshot.taken(sharers=2):
+    with snapshot.recording(sharers=2):
         snapshot.add(state, folder / "copied.pt")
     for memory in memories:
         memory.add_(1)
@@ -83,7 +83,7 @@ def test_without_memory_for_the_copies_of_all_ranks_on_a_host_the_file_is_writte
 ) -> None:
     monkeypatch.setattr(checkpoints, "available_memory", lambda: available)
     snapshot, path = Snapshot(), tmp_path / "shard.pt"
-    with snapshot.taken(sharers):
+    with snapshot.recording(sharers):
         snapshot.add({"weights": torch.ones(256)}, path)  # 1,024 bytes
     assert path.exists() is not copies
     assert list(snapshot.write()) == [path]
@@ -91,7 +91,7 @@ def test_without_memory_for_the_copies_of_all_ranks_on_a_host_the_file_is_writte
 
 def test_a_full_disk_is_an_error_of_the_write() -> None:
     snapshot = Snapshot()
-    with snapshot.taken(sharers=1):
+    with snapshot.recording(sharers=1):
         snapshot.add({"weights": torch.ones(10**6)}, Path("/dev/full"))
     with pytest.raises(OSError, match="No space left") as raised:
         snapshot.write()
@@ -109,12 +109,12 @@ def test_the_next_snapshot_waits_until_the_last_one_is_written(tmp_path: Path, m
 
     monkeypatch.setattr(checkpoints, "save_file", write_slowly)
     snapshot = Snapshot()
-    with snapshot.taken(sharers=1):
+    with snapshot.recording(sharers=1):
         snapshot.add({}, tmp_path / "1.pt")
     writer = threading.Thread(target=snapshot.write)
     writer.start()
     assert begun.wait(60)
     threading.Timer(0.1, may_end.set).start()
-    with snapshot.taken(sharers=1):
+    with snapshot.recording(sharers=1):
         assert ended.is_set()
     writer.join()

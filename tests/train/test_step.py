@@ -24,8 +24,8 @@ from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy, ValueModel
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.old_logprobs import Learner
 from asyncrl_cli.train.packing import longest_response, training_rows
+from asyncrl_cli.train.precompute import Learner
 from asyncrl_cli.train.step import train_batch
 from asyncrl_cli.train.step_rewards import StepRewards
 

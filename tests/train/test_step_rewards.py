@@ -119,8 +119,8 @@ def parts_of(weights: dict[str, float], step: int = 0) -> StepRewards:
 def test_the_weighted_sum_of_the_parts_is_the_reward() -> None:
     found = parts_of({"reward": 2.0, "format": -0.5, "steps": 1.0})
     assert found.rollouts[0, :2].tolist() == [2.0 - 0.5 + 3.0, -0.25]
-    assert found.rollouts[0, 2].isnan() and found.parts[:, 0, 2].isnan().all(), "a masked rollout has no part"
-    assert found.missing == 1, "a rollout with a reward has no steps"
+    assert found.rollouts[0, 2].isnan() and found.reward_parts[:, 0, 2].isnan().all(), "a masked rollout has no part"
+    assert found.missing_parts == 1, "a rollout with a reward has no steps"
     assert found.turns.nansum(dim=2)[0, :2].tolist() == found.rollouts[0, :2].tolist()
     assert found.metrics.keys() == {"format", "steps"}
 
@@ -136,7 +136,7 @@ def test_a_metric_that_no_rollout_of_the_first_batch_has_is_refused_with_the_nam
         parts_of({"reward": 1.0, "fromat": 0.3})
     assert caught.value.location == "algorithm.reward_parts.fromat"
     assert "the task reports reward, format, steps" in str(caught.value)
-    assert parts_of({"reward": 1.0, "fromat": 0.3}, step=1).missing == 2, "later it is counted"
+    assert parts_of({"reward": 1.0, "fromat": 0.3}, step=1).missing_parts == 2, "later it is counted"
 
 
 def test_a_group_is_uniform_when_the_rewards_it_learns_from_are_equal() -> None:

@@ -23,8 +23,8 @@ from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.model.router_replay import replayed_routers
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.old_logprobs import Learner
 from asyncrl_cli.train.packing import TrainingRow, count_tokens, pad_rows, training_rows
+from asyncrl_cli.train.precompute import Learner
 from asyncrl_cli.train.step import train_batch
 from asyncrl_cli.train.step_rewards import StepRewards
 

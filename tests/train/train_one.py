@@ -141,7 +141,7 @@ def train(spec: ExperimentSpec, folder: str, rank: int) -> dict[str, Any]:
     from asyncrl_cli.train.deepspeed_engine import start_critic
     from asyncrl_cli.train.model.reference import load_reference
     from asyncrl_cli.train.nonfinite_guard import SkipLimit
-    from asyncrl_cli.train.old_logprobs import Learner
+    from asyncrl_cli.train.precompute import Learner
     from asyncrl_cli.train.step import train_batch
 
     engine = start_engine(spec, folder)

@@ -224,7 +224,7 @@ def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
 def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:
     """Yield every split of a spec with its key."""
     yield "data.train", spec.data.train
-    if spec.model.warm_start is not None and spec.model.warm_start.data is not None:
+    if spec.model.warm_start is not None:
         yield "model.warm_start.data", spec.model.warm_start.data
     if spec.data.eval is not None:
         yield "data.eval", spec.data.eval

@@ -14,7 +14,7 @@ from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
 from asyncrl_cli.spec.inputs import CHARACTERS, SLOT_RANKS, is_template_name
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import divisors, rule, warning
+from asyncrl_cli.spec.rules.base import divisors, rule
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 SIZES = (
@@ -66,26 +66,15 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
-def warm_start_rows(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`model.warm_start.data` has a path. Keys for rows and for demonstrations are set only where they have an effect.
-    The learning rates for random weights are not used for a saved model by accident."""
+def warm_start_ends(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`model.warm_start` has `steps`, `epochs`, or both, and its `data` has a path."""
     start, key = spec.model.warm_start, "model.warm_start"
     if start is None:
         return
-    rate = start.matrix_learning_rate
-    if spec.model.path is not None and rate == type(start).model_fields["matrix_learning_rate"].default:
-        message = f"{rate} is for random weights, and changes a saved model much"
-        hint = "start with 3e-4, and learning_rate 1e-5; any value that you set is accepted"
-        yield warning(f"{key}.matrix_learning_rate", message, hint)
-    if start.data is None:
-        if start.response_column is not None or start.train_on != "last":
-            name = "response_column" if start.response_column is not None else "train_on"
-            yield Problem(f"{key}.{name}", f"has no effect without {key}.data", "remove it, or name the rows")
-        return
     if not start.data.paths:
         yield Problem(f"{key}.data", "the task makes no rows with replies", "give path, such as sft.jsonl")
-    if start.clean_fraction != type(start).model_fields["clean_fraction"].default:
-        yield Problem(f"{key}.clean_fraction", f"has no effect with {key}.data", "remove it")
+    if start.steps is None and start.epochs is None:
+        yield Problem(key, "has neither steps nor epochs", "set steps, or epochs (passes over the rows)")
 
 
 @rule

@@ -43,9 +43,11 @@ def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def end(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`stop` has `steps`, `epochs`, or both."""
+    """`stop` has `steps`, `epochs`, or both. `steps: 0` needs `model.warm_start`."""
     if spec.stop.steps is None and spec.stop.epochs is None:
         yield Problem("stop", "has neither steps nor epochs", "set steps, or epochs (passes over the prompts)")
+    if spec.stop.steps == 0 and spec.model.warm_start is None:
+        yield Problem("stop.steps", "nothing is trained in 0 steps", "raise it, or give model.warm_start")
 
 
 @rule
@@ -209,6 +211,8 @@ TRIAL_STEPS = 8
 def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
     """Intervals in steps are not longer than `stop.steps`."""
     steps = spec.stop.total
+    if not steps:
+        return
     for path, every, event in (
         ("evaluation.every", spec.evaluation.every, "nothing is evaluated during training"),
         ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
@@ -242,7 +246,7 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
             yield warning("checkpoints.keep_best", f"has no effect: {path} is 0", f"set {path}, or remove it")
             return
     common = math.lcm(checkpoints.every, evaluated)
-    if common >= spec.stop.total:
+    if common >= spec.stop.total > 0:
         message = f"has no effect: checkpoints (every {checkpoints.every} steps) and evaluations (every {evaluated}) "
         hint = "make checkpoints.every a multiple of evaluation.every"
         yield warning("checkpoints.keep_best", f"{message}first coincide at step {common}", hint)
@@ -255,7 +259,7 @@ def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
     if schedule.steps is not None and schedule.kind == "constant":
         yield warning("trainer.schedule.steps", "has no effect on a constant rate", "remove it, or set kind")
     updates = (schedule.steps or spec.stop.total) * spec.trainer.epochs * spec.trainer.minibatches
-    if schedule.warmup_updates > updates:
+    if schedule.warmup_updates > updates > 0:
         message = f"longer than the schedule, which has {updates} updates"
         yield warning("trainer.schedule.warmup_updates", message, f"use fewer than {updates}")
 

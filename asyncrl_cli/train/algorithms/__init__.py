@@ -10,5 +10,5 @@ The modules, in a step's order (docs/one-step.md explains a step with numbers):
     value_loss.py    values and returns -> the critic's loss
     reduced_sums.py  sums for metrics, over micro-batches and ranks
 
-``old_logprobs.py`` and ``update.py``, one level up, call them with the models' outputs.
+``precompute.py`` and ``update.py``, one level up, call them with the models' outputs.
 """

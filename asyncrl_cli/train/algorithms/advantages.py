@@ -42,8 +42,8 @@ def uniform_groups(rewards: Tensor) -> Tensor:
     """bool, [groups]: true if a group's rewards are equal up to ``REWARD_TOLERANCE``, so there is nothing to learn. NaN
     (a masked rollout) is ignored."""
     masked = rewards.isnan()
-    first = rewards.gather(1, masked.int().argmin(dim=1, keepdim=True))
-    equal = torch.isclose(rewards, first, rtol=REWARD_TOLERANCE, atol=REWARD_TOLERANCE)
+    first_reward = rewards.gather(1, masked.int().argmin(dim=1, keepdim=True))
+    equal = torch.isclose(rewards, first_reward, rtol=REWARD_TOLERANCE, atol=REWARD_TOLERANCE)
     return (equal | masked).all(dim=1)
 
 
@@ -92,9 +92,9 @@ def running_means(rewards: Tensor, earlier: Sequence[Sequence[float]], half_life
     """
     mean = rewards.nanmean().item()
     means = []
-    for known in earlier:
-        weights = [2.0 ** (-k / half_life) for k in range(len(known))]
-        means.append((mean + sum(map(operator.mul, weights, known))) / (1.0 + sum(weights)))
+    for earlier_rewards in earlier:
+        weights = [2.0 ** (-k / half_life) for k in range(len(earlier_rewards))]
+        means.append((mean + sum(map(operator.mul, weights, earlier_rewards))) / (1.0 + sum(weights)))
     return torch.tensor(means, dtype=rewards.dtype)[:, None].expand_as(rewards)
 
 
@@ -108,7 +108,7 @@ BASELINES_OF_TURNS: dict[str, AdvantageFunction] = {"turn_norm": group_norm, "tu
 """The baseline of ``turn_advantages`` by the estimator's name in a spec."""
 
 
-def of_scored(function: AdvantageFunction, rewards: Tensor, more: Mapping[str, Any] | None = None) -> Tensor:
+def of_scored(function: AdvantageFunction, rewards: Tensor, extra_arguments: Mapping[str, Any] | None = None) -> Tensor:
     """Return the advantages of rewards [groups, group_size], in the same shape and dtype. NaN marks a masked rollout.
 
     A masked rollout gets 0, and the rest is treated as a group without it: the function is called once for each number
@@ -119,15 +119,15 @@ def of_scored(function: AdvantageFunction, rewards: Tensor, more: Mapping[str, A
     counts = scored.sum(dim=1)
     advantages = torch.zeros_like(rewards)
     for count in sorted({*counts.tolist()} - {0}):
-        chosen = scored & (counts == count)[:, None]
-        given = _chosen({"rewards": rewards, **(more or {})}, chosen, count)
-        advantages[chosen] = check_advantages(function(**given), given["rewards"]).flatten()
+        selection = scored & (counts == count)[:, None]
+        inputs = _selected({"rewards": rewards, **(extra_arguments or {})}, selection, count)
+        advantages[selection] = check_advantages(function(**inputs), inputs["rewards"]).flatten()
     return advantages
 
 
-def _chosen(values: Mapping[str, Any], chosen: Tensor, count: int) -> dict[str, Any]:
+def _selected(values: Mapping[str, Any], selection: Tensor, count: int) -> dict[str, Any]:
     return {
-        name: _chosen(value, chosen, count) if isinstance(value, Mapping) else value[chosen].view(-1, count)
+        name: _selected(value, selection, count) if isinstance(value, Mapping) else value[selection].view(-1, count)
         for name, value in values.items()
     }
 
@@ -148,8 +148,8 @@ def check_advantages(result: object, rewards: Tensor) -> Tensor:
     broken = ~torch.isfinite(result).all(dim=1)
     if broken.any():
         group = int(broken.int().argmax())
-        found, given = result[group].tolist(), rewards[group].tolist()
-        raise ValueError(f"advantages of group {group} are not finite: {found} for rewards {given}")
+        invalid_values, group_rewards = result[group].tolist(), rewards[group].tolist()
+        raise ValueError(f"advantages of group {group} are not finite: {invalid_values} for rewards {group_rewards}")
     return result
 
 
@@ -178,12 +178,12 @@ def rewards_at_turn_ends(rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor
     check_shapes(mask, turns)
     to_go = rewards.nan_to_num().flip(1).cumsum(dim=1).flip(1)
     to_go = torch.nn.functional.pad(to_go, (0, 1))  # nothing follows the last turn
-    after = to_go.shape[1] - 1
+    end_turn = to_go.shape[1] - 1
     order = (~mask).int().argsort(dim=1, stable=True)  # tokens that count come first in each row
-    packed = turns.masked_fill(~mask, after).gather(1, order)
-    following = torch.nn.functional.pad(packed[:, 1:], (0, 1), value=after)
-    found = to_go.gather(1, packed) - to_go.gather(1, following)
-    return torch.zeros_like(found).scatter_(1, order, found)
+    packed = turns.masked_fill(~mask, end_turn).gather(1, order)
+    following = torch.nn.functional.pad(packed[:, 1:], (0, 1), value=end_turn)
+    packed_rewards = to_go.gather(1, packed) - to_go.gather(1, following)
+    return torch.zeros_like(packed_rewards).scatter_(1, order, packed_rewards)
 
 
 def turn_advantages(rewards: Tensor, gamma: float, baseline: AdvantageFunction) -> Tensor:
@@ -205,7 +205,7 @@ def turn_advantages(rewards: Tensor, gamma: float, baseline: AdvantageFunction) 
     return of_scored(baseline, by_turn).view(groups, count, size).transpose(1, 2).to(rewards.dtype)
 
 
-def advantages_of_parts(parts: Tensor, weights: Sequence[float]) -> Tensor:
+def advantages_of_parts(reward_parts: Tensor, weights: Sequence[float]) -> Tensor:
     """Σ w·``group_norm`` of each part, divided by (the sum's deviation over all rollouts + 1e-6).
 
     GDPO, arXiv 2601.05242: each reward is normalized within the group, the weighted sum over the batch. The sum's mean
@@ -214,10 +214,12 @@ def advantages_of_parts(parts: Tensor, weights: Sequence[float]) -> Tensor:
     ``parts``: [parts, groups, group_size], floating point, NaN where a rollout lacks the part: it adds nothing to this
     rollout, and the part's baseline is computed from the other rollouts. Returns [groups, group_size].
     """
-    total = sum(weight * of_scored(group_norm, part) for weight, part in zip(weights, parts, strict=True))
+    total = sum(
+        weight * of_scored(group_norm, reward_part) for weight, reward_part in zip(weights, reward_parts, strict=True)
+    )
     assert isinstance(total, Tensor)
-    known = total[~parts.isnan().all(dim=0)]
-    deviation = known.std() if len(known) > 1 else known.new_zeros(())
+    scored = total[~reward_parts.isnan().all(dim=0)]
+    deviation = scored.std() if len(scored) > 1 else scored.new_zeros(())
     return total / (deviation + DEVIATION_FLOOR)
 
 

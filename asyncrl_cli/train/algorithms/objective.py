@@ -52,22 +52,26 @@ def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[s
     hint = f"name a function f({REWARDS}); it may also have the parameters {' and '.join(FURTHER)}"
     if name == RUNNING_BASELINE:
         return running_baseline, ("baseline",)
-    if known := (ADVANTAGES | BASELINES_OF_TURNS).get(name):
-        return known, ()
+    if builtin_function := (ADVANTAGES | BASELINES_OF_TURNS).get(name):
+        return builtin_function, ()
     function = _imported(name, location=location, search_path=search_path, hint=hint)
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature: the first call will tell
         return function, ()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-    needed = [one.name for one in named.values() if one.default is one.empty]
-    if unknown := next((one for one in needed if one not in (REWARDS, *FURTHER)), None):
+    parameter_by_name = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    required_names = [name for name, parameter in parameter_by_name.items() if parameter.default is parameter.empty]
+    if unknown := next((name for name in required_names if name not in (REWARDS, *FURTHER)), None):
         message = f"{name} has the unknown parameter {unknown!r}"
         raise ConfigError(message, location=location, hint=hint)
-    if REWARDS not in named and not takes_all:
+    if REWARDS not in parameter_by_name and not takes_all:
         raise ConfigError(f"{name} has no parameter {REWARDS!r}", location=location, hint=hint)
-    return function, tuple(further for further in FURTHER if takes_all or further in named)
+    return function, tuple(further for further in FURTHER if takes_all or further in parameter_by_name)
 
 
 def _own_loss(name: str, search_path: Path) -> PolicyLoss:

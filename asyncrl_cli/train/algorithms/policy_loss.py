@@ -102,8 +102,8 @@ def sapo_loss(
     clipped.
     """
     ratio = clamp_log_ratio(logprobs - proximal_logprobs).exp()
-    positive, other = settings.sapo_temperatures
-    temperature = torch.where(advantages > 0, ratio.new_tensor(positive), ratio.new_tensor(other))
+    positive, not_positive = settings.sapo_temperatures
+    temperature = torch.where(advantages > 0, ratio.new_tensor(positive), ratio.new_tensor(not_positive))
     loss = -(4.0 / temperature) * torch.sigmoid(temperature * (ratio - 1.0)) * advantages
     never = torch.zeros_like(mask)
     return TokenLosses(loss, never, never)
@@ -149,44 +149,43 @@ class LossSums(ReducedSums):
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LossInputs:
+    """A micro-batch's tensors for ``policy_loss``, [rows, tokens] each."""
+
+    logprobs: Tensor
+    """Under the weights being trained; carries a gradient."""
+    proximal_logprobs: Tensor
+    """Under the proximal policy, usually the policy at the start of the step."""
+    advantages: Tensor
+    """May also be [rows]."""
+    mask: Tensor
+    """bool; true where a token counts."""
+    importance_weights: Tensor | None = None
+    """None: all 1."""
+    reference_logprobs: Tensor | None = None
+    """Under the reference model; needed for a penalty, otherwise only measured."""
+    entropies: Tensor | None = None
+    """Nats, of the distributions that the tokens were sampled from, under the weights being trained; carries a
+    gradient. Needed for a bonus, otherwise only measured."""
+
+
 def policy_loss(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    loss: PolicyLoss,
-    settings: AlgorithmSpec,
-    aggregation: Aggregation,
-    denominator: float,
-    importance_weights: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    kl: KLEstimator = k3,
-    kl_coef: float = 0.0,
-    entropies: Tensor | None = None,
-    entropy_coef: float = 0.0,
+    inputs: LossInputs, settings: AlgorithmSpec, denominator: float, *, loss: PolicyLoss, kl: KLEstimator = k3
 ) -> tuple[Tensor, LossSums]:
     """Compute one micro-batch's loss, to be minimized. For each token it is
 
         w · (policy loss) + kl_coef · (KL estimate) − entropy_coef · (entropy)
 
     The weight w corrects for the policy that sampled the token (corrections.py). It does not apply to penalty and
-    bonus: these keep the policy near the reference, and wide, even at tokens excluded from the policy loss.
-
-    Tensors are [rows, tokens]; gradients flow only through ``logprobs`` and ``entropies``.
+    bonus: these keep the policy near the reference, and wide, even at tokens excluded from the policy loss. A penalty
+    with ``kl_placement: reward`` is not in the loss.
 
     Args:
-        logprobs: under the weights being trained.
-        proximal_logprobs: under the proximal policy, usually the policy at the start of the step.
-        advantages: may also be [rows].
-        mask: bool; true where a token counts.
-        loss: one of ``POLICY_LOSSES`` or the user's own; ``settings`` has its parameters.
-        aggregation, denominator: see ``aggregate``.
-        importance_weights: None: all 1.
-        reference_logprobs: under the reference model; needed if ``kl_coef`` > 0, otherwise only measured.
+        settings: coefficients, aggregation, and the parameters of ``loss``.
+        denominator: see ``aggregate``.
+        loss: one of ``POLICY_LOSSES`` or the user's own.
         kl: estimator of the penalty, one of ``kl.KL``.
-        entropies: nats, of the distributions that the tokens were sampled from, under the weights being trained; None:
-            not measured.
 
     Returns:
         The loss (no dimensions) and the sums for metrics.
@@ -195,32 +194,36 @@ def policy_loss(
         ValueError: shapes differ, the mask is not bool, a penalty has no reference, a bonus no entropies, or as in
             ``aggregate``.
     """
+    mask, reference, entropies = inputs.mask, inputs.reference_logprobs, inputs.entropies
+    advantages = inputs.advantages
     if advantages.ndim == 1:
-        advantages = advantages[:, None].expand(len(advantages), logprobs.shape[-1])
-    check_shapes(mask, logprobs, proximal_logprobs, advantages, importance_weights, reference_logprobs, entropies)
-    if kl_coef and reference_logprobs is None:
+        advantages = advantages[:, None].expand(len(advantages), inputs.logprobs.shape[-1])
+    optional_inputs = (inputs.importance_weights, reference, entropies)
+    check_shapes(mask, inputs.logprobs, inputs.proximal_logprobs, advantages, *optional_inputs)
+    kl_coef = settings.kl_coef if settings.kl_placement == "loss" else 0.0
+    if kl_coef and reference is None:
         raise ValueError("a KL penalty needs reference_logprobs")
-    if entropy_coef and entropies is None:
+    if settings.entropy_coef and entropies is None:
         raise ValueError("an entropy bonus needs entropies")
 
     # Masked values are replaced before exp: 0 · NaN would be NaN in the backward pass.
-    logprobs = logprobs.masked_fill(~mask, 0.0)
-    proximal = proximal_logprobs.detach().masked_fill(~mask, 0.0)
+    logprobs = inputs.logprobs.masked_fill(~mask, 0.0)
+    proximal = inputs.proximal_logprobs.detach().masked_fill(~mask, 0.0)
 
     tokens = loss(logprobs, proximal, advantages.detach().masked_fill(~mask, 0.0), mask, settings)
     check_shapes(mask, tokens.loss, tokens.clipped_low, tokens.clipped_high)
     per_token = tokens.loss
-    if importance_weights is not None:
-        per_token = per_token * importance_weights.detach().masked_fill(~mask, 0.0)
+    if inputs.importance_weights is not None:
+        per_token = per_token * inputs.importance_weights.detach().masked_fill(~mask, 0.0)
     penalty = entropy = torch.zeros_like(per_token, dtype=torch.float64)
-    if reference_logprobs is not None:
-        penalty = kl(logprobs, reference_logprobs.detach().masked_fill(~mask, 0.0))
+    if reference is not None:
+        penalty = kl(logprobs, reference.detach().masked_fill(~mask, 0.0))
         if kl_coef:
             per_token = per_token + kl_coef * penalty.to(per_token.dtype)
     if entropies is not None:
         entropy = entropies.masked_fill(~mask, 0.0)
-        per_token = per_token - entropy_coef * entropy
-    mean = aggregate(per_token, mask=mask, aggregation=aggregation, denominator=denominator)
+        per_token = per_token - settings.entropy_coef * entropy
+    mean = aggregate(per_token, mask, settings.aggregation, denominator)
 
     with torch.no_grad():
         ratio = clamp_log_ratio(logprobs - proximal).exp()

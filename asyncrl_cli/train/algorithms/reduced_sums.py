@@ -22,10 +22,10 @@ class ReducedSums:
         return replace(
             self,
             **{
-                part.name: torch.maximum(getattr(self, part.name), getattr(other, part.name))
-                if part.name.endswith("_max")
-                else getattr(self, part.name) + getattr(other, part.name)
-                for part in fields(self)
+                field.name: torch.maximum(getattr(self, field.name), getattr(other, field.name))
+                if field.name.endswith("_max")
+                else getattr(self, field.name) + getattr(other, field.name)
+                for field in fields(self)
             },
         )
 
@@ -33,11 +33,11 @@ class ReducedSums:
 SomeSums = TypeVar("SomeSums", bound=ReducedSums)
 
 
-def check_shapes(mask: Tensor, *others: Tensor | None) -> None:
+def check_shapes(mask: Tensor, *tensors: Tensor | None) -> None:
     """Raise ``ValueError`` unless the mask is a bool matrix and all other given tensors have its shape."""
     if mask.dtype != torch.bool:
         raise ValueError(f"the mask must be bool, not {mask.dtype}")
-    shapes = [list(other.shape) for other in others if other is not None]
+    shapes = [list(tensor.shape) for tensor in tensors if tensor is not None]
     if mask.ndim != 2 or any(shape != list(mask.shape) for shape in shapes):
         raise ValueError(f"shapes differ from the mask's {list(mask.shape)}: {shapes}")
 
@@ -55,8 +55,8 @@ def reduce_over_ranks(sums: SomeSums, device: torch.device, group: Any = None) -
         return sums
     leaves = dict(_leaves(sums))
     # Maxima first on every rank: the same order everywhere, or the two collective calls would be mixed up.
-    for operation, wanted in ((torch.distributed.ReduceOp.MAX, True), (torch.distributed.ReduceOp.SUM, False)):
-        names = [name for name in leaves if name.endswith("_max") == wanted]
+    for operation, is_maximum in ((torch.distributed.ReduceOp.MAX, True), (torch.distributed.ReduceOp.SUM, False)):
+        names = [name for name in leaves if name.endswith("_max") == is_maximum]
         if names:
             packed = torch.stack([leaves[name] for name in names]).to(device)
             torch.distributed.all_reduce(packed, operation, group)
@@ -69,17 +69,17 @@ def _single_rank(group: Any) -> bool:
 
 
 def _leaves(sums: ReducedSums, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for part in fields(sums):
-        value = getattr(sums, part.name)
+    for field in fields(sums):
+        value = getattr(sums, field.name)
         if isinstance(value, ReducedSums):
-            yield from _leaves(value, f"{prefix}{part.name}.")
+            yield from _leaves(value, f"{prefix}{field.name}.")
         else:
-            yield prefix + part.name, value
+            yield prefix + field.name, value
 
 
 def _rebuilt(sums: SomeSums, leaves: dict[str, Tensor], prefix: str = "") -> SomeSums:
     changed = {}
-    for part in fields(sums):
-        name, value = prefix + part.name, getattr(sums, part.name)
-        changed[part.name] = _rebuilt(value, leaves, f"{name}.") if isinstance(value, ReducedSums) else leaves[name]
+    for field in fields(sums):
+        name, value = prefix + field.name, getattr(sums, field.name)
+        changed[field.name] = _rebuilt(value, leaves, f"{name}.") if isinstance(value, ReducedSums) else leaves[name]
     return replace(sums, **changed)

@@ -67,12 +67,12 @@ def value_loss(
     """
     check_shapes(mask, values, old_values, returns)
     values = values.masked_fill(~mask, 0.0)
-    old = old_values.detach().masked_fill(~mask, 0.0)
+    values_at_start = old_values.detach().masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     squared = (values - returns).square()
     clipped = torch.zeros_like(mask)
     if clip is not None:
-        squared_near = (values.clamp(old - clip, old + clip) - returns).square()
+        squared_near = (values.clamp(values_at_start - clip, values_at_start + clip) - returns).square()
         clipped = squared_near > squared
         squared = torch.maximum(squared, squared_near)
     loss = aggregate(0.5 * squared, mask=mask, aggregation="token_mean", denominator=denominator)

@@ -49,7 +49,7 @@ def chunked_logprobs(
     targets: Tensor,
     temperature: float,
     entropy: Entropy = "none",
-    most: int | None = None,
+    max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score one token at each position.
 
@@ -66,7 +66,7 @@ def chunked_logprobs(
     apply: Any = _Scores.apply
 
     def score(hidden: Tensor) -> Any:
-        return apply(hidden, head.weight, head.bias, targets, temperature, entropy, most)
+        return apply(hidden, head.weight, head.bias, targets, temperature, entropy, max_logits)
 
     # Called as a module and just once: ZeRO-3's hooks gather its weights for exactly one pass (decision 0019).
     head.forward = score  # type: ignore[method-assign, assignment]
@@ -89,12 +89,12 @@ class _Scores(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         entropy: Entropy,
-        most: int | None,
+        max_logits: int | None,
     ) -> Any:
         logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        if most is None and hidden.is_cuda:
-            most = gpu_chunk_numbers(torch.cuda.get_device_properties(hidden.device).total_memory)
-        chunks = _chunks(hidden.shape[0], weight.shape[0], most or CHUNK_NUMBERS)
+        if max_logits is None and hidden.is_cuda:
+            max_logits = gpu_chunk_numbers(torch.cuda.get_device_properties(hidden.device).total_memory)
+        chunks = _chunks(hidden.shape[0], weight.shape[0], max_logits or CHUNK_NUMBERS)
         logs = None
         for chunk in chunks:
             logs = None  # frees the last chunk before the next one is computed
@@ -102,8 +102,8 @@ class _Scores(torch.autograd.Function):
             logprobs[chunk] = logs.gather(-1, targets[chunk, None])[:, 0]
             if entropy != "none":
                 for block in _blocks(logs):
-                    some = logs[block]
-                    entropies[chunk][block] = some.exp().mul_(some).sum(-1).neg_()
+                    block_logs = logs[block]
+                    entropies[chunk][block] = block_logs.exp().mul_(block_logs).sum(-1).neg_()
         if entropy != "train":
             ctx.mark_non_differentiable(entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, logs if len(chunks) == 1 else None)
@@ -113,7 +113,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> Any:
-        hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies, saved_logs = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs[0] else None
         # Sums over chunks are at least float32: in bfloat16 they lose half a percent over 32 chunks.
@@ -121,13 +121,17 @@ class _Scores(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs[2] else None
         by_logprob, by_entropy = by_logprob / ctx.temperature, by_entropy / ctx.temperature
         for chunk in ctx.chunks:
-            logs = _logs(hidden[chunk], weight=weight, bias=bias, temperature=ctx.temperature) if kept is None else kept
-            kept = None
+            logs = (
+                _logs(hidden[chunk], weight=weight, bias=bias, temperature=ctx.temperature)
+                if saved_logs is None
+                else saved_logs
+            )
+            saved_logs = None
             if ctx.entropy == "train":
                 for block in _blocks(logs):
-                    some = logs[block]
-                    factor = some.add(entropies[chunk][block, None]).mul_(by_entropy[chunk][block, None])
-                    some.exp_().mul_(factor.add_(by_logprob[chunk][block, None])).neg_()
+                    block_logs = logs[block]
+                    factor = block_logs.add(entropies[chunk][block, None]).mul_(by_entropy[chunk][block, None])
+                    block_logs.exp_().mul_(factor.add_(by_logprob[chunk][block, None])).neg_()
             else:
                 logs.exp_().mul_(-by_logprob[chunk, None])
             logs.scatter_add_(-1, targets[chunk, None], by_logprob[chunk, None])
@@ -180,7 +184,7 @@ def _blocks(logs: Tensor) -> list[slice]:
     return [slice(0, len(logs))] if logs.is_cuda else _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS)
 
 
-def _chunks(rows: int, width: int, numbers: int) -> list[slice]:
+def _chunks(rows: int, width: int, max_numbers: int) -> list[slice]:
     """Slices of rows with at most ``numbers`` numbers, or of one row; at least one slice."""
-    size = max(1, numbers // width)
+    size = max(1, max_numbers // width)
     return [slice(start, start + size) for start in range(0, max(1, rows), size)]

@@ -56,15 +56,15 @@ def check_experts(config: Any, trainer: TrainerSpec) -> None:
     """Raise ``ExpertError`` when ``trainer`` cannot divide the experts of a model with this config."""
     if trainer.expert_parallel == 1:
         return
-    kind = config.model_type
-    if kind not in DIVIDED:
+    model_type = config.model_type
+    if model_type not in DIVIDED:
         hint = f"set it to 1; it is for mixtures of experts: {', '.join(DIVIDED)}"
-        raise ExpertError(f"the experts of {kind} cannot be divided among ranks", hint)
+        raise ExpertError(f"the experts of {model_type} cannot be divided among ranks", hint)
     if config.hidden_act != "silu":
-        raise ExpertError(f"the experts of this {kind} are activated by {config.hidden_act}, and not by silu")
+        raise ExpertError(f"the experts of this {model_type} are activated by {config.hidden_act}, and not by silu")
     # Every rank must have whole experts: its part is then one piece of the model's weight.
-    if (number := getattr(config, DIVIDED[kind])) % trainer.ranks:
-        reason = f"{number} experts cannot be divided evenly among {trainer.ranks} ranks"
+    if (expert_count := getattr(config, DIVIDED[model_type])) % trainer.ranks:
+        reason = f"{expert_count} experts cannot be divided evenly among {trainer.ranks} ranks"
         raise ExpertError(reason, "lower trainer.ranks to a divisor, or set it to 1")
 
 
@@ -88,7 +88,7 @@ class RoutedExperts:
         shapes = [tuple(half.ds_shape) for half in self.halves]  # type: ignore[attr-defined]
         return int(self.layer.num_experts), sum(rows for _, rows, _ in shapes), shapes[0][2]
 
-    def own(self) -> Tensor:
+    def local_elements(self) -> Tensor:
         """Return this rank's piece by ``share_of``, [elements]: whole experts."""
         halves = [
             half.ds_tensor.detach().view(-1, *half.ds_shape[1:])  # type: ignore[attr-defined]
@@ -98,10 +98,10 @@ class RoutedExperts:
 
     def gathered(self) -> Tensor:
         """Gather the full weight in a new tensor; collective over all ranks."""
-        own, ranks = self.own(), torch.distributed.get_world_size()
-        full = own.new_empty(self.shape)
-        pieces = full.view(ranks, -1)
-        torch.distributed.all_gather([pieces[share_of(rank, ranks, self.groups)] for rank in range(ranks)], own)
+        elements, ranks = self.local_elements(), torch.distributed.get_world_size()
+        full = elements.new_empty(self.shape)
+        shares = full.view(ranks, -1)
+        torch.distributed.all_gather([shares[share_of(rank, ranks, self.groups)] for rank in range(ranks)], elements)
         return full
 
 
@@ -113,8 +113,8 @@ def divided_layers(model: nn.Module) -> dict[str, Any]:
 def model_name(name: str) -> str:
     """Return the name of the transformers model's weight that contains an AutoEP layer's weight ``name``. Other names
     are returned unchanged."""
-    for own, name_in_model in NAMES.items():
-        name = name.replace(f".mlp.{own}", f".mlp.{name_in_model}")
+    for autoep_name, name_in_model in NAMES.items():
+        name = name.replace(f".mlp.{autoep_name}", f".mlp.{name_in_model}")
     return name
 
 
@@ -124,12 +124,12 @@ def own_names(layers: dict[str, Any], name: str) -> Iterator[tuple[str, RoutedEx
 
     If the full weight has two parts (``w1`` and ``w3``), it is yielded for the first part, and nothing for the second.
     """
-    owner, _, part = name.rpartition(".experts.")
+    owner, _, leaf = name.rpartition(".experts.")
     if owner not in layers:
         yield model_name(name) if layers else name, None
-    elif part != "w3":
+    elif leaf != "w3":
         experts = layers[owner].experts
-        halves = (experts.w1, experts.w3) if part == "w1" else (experts.w2,)
+        halves = (experts.w1, experts.w3) if leaf == "w1" else (experts.w2,)
         yield model_name(name), RoutedExperts(layers[owner], halves)
 
 
@@ -145,7 +145,7 @@ class Joined:
     def contiguous(self) -> Tensor:
         """Return the full weight, float32: for each expert the first half's rows, then the second half's."""
         numel = prod(self.shape)
-        halves = [torch.cat(pieces)[:numel].view(self.shape) for pieces in self.halves]
+        halves = [torch.cat(shards)[:numel].view(self.shape) for shards in self.halves]
         return halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
 
 
@@ -154,32 +154,32 @@ def undivided(folder: Path, saved: TrainerLayout) -> dict[str, Any]:
 
     ``folder`` has DeepSpeed's ZeRO-3 shards. Raises torch's error when they cannot be read.
     """
-    pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    shards: dict[str, dict[int, Tensor]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
-    first = _read(folder, 0, "model")  # only this file names tied weights
+    model_of_rank_0 = _load_states(folder, 0, "model")  # only this file names tied weights
     for rank in range(saved.ranks):
-        model = first if rank == 0 else _read(folder, rank, "model")
-        optimizer = _read(folder, rank, "optim")["optimizer_state_dict"]
-        parts = model["param_shapes"], optimizer["fp32_flat_groups"], optimizer["ds_zero_partition_groups"]
-        for names, flat, partition in zip(*parts, strict=True):
+        model = model_of_rank_0 if rank == 0 else _load_states(folder, rank, "model")
+        optimizer = _load_states(folder, rank, "optim")["optimizer_state_dict"]
+        group_lists = model["param_shapes"], optimizer["fp32_flat_groups"], optimizer["ds_zero_partition_groups"]
+        for names, flat, partition in zip(*group_lists, strict=True):
             start = 0
             for name, shape in names.items():
                 share = -(-prod(shape) // partition["partition_count"])
-                pieces[name][rank], shapes[name] = flat[start : start + share], tuple(shape)
+                shards[name][rank], shapes[name] = flat[start : start + share], tuple(shape)
                 start += share
-    state: dict[str, Any] = {name: first["module"][name] for name in first["buffer_names"]}
-    for name in sorted(pieces):  # w1 before w3
+    state: dict[str, Any] = {name: model_of_rank_0["module"][name] for name in model_of_rank_0["buffer_names"]}
+    for name in sorted(shards):  # w1 before w3
         groups = saved.expert_parallel if ".mlp.experts.w" in name else 1
-        shares = {share_of(rank, saved.ranks, groups): piece for rank, piece in pieces[name].items()}
+        shares = {share_of(rank, saved.ranks, groups): shard for rank, shard in shards[name].items()}
         shape = (shapes[name][0] * groups, *shapes[name][1:])
         joined = state.setdefault(model_name(name), Joined(shape, []))
-        joined.halves.append([piece for _, piece in sorted(shares.items())])
-    state |= {name: state[other] for name, other in first["shared_params"].items()}
+        joined.halves.append([shard for _, shard in sorted(shares.items())])
+    state |= {name: state[tied_name] for name, tied_name in model_of_rank_0["shared_params"].items()}
     return {model_name(name): weight for name, weight in state.items()}
 
 
-def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:
+def _load_states(folder: Path, rank: int, file_kind: str) -> dict[str, Any]:
     # With bfloat16 weights the optimizer's file begins with bf16_.
-    (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
-    read: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
-    return read
+    (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{file_kind}_states.pt")
+    states: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
+    return states

@@ -42,7 +42,7 @@ def check_attention(attention: str, major: int | None) -> None:
     if needs is None:
         return
     if major is not None and major not in needs.majors:
-        able = [name for name, other in VERSIONS.items() if major in other.majors]
+        able = [name for name, version_needs in VERSIONS.items() if major in version_needs.majors]
         raise ConfigError(
             f"{attention} is for {needs.gpus}, and this GPU has compute capability {major}.x",
             location="trainer.attention",

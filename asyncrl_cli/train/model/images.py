@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,14 @@ class ImageInputs:
             bidirectional=self.bidirectional,
         )
 
-    def whole(self) -> dict[str, Any]:
+    def arguments_with_head(self) -> dict[str, Any]:
         """Return the arguments for a transformers model with its head, which scatters the features by ids."""
         types = {} if self.positions is None else {"mm_token_type_ids": self.placeholders.int()}
         if self.bidirectional:
             types["token_type_ids"] = self.placeholders.long()
         return {**self.pixels, **types}
 
-    def before_last(self, packed: Tensor | None) -> ImageInputs:
+    def without_last_tokens(self, packed: Tensor | None) -> ImageInputs:
         """Remove each row's last token. With ``packed``, bool [rows, tokens - 1], keep only these tokens, joined in one
         row."""
         placeholders, positions = self.placeholders[:, :-1], self.positions
@@ -108,7 +108,7 @@ class Vision:
         self._pixels = ImageCache(
             self._processed, nbytes=lambda pixels: sum(each.nbytes for each in pixels.values()), limit=CACHED_BYTES
         ).get
-        self._placed: PlacedImage | None = None
+        self._placed_image: PlacedImage | None = None
 
     def inputs(
         self, rows: Sequence[Sequence[PlacedImage]], tokens: int, shared: Sequence[int] | None = None
@@ -118,46 +118,45 @@ class Vision:
         ``pixels`` omits images in the first ``shared`` tokens of a row: an earlier row has them.
         """
         placeholders = torch.zeros(max(1, len(rows)), tokens, dtype=torch.bool)
-        for index, placed in enumerate(rows):
-            for one in placed:
-                placeholders[index, one.offset : one.offset + one.length] = True
-        found = [self._pixels(one.image) for placed in rows for one in placed]
+        for index, row_images in enumerate(rows):
+            for placed_image in row_images:
+                placeholders[index, placed_image.offset : placed_image.offset + placed_image.length] = True
         positions = None
         if self._rope_index is not None:
+            grids = [self._pixels(placed_image.image)["image_grid_thw"] for row in rows for placed_image in row]
             positions, _ = self._rope_index(
                 torch.zeros_like(placeholders, dtype=torch.int64),
                 mm_token_type_ids=placeholders.int(),
-                image_grid_thw=torch.cat([part["image_grid_thw"] for part in found]) if found else None,
+                image_grid_thw=torch.cat(grids) if grids else None,
             )
-        firsts = [0] * len(rows) if shared is None else shared
-        own = [
-            self._pixels(one.image)
-            for first, placed in zip(firsts, rows, strict=True)
-            for one in placed
-            if one.offset >= first
+        new_images = [
+            placed_image.image
+            for shared_tokens, row_images in zip(shared or [0] * len(rows), rows, strict=True)
+            for placed_image in row_images
+            if placed_image.offset >= shared_tokens
         ]
-        parts = own or [self._pixels(_stand_in())]
-        pixels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        all_pixels = [self._pixels(image) for image in new_images or [_stand_in()]]
+        pixels = {name: torch.cat([image_pixels[name] for image_pixels in all_pixels]) for name in all_pixels[0]}
         return ImageInputs(placeholders, pixels, positions, self.bidirectional)
 
     def stand_in(self, model: Any) -> PlacedImage:
         """Return the image of ``with_image``. The first call runs the vision tower."""
-        if self._placed is None:
+        if self._placed_image is None:
             image = _stand_in()
             with torch.no_grad():
                 pixels = {name: tensor.to(model.device) for name, tensor in self._pixels(image).items()}
-                found = model.base_model.get_image_features(**pixels, return_dict=True)
-            self._placed = PlacedImage(image, 1, sum(len(part) for part in found.pooler_output))
-        return self._placed
+                features = model.base_model.get_image_features(**pixels, return_dict=True)
+            self._placed_image = PlacedImage(image, 1, sum(map(len, features.pooler_output)))
+        return self._placed_image
 
     def with_image(
         self, model: Any, ids: Tensor, mask: Tensor, shared: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor, ImageInputs]:
         """Insert the stand-in image before the second token of each row of ``ids`` and ``mask``, [rows, tokens].
         ``shared``: as in ``inputs``."""
-        placed = self.stand_in(model)
-        placeholders = torch.full((len(ids), placed.length), model.config.image_token_id, device=ids.device)
-        inputs = self.inputs([(placed,)] * len(ids), ids.shape[1] + placed.length, shared)
+        placed_image = self.stand_in(model)
+        placeholders = torch.full((len(ids), placed_image.length), model.config.image_token_id, device=ids.device)
+        inputs = self.inputs([(placed_image,)] * len(ids), ids.shape[1] + placed_image.length, shared)
         return (
             torch.cat([ids[:, :1], placeholders, ids[:, 1:]], dim=1),
             torch.cat([mask[:, :1], torch.zeros_like(placeholders, dtype=torch.bool), mask[:, 1:]], dim=1),
@@ -165,16 +164,16 @@ class Vision:
         )
 
     def _processed(self, image: Image) -> dict[str, Tensor]:
-        made = self._processor(images=[image.decoded()], return_tensors="pt")
-        return {name: made[name] for name in made if name in self._accepted}
+        outputs = self._processor(images=[image.decoded()], return_tensors="pt")
+        return {name: outputs[name] for name in outputs if name in self._accepted}
 
 
 def _stand_in() -> Image:
     from PIL import Image as images
 
-    written = io.BytesIO()
-    images.radial_gradient("L").resize(STAND_IN).convert("RGB").save(written, "PNG")
-    return Image.from_bytes(written.getvalue())
+    png = io.BytesIO()
+    images.radial_gradient("L").resize(STAND_IN).convert("RGB").save(png, "PNG")
+    return Image.from_bytes(png.getvalue())
 
 
 def image_processor(folder: str) -> Any:
@@ -190,18 +189,18 @@ def image_processor(folder: str) -> Any:
         ) from error
 
 
-def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageInputs, **given: Any) -> Tensor:
+def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageInputs, **extra_arguments: Any) -> Tensor:
     """Compute the last hidden states, [rows, positions, width], of a transformers model without its head.
 
     ``ids``: int64, [rows, positions], every token's true id. ``positions``: token positions in packed rows, like
     ``ids``; None: 0, 1, 2, ... Image features replace the embeddings of placeholders. ``given``: further arguments of
     the model.
     """
-    found = backbone.get_image_features(**images.pixels, return_dict=True)
-    placeholders, shown = images.placeholders, bool(images.placeholders.any())
+    features = backbone.get_image_features(**images.pixels, return_dict=True)
+    placeholders, has_images = images.placeholders, bool(images.placeholders.any())
     token = backbone.config.image_token_id
     text = ids.where(ids != token, 0)  # a sampled placeholder is text, and is embedded by its true id below
-    arguments = given | ({"mm_encoder_outputs": {"image": found}} if shown else {})
+    arguments = extra_arguments | ({"mm_encoder_outputs": {"image": features}} if has_images else {})
     if images.positions is not None:
         rope = images.positions
         arguments["position_ids"] = rope if positions is None else torch.cat([positions[None], rope])
@@ -209,13 +208,11 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
         arguments["position_ids"] = positions
     if positions is not None:
         arguments |= row_lengths(backbone, positions)
-    if images.bidirectional and shown:
+    if images.bidirectional and has_images:
         arguments["token_type_ids"] = placeholders.long()
-    shown_ids = torch.where(placeholders, token, text)
-    # Threads that share a model (warm_start.py) must not meet each other's hooks, so hooks are only used if necessary.
-    special = not shown or not torch.equal(shown_ids, ids)
-    with _embedding(backbone.get_input_embeddings(), ids, None if shown else found) if special else nullcontext():
-        hidden: Tensor = backbone(input_ids=shown_ids, use_cache=False, **arguments).last_hidden_state
+    input_ids = torch.where(placeholders, token, text)
+    with _embedding(backbone.get_input_embeddings(), ids, None if has_images else features):
+        hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
     return hidden
 
 
@@ -224,13 +221,13 @@ def _embedding(embeddings: nn.Module, ids: Tensor, unplaced: Any | None) -> Iter
     """Make ``embeddings`` embed ``ids``, whatever input they get. Features without a place are added times 0: the
     tower's backward pass is collective."""
 
-    def add(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
+    def add(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
         assert unplaced is not None
         layers = [unplaced.pooler_output, *(getattr(unplaced, "deepstack_features", None) or ())]
-        total = torch.stack([part.sum() for layer in layers for part in layer]).sum()
+        total = torch.stack([image_features.sum() for layer in layers for image_features in layer]).sum()
         return embedded + total.to(embedded.dtype) * 0
 
-    handles = [embeddings.register_forward_pre_hook(lambda module, given: (ids,))]
+    handles = [embeddings.register_forward_pre_hook(lambda module, inputs: (ids,))]
     if unplaced is not None:
         handles.append(embeddings.register_forward_hook(add))
     try:
@@ -250,17 +247,17 @@ def tower_parameters(model: Any) -> list[nn.Parameter]:
     """Return the weights of a model's vision tower without its projector. Raises ``UserError`` if it has no tower."""
     backbone = model.base_model
     towers = [tower for name in TOWERS if (tower := getattr(backbone, name, None)) is not None]
-    found = [
+    parameters = [
         parameter
         for tower in towers
         for name, parameter in tower.named_parameters()
-        if not any(part in name for part in PROJECTORS)
+        if not any(projector in name for projector in PROJECTORS)
     ]
-    if not found:
+    if not parameters:
         raise UserError(
             f"this {model.config.model_type} has no vision tower that can be frozen", hint="set model.freeze to []"
         )
-    return found
+    return parameters
 
 
 def freeze(model: Any, spec: ModelSpec) -> None:

@@ -18,9 +18,8 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli import __version__
@@ -39,8 +38,6 @@ from asyncrl_cli.data.tokenizer import (
 from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec, is_template_name
 from asyncrl_cli.spec.rules.model import SIZES, TEXT_CONFIG, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.tasks.base import Task
-from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.image_models import (
     model_class,
     name_tower,
@@ -59,23 +56,9 @@ OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Keys that every transformers config accepts and converts into its ``rope_parameters``."""
 
 
-def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
-    """Return a digest of everything that determines the initial weights. ``rows``: from ``model.warm_start.data``."""
-    model = spec.model.model_dump(mode="json", exclude={"lora"})
-    if spec.model.warm_start is not None:
-        model["warm_start"].pop("threads")
-        if rows is not None:
-            model["rows"] = rows.digest()
-        else:
-            deciding = {"mix"} if spec.task.mix else {"use", "options"}
-            model["task"] = spec.task.model_dump(mode="json", include=deciding)
-        if spec.model.path is not None:
-            files = sorted(Path(spec.model.path).glob("*"))
-            model["files"] = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        own = spec.model.init is not None and spec.model.init.tokenizer == CHARACTERS
-        if spec.data.apply_chat_template and not (own and spec.model.chat_template is None):
-            model["apply_chat_template"] = True  # to demonstrations; ``CHAT_TEMPLATE`` does not change texts
-        model["special_tokens"] = spec.data.special_tokens
+def model_key(spec: ExperimentSpec) -> str:
+    """Return a digest of everything that determines the weights of ``model.init``."""
+    model = spec.model.model_dump(mode="json", exclude={"lora", "warm_start"})
     model["chat_template"] = CHAT_TEMPLATE  # has no effect on a saved tokenizer
     if (text := spec.model.chat_template) is not None:
         model["chat_template"] = text if is_template_name(text) else read_regular(text, TEMPLATE_BYTES).decode()
@@ -101,50 +84,25 @@ def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
     return Path(model_stub_path(model, folder))
 
 
-def prepare_model(
-    spec: ExperimentSpec,
-    load_task: Callable[[], Task],
-    progress: Callable[[int, int, float, int], None],
-    search_path: Path = Path(),
-) -> Path:
-    """Return the initial model's folder, and make the model unless it was made before.
-
-    ``load_task`` is called only for a warm start on demonstrations, because importing a task takes time. Modules of
-    functions that yield rows are in ``search_path``. Raises ``ConfigError`` or ``UserError``.
-    """
+def prepare_model(spec: ExperimentSpec) -> Path:
+    """Return the folder of ``model.path``, or of the model that ``model.init`` describes, which is made unless it was
+    made before. Raises ``ConfigError``."""
     model = spec.model
-    if model.init is None and model.warm_start is None:
+    if model.init is None:
         assert model.path is not None
         return Path(model.path)
-    start = model.warm_start
-    rows = Rows.read(start, search_path) if start is not None and start.data is not None else None
-    final = spec.runs_dir.absolute() / "models" / model_key(spec, rows)
+    final = spec.runs_dir.absolute() / "models" / model_key(spec)
     if final.is_dir():
         return final
-    from asyncrl_cli.train.warm_start import warm_start
-
     try:
-        with atomic_folder(final) as folder, TemporaryDirectory(prefix=".initial-", dir=final.parent) as temporary:
-            initial = folder if model.warm_start is None else Path(model.path or temporary)
-            if model.init is not None:
-                build_initial_model(
-                    model.init,
-                    max_length=model.max_length,
-                    seed=spec.seed,
-                    directory=initial,
-                    chat_template=model.chat_template,
-                )
-            if model.warm_start is not None:
-                warm_start(
-                    initial,
-                    load_task() if rows is None else rows,
-                    model.warm_start,
-                    max_length=model.max_length,
-                    seed=spec.seed,
-                    directory_out=folder,
-                    progress=progress,
-                    run=spec,
-                )
+        with atomic_folder(final) as folder:
+            build_initial_model(
+                model.init,
+                max_length=model.max_length,
+                seed=spec.seed,
+                directory=folder,
+                chat_template=model.chat_template,
+            )
     except OSError as error:
         if final.is_dir():  # another run made the same model at the same time
             return final
@@ -269,17 +227,17 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
         )
     config_class = CONFIG_MAPPING[init.architecture]
     _check_keys(init.config, config_class)
-    own = {"max_position_embeddings": max_length}
+    length = {"max_position_embeddings": max_length}
     if images:
         tied = {name: init.config[name] for name in ("tie_word_embeddings",) if name in init.config}
-        text = own | tied | init.config.get(TEXT_CONFIG, {}) | from_tokenizer  # vLLM reads both configs
+        text = length | tied | init.config.get(TEXT_CONFIG, {}) | from_tokenizer  # vLLM reads both configs
         settings = {**init.config, TEXT_CONFIG: text}
         vision = {"vision_use_head": False} if init.architecture == GEMMA else {}  # vLLM has no such head
         if "out_hidden_size" in vars(config_class.sub_configs["vision_config"]) and "hidden_size" in text:
             vision["out_hidden_size"] = text["hidden_size"]
         settings["vision_config"] = vision | init.config.get("vision_config", {})
     else:
-        settings = {**own, **init.config, **from_tokenizer}
+        settings = {**length, **init.config, **from_tokenizer}
     try:
         config = AutoConfig.for_model(init.architecture, **settings, architectures=[names[init.architecture]])
     except Exception as error:
@@ -297,27 +255,29 @@ def _check_keys(
     settings: Mapping[str, Any], config_class: type[PreTrainedConfig], location: str = "model.init.config"
 ) -> None:
     """Refuse keys that the config class does not know: it would accept and ignore them."""
-    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    known_keys = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     # Some config classes do not declare this key, although the model's code reads it (Qwen3-MoE, GLM-4-MoE).
     source = Path(inspect.getfile(config_class))
     source = source.with_name(source.name.replace("configuration_", "modeling_"))
     if source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8"):
-        known.add("head_dim")
+        known_keys.add("head_dim")
     image_tokens = VISION_TOKENS.get(config_class.model_type)
-    given = {*FROM_TOKENIZER, *(f"{name}_id" for name in (image_tokens.names if image_tokens else ()))}
+    derived_keys = {*FROM_TOKENIZER, *(f"{name}_id" for name in (image_tokens.names if image_tokens else ()))}
     for key, value in settings.items():
-        if key in given or config_class.attribute_map.get(key, key) in map(config_class.attribute_map.get, given):
+        if key in derived_keys or config_class.attribute_map.get(key, key) in map(
+            config_class.attribute_map.get, derived_keys
+        ):
             raise ConfigError("follows from the tokenizer", location=f"{location}.{key}", hint="remove it")
-        if key not in known and key not in OLDER_NAMES:
+        if key not in known_keys and key not in OLDER_NAMES:
             raise ConfigError(
                 f"{config_class.__name__} has no {key!r}",
                 location=location,
-                hint=did_you_mean(key, known, "remove it or correct its name"),
+                hint=did_you_mean(key, known_keys, "remove it or correct its name"),
             )
-        if image_tokens is not None and (part := config_class.sub_configs.get(key)) is not None:
+        if image_tokens is not None and (sub_config := config_class.sub_configs.get(key)) is not None:
             if not isinstance(value, Mapping):
                 raise ConfigError("must be a mapping", location=f"{location}.{key}", hint="give the config's keys")
-            _check_keys(value, part, f"{location}.{key}")
+            _check_keys(value, sub_config, f"{location}.{key}")
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:

@@ -66,7 +66,7 @@ class PlainWeight:
         return [parameter for module in adapter for parameter in module.parameters()]
 
     @property
-    def parts(self) -> list[Tensor]:
+    def parameters_to_merge(self) -> list[Tensor]:
         """Parameters to gather for ``merged``."""
         return [] if self.experts is not None else [self.parameter, *self.adapter_parts]
 
@@ -147,8 +147,8 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
             weights.append(PlainWeight(f"{owner}.{leaf}", parameter, layers[owner] if leaf == "weight" else None))
         elif not any(owner.startswith(f"{adapted}.") for adapted in layers):
             weights += [
-                PlainWeight(own, parameter=parameter, adapter=None, experts=experts)
-                for own, experts in own_names(divided, name)
+                PlainWeight(name_in_model, parameter=parameter, adapter=None, experts=experts)
+                for name_in_model, experts in own_names(divided, name)
             ]
     return weights
 
@@ -158,14 +158,16 @@ def adapter_matrices(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     rank]), and the parameter."""
     for weight in plain_weights(model):
         if weight.adapter is not None:
-            for kind in MATRICES:
-                yield weight.name, kind, getattr(weight.adapter, kind)[ADAPTER].weight
+            for matrix_kind in MATRICES:
+                yield weight.name, matrix_kind, getattr(weight.adapter, matrix_kind)[ADAPTER].weight
 
 
 def base_bits(model: nn.Module) -> list[int]:
     """Return a sum over the bits of each frozen weight, in this rank's part of it."""
-    parts = [getattr(weight, "ds_tensor", weight).detach() for weight in model.parameters() if not weight.requires_grad]
-    return [int(part.contiguous().view(INTEGERS[part.element_size()]).sum(dtype=torch.int64)) for part in parts]
+    local_weights = [
+        getattr(weight, "ds_tensor", weight).detach() for weight in model.parameters() if not weight.requires_grad
+    ]
+    return [int(bits.contiguous().view(INTEGERS[bits.element_size()]).sum(dtype=torch.int64)) for bits in local_weights]
 
 
 def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,16 +187,16 @@ def _targets(model: Any, lora: LoraSpec) -> list[str]:
 
     layers = dict(model.named_modules())
     if (language := getattr(model.base_model, "language_model", None)) is not None:  # without the vision tower
-        own = {id(layer) for layer in language.modules()}
-        layers = {name: layer for name, layer in layers.items() if id(layer) in own}
-    wanted = lora.target_modules
-    if isinstance(wanted, str):
+        language_layers = {id(layer) for layer in language.modules()}
+        layers = {name: layer for name, layer in layers.items() if id(layer) in language_layers}
+    target_names = lora.target_modules
+    if isinstance(target_names, str):
         head = model.get_output_embeddings()
         return [name for name, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
-    found = {name: [layer for layer in layers if f".{layer}".endswith(f".{name}")] for name in wanted}
-    if missing := [name for name in wanted if not found[name]]:
-        raise LoraError(f"the model has no layer {', '.join(missing)}")
-    return sorted({layer for of_name in found.values() for layer in of_name})
+    layers_by_name = {name: [layer for layer in layers if f".{layer}".endswith(f".{name}")] for name in target_names}
+    if missing_names := [name for name in target_names if not layers_by_name[name]]:
+        raise LoraError(f"the model has no layer {', '.join(missing_names)}")
+    return sorted({layer for of_name in layers_by_name.values() for layer in of_name})
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -222,7 +224,10 @@ def gathered(parameters: list[Tensor], zero_stage: int, writer: int | None = Non
 def full_weights(model: nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
     """Yield a model's weights, each complete until the next one is taken. Collective: all ranks iterate to the end."""
     for layer in by_layer(plain_weights(model)):
-        with gathered([part for weight in layer for part in weight.parts], zero_stage), torch.no_grad():
+        with (
+            gathered([parameter for weight in layer for parameter in weight.parameters_to_merge], zero_stage),
+            torch.no_grad(),
+        ):
             for weight in layer:
                 yield weight if weight.experts is None else PlainWeight(weight.name, weight.experts.gathered(), None)
 

@@ -87,12 +87,12 @@ class Policy(nn.Module):
         """
         if self.replay is not None:
             if experts is not None and trees is None:
-                experts = experts[:, 1:][_kept(response_mask)][None] if self.packing else experts[:, 1:]
-                experts = experts if self.sequence is None else self.sequence.own(experts)
+                experts = experts[:, 1:][_packed_positions(response_mask)][None] if self.packing else experts[:, 1:]
+                experts = experts if self.sequence is None else self.sequence.local_slice(experts)
             experts = None if experts is None else experts.flatten(0, 1)
             self.replay.use(experts)
         targets = input_ids[response_mask]
-        hidden, own = predicting_states(
+        hidden, local_mask = predicting_states(
             self.model.base_model,
             input_ids,
             response_mask,
@@ -104,12 +104,13 @@ class Policy(nn.Module):
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
             hidden,
-            targets if own is None else targets[own],
+            targets if local_mask is None else targets[local_mask],
             temperature=self.temperature,
             entropy=entropy,
         )
-        if self.sequence is not None and own is not None:
-            logprobs, entropies = self.sequence.joined(logprobs, own), self.sequence.joined(entropies, own)
+        if self.sequence is not None and local_mask is not None:
+            logprobs = self.sequence.joined(logprobs, local_mask)
+            entropies = self.sequence.joined(entropies, local_mask)
         zeros = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
         scored = zeros.masked_scatter(response_mask, logprobs)
         return scored if entropy == "none" else (scored, zeros.masked_scatter(response_mask, entropies))
@@ -140,7 +141,7 @@ class ValueModel(nn.Module):
 
         Arguments are as in ``Policy``.
         """
-        hidden, own = predicting_states(
+        hidden, local_mask = predicting_states(
             self.backbone,
             input_ids,
             response_mask,
@@ -150,8 +151,8 @@ class ValueModel(nn.Module):
             trees=trees,
         )
         values = self.head(hidden)[:, 0].float()
-        if self.sequence is not None and own is not None:
-            values = self.sequence.joined(values, own)
+        if self.sequence is not None and local_mask is not None:
+            values = self.sequence.joined(values, local_mask)
         return torch.zeros(response_mask.shape, device=values.device).masked_scatter(response_mask, values)
 
 
@@ -173,28 +174,30 @@ def predicting_states(
     positions: Tensor | None = None
     if trees is not None:
         ids = trees.of_tokens(input_ids)
-        given: dict[str, Any] = {"attention_mask": trees.masks(backbone.config, backbone.dtype)}
+        arguments: dict[str, Any] = {"attention_mask": trees.masks(backbone.config, backbone.dtype)}
         if images is not None:
-            found = states(backbone, ids=ids, positions=trees.positions, images=images, **given)
+            tree_states = states(backbone, ids=ids, positions=trees.positions, images=images, **arguments)
         else:
-            found = backbone(input_ids=ids, position_ids=trees.positions, use_cache=False, **given).last_hidden_state
-        return trees.of_rows(found, predicts), None
+            tree_states = backbone(
+                input_ids=ids, position_ids=trees.positions, use_cache=False, **arguments
+            ).last_hidden_state
+        return trees.of_rows(tree_states, predicts), None
     if packing:
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        kept = _kept(response_mask)
-        ids, predicts, positions = ids[kept][None], predicts[kept][None], columns[kept][None]
+        packed = _packed_positions(response_mask)
+        ids, predicts, positions = ids[packed][None], predicts[packed][None], columns[packed][None]
     if sequence is not None:
         return sequence.predicting_states(backbone, ids=ids, predicts=predicts, positions=positions)
     if images is not None:
-        seen = images.before_last(kept if packing else None)
-        return states(backbone, ids=ids, positions=positions, images=seen)[predicts], None
+        read_images = images.without_last_tokens(packed if packing else None)
+        return states(backbone, ids=ids, positions=positions, images=read_images)[predicts], None
     # Positions only for packed rows: from given positions a model makes a mask.
-    given = {} if positions is None else {"position_ids": positions, **row_lengths(backbone, positions)}
-    hidden: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
+    arguments = {} if positions is None else {"position_ids": positions, **row_lengths(backbone, positions)}
+    hidden: Tensor = backbone(input_ids=ids, **arguments, use_cache=False).last_hidden_state
     return hidden[predicts], None
 
 
-def _kept(response_mask: Tensor) -> Tensor:
+def _packed_positions(response_mask: Tensor) -> Tensor:
     """Mark the positions to pack, bool [rows, tokens - 1]: in each row up to the last one that predicts a token of the
     mask. Nothing depends on later positions."""
     predicts = response_mask[:, 1:]
@@ -216,12 +219,12 @@ def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, f
     ids[1, 0] = ids[0, 0]
     # Without and with shared prefixes: the rows have the first token in common, and the image after it.
     ways: list[dict[str, Any]] = [{}]
-    shown: dict[str, Any] = {}
+    image_arguments: dict[str, Any] = {}
     shared = 1
     if policy.vision is not None:
         text = ids
         ids, mask, images = policy.vision.with_image(policy.model, ids, mask)
-        ways[0]["images"], shown = images, images.whole()
+        ways[0]["images"], image_arguments = images, images.arguments_with_head()
         shared += ids.shape[1] - text.shape[1]
     if policy.shares_prefixes:
         tree = PrefixTree((0, 1), lengths=(ids.shape[1] - 1,) * 2, shared=(0, shared))
@@ -233,21 +236,23 @@ def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, f
     full = nullcontext() if policy.sequence is None else policy.sequence.unused()
     with torch.no_grad():
         with full:
-            logits = policy.model(input_ids=ids, use_cache=False, **shown).logits[:, :-1].float() / policy.temperature
+            logits = policy.model(input_ids=ids, use_cache=False, **image_arguments).logits
+        logits = logits[:, :-1].float() / policy.temperature
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        allowed = TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]) * max(1.0, logits.abs().max().item())
-        for given in ways:
-            gaps = (score(ids, mask, **given)[:, 1:] - expected).abs()
-            gap = torch.stack([row[own].median() for row, own in zip(gaps, mask[:, 1:], strict=True)]).max().item()
-            if not gap <= allowed:
+        tolerance = TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]) * max(1.0, logits.abs().max().item())
+        for arguments in ways:
+            gaps = (score(ids, mask, **arguments)[:, 1:] - expected).abs()
+            medians = [row[row_mask].median().item() for row, row_mask in zip(gaps, mask[:, 1:], strict=True)]
+            gap = max(medians)
+            if not gap <= tolerance:
                 how, hint = "", "use a model that neither caps nor scales the logits of its output layer"
-                if "trees" in given:
+                if "trees" in arguments:
                     how, hint = " with shared prefixes", "set trainer.share_prefixes to false"
                 elif policy.packing:
                     how, hint = " with packing", "set trainer.packing to false"
                 raise UserError(
                     f"log-probs of this {config.model_type}{how} are {gap:.2g} nats away from its own logits'; at most "
-                    f"{allowed:.2g} are rounding",
+                    f"{tolerance:.2g} are rounding",
                     hint=hint,
                 )
-    return gap, allowed
+    return gap, tolerance

@@ -26,12 +26,12 @@ def prompt_tokens(prompts: Iterable[Sequence[int]]) -> tuple[int, ...]:
     A common beginning of all prompts, such as a template's system message, is skipped: models trained on it give it a
     probability near 1 under any weights.
     """
-    chosen = [tuple(ids) for ids in islice(prompts, PROMPTS)]
-    columns = zip(*chosen, strict=False)
+    first_prompts = [tuple(ids) for ids in islice(prompts, PROMPTS)]
+    columns = zip(*first_prompts, strict=False)
     shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-    if any(len(ids) == shared for ids in chosen):  # for example a single prompt, or equal prompts
+    if any(len(ids) == shared for ids in first_prompts):  # for example a single prompt, or equal prompts
         shared = 0
-    joined = [token for ids in chosen for token in ids[shared : shared + TOKENS_OF_EACH]]
+    joined = [token for ids in first_prompts for token in ids[shared : shared + TOKENS_OF_EACH]]
     return tuple(joined[:PROBE_TOKENS])
 
 
@@ -40,12 +40,12 @@ def probe_ids(prompt_ids: Sequence[int], tokenizer: Any, vocabulary: int, length
 
     Deterministic. Raises ``ValueError`` when the tokenizer finds no token in an English text.
     """
-    own = [token for token in prompt_ids if token < vocabulary]
-    if len(own) < LEAST_TOKENS:
+    ids = [token for token in prompt_ids if token < vocabulary]
+    if len(ids) < LEAST_TOKENS:
         text: list[int] = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-        known = [token for token in text if token < vocabulary]
-        if not known:
+        text_ids = [token for token in text if token < vocabulary]
+        if not text_ids:
             raise ValueError("the model's tokenizer finds no token of the model in an English text")
-        missing = LEAST_TOKENS - len(own)
-        own += (known * (missing // len(known) + 1))[:missing]
-    return tuple(own[:length])
+        missing_tokens = LEAST_TOKENS - len(ids)
+        ids += (text_ids * (missing_tokens // len(text_ids) + 1))[:missing_tokens]
+    return tuple(ids[:length])

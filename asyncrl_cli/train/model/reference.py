@@ -33,10 +33,10 @@ class Unadapted:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def __call__(self, input_ids: Tensor, response_mask: Tensor, **seen: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, response_mask: Tensor, **arguments: Any) -> Tensor:
         """See ``Policy.forward``; collective."""
         with torch.no_grad(), without_adapters(self._engine.module.model):
-            logprobs: Tensor = self._engine(input_ids, response_mask, **seen)
+            logprobs: Tensor = self._engine(input_ids, response_mask, **arguments)
         return logprobs
 
 
@@ -51,20 +51,20 @@ class Copy:
         self._zero_stage = zero_stage
         self._every = every
 
-    def __call__(self, input_ids: Tensor, response_mask: Tensor, **seen: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, response_mask: Tensor, **arguments: Any) -> Tensor:
         """See ``Policy.forward``; collective under ZeRO-3."""
         with torch.no_grad():
-            logprobs: Tensor = self._score(input_ids, response_mask, **seen)
+            logprobs: Tensor = self._score(input_ids, response_mask, **arguments)
         return logprobs
 
     def before_step(self, step: int, model: nn.Module) -> None:
         """Copy the policy's ``model`` if a refresh is due before ``step``; collective."""
         if not self._every or step % self._every or not step:
             return
-        own = self._own()
+        weights = self._weights()
         for weight in full_weights(model, self._zero_stage):
-            with gathered([own[weight.name]], self._zero_stage, writer=0), torch.no_grad():
-                own[weight.name].copy_(weight.merged())
+            with gathered([weights[weight.name]], self._zero_stage, writer=0), torch.no_grad():
+                weights[weight.name].copy_(weight.merged())
 
     def state(self, folder: Path, rank: int) -> dict[Path, dict[str, Tensor]]:
         """Return a copy of the weights for a checkpoint in ``folder``, by their file's path; collective. Only rank 0
@@ -83,11 +83,11 @@ class Copy:
             return
         with reading_tensors(folder):
             state = torch.load(folder / STATE / FILE, map_location="cpu", mmap=True)
-        for name, own in self._own().items():
-            with gathered([own], self._zero_stage, writer=0), torch.no_grad():
-                own.copy_(state[name])
+        for name, weight in self._weights().items():
+            with gathered([weight], self._zero_stage, writer=0), torch.no_grad():
+                weight.copy_(state[name])
 
-    def _own(self) -> dict[str, Tensor]:
+    def _weights(self) -> dict[str, Tensor]:
         return {weight.name: weight.parameter for weight in plain_weights(self._model)}
 
 

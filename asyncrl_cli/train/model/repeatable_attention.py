@@ -33,13 +33,19 @@ def install() -> None:
 
 
 def attend(
-    attention: Attention, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any
+    attention: Attention,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, Any]:
     """Call ``attention`` in deterministic mode, now and in the backward pass. transformers passes the arguments."""
     query, key, value = _SetMode.apply(False, query, key, value)  # type: ignore[no-untyped-call]
     set_mode(True)
     try:
-        output, weights = attention(module, query, key, value, *rest, **given)
+        output, weights = attention(module, query, key, value, *arguments, **keywords)
     finally:
         set_mode(False)
     (output,) = _SetMode.apply(True, output)  # type: ignore[no-untyped-call]

@@ -59,7 +59,7 @@ class RouterReplay:
         """Hook the routers. Raises ``UserError`` like ``replayed_routers``."""
         config = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
-        self._chosen: Tensor | None = None
+        self._experts: Tensor | None = None
         self.hook(model)
 
     def hook(self, model: Any) -> None:
@@ -77,7 +77,7 @@ class RouterReplay:
         the forward pass.
         """
         if experts is None:
-            self._chosen = None
+            self._experts = None
             return
         if experts.shape[-1] != self._layers * self._k:
             raise UserError(
@@ -85,25 +85,25 @@ class RouterReplay:
                 f"{self._k} in each of {self._layers} layers",
                 hint="train the model that generated them",
             )
-        self._chosen = experts.view(-1, self._layers, self._k)
+        self._experts = experts.view(-1, self._layers, self._k)
 
     def _route(
         self, weigh: Weigh, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        if self._chosen is None:
+        if self._experts is None:
             return None
-        logits, _, own = output
-        experts = _known(self._chosen[:, layer], own)
+        logits, _, router_choice = output
+        experts = _recorded_or_chosen(self._experts[:, layer], router_choice)
         return logits, weigh(router, logits, experts), experts
 
     def _route_divided(
         self, layer: int, router: Any, inputs: tuple[Tensor, Any], output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        if self._chosen is None:
+        if self._experts is None:
             return None
         from deepspeed.moe.ep_count import count_tokens_per_expert
 
-        experts = _known(self._chosen[:, layer], output[1])
+        experts = _recorded_or_chosen(self._experts[:, layer], output[1])
         # The output has only the weights of the router's own choice, so the logits are computed again.
         weights = router.gate(inputs[0]).softmax(-1, dtype=torch.float32).gather(-1, experts)
         if router.route_norm:
@@ -111,31 +111,31 @@ class RouterReplay:
         return weights * router.route_scale, experts, count_tokens_per_expert(experts, router.num_experts)
 
 
-def _known(recorded: Tensor, own: Tensor) -> Tensor:
+def _recorded_or_chosen(recorded: Tensor, router_choice: Tensor) -> Tensor:
     """Recorded experts [tokens, k] where they are known, otherwise the router's own."""
-    recorded = recorded.to(own.dtype)
-    known = (recorded[:, :1] != recorded[:, 1:2]).expand_as(own)  # equal ids: unknown (records/experts.py)
-    return torch.where(known, recorded, own)
+    recorded = recorded.to(router_choice.dtype)
+    differ = recorded[:, :1] != recorded[:, 1:2]  # equal ids: unknown (records/experts.py)
+    return torch.where(differ.expand_as(router_choice), recorded, router_choice)
 
 
 def replayed_routers(model: Any) -> dict[int, Any]:
     """Return a model's routers by the index of their layer. Raises ``UserError`` if none can be replayed."""
-    kind = model.config.get_text_config().model_type
-    found: dict[int, Any] = {}
+    model_type = model.config.get_text_config().model_type
+    routers: dict[int, Any] = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(f"{name}.")
         if layer is not None and type(module).__name__ in (*ROUTERS, DIVIDED):
-            found[int(layer[1])] = module
-    if not found:
+            routers[int(layer[1])] = module
+    if not routers:
         raise UserError(
-            f"router_replay: {kind} has no router that can replay experts",
+            f"router_replay: {model_type} has no router that can replay experts",
             location="algorithm.router_replay",
             hint="set it to false; it is for " + ", ".join(name.partition("Top")[0] for name in ROUTERS),
         )
-    if (most := min(router.top_k for router in found.values())) < 2:
+    if (expert_count := min(router.top_k for router in routers.values())) < 2:
         raise UserError(
-            f"router_replay: each token of this {kind} uses {most} expert in a layer",
+            f"router_replay: each token of this {model_type} uses {expert_count} expert in a layer",
             location="algorithm.router_replay",
             hint="set it to false; it needs two experts per token or more",
         )
-    return found
+    return routers

@@ -47,8 +47,8 @@ def save_model(model: Any, source: str | Path, folder: str | Path, **options: An
 
     from asyncrl_cli.data.tokenizer import without_progress_bars
 
-    kept = _saved_file(source, GENERATION_CONFIG)
-    text = None if kept is None else kept.read_bytes()
+    generation_config = _saved_file(source, GENERATION_CONFIG)
+    text = None if generation_config is None else generation_config.read_bytes()
     if text is not None:
         model.generation_config = GenerationConfig()
     with without_progress_bars():
@@ -74,28 +74,29 @@ def save_while_gathered(
 
     folder = Path(folder)
     save_model(model, source, folder, state_dict={})
-    for old in folder.glob("model*.safetensors*"):  # a loader would prefer an old file with all weights
-        old.unlink()
+    for old_file in folder.glob("model*.safetensors*"):  # a loader would prefer an old file with all weights
+        old_file.unlink()
     left_out = model._keys_to_ignore_on_save or ()
     saved = {slot.name: slot for slot in slots if slot.name not in left_out}
     dtypes = {weight.name: weight.parameter.dtype for weight in plain_weights(model)}
     sizes = {
-        part.name: torch.empty(part.shape, dtype=dtypes[slot.name], device="meta")
+        tensor_slot.name: torch.empty(tensor_slot.shape, dtype=dtypes[slot.name], device="meta")
         for slot in saved.values()
-        for part in slot.parts or (slot,)
+        for tensor_slot in slot.parts or (slot,)
     }
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
-    begun: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
+    unfinished_files: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
     for weight in weights:
-        if (found := saved.get(weight.name)) is None:
+        if (weight_slot := saved.get(weight.name)) is None:
             continue
         full = weight.merged().reshape(-1)
-        for part in found.parts or (found,):
-            start, file = (part.offset - found.offset) // found.itemsize, plan.tensor_to_filename[part.name]
-            tensor = full[start : start + part.numel].view(part.shape)
-            begun[file][part.name] = tensor.to("cpu", dtypes[weight.name], copy=True)
-            if len(begun[file]) == len(plan.filename_to_tensors[file]):
-                save_file(begun.pop(file), folder / file, metadata={"format": "pt"})
+        for tensor_slot in weight_slot.parts or (weight_slot,):
+            start = (tensor_slot.offset - weight_slot.offset) // weight_slot.itemsize
+            file = plan.tensor_to_filename[tensor_slot.name]
+            tensor = full[start : start + tensor_slot.numel].view(tensor_slot.shape)
+            unfinished_files[file][tensor_slot.name] = tensor.to("cpu", dtypes[weight.name], copy=True)
+            if len(unfinished_files[file]) == len(plan.filename_to_tensors[file]):
+                save_file(unfinished_files.pop(file), folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -103,27 +104,27 @@ def save_while_gathered(
 
 def copy_generation_config(source: str | Path, folder: Path) -> None:
     """Copy a model's generation config, if it has one; ``source``: as in ``save_model``."""
-    if (kept := _saved_file(source, GENERATION_CONFIG)) is not None:
-        shutil.copyfile(kept, folder / GENERATION_CONFIG)
+    if (file := _saved_file(source, GENERATION_CONFIG)) is not None:
+        shutil.copyfile(file, folder / GENERATION_CONFIG)
 
 
 def copy_processor(source: str | Path, folder: Path) -> None:
     """Copy the files of a model's image processor, if it has one; ``source``: as in ``save_model``."""
     for name in PROCESSOR_FILES:
-        if (kept := _saved_file(source, name)) is not None and kept.parent != folder:
-            shutil.copyfile(kept, folder / name)
+        if (file := _saved_file(source, name)) is not None and file.parent != folder:
+            shutil.copyfile(file, folder / name)
 
 
 def _saved_file(source: str | Path, name: str) -> Path | None:
     from transformers.utils import cached_file
 
-    found = cached_file(
+    path = cached_file(
         str(source),
         name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 PREFIX = "model."
@@ -144,14 +145,14 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
         with reading_tensors(checkpoint.folder):
             state = _saved(checkpoint)
         # By identity: tied weights are one object with two names.
-        whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
+        full_weights = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RunError(
             f"the weights cannot be read: {type(error).__name__}: {error}",
             location=str(checkpoint.folder),
             hint="check the checkpoint with `asyncrl checkpoint verify`",
         ) from error
-    return {name.removeprefix(PREFIX): whole[id(tensor)] for name, tensor in state.items()}
+    return {name.removeprefix(PREFIX): full_weights[id(tensor)] for name, tensor in state.items()}
 
 
 def export_model(

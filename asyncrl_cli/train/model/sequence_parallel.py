@@ -38,8 +38,7 @@ class SequenceError(ConfigError):
 
 
 ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""Types of rotary embeddings with frequencies that depend on the given positions. For a slice they would be wrong, and
-threads that share a model would change them for each other (warm_start.py)."""
+"""Types of rotary embeddings with frequencies that depend on the given positions, and would be wrong for a slice."""
 
 
 def check_config(config: Any, size: int) -> None:
@@ -50,9 +49,9 @@ def check_config(config: Any, size: int) -> None:
         raise SequenceError(problem.message, problem.hint)
     rope = getattr(text, "rope_parameters", None) or {}
     for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
-        kind = str(settings.get("rope_type")) if isinstance(settings, dict) else ""
-        if size > 1 and any(name in kind for name in ROPE_BY_LENGTH):
-            raise SequenceError(f"rotary embeddings of type {kind} depend on a sequence's length")
+        rope_type = str(settings.get("rope_type")) if isinstance(settings, dict) else ""
+        if size > 1 and any(name in rope_type for name in ROPE_BY_LENGTH):
+            raise SequenceError(f"rotary embeddings of type {rope_type} depend on a sequence's length")
 
 
 def row_lengths(backbone: Any, positions: Tensor) -> dict[str, Any]:
@@ -65,8 +64,8 @@ def row_lengths(backbone: Any, positions: Tensor) -> dict[str, Any]:
         return {}
     starts = (positions[0] == 0).nonzero()[:, 0].to(torch.int32)
     edges = nn.functional.pad(starts, (0, 1), value=positions.shape[1])
-    longest = int(edges.diff().max())
-    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+    longest_row = int(edges.diff().max())
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest_row, "max_length_k": longest_row}
 
 
 class SequenceGroup:
@@ -87,15 +86,17 @@ class SequenceGroup:
         self._full = False
         self._layers = 0
 
-    def joined(self, values: Tensor, own: Tensor) -> Tensor:
+    def joined(self, values: Tensor, local_mask: Tensor) -> Tensor:
         """Return the values of all slices, [positions]; collective. Gradients flow only through this rank's values.
 
         ``values``: this rank's values; ``own``, bool [positions], is true at their places.
         """
-        placed = torch.zeros(own.shape, dtype=values.dtype, device=values.device).masked_scatter(own, values)
-        others = placed.detach().clone()
-        torch.distributed.all_reduce(others, group=self._ranks)
-        return torch.where(own, placed, others)
+        local_values = torch.zeros(local_mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
+            local_mask, values
+        )
+        all_values = local_values.detach().clone()
+        torch.distributed.all_reduce(all_values, group=self._ranks)
+        return torch.where(local_mask, local_values, all_values)
 
     def predicting_states(
         self, backbone: Any, ids: Tensor, predicts: Tensor, positions: Tensor | None
@@ -108,13 +109,13 @@ class SequenceGroup:
         """
         from transformers.masking_utils import create_masks_for_generate
 
-        packed, missing = positions is not None, -ids.shape[1] % self.size
-        ids, predicts = nn.functional.pad(ids, (0, missing)), nn.functional.pad(predicts, (0, missing))
+        packed, padding = positions is not None, -ids.shape[1] % self.size
+        ids, predicts = nn.functional.pad(ids, (0, padding)), nn.functional.pad(predicts, (0, padding))
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if positions is None:
             positions = columns
         else:
-            positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :missing]], dim=1)
+            positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :padding]], dim=1)
         # Masks of the full sequences, because attention is over these. By itself the model would mask its slice.
         masks = create_masks_for_generate(
             config=backbone.config,
@@ -125,9 +126,9 @@ class SequenceGroup:
         )
         self._layers = 0
         states: Tensor = backbone(
-            input_ids=self.own(ids),
+            input_ids=self.local_slice(ids),
             attention_mask=masks,
-            position_ids=self.own(positions),
+            position_ids=self.local_slice(positions),
             use_cache=False,
             **(row_lengths(backbone, positions) if packed else {}),
         ).last_hidden_state
@@ -137,13 +138,13 @@ class SequenceGroup:
                 f"{layers - self._layers} of the {layers} layers of this {backbone.config.model_type} mix positions "
                 "by other means than attention"
             )
-        here = columns // (ids.shape[1] // self.size) == self.rank
-        return states[self.own(predicts)], here[predicts]
+        is_local = columns // (ids.shape[1] // self.size) == self.rank
+        return states[self.local_slice(predicts)], is_local[predicts]
 
-    def own(self, matrix: Tensor) -> Tensor:
+    def local_slice(self, matrix: Tensor) -> Tensor:
         """Return this rank's slice of a matrix [rows, positions, ...]; zeros extend it to slices of equal length."""
-        missing = -matrix.shape[1] % self.size
-        full = nn.functional.pad(matrix, (0, 0) * (matrix.ndim - 2) + (0, missing)) if missing else matrix
+        padding = -matrix.shape[1] % self.size
+        full = nn.functional.pad(matrix, (0, 0) * (matrix.ndim - 2) + (0, padding)) if padding else matrix
         return full.chunk(self.size, dim=1)[self.rank].contiguous()
 
     @contextmanager
@@ -179,13 +180,13 @@ class SequenceGroup:
         if any(kwargs.get(name) is not None for name in ("s_aux", "position_bias")):
             raise SequenceError("attention of this model has weights for each head, which are not divided")
         # Ulysses needs values of the keys' size, but latent attention (DeepSeek) has smaller values.
-        missing = size - value.shape[-1]
+        padding = size - value.shape[-1]
         ulysses = _ulysses(core, ranks=self._ranks, rows=rows, heads=heads, size=size, kv_heads=key.shape[1])
         groups = getattr(module, "num_key_value_groups", None)
-        attended, weights = ulysses(module, query, key, nn.functional.pad(value, (0, missing)), mask, **kwargs)
+        attended, weights = ulysses(module, query, key, nn.functional.pad(value, (0, padding)), mask, **kwargs)
         if groups is not None:  # DeepSpeed sets it for a share of the heads, but passes with all heads use it, too
             module.num_key_value_groups = groups
-        return attended.view(rows, positions, heads, size)[..., : size - missing], weights
+        return attended.view(rows, positions, heads, size)[..., : size - padding], weights
 
 
 @cache

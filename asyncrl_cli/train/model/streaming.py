@@ -28,33 +28,36 @@ def streamed() -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
-    whole = PreTrainedModel._load_pretrained_model
-    PreTrainedModel._load_pretrained_model = staticmethod(partial(_load, whole))
+    load_all = PreTrainedModel._load_pretrained_model
+    PreTrainedModel._load_pretrained_model = staticmethod(partial(_load, load_all))
     try:
         yield
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(whole)
+        PreTrainedModel._load_pretrained_model = staticmethod(load_all)
 
 
-def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, config: Any, *rest: Any) -> Any:
+def _load(load_all: Any, model: Any, state_dict: Any, files: list[str] | None, config: Any, *arguments: Any) -> Any:
     """Replaces ``PreTrainedModel._load_pretrained_model``, which is ``whole``."""
     from transformers.modeling_utils import LoadStateDictInfo
 
     if state_dict is not None or not files or not all(str(file).endswith(".safetensors") for file in files):
-        return whole(model, state_dict, files, config, *rest)
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    missing = set(model.state_dict())
+        return load_all(model, state_dict, files, config, *arguments)
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    missing_names = set(model.state_dict())
     with ExitStack() as opened:
         # On all ranks: planning marks the conversions that the checkpoint needs, and saving reverts these.
         plan = _plan(model, files=files, mapping=config.weight_mapping or [], opened=opened)
-        weights = _converted(model, plan, own) if torch.distributed.get_rank() == 0 else None
+        weights = _converted(model, plan, tensors) if torch.distributed.get_rank() == 0 else None
         for name, value in _announced(weights):
-            _fill(own[name], value)
+            _fill(tensors[name], value)
             del value  # freed before the next one is read
-            missing.discard(name)
+            missing_names.discard(name)
     model._weight_conversions = [entry for entry in config.weight_mapping or [] if entry.was_used()]
     nothing: dict[str, Any] = {"unexpected_keys": set(), "mismatched_keys": set(), "skipped_pp_keys": set()}
-    info = LoadStateDictInfo(missing_keys=missing, error_msgs=[], conversion_errors={}, **nothing)
+    info = LoadStateDictInfo(missing_keys=missing_names, error_msgs=[], conversion_errors={}, **nothing)
     return info, None
 
 
@@ -89,7 +92,7 @@ def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -
     return plan
 
 
-def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _converted(model: Any, plan: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Read and convert weights, one conversion at a time; yields names in the model, and values.
 
     Raises ``ValueError`` for a weight of another shape than the model's.
@@ -97,14 +100,14 @@ def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iter
     from asyncrl_cli.train.model.lora import full_shape
 
     for target in list(plan):
-        made = plan.pop(target).convert(target, model=model, config=model.config)
-        for name in list(made):
-            value = made.pop(name)
+        values = plan.pop(target).convert(target, model=model, config=model.config)
+        for name in list(values):
+            value = values.pop(name)
             value = value[0] if isinstance(value, list) else value
-            if name not in own:
+            if name not in tensors:
                 continue
-            if tuple(value.shape) != full_shape(own[name]):
-                raise ValueError(f"{name} is {list(value.shape)}, but {list(full_shape(own[name]))} in the model")
+            if tuple(value.shape) != full_shape(tensors[name]):
+                raise ValueError(f"{name} is {list(value.shape)}, but {list(full_shape(tensors[name]))} in the model")
             yield name, value
             del value
 
@@ -133,16 +136,16 @@ def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[s
         yield name, value
 
 
-def _fill(own: Tensor, value: Tensor | None) -> None:
+def _fill(target: Tensor, value: Tensor | None) -> None:
     """Write rank 0's ``value`` into a sharded parameter, or into a buffer, which is whole on every rank; collective."""
     with torch.no_grad():
-        if isinstance(own, nn.Parameter):
-            with gathered([own], zero_stage=3, writer=0):
+        if isinstance(target, nn.Parameter):
+            with gathered([target], zero_stage=3, writer=0):
                 if value is not None:
-                    own.copy_(value)
+                    target.copy_(value)
         else:
             stated = [value]
             torch.distributed.broadcast_object_list(stated, src=0)
             assert stated[0] is not None
-            own.copy_(stated[0])
-    own._is_hf_initialized = True  # type: ignore[attr-defined]  # otherwise transformers draws random values
+            target.copy_(stated[0])
+    target._is_hf_initialized = True  # type: ignore[attr-defined]  # otherwise transformers draws random values

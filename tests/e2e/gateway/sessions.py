@@ -48,13 +48,22 @@ def rows(split, size):
     for _ in range(size):
         yield {{"messages": {conversation}}}
 """
+SUPERVISED = {
+    "batch_size": 24,
+    "learning_rate": 3.0e-3,
+    "schedule": {"kind": "cosine", "warmup_updates": 30, "final_fraction": 0.05},
+}
+"""Settings of a warm start that suit models with random weights."""
 PROGRAM_AGENTS = ("program_agents.py", "http_record.py", "openhands_agent.py")
 
 
 def warm_start(folder: Path, conversation: str, imports: str = "from calculator import Calculator") -> dict[str, Any]:
     """`model.warm_start` on conversations that a Python expression makes from ``rng``."""
     (folder / "conversations.py").write_text(ROWS.format(imports=imports, conversation=conversation))
-    return {"steps": 300, "data": {"path": "conversations:rows", "size": 7200, "prompt_column": "messages"}}
+    return SUPERVISED | {
+        "steps": 300,
+        "data": {"path": "conversations:rows", "size": 7200, "prompt_column": "messages"},
+    }
 
 
 def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path = Path()) -> Path:

@@ -18,6 +18,7 @@ import torch
 from ..conftest import Runs, until
 from ..faults.parts import processes_of_part
 from ..served import Server, logprobs_of, serving
+from .sessions import SUPERVISED
 
 pytestmark = pytest.mark.stack
 
@@ -181,15 +182,16 @@ def test_reasoning_and_content_stream_in_pieces_before_the_calls_of_tools(tmp_pa
     runs = Runs(tmp_path)
     (tmp_path / "thinker.py").write_text(THINKER)
     (tmp_path / "thinker.jinja").write_text(THINKERS_TEMPLATE)
-    warm = {"steps": 200, "data": {"path": "thinker:rows", "prompt_column": "messages"}}
-    spec = runs.write_spec(
+    warm = SUPERVISED | {"steps": 200, "data": {"path": "thinker:rows", "prompt_column": "messages"}}
+    run = runs.train(
         model={"path": None, "init": TINY, "warm_start": warm, "chat_template": "thinker.jinja", "max_length": 256},
         task={"use": "thinker:Thinker"},
         data={"eval": {"size": 4}},
         rollout={"reasoning_parser": "qwen3"},
+        stop={"steps": 0},
     )
     tool: Any = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
-    with serving(runs, spec) as server:
+    with serving(runs, run) as server:
         client: Any = server.client()
         question = {"role": "user", "content": "7?"}
         asked = {"model": server.model, "messages": [question], "tools": [tool], "temperature": 0}

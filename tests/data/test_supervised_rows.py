@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from asyncrl_cli.checks.finding import Warned
 from asyncrl_cli.checks.prompts import check_replies, check_rows
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.supervised_rows import RowEncoder, Rows, encode_rows
 from asyncrl_cli.data.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import WarmStart
-from asyncrl_cli.train.conversations import RowEncoder, Rows, encode_rows
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,8 @@ def encoder(template: str | None = CHATML, texts_are_chats: bool = True, **keys:
         template=ChatTemplate(tokenizer),
         texts_are_chats=texts_are_chats,
         ends=frozenset({tokenizer.eos_token_id}),
-        spec=WarmStart(steps=1, **keys),
+        warm_start=WarmStart.model_validate({"steps": 1, "data": {"path": "rows.jsonl"}, **keys}),
+        images=ImageTokens("", 0, 0),
     )
 
 
@@ -76,10 +77,12 @@ def test_every_reply_is_learned_with_its_end_after_the_tokens_that_a_run_has(cha
     at = 0
     for index in range(1, len(chat), 2):
         at = mask.index(True, at)
-        assert ids[:at] == shown.render(chat[:index]).ids, "what the gateway sends to the engine before this reply"
+        assert list(ids[:at]) == list(shown.render(chat[:index]).ids), (
+            "what the gateway sends to the engine before this reply"
+        )
         at += len(replies[index // 2]) + 1
     assert at == len(ids)
-    last = replace(one, spec=WarmStart(steps=1))
+    last = encoder(template)
     assert learned(last, Prompt("1", chat)) == [f"{replies[-1]}<eos>"]
     assert last.encode(Prompt("1", chat))[0] == ids
 
@@ -123,7 +126,7 @@ def test_rows_that_would_teach_something_else_are_refused_with_their_line(
     lines = [good, [{"role": role, "content": "c"} for role in row]]
     file.write_text("\n\n".join(json.dumps({"messages": line, "answer": None}) for line in lines))
     one = encoder(template, data={"path": str(file), "prompt_column": "messages"}, **keys)
-    rows = Rows.read(one.spec, tmp_path)
+    rows = Rows.read(one.warm_start, tmp_path)
     with pytest.raises(DataError, match=says) as refused:
         encode_rows(rows, one, 100)
     line = 1 if "response_column" in keys or "before" in says else 3
@@ -142,8 +145,7 @@ def test_long_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     one = encoder(response_column="answer")
     prompts = [Prompt(str(length), "hi", {"answer": "x" * length}) for length in (4, 90, 5, 80)]
     rows = Rows(prompts, str)
-    examples, skipped = encode_rows(rows, one, 50)
-    assert (len(examples), skipped) == (2, 2)
+    assert len(encode_rows(rows, one, 50)) == 2
     found, tried = check_rows(rows, encoder=one, max_length=50, limit_s=60.0)
     assert check_replies(tried, 91)[1] == 91, "characters and the end token"
     fitting, _ = check_replies(tried, 50)
@@ -152,9 +154,3 @@ def test_long_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     for check in (lambda: encode_rows(rows, one, 5), lambda: check_rows(rows, one, max_length=5, limit_s=60.0)):
         with pytest.raises(DataError, match=r"longer than model\.max_length"):
             check()
-
-
-def test_digest_depends_on_rows_and_their_order() -> None:
-    one, other = Prompt("1", "a", {"answer": "b"}), Prompt("2", "a", {"answer": "c"})
-    digests = {Rows(rows, str).digest() for rows in ([one], [one, other], [other, one], [replace(one, content="d")])}
-    assert len(digests) == 4

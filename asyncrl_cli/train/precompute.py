@@ -75,7 +75,7 @@ class Minibatch:
     precomputed: list[Precomputed] = field(default_factory=list)
 
 
-Parts = list[tuple[PaddedRows, Precomputed]]
+Microbatches = list[tuple[PaddedRows, Precomputed]]
 """This rank's micro-batches of a step."""
 
 
@@ -91,59 +91,63 @@ def precompute(
     engine, reference, critic = learner.engine, learner.reference, learner.critic
     algorithm, trainer = learner.objective.algorithm, learner.spec.trainer
     in_reward = reference is not None and algorithm.kl_placement == "reward"
-    first = next((minibatch for minibatch in minibatches if minibatch.rows), None) if trainer.epochs == 1 else None
-    parts: Parts = []
+    first_minibatch = (
+        next((minibatch for minibatch in minibatches if minibatch.rows), None) if trainer.epochs == 1 else None
+    )
+    microbatches: Microbatches = []
     with torch.no_grad():
         for minibatch in minibatches:
             # A minibatch is empty on all ranks or on none, and has the same number of micro-batches on each. Under
             # ZeRO-3 every pass below gathers weights from all ranks, so all ranks make the passes in this order.
-            for padded in minibatch.microbatches if minibatch.rows else ():
-                inputs = (padded.input_ids, padded.response_mask)
-                keeps = keep_old_logprobs and minibatch is not first
-                old = engine(*inputs, **padded.replayed) if in_reward or keeps else None
-                at_reference = None if reference is None else reference(*inputs, **padded.replayed)
+            for microbatch in minibatch.microbatches if minibatch.rows else ():
+                inputs = (microbatch.input_ids, microbatch.response_mask)
+                keeps = keep_old_logprobs and minibatch is not first_minibatch
+                old_logprobs = engine(*inputs, **microbatch.policy_arguments) if in_reward or keeps else None
+                at_reference = None if reference is None else reference(*inputs, **microbatch.policy_arguments)
                 penalties = None
                 if in_reward:
-                    kl = learner.objective.kl(old, at_reference)  # type: ignore[arg-type]
-                    penalties = algorithm.kl_coef * kl.masked_fill(~padded.response_mask, 0.0)
+                    kl = learner.objective.kl(old_logprobs, at_reference)  # type: ignore[arg-type]
+                    penalties = algorithm.kl_coef * kl.masked_fill(~microbatch.response_mask, 0.0)
                 precomputed = Precomputed(
-                    old_logprobs=old,
+                    old_logprobs=old_logprobs,
                     reference_logprobs=at_reference,
-                    advantages=torch.zeros_like(padded.behaviour_logprobs),
-                    values=None if critic is None else critic(*inputs, **padded.seen),
+                    advantages=torch.zeros_like(microbatch.behaviour_logprobs),
+                    values=None if critic is None else critic(*inputs, **microbatch.model_arguments),
                     penalties=penalties,
                 )
                 minibatch.precomputed.append(precomputed)
-                parts.append((padded, precomputed))
+                microbatches.append((microbatch, precomputed))
         group = data_group(trainer)
         if learner.objective.advantage is None:
-            _by_token(algorithm, parts, rewards)
+            _by_token(algorithm, microbatches, rewards)
         else:
-            _by_rollout(learner.objective, parts=parts, rewards=rewards, group=group)
-        # Collective: ``parts`` is empty on all ranks or on none.
-        if algorithm.whiten_advantages and parts:
-            own = (Moments.of(given.advantages, padded.response_mask) for padded, given in parts)
-            of_step = reduce_over_ranks(reduce(operator.add, own), engine.device, group)
-            for padded, given in parts:
-                given.advantages = whiten(given.advantages, padded.response_mask, of_step)
+            _by_rollout(learner.objective, microbatches=microbatches, rewards=rewards, group=group)
+        # Collective: ``microbatches`` is empty on all ranks or on none.
+        if algorithm.whiten_advantages and microbatches:
+            local_moments = (
+                Moments.of(values.advantages, microbatch.response_mask) for microbatch, values in microbatches
+            )
+            of_step = reduce_over_ranks(reduce(operator.add, local_moments), engine.device, group)
+            for microbatch, values in microbatches:
+                values.advantages = whiten(values.advantages, microbatch.response_mask, of_step)
 
 
-def _by_rollout(objective: Objective, parts: Parts, rewards: StepRewards, group: Any) -> None:
+def _by_rollout(objective: Objective, microbatches: Microbatches, rewards: StepRewards, group: Any) -> None:
     """Give every token its rollout's or turn's advantage. A penalty in the reward is first summed over the tokens."""
     penalties = torch.zeros_like(rewards.turns)
-    if any(given.penalties is not None for _, given in parts):
-        of_turns = penalties.flatten(0, 1).to(parts[0][1].advantages.device)
-        for padded, given in parts:
-            assert given.penalties is not None
+    if any(precomputed.penalties is not None for _, precomputed in microbatches):
+        of_turns = penalties.flatten(0, 1).to(microbatches[0][1].advantages.device)
+        for microbatch, precomputed in microbatches:
+            assert precomputed.penalties is not None
             for turn in range(of_turns.shape[1]):  # row by row: single tokens would be added in no fixed order
-                of_rows = given.penalties.masked_fill(padded.turns != turn, 0.0).sum(dim=1)
-                of_turns[:, turn].index_add_(0, padded.rollouts, of_rows)
+                of_rows = precomputed.penalties.masked_fill(microbatch.turns != turn, 0.0).sum(dim=1)
+                of_turns[:, turn].index_add_(0, microbatch.rollouts, of_rows)
         # A group's rollouts are on several ranks, and its baseline needs all their penalties.
         penalties = sum_over_ranks(of_turns, group).cpu().view_as(penalties)
     advantages = _advantages(objective, rewards, penalties).flatten(0, 1).float()
-    for padded, given in parts:
-        at_tokens = advantages.to(padded.turns.device)[padded.rollouts[:, None], padded.turns]
-        given.advantages = at_tokens * padded.response_mask
+    for microbatch, precomputed in microbatches:
+        at_tokens = advantages.to(microbatch.turns.device)[microbatch.rollouts[:, None], microbatch.turns]
+        precomputed.advantages = at_tokens * microbatch.response_mask
 
 
 def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -> Tensor:
@@ -153,25 +157,25 @@ def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -
     if algorithm.advantage in BASELINES_OF_TURNS:
         return turn_advantages(rewards.turns - penalties, algorithm.gamma, objective.advantage)
     if algorithm.parts_apart:
-        of_rollouts = advantages_of_parts(rewards.parts, list(algorithm.reward_parts.values()))
+        of_rollouts = advantages_of_parts(rewards.reward_parts, list(algorithm.reward_parts.values()))
     else:
-        more = {"lengths": rewards.lengths, "metrics": rewards.metrics, "baseline": rewards.baseline}
-        asked = {name: more[name] for name in objective.asks}
-        of_rollouts = of_scored(objective.advantage, rewards.rollouts - penalties.sum(dim=2), asked)
+        optional_inputs = {"lengths": rewards.lengths, "metrics": rewards.metrics, "baseline": rewards.baseline}
+        requested_inputs = {name: optional_inputs[name] for name in objective.asks}
+        of_rollouts = of_scored(objective.advantage, rewards.rollouts - penalties.sum(dim=2), requested_inputs)
     return of_rollouts[..., None].expand(penalties.shape)
 
 
-def _by_token(algorithm: AlgorithmSpec, parts: Parts, rewards: StepRewards) -> None:
+def _by_token(algorithm: AlgorithmSpec, microbatches: Microbatches, rewards: StepRewards) -> None:
     """Treat every row as an episode: turns are rewarded at their last tokens, penalties apply at their own tokens."""
     turns = rewards.turns.flatten(0, 1)
-    for padded, given in parts:
-        mask = padded.response_mask
-        token_rewards = rewards_at_turn_ends(turns.to(mask.device)[padded.rollouts], padded.turns, mask).float()
-        if given.penalties is not None:
-            token_rewards = token_rewards - given.penalties.float()
-        if given.values is None:
-            given.advantages = rewards_to_go(token_rewards, mask, algorithm.gamma)
+    for microbatch, precomputed in microbatches:
+        mask = microbatch.response_mask
+        token_rewards = rewards_at_turn_ends(turns.to(mask.device)[microbatch.rollouts], microbatch.turns, mask).float()
+        if precomputed.penalties is not None:
+            token_rewards = token_rewards - precomputed.penalties.float()
+        if precomputed.values is None:
+            precomputed.advantages = rewards_to_go(token_rewards, mask, algorithm.gamma)
         else:
-            given.advantages, given.returns = gae(
-                token_rewards, given.values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda
+            precomputed.advantages, precomputed.returns = gae(
+                token_rewards, precomputed.values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
+from asyncrl_cli.train.precompute import Learner, Minibatch, precompute
 from asyncrl_cli.train.step_rewards import StepRewards
 
 
@@ -53,7 +53,7 @@ def rewards(rollouts: Tensor) -> StepRewards:
     return StepRewards(
         rollouts=exact,
         turns=exact[..., None],
-        parts=exact[None],
+        reward_parts=exact[None],
         metrics={},
         lengths=torch.ones_like(exact).long(),
         uniform=torch.zeros(len(exact), dtype=torch.bool),
@@ -65,7 +65,7 @@ def minibatch(number: int, empty: bool = False) -> Minibatch:
     padded: Any = SimpleNamespace(
         input_ids=torch.full((1, 3), number),
         response_mask=torch.ones(1, 3).bool(),
-        replayed={},
+        policy_arguments={},
         behaviour_logprobs=torch.zeros(1, 3),
         rollouts=torch.tensor([number]),
         turns=torch.zeros(1, 3).long(),

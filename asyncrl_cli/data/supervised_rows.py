@@ -1,0 +1,166 @@
+"""Turns rows of ``model.warm_start.data`` into token ids, and marks the learned ones.
+
+Invariant: a learned reply has the same tokens as in a run. Text is tokenized in the same pieces as there: the prompt as
+the template renders it before the reply, then the reply up to its end token. A template that renders these pieces
+differently within the whole conversation is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
+from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.rows import value_at
+from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.data.special_tokens import plain_ids
+from asyncrl_cli.data.tokenizer import templates_texts
+from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.prompt import ChatError, Prompt, image_digests
+from asyncrl_cli.records.training import SupervisedRow
+from asyncrl_cli.spec.inputs import WarmStart
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+DATA = "model.warm_start.data"
+
+
+class Rows(NamedTuple):
+    """The rows to learn from. ``locate`` returns a row's place for error messages; rows are counted from 0."""
+
+    prompts: Sequence[Prompt]
+    locate: Callable[[int], str]
+
+    @classmethod
+    def read(cls, warm_start: WarmStart, base: Path) -> Rows:
+        """Read the rows of ``warm_start.data``; paths and modules are relative to ``base``. Raises ``DataError``."""
+        prompts = read_source(warm_start.data, "train", base)
+        return cls(prompts, partial(row_location, warm_start.data, base, DATA, prompts))
+
+
+class _Reply(NamedTuple):
+    """A learned reply, and the text before it since the last learned reply."""
+
+    context: str
+    is_templated: bool  # the chat template wrote ``context``
+    text: str  # with the template's end of the turn
+    image_digests: list[str]  # in ``context``
+
+
+@dataclass(frozen=True, slots=True)
+class RowEncoder:
+    """Encodes rows with a model's tokenizer and template. ``texts_are_chats``: text prompts become user messages.
+    ``ends``: tokens at which engines end a reply."""
+
+    tokenizer: Any
+    template: ChatTemplate
+    texts_are_chats: bool
+    ends: frozenset[int]
+    warm_start: WarmStart
+    images: ImageTokens
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec, tokenizer: Any, ends: frozenset[int]) -> RowEncoder:
+        """Make the encoder of a spec with a warm start."""
+        assert spec.model.warm_start is not None
+        return cls(
+            tokenizer,
+            template=ChatTemplate.from_spec(spec, tokenizer),
+            texts_are_chats=spec.data.apply_chat_template and templates_texts(tokenizer),
+            ends=ends,
+            warm_start=spec.model.warm_start,
+            images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
+        )
+
+    def encode(self, prompt: Prompt) -> SupervisedRow:
+        """Return the tokens up to the last learned one. Raises ``ChatError`` for a row without a reply, or if the
+        template does not render it as in a run."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        placed: list[PlacedImage] = []
+        images = {image.digest: image for image in prompt.images}
+        replies = self._replies(prompt)
+        for reply in replies:
+            if reply.image_digests:
+                context, placed_here = self.images.encode(reply.context, [images[name] for name in reply.image_digests])
+                placed += [replace(image, offset=len(ids) + image.offset) for image in placed_here]
+            elif reply.is_templated:
+                (context,) = self.template.encode([reply.context])
+            else:
+                (context,) = plain_ids(self.tokenizer, [reply.context])
+            (turn,) = self.template.encode([reply.text])
+            # A template's text after a turn's end, often a newline, is never sampled: engines stop at the end token.
+            end = next((index + 1 for index, token in enumerate(turn) if token in self.ends), None)
+            if end is None and reply is not replies[-1]:
+                raise ChatError("the chat template ends a reply with another token than the model; use train_on: last")
+            sampled = [*turn, self.tokenizer.eos_token_id] if end is None else turn[:end]
+            after = turn[len(sampled) :] if reply is not replies[-1] else []
+            ids += [*context, *sampled, *after]
+            learned += [False] * len(context) + [True] * len(sampled) + [False] * len(after)
+        if learned[0]:
+            raise ChatError("there is no text before the reply")
+        return SupervisedRow(tuple(ids), tuple(learned), tuple(placed))
+
+    def special_text(self, prompt: Prompt) -> str:
+        """Return the first special token in the row's messages that stays text; "" if there is none."""
+        messages, tools, _ = chat_of(prompt)
+        reply = prompt.fields.get(self.warm_start.response_column or "", "")
+        if isinstance(prompt.content, str) and not self.texts_are_chats:
+            return ""
+        return self.template.special_text([*messages, {"role": "assistant", "content": reply}], tools)
+
+    def _replies(self, prompt: Prompt) -> list[_Reply]:
+        messages, tools, variables = chat_of(prompt)
+        if (column := self.warm_start.response_column) is not None:
+            reply = value_at(prompt.fields, column, None)
+            if not isinstance(reply, str) or not reply:
+                raise ChatError(f"the row has no text in the column `{column}`")
+            if isinstance(prompt.content, str) and not self.texts_are_chats:
+                return [_Reply(prompt.content, False, reply, [])]
+            messages = (*messages, {"role": "assistant", "content": reply})
+        indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not indices or indices[-1] != len(messages) - 1 or len(messages) == 1:
+            raise ChatError("the conversation does not end with an assistant's message after another message")
+        learned_indices = indices if self.warm_start.train_on == "all" else indices[-1:]
+        if any(index - 1 in indices for index in learned_indices):
+            raise ChatError("two assistant messages follow one another: join them")
+        template = self.template.with_variables(variables)
+        full = template.text(messages, tools)
+        replies: list[_Reply] = []
+        end = first_message = 0
+        for index in learned_indices:
+            before = template.text(messages[:index], tools, reply=True)
+            through = template.text(messages[: index + 1], tools)
+            if not (through.startswith(before) and full.startswith(through) and end <= len(before)):
+                advice = ": use train_on: last" if index < len(messages) - 1 else ""
+                fault = f"the chat template renders the first {index} messages differently once later ones are there"
+                raise ChatError(fault + advice)
+            digests = image_digests(messages[first_message:index])
+            replies.append(_Reply(full[end : len(before)], True, full[len(before) : len(through)], digests))
+            end, first_message = len(through), index + 1
+        return replies
+
+
+def encode_rows(rows: Rows, encoder: RowEncoder, max_length: int) -> list[SupervisedRow]:
+    """Return the rows of at most ``max_length`` tokens.
+
+    Raises ``DataError`` for a row that cannot be encoded, with its place, and if no row is short enough.
+    """
+    encoded = (encode_row(rows, index, encoder) for index in range(len(rows.prompts)))
+    if fitting := [row for row in encoded if len(row.ids) <= max_length]:
+        return fitting
+    message = f"all {len(rows.prompts):,} rows are longer than model.max_length {max_length}"
+    raise DataError(message, location=DATA, hint="raise model.max_length, or shorten the rows")
+
+
+def encode_row(rows: Rows, index: int, encoder: RowEncoder) -> SupervisedRow:
+    """Encode row ``index``. Raises ``DataError`` with its place."""
+    try:
+        return encoder.encode(rows.prompts[index])
+    except ChatError as error:
+        hint = "correct or remove the row; with a prompt and a reply in two columns, set response_column"
+        raise DataError(str(error), location=rows.locate(index), hint=hint) from error

@@ -1,0 +1,143 @@
+"""The warm start: supervised training on trainer ranks, before the run's own ranks and engines start (decision 0105).
+
+Its result is a saved model in the run's folder. From there the run continues like a run with this ``model.path``: the
+model is version 0, and the optimizer starts fresh.
+
+Invariant: the folder appears complete or not at all, so a run that was killed during the warm start repeats it. Rows,
+their order and the updates depend only on the spec and the data, so it gets the same weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from pathlib import Path
+
+from asyncrl_cli.core.files import atomic_folder
+from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.data.supervised_rows import RowEncoder, Rows, encode_rows
+from asyncrl_cli.data.tokenizer import load_tokenizer
+from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.records.training import StepReport, SupervisedBatch, SupervisedRow
+from asyncrl_cli.rollout.response_text import end_tokens
+from asyncrl_cli.runs.directory import WARM_START, RunDirectory
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.train import schedule
+from asyncrl_cli.train.model.initial import model_stub
+
+PROGRESS_S = 5.0
+"""Seconds between two progress texts."""
+
+
+def with_its_result(spec: ExperimentSpec, run: RunDirectory) -> ExperimentSpec:
+    """Return the spec of the run after its warm start."""
+    saved = {"path": str(run.path / WARM_START), "init": None, "warm_start": None}
+    return spec.model_copy(update={"model": spec.model.model_copy(update=saved)})
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """The warm start of a run. ``status`` gets progress texts, ``note`` the metrics of each update."""
+
+    spec: ExperimentSpec
+    run: RunDirectory
+    search_path: Path
+    logs: Path
+    budget: RestartBudget
+    status: Callable[[str], None]
+    note: Callable[[dict[str, float]], None]
+
+    async def make(self, folder: Path) -> None:
+        """Train, and save the model in ``folder``. Ranks that die are restarted, and the training is repeated.
+
+        Raises ``DataError`` for rows that cannot be encoded, and ``RunError``.
+        """
+        rows = await asyncio.to_thread(self._encoded_rows)
+        factory = ActorFactory(_spec_of_ranks(self.spec), self.run.path, self.search_path, log_folder=self.logs)
+        group = factory.trainer_group()
+        limit_s = 2 * self.spec.pipeline.stall_minutes * 60
+        ranks = TrainerRanks(factory.trainer, group, self.search_path, limit_s, self.status)
+        try:
+            while True:
+                try:
+                    await self._train(ranks, rows, folder)
+                except TrainerLost as lost:
+                    await self.budget.spend("trainer", lost.name, lost.cause)
+                else:
+                    return
+        finally:
+            group.remove()
+
+    def is_repeated(self, folder: Path) -> bool:
+        """True if the weights in ``folder`` equal the recorded ones, byte for byte."""
+        recorded = self.run.path / WARM_START
+        names = [path.name for path in recorded.glob("*.safetensors")]
+        return bool(names) and filecmp.cmpfiles(recorded, folder, names, shallow=False)[0] == names
+
+    def _encoded_rows(self) -> list[SupervisedRow]:
+        warm_start = self.spec.model.warm_start
+        assert warm_start is not None
+        stub = model_stub(self.spec, self.run.model_stub)
+        tokenizer = load_tokenizer(stub, self.spec.model.chat_template)
+        encoder = RowEncoder.of(self.spec, tokenizer, end_tokens(stub, tokenizer))
+        source = Rows.read(warm_start, self.search_path)
+        rows = encode_rows(source, encoder, self.spec.model.max_length)
+        skipped = len(source.prompts) - len(rows)
+        too_long = f"; {skipped:,} {'is' if skipped == 1 else 'are'} too long" if skipped else ""
+        self.status(f"warm start on {counted(len(rows), 'row')}{too_long}")
+        return rows
+
+    async def _train(self, ranks: TrainerRanks, rows: Sequence[SupervisedRow], folder: Path) -> None:
+        warm_start = self.spec.model.warm_start
+        assert warm_start is not None
+        updates, tokens = warm_start.updates(len(rows)), 0
+        self.status("starting the trainer of the warm start")
+        await ranks.preload()
+        await ranks.prepare_model()
+        await ranks.start(None)
+        shown_at = started = time.monotonic()
+        order = _shuffled(rows, self.spec.seed)
+        for update in range(updates):
+            rate = warm_start.learning_rate * schedule.factor(update, updates, warm_start.schedule)
+            report = await ranks.supervised_step(SupervisedBatch(tuple(islice(order, warm_start.batch_size)), rate))
+            tokens += report.trained_tokens
+            self.note({**_row(report), "step": update + 1 - updates})
+            if (now := time.monotonic()) >= shown_at + PROGRESS_S or update + 1 == updates:
+                shown_at = now
+                loss, speed = report.metrics["warm_start/loss"], tokens / (now - started)
+                self.status(f"warm start, update {update + 1} of {updates}, loss {loss:.3f}, {speed:,.0f} tokens/s")
+        with atomic_folder(folder) as unfinished:
+            await ranks.save_model(unfinished)
+
+
+def _row(report: StepReport) -> dict[str, float]:
+    """A row of metrics.jsonl. Updates have steps up to 0, the step of version 0."""
+    speed = report.trained_tokens / report.seconds
+    return {"version": 0, "time": time.time(), **report.metrics, "warm_start/tokens_per_s": speed}
+
+
+def _shuffled(rows: Sequence[SupervisedRow], seed: int) -> Iterator[SupervisedRow]:
+    """Yield all rows again and again, in another order each time."""
+    generator = random.Random(f"warm_start/{seed}")
+    return chain.from_iterable(generator.sample(rows, len(rows)) for _ in count())
+
+
+def _spec_of_ranks(spec: ExperimentSpec) -> ExperimentSpec:
+    """The spec for ranks that train only the policy, on the log-probs at temperature 1."""
+    assert spec.model.warm_start is not None
+    optimizer = spec.trainer.optimizer.model_copy(update={"learning_rate": spec.model.warm_start.learning_rate})
+    sampling = spec.rollout.sampling.model_copy(update={"temperature": 1.0})
+    changes = {
+        "algorithm": AlgorithmSpec(),
+        "trainer": spec.trainer.model_copy(update={"optimizer": optimizer}),
+        "rollout": spec.rollout.model_copy(update={"sampling": sampling}),
+    }
+    return spec.model_copy(update=changes)

@@ -1,0 +1,76 @@
+"""Supervised steps before reinforcement learning: killed, resumed and replayed, they give the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Runs, mark_of, rows, until
+from .faults.parts import processes_of_part
+
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
+
+ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(10) for b in range(10)]
+UPDATES = 60
+
+
+def settings(runs: Runs, **sections: Any) -> dict[str, Any]:
+    (runs.folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    warm_start = {
+        "data": {"path": "sft.jsonl"},
+        "response_column": "completion",
+        "epochs": 12,
+        "steps": UPDATES,
+        "batch_size": 20,
+        "learning_rate": 1.0e-3,
+        "schedule": {"kind": "linear", "warmup_updates": 5},
+    }
+    model = {"path": str(Path(__file__).parents[2] / "specs/models/chain-sum-0.3M"), "max_length": 64}
+    return {"model": model | {"warm_start": warm_start}, "stop": {"steps": 0}, **sections}
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model/model.safetensors").read_bytes()
+
+
+def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: Runs) -> None:
+    run = shared_runs.train(**settings(shared_runs))
+    steps = rows(run, "metrics.jsonl")
+    assert [row["step"] for row in steps] == list(range(1 - UPDATES, 1))
+    assert steps[-1]["warm_start/loss"] < 0.5 * steps[0]["warm_start/loss"]
+    assert not list((run / "logs").glob("engine-*.log")), "no engine is started"
+
+    process = shared_runs.start("train", shared_runs.write_spec(**settings(shared_runs)))
+    until(lambda: shared_runs.newest() != run and _updates(shared_runs.newest()) > 5, "the first updates")
+    killed = shared_runs.newest()
+    (rank,) = processes_of_part(mark_of(process.pid), "trainer")
+    os.kill(rank, signal.SIGKILL)
+    until(lambda: _updates(killed) > UPDATES // 3 and process.poll() is None, "the updates of a new rank")
+    process.kill()
+    shared_runs.wait(process)
+    assert not (killed / "warm_start").exists()
+    ended = shared_runs.run("resume", killed)
+    assert ended.code == 0, ended.out + ended.err
+    assert weights(killed) == weights(run)
+    assert [row["step"] for row in rows(killed, "metrics.jsonl")] == list(range(1 - UPDATES, 1))
+
+    replayed = shared_runs.run("replay", run)
+    assert replayed.code == 0 and "the warm start's weights are equal" in replayed.err
+
+
+def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: Runs) -> None:
+    run = shared_runs.train(**settings(shared_runs, stop={"steps": 2}, evaluation={"prompts": 16}))
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(1 - UPDATES, 3))
+    assert rows(run, "metrics.jsonl")[-1]["correction/logprob_gap_max"] < 1e-3
+    replayed = shared_runs.run("replay", run)
+    assert replayed.code == 0, replayed.out + replayed.err
+    assert "the warm start's weights are equal" in replayed.err and "equal" in replayed.out
+
+
+def _updates(run: Path) -> int:
+    return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
