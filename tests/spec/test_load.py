@@ -211,7 +211,7 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("stop.steps='5'", "must be a whole number, not '5'"),
         ("stop.steps=true", "must be a whole number, not true"),
         ("stop.steps=2.5", "must be a whole number, not 2.5"),
-        ("stop.steps=0", "must be at least 1, not 0"),
+        ("rollout.group_size=0", "must be at least 1, not 0"),
         ("stop.epochs=1.5", "must be a whole number, not 1.5"),
         ("rollout.sampling.temperature=.inf", "must be a finite number, not inf"),
         ("rollout.sampling.temperature=0", "must be at least 0.01, not 0"),
