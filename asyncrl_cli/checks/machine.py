@@ -7,19 +7,14 @@ outside temporary folders, which it removes. A failure is a ``UserError`` with a
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import math
 import os
 import re
 import resource
 import shutil
-import sqlite3
 import subprocess
 import sysconfig
-import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
@@ -38,11 +33,10 @@ from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
 from asyncrl_cli.train.model.flash_attention import check_attention
 
-START_CHECKS = frozenset({"packages", "images", "devices", "memory", "runs folder"})
-"""The checks of every start, which take milliseconds."""
-DRY_RUN_CHECKS = START_CHECKS | {"temporary files", "journal", "file limits", "compiler"}
-IMPORTS = ("vLLM", "DeepSpeed", "Ray")
+IMPORTS = frozenset({"vLLM", "DeepSpeed", "Ray"})
 """The libraries that only `asyncrl doctor` without `--quick` imports."""
+START_CHECKS = frozenset({"packages", "images", "devices", "memory", "runs folder", "file limits", "compiler"})
+"""The checks of every start, which take milliseconds. A task that needs the sandbox tries it itself."""
 
 MIN_DISK_BYTES = 1 * GIB
 JOB_FOLDERS = "/runtime_resources/working_dir_files/"
@@ -59,17 +53,10 @@ TORCH_CUDA = re.compile(r"^cuda\b[^=]*= '([^']+)'", re.MULTILINE)
 MIN_FILES, ENOUGH_FILES = 1024, 4096
 """Limits of open files per process. Below the first Ray does not start; below the second a run of several engines fails
 halfway."""
-SOCKET_PATH_BYTES = 107
-"""The longest path of a Unix socket on Linux."""
-RAY_SOCKET = "/asyncrl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
-"""A typical path of a Ray socket below the folder for temporary files."""
-SLOW_COMMIT_S = 0.1
-"""A commit that takes longer delays the buffer."""
 
 
 def machine_checks(runs_dir: Path, spec: ExperimentSpec | None = None) -> tuple[Check, ...]:
     """Return all checks of this machine, for the run of a spec, or (None) for any run."""
-    temporary = Path(tempfile.gettempdir())
     gpu_count = wanted_gpus(spec) if spec is not None else len(installed_gpus())
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
@@ -79,12 +66,10 @@ def machine_checks(runs_dir: Path, spec: ExperimentSpec | None = None) -> tuple[
         Check("devices", lambda: check_devices(spec) if spec is not None else check_gpu_build()),
         Check("memory", lambda: check_memory(spec)),
         Check("runs folder", lambda: check_run_folder(runs_dir.absolute())),
-        Check("temporary files", lambda: check_temporary_files(temporary)),
-        Check("journal", lambda: check_journal(existing(runs_dir.absolute()))),
         Check("file limits", lambda: check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))),
         Check("compiler", lambda: check_compiler(compiler, headers, gpu_count > 0)),
         Check("sandbox", check_sandbox),
-        *(Check(library, partial(import_library, library, gpu_count > 0)) for library in IMPORTS),
+        *(Check(library, partial(import_library, library, gpu_count > 0)) for library in sorted(IMPORTS)),
     )
 
 
@@ -259,69 +244,27 @@ def check_memory(spec: ExperimentSpec | None = None) -> str:
 
 def check_run_folder(folder: Path) -> str:
     """Check that the runs folder is writable or can be created, and that its disk has room."""
-    if JOB_FOLDERS in str(folder):
-        raise ConfigError(
-            f"{folder} is part of a Ray job's working directory, which Ray deletes",
-            location="runs_dir",
-            hint="set runs_dir to an absolute path on a file system that all hosts share",
-        )
-    return _check_folder(folder, location="runs_dir", hint="free space, or set runs_dir to another folder")
-
-
-def check_temporary_files(folder: Path) -> str:
-    """Check the folder for temporary files, and that the paths of Ray's sockets in it are short enough."""
-    path_bytes = len(os.fsencode(f"{folder}{RAY_SOCKET}"))
-    if path_bytes > SOCKET_PATH_BYTES:
-        message = f"the paths of Ray's sockets in {folder} have about {path_bytes} of {SOCKET_PATH_BYTES} bytes"
-        raise ConfigError(message, hint="set TMPDIR to a shorter path")
-    return _check_folder(folder, location="TMPDIR", hint="free space, or set TMPDIR to another folder")
-
-
-def _check_folder(folder: Path, location: str, hint: str) -> str:
+    hint = "free space, or set runs_dir to another folder"
+    parent = folder
     try:
-        parent = existing(folder)
+        while not parent.exists() and not parent.is_symlink():
+            parent = parent.parent
         free = shutil.disk_usage(parent).free if parent.is_dir() else 0
     except OSError as error:
-        raise ConfigError(f"{error.strerror}", location=location, hint=hint) from None
+        raise ConfigError(f"{error.strerror}", location="runs_dir", hint=hint) from None
     fault = ""
-    if not parent.is_dir():
+    if JOB_FOLDERS in str(folder):
+        fault = f"{folder} is part of a Ray job's working directory, which Ray deletes"
+        hint = "set runs_dir to an absolute path on a file system that all hosts share"
+    elif not parent.is_dir():
         fault = f"{parent} is not a folder"
     elif not os.access(parent, os.W_OK | os.X_OK):
         fault = f"{parent} is not writable for this user"
     elif free < MIN_DISK_BYTES:
         fault = f"{free / GIB:.1f} GiB free at {parent}, less than {MIN_DISK_BYTES / GIB:.0f} GiB"
     if fault:
-        raise ConfigError(fault, location=location, hint=hint)
+        raise ConfigError(fault, location="runs_dir", hint=hint)
     return f"{folder}, {free / GIB:.1f} GiB free"
-
-
-def existing(path: Path) -> Path:
-    """Return the path, or its nearest parent folder that exists."""
-    while not path.exists() and not path.is_symlink():
-        path = path.parent
-    return path
-
-
-def check_journal(folder: Path) -> Result:
-    """Use a folder as a run's journal does: lock a file, open a WAL database, wait for a commit."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".asyncrl-check-", dir=folder) as name:
-            with Path(name, "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with closing(sqlite3.connect(Path(name, "journal.db"), isolation_level=None)) as connection:
-                (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
-                if mode != "wal":
-                    raise sqlite3.OperationalError("no write-ahead log")
-                connection.execute("PRAGMA synchronous = FULL")
-                connection.execute("CREATE TABLE rows (value)")
-                start_s = time.perf_counter()
-                connection.execute("INSERT INTO rows VALUES (1)")
-                commit_s = time.perf_counter() - start_s
-    except (OSError, sqlite3.Error) as error:
-        hint = "set runs_dir to a local disk: the journal needs locks and shared memory between processes"
-        raise ConfigError(f"{error} at {folder}", hint=hint) from None
-    text = f"a commit takes {commit_s * 1000:.1f} ms at {folder}"
-    return Warned(text, "set runs_dir to a faster local disk") if commit_s > SLOW_COMMIT_S else text
 
 
 def check_file_limits(soft: int, hard: int) -> Result:

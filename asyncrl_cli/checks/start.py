@@ -19,7 +19,7 @@ from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.checks.hosts.newcomers import Newcomers
-from asyncrl_cli.checks.machine import DRY_RUN_CHECKS, START_CHECKS, machine_checks
+from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
 from asyncrl_cli.checks.memory import check_memory_estimate
 from asyncrl_cli.checks.programs import check_engine
 from asyncrl_cli.checks.trial import Trial, try_tasks
@@ -125,8 +125,7 @@ class StartChecks:
     def _checks(self) -> Iterator[Check]:
         """All checks, the cheapest first. The order matters: later checks use what earlier checks have loaded."""
         spec = self._spec
-        names = DRY_RUN_CHECKS if self._thorough else START_CHECKS
-        yield from (check for check in machine_checks(spec.runs_dir, spec) if check.name in names)
+        yield from (check for check in machine_checks(spec.runs_dir, spec) if check.name in START_CHECKS)
         yield Check("tracking", self._tracking)
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)

@@ -13,20 +13,20 @@ from types import FrameType
 Handler = Callable[[int, FrameType | None], None]
 
 _CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-_kept: list[object] = []
+_callbacks: list[object] = []
 """Keeps objects alive to which C code has a pointer."""
 
 
-def handle_in_main_thread(number: int, handler: Handler) -> None:
+def handle_in_main_thread(signal_number: int, handler: Handler) -> None:
     """Have the main thread set a signal handler when it next runs Python code.
 
     If an actor's constructor calls this, the handler is set before the actor's first call.
     """
 
     def install(_: int | None) -> int:
-        signal.signal(number, handler)
+        signal.signal(signal_number, handler)
         return 0
 
     call = _CALL(install)
-    _kept.append(call)
+    _callbacks.append(call)
     ctypes.pythonapi.Py_AddPendingCall(call, None)

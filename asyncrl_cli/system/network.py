@@ -44,11 +44,11 @@ def interface_to(address: str) -> str:
                 location=socket.gethostname(),
                 hint="put the hosts or the chosen nodes into one network (cluster.trainer, cluster.engines)",
             ) from None
-        own = probe.getsockname()[0]
-    if (name := _interface_with(own)) is not None:
+        own_address = probe.getsockname()[0]
+    if (name := _interface_with(own_address)) is not None:
         return name
     raise RunError(
-        f"no network interface of this host has the address {own}, from which it reaches {address}",
+        f"no network interface of this host has the address {own_address}, from which it reaches {address}",
         location=socket.gethostname(),
         hint="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where Ray is started on this host",
     )
@@ -68,6 +68,6 @@ def _interface_with(address: str) -> str | None:
     family = family_of(address)
     for name, addresses in psutil.net_if_addrs().items():
         # An IPv6 address may carry its interface: fe80::1%eth0.
-        if any(one.family == family and one.address.partition("%")[0] == address for one in addresses):
+        if any(a.family == family and a.address.partition("%")[0] == address for a in addresses):
             return str(name)
     return None

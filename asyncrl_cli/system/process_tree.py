@@ -28,11 +28,11 @@ NOT_STARTED = 127
 
 
 class Process(NamedTuple):
-    """One process. ``ended``: it has ended, and its parent has not waited for it yet."""
+    """One process. ``is_zombie``: it has ended, and its parent has not waited for it yet."""
 
     pid: int
     parent: int
-    ended: bool
+    is_zombie: bool
 
 
 def die_with(parent: int) -> None:
@@ -58,12 +58,12 @@ def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Proc
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 process = Process(int(entry.name), int(fields[1]), fields[0] in "ZX")
                 children.setdefault(process.parent, []).append(process)
-    found, remaining, without = [], list(roots), frozenset(excluded)
-    while remaining:
-        nearer = [process for process in children.pop(remaining.pop(), ()) if process.pid not in without]
-        found += nearer
-        remaining += (process.pid for process in nearer)
-    return found
+    result, parents, excluded_pids = [], list(roots), frozenset(excluded)
+    while parents:
+        direct_children = [process for process in children.pop(parents.pop(), ()) if process.pid not in excluded_pids]
+        result += direct_children
+        parents += (process.pid for process in direct_children)
+    return result
 
 
 def kill_descendants(excluded: Iterable[int] = ()) -> None:
@@ -71,11 +71,11 @@ def kill_descendants(excluded: Iterable[int] = ()) -> None:
     excluded = frozenset(excluded)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
-        found = descendants([os.getpid()], excluded)
-        reap(process.pid for process in found if process.ended and process.parent == os.getpid())
-        if all(process.ended for process in found):
+        processes = descendants([os.getpid()], excluded)
+        reap(process.pid for process in processes if process.is_zombie and process.parent == os.getpid())
+        if all(process.is_zombie for process in processes):
             return
-        for process in found:
+        for process in processes:
             with suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.005)

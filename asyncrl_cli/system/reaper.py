@@ -42,11 +42,11 @@ RESTART_S = 1.0
 
 def marked_processes(mark: str) -> Iterator[int]:
     """The pids of this user's processes with the mark, except this process."""
-    wanted = f"{MARK}={mark}".encode()
+    entry_with_mark = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):  # it has ended, or belongs to another user
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                if entry_with_mark in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
 
 
@@ -54,11 +54,11 @@ def kill_marked(mark: str) -> None:
     """Kill the marked processes and their descendants until none is left."""
     deadline = time.monotonic() + CLEAN_UP_S
     while time.monotonic() < deadline:
-        found = list(marked_processes(mark))
-        if not found:
+        pids = list(marked_processes(mark))
+        if not pids:
             return
         # Descendants, too: processes that agents start may have another environment, without the mark.
-        for pid in (*found, *(process.pid for process in descendants(found))):
+        for pid in (*pids, *(process.pid for process in descendants(pids))):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         # Look again: a killed process stays in /proc until it is reaped, and one may have forked during the search.
@@ -78,9 +78,9 @@ def remove_left_behind() -> None:
     """Clean up after drivers that were killed together with their reapers."""
     for folder in Path(tempfile.gettempdir()).glob("asyncrl-*"):
         with suppress(OSError):  # its driver lives, another driver removes it, or it has no lock file
-            found = folder.lstat()
+            status = folder.lstat()
             # Other users can make folders here, and must not choose the processes that we kill.
-            if not (NAME.fullmatch(folder.name) and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
+            if not (NAME.fullmatch(folder.name) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()):
                 continue
             with (folder / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,13 +98,13 @@ def _make(folder: Path) -> int:
 
 
 @contextmanager
-def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
+def running_reaper(log: Path, name_prefix: str = "") -> Iterator[Path]:
     """A new temporary folder with a reaper, which is restarted whenever it dies.
 
     After the block, the folder is removed and no process has its path as mark, even if the reaper was killed.
     """
     remove_left_behind()
-    folder = Path(tempfile.gettempdir(), f"asyncrl-{kind}{secrets.token_hex(4)}")
+    folder = Path(tempfile.gettempdir(), f"asyncrl-{name_prefix}{secrets.token_hex(4)}")
     mark = str(folder)
 
     def start() -> subprocess.Popen[bytes]:
@@ -121,7 +121,7 @@ def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
             )
 
     # Before the folder exists: a kill between the two must not leave the folder behind (decision 0008).
-    reaper, ended, changing = start(), Event(), Lock()
+    reaper, block_ended, changing = start(), Event(), Lock()
     lock: int | None = None
 
     def watch() -> None:
@@ -129,11 +129,11 @@ def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
         while True:
             reaper.wait()
             with changing:
-                if ended.is_set():
+                if block_ended.is_set():
                     return
                 with suppress(OSError):  # no memory for a process; the next attempt may succeed
                     reaper = start()
-            ended.wait(RESTART_S)
+            block_ended.wait(RESTART_S)
 
     Thread(target=watch, name="reaper", daemon=True).start()
     try:
@@ -141,15 +141,15 @@ def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
         yield folder
     finally:
         with changing:
-            ended.set()
+            block_ended.set()
         assert reaper.stdin is not None
         reaper.stdin.close()
         try:
-            done = reaper.wait(timeout=2 * CLEAN_UP_S + 5) == 0
+            cleaned_up = reaper.wait(timeout=2 * CLEAN_UP_S + 5) == 0
         except subprocess.TimeoutExpired:  # it is stopped, or hangs
             reaper.kill()
-            done = False
-        if not done:
+            cleaned_up = False
+        if not cleaned_up:
             kill_marked(mark)
         remove(folder)
         if lock is not None:

@@ -15,7 +15,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.system.remote import ActorLost
 
-Part = Literal["engine", "trainer", "scorer", "episode-worker", "gateway", "host-agent"]
+ActorKind = Literal["engine", "trainer", "scorer", "episode-worker", "gateway", "host-agent"]
 
 WINDOW_S = 6 * 3600.0
 """Seconds over which restarts are counted. An attempt takes at most 10 minutes, so a part that never starts ends the
@@ -23,7 +23,7 @@ run; a part that fails rarely does not."""
 Answer = TypeVar("Answer")
 
 
-async def not_recorded(kind: str, part: str, message: str) -> None:
+async def not_recorded(fault_kind: str, name: str, message: str) -> None:
     """Record no fault, for commands without a journal."""
 
 
@@ -35,35 +35,35 @@ class RestartBudget:
         max_restarts: int,
         record: Callable[[str, str, str], Awaitable[None]],
         warn: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it; ``now()`` is in seconds."""
+        """``record(kind, part, message)`` makes a fault durable, ``warn(text)`` shows it; ``clock()`` is in seconds."""
         self._max_restarts = max_restarts
         self._record = record
         self.warn: Callable[[str], None] = lambda text: warn(hide(text))
-        self._now = now
+        self._clock = clock
         self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # time and cause, by kind
 
-    async def spend(self, kind: Part, name: str, cause: str) -> None:
+    async def spend(self, actor_kind: ActorKind, name: str, cause: str) -> None:
         """Count a failure of the part ``name`` before its restart. Raises ``RunError`` if there were too many."""
-        now, hours = self._now(), f"{WINDOW_S / 3600:g} hours"
-        recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]
-        self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
-        count, (_, first) = len(recent), recent[0]
+        now_s, hours = self._clock(), f"{WINDOW_S / 3600:g} hours"
+        recent_failures = [failure for failure in self._restarts[actor_kind] if failure[0] > now_s - WINDOW_S]
+        self._restarts[actor_kind] = recent_failures = [*recent_failures, (now_s, f"{name}: {cause}")]
+        count, (_, first_cause) = len(recent_failures), recent_failures[0]
         self.warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts} in {hours}")
-        await self._record(kind, name, cause)
+        await self._record(actor_kind, name, cause)
         if count <= self._max_restarts:
             return
         raise RunError(
-            f"restarted {count - 1} times in {hours}, and it failed again; the first cause: {first}",
+            f"restarted {count - 1} times in {hours}, and it failed again; the first cause: {first_cause}",
             location=name,
             hint=f"fix the cause (see logs/{name}.log), or raise pipeline.max_restarts",
         )
 
-    async def note(self, kind: str, name: str, message: str) -> None:
+    async def note(self, fault_kind: str, name: str, message: str) -> None:
         """Record a fault that needs no restart."""
         self.warn(f"{name}: {message}")
-        await self._record(kind, name, message)
+        await self._record(fault_kind, name, message)
 
 
 class SupervisedActor:
@@ -80,7 +80,7 @@ class SupervisedActor:
 
     def __init__(
         self,
-        part: Part,
+        actor_kind: ActorKind,
         name: str,
         make: Callable[[], Any],
         start: Callable[[Any], Awaitable[object]],
@@ -92,7 +92,7 @@ class SupervisedActor:
         self.actor: Any = None
         self.pid: int | None = None
         self.started = False
-        self._part = part
+        self._actor_kind = actor_kind
         self._make = make
         self._start = start
         self._budget = budget
@@ -131,12 +131,12 @@ class SupervisedActor:
                     return actor
             await self.lose(actor, lost.message)
 
-    async def call(self, work: Callable[[Any], Awaitable[Answer]]) -> Answer:
-        """The result of ``work(actor)``. If the actor is lost, it is killed and counted, and the error is raised; the
-        next call starts another."""
+    async def call(self, request: Callable[[Any], Awaitable[Answer]]) -> Answer:
+        """The result of ``request(actor)``. If the actor is lost, it is killed and counted, and the error is raised;
+        the next call starts another."""
         actor = await self.running()
         try:
-            return await work(actor)
+            return await request(actor)
         except ActorLost as lost:
             await self.lose(actor, lost.message)
             raise
@@ -145,7 +145,7 @@ class SupervisedActor:
         """Kill and count a lost actor. Raises ``RunError`` after too many restarts."""
         if actor is self.actor:  # otherwise another caller has counted it
             self._drop()
-            await self._budget.spend(self._part, self.name, cause)
+            await self._budget.spend(self._actor_kind, self.name, cause)
 
     async def start_once(self) -> None:
         """Start the actor without a retry. An error kills the actor and is raised; it is not counted."""

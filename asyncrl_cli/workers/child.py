@@ -70,7 +70,7 @@ class Orphans:
             return
         self._looked = time.monotonic()
         me = os.getpid()
-        ended = frozenset(process.pid for process in descendants([me]) if process.ended and process.parent == me)
+        ended = frozenset(process.pid for process in descendants([me]) if process.is_zombie and process.parent == me)
         reap(ended & self._ended)
         self._ended = ended
 

