@@ -82,7 +82,7 @@ def _serve(connection: Pipe, slots: tuple[TensorSlot, ...]) -> None:
             started = time.perf_counter()
             parts = replica.digest(version, range(RANKS), threads)
             seconds = time.perf_counter() - started
-            current = Manifest.of(version, slots, RANKS, [parts])
+            current = Manifest.from_digests(version, slots, RANKS, [parts])
             connection.send((url, current, seconds))
 
 

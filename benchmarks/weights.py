@@ -106,7 +106,7 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
                     write_shard(tensors[name], begin, own, Copies())
             found["write"].append(time.perf_counter() - started)
             started = time.perf_counter()
-            manifest = Manifest.of(version, slots, 1, [replica.digest(version, [0], threads)])
+            manifest = Manifest.from_digests(version, slots, 1, [replica.digest(version, [0], threads)])
             found["digest"].append(time.perf_counter() - started)
             started = time.perf_counter()
             found["stall"].append(await engine.update_weights(version, path, slots, "keep"))

@@ -204,7 +204,7 @@ class Replicas:
             if [agent.losses for agent in agents] == written.losses:
                 raise
             raise AgentLost(error.message, location=error.location) from error  # an agent died before this call
-        manifest = Manifest.of(written.version, self._slots, self._ranks, parts)
+        manifest = Manifest.from_digests(written.version, self._slots, self._ranks, parts)
         for agent in agents:
             agent.note_held(manifest, written.ranks[agent.node])
         return manifest

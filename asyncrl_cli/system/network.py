@@ -54,14 +54,6 @@ def interface_to(address: str) -> str:
     )
 
 
-def link_megabits(address: str) -> int:
-    """The speed in megabits/s of this host's interface with an address; 0 if it reports none."""
-    import psutil
-
-    status = psutil.net_if_stats().get(_interface_with(address) or "")
-    return 0 if status is None else int(status.speed)
-
-
 def _interface_with(address: str) -> str | None:
     import psutil
 

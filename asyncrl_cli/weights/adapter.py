@@ -46,31 +46,28 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         assert isinstance(init_info, AdapterInitInfo)
         self.helper = PEFTHelper(r=init_info.rank, lora_alpha=init_info.alpha, target_modules=[])
         self.adapter: Future[LoRAModel]
-        self.names = [part.name for slot in self.slots for part in slot.parts or (slot,)]
+        self.names = [matrix.name for slot in self.slots for matrix in slot.parts or (slot,)]
 
     def unserved(self) -> list[str]:
         """The adapters' layers that vLLM would ignore."""
         manager = self._manager
-        served = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+        served = {layer for name in manager.modules for layer in manager.packed_modules.get(name, [name])}
         empty = dict.fromkeys(self.names, torch.empty(0))
         return sorted(self._adapter(empty).loras.keys() - served)
 
     def prepare(self, version: int, path: str) -> None:
         """Begin to read the adapter of ``version`` while the engine generates."""
-        self.adapter = self.thread.submit(self._read, version, path)
+        self.adapter = self.thread.submit(self._copied_adapter, version, path)
 
     def prepared(self) -> bool:
         """True if the adapter is read. Raises ``ReplicaGone`` if the memory now has another version."""
         return self.adapter.done() and self.adapter.result() is not None
 
-    def start_weight_update(self) -> None:
-        """Do nothing: the model's own weights do not change."""
-
-    def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
-        """Do nothing yet: at the end of an update vLLM removes all adapters, because they belong to other weights."""
-
-    def finish_weight_update(self) -> None:
-        """Do nothing: ``install`` follows."""
+    # During an update vLLM calls the next three, and at its end removes all adapters, because they belong to other
+    # weights. The model's own weights do not change, and ``install`` follows.
+    def start_weight_update(self) -> None: ...
+    def receive_weights(self, update_info: ReplicaUpdateInfo) -> None: ...
+    def finish_weight_update(self) -> None: ...
 
     def install(self) -> None:
         """Have the model use the prepared adapter. Call it while the model computes nothing."""
@@ -79,10 +76,10 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # before the engine computes with it
 
-    def _read(self, version: int, path: str) -> LoRAModel:
+    def _copied_adapter(self, version: int, path: str) -> LoRAModel:
         with self.replica.open(path, version) as tensors:
             # Copies: vLLM scales the matrices in place, which would change the replica.
-            return self._adapter({name: tensor.clone() for name, tensor in self.loaded(tensors)})
+            return self._adapter({name: tensor.clone() for name, tensor in self.named_tensors(tensors)})
 
     def _adapter(self, tensors: Mapping[str, torch.Tensor]) -> LoRAModel:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)

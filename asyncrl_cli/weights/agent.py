@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from asyncrl_cli.system.logs import redirect_output
-from asyncrl_cli.system.network import link_megabits
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, Superseded
-from asyncrl_cli.weights.pull import STREAMS, Pull, streams_for
+from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.transfer import Connection, WeightServer
 
@@ -29,7 +28,6 @@ class HostAgent:
         self._replica: Replica
         self._connect: partial[Connection]
         self._node_id = ""
-        self._streams = STREAMS
 
     async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str) -> Endpoint:
         """Map the memory, and serve it on this address of the host. Raises ``RunError``."""
@@ -37,7 +35,6 @@ class HostAgent:
 
         self._replica = await asyncio.to_thread(Replica, slots, ranks)  # a large model's chunks take seconds
         self._connect = partial(Connection, token=token)
-        self._streams = streams_for(link_megabits(interface_ip), os.cpu_count() or 1)
         self._node_id = ray.get_runtime_context().get_node_id()
         return Endpoint(self._node_id, WeightServer(self._replica, token, interface_ip).url)
 
@@ -65,22 +62,21 @@ class HostAgent:
                     location="weights",
                 )
             self._pull.supersede()
-        others = [holder for holder in holders if holder.node_id != self._node_id]
+        peers = [holder for holder in holders if holder.node_id != self._node_id]
         self._pull = Pull(
             self._replica,
             manifest=manifest,
             connect=self._connect,
-            holders=others,
+            holders=peers,
             timeout_s=timeout_s,
-            streams=self._streams,
         )
         # Shielded: if the caller gives up, the fetch continues, and the next call joins it.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)
 
-    async def _run(self, pull: Pull, last: asyncio.Task[Pulled] | None) -> Pulled:
-        if last is not None:
-            await asyncio.wait([last])  # a superseded pull needs a moment to stop writing into the memory
+    async def _run(self, pull: Pull, previous_pull: asyncio.Task[Pulled] | None) -> Pulled:
+        if previous_pull is not None:
+            await asyncio.wait([previous_pull])  # a superseded pull needs a moment to stop writing into the memory
         return await asyncio.to_thread(pull.run)
 
     async def report(self) -> dict[int, int]:

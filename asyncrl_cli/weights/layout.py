@@ -99,22 +99,23 @@ def size_of(slots: tuple[TensorSlot, ...]) -> int:
 
 def slot_from(fields: Mapping[str, Any]) -> TensorSlot:
     """The slot with these fields, which come from ``dataclasses.asdict``."""
-    return TensorSlot(**{**fields, "parts": tuple(TensorSlot(**part) for part in fields["parts"])})
+    return TensorSlot(**{**fields, "parts": tuple(TensorSlot(**part_fields) for part_fields in fields["parts"])})
 
 
-def of_first_expert(slot: TensorSlot) -> tuple[TensorSlot, ...]:
+def first_expert_parts(slot: TensorSlot) -> tuple[TensorSlot, ...]:
     """The first expert's parts of ``slot`` [experts, rows, columns]; empty if its parts are not experts' matrices.
 
     Experts lie one after another. All have the same parts, with names that differ only in the expert's number.
     """
-    own = slot.parts[: len(slot.parts) // slot.shape[0]] if len(slot.shape) == 3 else ()
+    matrices = slot.parts[: len(slot.parts) // slot.shape[0]] if len(slot.shape) == 3 else ()
+    if not all(FIRST_EXPERT in matrix.name and len(matrix.shape) == 2 for matrix in matrices):
+        return ()
     expected = [
-        (part.name.replace(FIRST_EXPERT, f".experts.{number}."), tuple(part.shape))
-        for number in range(slot.shape[0] if own else 0)
-        for part in own
+        (matrix.name.replace(FIRST_EXPERT, f".experts.{expert}."), tuple(matrix.shape))
+        for expert in range(slot.shape[0] if matrices else 0)
+        for matrix in matrices
     ]
-    same = expected == [(part.name, tuple(part.shape)) for part in slot.parts]
-    return own if same and all(FIRST_EXPERT in part.name and len(part.shape) == 2 for part in own) else ()
+    return matrices if expected == [(part.name, tuple(part.shape)) for part in slot.parts] else ()
 
 
 def share_of(rank: int, ranks: int, groups: int) -> int:
@@ -144,8 +145,8 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
         ranges: list[ByteRange] = []
         room = CHUNK_BYTES
         for slot in slots:
-            first, last = shard_of(slot.numel, rank=rank, ranks=ranks, groups=slot.groups)
-            start, stop = slot.offset + first * slot.itemsize, slot.offset + last * slot.itemsize
+            first_element, end_element = shard_of(slot.numel, rank=rank, ranks=ranks, groups=slot.groups)
+            start, stop = slot.offset + first_element * slot.itemsize, slot.offset + end_element * slot.itemsize
             while start < stop:
                 end = min(stop, start + room)
                 if ranges and ranges[-1].stop == start:
@@ -167,13 +168,13 @@ def pages_of(chunks: Iterable[Chunk]) -> tuple[ByteRange, ...]:
 
     Neighbouring pages share a range, because a copy of consecutive bytes must lie within one (``Copies.pin``).
     """
-    found: list[ByteRange] = []
-    for part in sorted(part for chunk in chunks for part in chunk.ranges):
-        start, stop = part.start // PAGE * PAGE, -(-part.stop // PAGE) * PAGE
-        if found and start <= found[-1].stop:
-            start = found.pop().start
-        found.append(ByteRange(start, stop))
-    return tuple(found)
+    pages: list[ByteRange] = []
+    for byte_range in sorted(byte_range for chunk in chunks for byte_range in chunk.ranges):
+        start, stop = byte_range.start // PAGE * PAGE, -(-byte_range.stop // PAGE) * PAGE
+        if pages and start <= pages[-1].stop:
+            start = pages.pop().start
+        pages.append(ByteRange(start, stop))
+    return tuple(pages)
 
 
 def _aligned(offset: int) -> int:

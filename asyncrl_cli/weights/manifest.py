@@ -56,19 +56,14 @@ class Manifest:
     digests: tuple[str, ...]  # BLAKE3 (hex) by chunk index
 
     @classmethod
-    def of(
-        cls, version: int, slots: tuple[TensorSlot, ...], ranks: int, parts: Iterable[Mapping[int, str]]
+    def from_digests(
+        cls, version: int, slots: tuple[TensorSlot, ...], ranks: int, by_agent: Iterable[Mapping[int, str]]
     ) -> Manifest:
-        """Join the digests from the agents, which are by chunk index. Raises ``RunError`` if a chunk has none."""
-        digests = {index: digest for part in parts for index, digest in part.items()}
+        """Join the agents' digests, which are by chunk index. Raises ``RuntimeError`` if a chunk has none."""
+        digests = {index: digest for agent_digests in by_agent for index, digest in agent_digests.items()}
         count = len(chunks_of(slots, ranks))
-        missing = count - len(digests)
-        if missing:
-            raise RunError(
-                f"{missing} of {count} chunks of weight version {version} have no digest",
-                location="weights",
-                hint="this is a fault of the publish; please report it with the driver's log",
-            )
+        if len(digests) < count:
+            raise RuntimeError(f"{count - len(digests)} of {count} chunks of weight version {version} have no digest")
         return cls(version, slots, ranks, tuple(digests[index] for index in range(count)))
 
     @property

@@ -26,7 +26,7 @@ STAGED_BYTES = 64 * 2**20
 class Copies:
     """Copies on a CPU: from any memory, and complete when the call returns."""
 
-    def pin(self, memory: Tensor, parts: Iterable[ByteRange]) -> None:
+    def pin(self, memory: Tensor, ranges: Iterable[ByteRange]) -> None:
         """Prepare ``parts`` of ``memory`` [bytes, uint8] for copies until ``unpin``. Each copy lies within one part."""
 
     def unpin(self, memory: Tensor) -> None:
@@ -56,12 +56,12 @@ class CudaCopies(Copies):
         self._cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._pinned: dict[int, list[int]] = {}  # addresses of pinned parts, by the address of their memory
 
-    def pin(self, memory: Tensor, parts: Iterable[ByteRange]) -> None:
+    def pin(self, memory: Tensor, ranges: Iterable[ByteRange]) -> None:
         """See ``Copies``. If memory cannot be pinned, a warning says that copies are slow."""
         address = memory.data_ptr()
         pinned = self._pinned.setdefault(address, [])
         with torch.cuda.device(self._device):  # a thread's default is the first GPU, perhaps another engine's
-            for start, stop in parts:
+            for start, stop in ranges:
                 error = self._cudart.cudaHostRegister(address + start, stop - start, 0).value
                 if error:
                     log.warning(
@@ -95,7 +95,7 @@ class CudaCopies(Copies):
 
     def loads(self) -> AbstractContextManager[object]:
         """See ``Copies``."""
-        return PinnedLoads(self._device, {address: bool(parts) for address, parts in self._pinned.items()})
+        return PinnedLoads(self._device, {address: bool(addresses) for address, addresses in self._pinned.items()})
 
     def _forget_error(self) -> None:
         # CUDA reports the error of such a call again at the next kernel, so let a kernel fail here.
@@ -130,19 +130,20 @@ class PinnedLoads(TorchDispatchMode):
         if source.is_contiguous():
             target.copy_(source, non_blocking=True)
         elif source.dim() > 2:  # experts: the part of each expert may be contiguous
-            for own, part in zip(target, source, strict=True):
-                self._load(own, part)
+            for target_rows, source_rows in zip(target, source, strict=True):
+                self._load(target_rows, source_rows)
         elif not self._memories[source.untyped_storage().data_ptr()]:
             target.copy_(source)
         else:  # some columns of all rows
             rows = max(1, STAGED_BYTES // max(1, source.stride(0) * source.element_size()))
-            for first in range(0, source.shape[0], rows):
-                own, part = target[first : first + rows], source[first : first + rows]
-                span = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
-                piece = torch.empty(span, dtype=part.dtype, device=own.device)
-                piece.copy_(part.as_strided((span,), (1,)), non_blocking=True)
-                self.staged_bytes += piece.nbytes
-                own.copy_(piece.as_strided(part.shape, part.stride(), 0))
+            for row in range(0, source.shape[0], rows):
+                target_rows, source_rows = target[row : row + rows], source[row : row + rows]
+                shape, strides = source_rows.shape, source_rows.stride()
+                span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+                staged = torch.empty(span, dtype=source.dtype, device=target.device)
+                staged.copy_(source_rows.as_strided((span,), (1,)), non_blocking=True)
+                self.staged_bytes += staged.nbytes
+                target_rows.copy_(staged.as_strided(shape, strides, 0))
 
 
 def copies_of(device: torch.device) -> Copies:
@@ -154,14 +155,14 @@ class MappedReplica:
     """Maps the two buffers of the host's replica, each only once: mapping costs more than a copy."""
 
     def __init__(
-        self, slots: tuple[TensorSlot, ...], copies: Copies | None = None, parts: Sequence[ByteRange] | None = None
+        self, slots: tuple[TensorSlot, ...], copies: Copies | None = None, pinned: Sequence[ByteRange] | None = None
     ) -> None:
-        """``copies``: how to copy from and to the memory, by default on a CPU. ``parts``: the bytes to pin for it, by
+        """``copies``: how to copy from and to the memory, by default on a CPU. ``pinned``: the bytes to pin for it, by
         default all."""
         self._slots = slots
         self._nbytes = size_of(slots)
         self._copies = copies or Copies()
-        self._parts = parts if parts is not None else (ByteRange(0, self._nbytes + VERSION_BYTES),)
+        self._pinned = (ByteRange(0, self._nbytes + VERSION_BYTES),) if pinned is None else pinned
         self._mapped: dict[int, tuple[int, torch.Tensor]] = {}  # descriptor and memory, by inode
 
     @contextmanager
@@ -172,11 +173,10 @@ class MappedReplica:
         # Keeps ``Buffer.begin`` from reusing the memory. The agent holds its own lock only for microseconds.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         try:
-            found = int.from_bytes(bytes(memory[self._nbytes : self._nbytes + VERSION_BYTES].tolist()), "little")
-            if found != version:
-                raise ReplicaGone(
-                    f"the memory of weight version {version} was reused for version {found}", location=path
-                )
+            current_version = int(memory[self._nbytes : self._nbytes + VERSION_BYTES].view(torch.int64))
+            if current_version != version:
+                message = f"the memory of weight version {version} was reused for version {current_version}"
+                raise ReplicaGone(message, location=path)
             try:
                 yield {
                     slot.name: memory[slot.offset : slot.offset + slot.nbytes].view(slot.torch_dtype).view(slot.shape)
@@ -205,14 +205,14 @@ class MappedReplica:
         if status.st_ino in self._mapped:
             os.close(descriptor)
             return self._mapped[status.st_ino]
-        needed = self._nbytes + VERSION_BYTES
-        if status.st_size < needed:  # mapping it would enlarge it
+        expected_bytes = self._nbytes + VERSION_BYTES
+        if status.st_size < expected_bytes:  # mapping it would enlarge it
             os.close(descriptor)
-            raise ReplicaGone(f"the memory has {status.st_size} bytes, expected {needed}", location=path)
+            raise ReplicaGone(f"the memory has {status.st_size} bytes, expected {expected_bytes}", location=path)
         if len(self._mapped) == 2:  # the agent has replaced a buffer, or was restarted
             self._release(next(iter(self._mapped)))
-        memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=needed, dtype=torch.uint8)
-        self._copies.pin(memory, self._parts)
+        memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=expected_bytes, dtype=torch.uint8)
+        self._copies.pin(memory, self._pinned)
         self._mapped[status.st_ino] = descriptor, memory
         return self._mapped[status.st_ino]
 

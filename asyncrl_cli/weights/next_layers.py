@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 
 PACKED = "cpu_linear"
 """A layer's attribute with the kernel of its packed weight."""
-OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+COPIED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes that a copied module does not share with the original."""
 
 
@@ -67,16 +67,16 @@ class NextLayers:
         self._layers: list[tuple[nn.Module, nn.Module]] = []
         tied: list[tuple[nn.Module, nn.Module]] = []
         for layer in copies:
-            own = list(layer.parameters(recurse=False))
-            if own and own[0] in owners:
-                tied.append((layer, owners[own[0]]))
-            elif own:
-                owners |= dict.fromkeys(own, layer)
+            parameters = list(layer.parameters(recurse=False))
+            if parameters and parameters[0] in owners:
+                tied.append((layer, owners[parameters[0]]))
+            elif parameters:
+                owners |= dict.fromkeys(parameters, layer)
                 self._layers.append((layer, copies[layer]))
                 _await_weights(layer, copies[layer])
         copy.load_weights(tensors)  # type: ignore[operator]
         refuse_missing(copies[layer] for layer in with_own_weights(model, model_config))
-        self._layers = [(layer, new) for layer, new in self._layers if not _has_nothing(new)]
+        self._layers = [(layer, next_layer) for layer, next_layer in self._layers if not _has_nothing(next_layer)]
         finalize_layerwise_processing(copy, model_config)
         for layer, owner in tied:  # such as an output layer tied to the embedding: it has the same kernel
             if hasattr(layer, PACKED):
@@ -85,24 +85,24 @@ class NextLayers:
 
     def install(self) -> None:
         """Exchange tensors and kernels with the model. Call it while the model computes nothing."""
-        for layer, new in self._layers:
+        for layer, next_layer in self._layers:
             for name, parameter in layer.named_parameters(recurse=False):
-                other = new.get_parameter(name)
-                if other is not parameter:  # a tied layer has its owner's parameter
-                    parameter.data, other.data = other.data, parameter.data
-            for name in new.__dict__.keys() - OWN:  # the kernel from the packing
-                made = new.__dict__[name]
-                if made is not layer.__dict__.get(name):
-                    new.__dict__[name] = layer.__dict__.get(name)
-                    layer.__dict__[name] = made
+                next_parameter = next_layer.get_parameter(name)
+                if next_parameter is not parameter:  # a tied layer has its owner's parameter
+                    parameter.data, next_parameter.data = next_parameter.data, parameter.data
+            for name in next_layer.__dict__.keys() - COPIED_ATTRIBUTES:  # the kernel from the packing
+                kernel = next_layer.__dict__[name]
+                if kernel is not layer.__dict__.get(name):
+                    next_layer.__dict__[name] = layer.__dict__.get(name)
+                    layer.__dict__[name] = kernel
 
     def clear(self) -> None:
         """Free these tensors, which after ``install`` are the model's previous ones. Call it after the pause: it takes
         a while. The garbage collector would be too late, because layers and their parameters' loaders form cycles."""
-        for _, new in self._layers:
-            new._parameters.clear()
-            for name in new.__dict__.keys() - OWN:
-                del new.__dict__[name]
+        for _, next_layer in self._layers:
+            next_layer._parameters.clear()
+            for name in next_layer.__dict__.keys() - COPIED_ATTRIBUTES:
+                del next_layer.__dict__[name]
 
 
 def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -110,7 +110,7 @@ def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in copies:
         copies[module] = copy = object.__new__(type(module))
         copy.__dict__ = dict(module.__dict__)
-        for name in OWN:
+        for name in COPIED_ATTRIBUTES:
             copy.__dict__[name] = module.__dict__[name].copy()
         for name, child in module._modules.items():
             copy._modules[name] = None if child is None else _copy(child, copies)
@@ -140,8 +140,8 @@ def _await_weights(layer: nn.Module, copy: nn.Module) -> None:
 
 def refuse_missing(layers: Iterable[nn.Module]) -> None:
     """Raise ``RuntimeError`` if a layer got no weights: vLLM would only log a warning and keep its previous ones."""
-    if missing := {type(layer).__name__ for layer in layers if _has_nothing(layer)}:
-        raise RuntimeError(f"no weights came for layers of these types: {', '.join(sorted(missing))}")
+    if layer_types := {type(layer).__name__ for layer in layers if _has_nothing(layer)}:
+        raise RuntimeError(f"no weights came for layers of these types: {', '.join(sorted(layer_types))}")
 
 
 def expect_nothing_more(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ and can then fetch from each other.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,9 @@ from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed,
 from asyncrl_cli.weights.replica import Buffer, Replica, digest_of
 from asyncrl_cli.weights.transfer import Connection, HolderFault
 
-STREAMS = 4
-"""Smallest number of connections of a pull. Every holder has at least one."""
-MOST_STREAMS = 16
-STREAM_MEGABITS = 10_000
-"""Megabits/s of a connection: its thread receives and checks 1.1 to 2 GB/s (docs/performance.md)."""
+STREAMS = max(4, min((os.cpu_count() or 1) // 2, 16))
+"""Connections of a pull, if it has fewer holders. Each has a thread, which receives and checks 1.1 to 2 GB/s
+(docs/performance.md); half of the host's cores stay free."""
 ASK_AGAIN_S = 0.5
 """Seconds after which an incomplete holder is asked again which chunks it has."""
 RETRY_S = 0.25
@@ -34,16 +33,10 @@ ASK = -1
 """Used in place of a chunk's index: ask the holder which chunks it has."""
 
 
-def streams_for(megabits: int, cores: int) -> int:
-    """Number of connections that fill a link (megabits/s, 0: unknown) and leave half of the host's cores free."""
-    wanted = -(-megabits // STREAM_MEGABITS) if megabits else MOST_STREAMS
-    return max(STREAMS, min(wanted, cores // 2, MOST_STREAMS))
-
-
 @dataclass(slots=True)
 class _Holder:
     endpoint: Endpoint
-    held: bytes = b""  # 1 for each chunk that it has, otherwise 0
+    chunks: bytes = b""  # 1 for each chunk that it has, otherwise 0
     ask_at: float = 0.0
     retry_at: float = 0.0
     faults: int = 0  # number of faults since its last chunk
@@ -52,15 +45,15 @@ class _Holder:
     chunk_s: float = 0.0  # duration of its last chunk
 
     def has(self, index: int) -> bool:
-        return bool(self.held) and self.held[index] == 1
+        return bool(self.chunks) and self.chunks[index] == 1
 
     def failed(self, fault: HolderFault) -> None:
         self.fault = str(fault)
         self.refused = self.refused or isinstance(fault, _WrongBytes)
-        self.held, self.ask_at = b"", 0.0  # a restarted agent has other chunks
-        now = time.monotonic()
-        if now >= self.retry_at:  # otherwise another of its connections has reported the same event
-            self.retry_at = now + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
+        self.chunks, self.ask_at = b"", 0.0  # a restarted agent has other chunks
+        time_s = time.monotonic()
+        if time_s >= self.retry_at:  # otherwise another of its connections has reported the same event
+            self.retry_at = time_s + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
             self.faults = min(self.faults + 1, 16)
 
 
@@ -94,12 +87,12 @@ class Pull:
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._changed = Condition()
-        self._missing: list[int] = []
+        self._queue: list[int] = []
         self._transfers: dict[int, _Transfer] = {}
         self._connections: list[Connection] = []
         self._fetched_bytes = 0
         self._superseded = False
-        self._ended = False
+        self._is_closed = False
         self._error: Exception | None = None  # a bug or an error of this host, not of a holder
 
     def supersede(self) -> None:
@@ -111,8 +104,8 @@ class Pull:
     def run(self) -> Pulled:
         """Fetch the missing chunks. Raises ``Superseded`` and ``PullFailed``; chunks that arrived are kept."""
         with self._replica.receiving(self.manifest) as buffer:
-            self._missing = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
-            random.shuffle(self._missing)
+            self._queue = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
+            random.shuffle(self._queue)
             each = -(-self._streams // max(1, len(self._holders)))
             threads = [
                 Thread(target=self._stream, args=(holder, buffer), name="weights-pull", daemon=True)
@@ -126,7 +119,7 @@ class Pull:
                     self._changed.wait_for(self._is_over, max(0.0, self._deadline - time.monotonic()))
             finally:
                 with self._changed:
-                    self._ended = True
+                    self._is_closed = True
                     self._changed.notify_all()
                     for connection in self._connections:
                         connection.abort()
@@ -140,7 +133,7 @@ class Pull:
         return self._superseded or self._complete() or hopeless or self._error is not None
 
     def _complete(self) -> bool:
-        return not self._missing and not self._transfers
+        return not self._queue and not self._transfers
 
     def _result(self) -> Pulled:
         if self._error is not None:
@@ -154,9 +147,9 @@ class Pull:
             raise Superseded(
                 f"pull of weight version {version} cancelled: a newer one superseded it", location="weights"
             )
-        states = (f"{one.endpoint}: {one.fault or f'it has {sum(one.held)} chunks'}" for one in self._holders)
+        states = [f"{one.endpoint}: {one.fault or f'it has {sum(one.chunks)} chunks'}" for one in self._holders]
         raise PullFailed(
-            f"after {seconds:.1f} s, {len(self._missing)} of {len(self.manifest.digests)} chunks of weight version "
+            f"after {seconds:.1f} s, {len(self._queue)} of {len(self.manifest.digests)} chunks of weight version "
             f"{version} are still missing; tried: {'; '.join(states) or 'no host'}",
             location="weights",
             hint="check the network between these hosts, and the logs of their agents",
@@ -165,12 +158,12 @@ class Pull:
     def _stream(self, holder: _Holder, buffer: Buffer) -> None:
         connection = self._connection(holder)
         try:
-            while (job := self._next(holder, connection)) is not None:
+            while (job := self._next_job(holder, connection)) is not None:
                 try:
                     if job == ASK:
-                        held = connection.held(self.manifest.version, len(self.manifest.digests))
+                        chunks = connection.available_chunks(self.manifest.version, len(self.manifest.digests))
                         with self._changed:
-                            holder.held = held
+                            holder.chunks = chunks
                             self._changed.notify_all()
                     else:
                         self._fetch(holder, connection=connection, index=job, buffer=buffer)
@@ -191,33 +184,36 @@ class Pull:
             self._connections.append(connection)
         return connection
 
-    def _next(self, holder: _Holder, connection: Connection) -> int | None:
+    def _next_job(self, holder: _Holder, connection: Connection) -> int | None:
         """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits if there is nothing to do."""
         with self._changed:
-            while not (self._ended or holder.refused or self._complete()):
-                now = time.monotonic()
-                if now < holder.retry_at:
-                    self._changed.wait(holder.retry_at - now)
+            while not (self._is_closed or holder.refused or self._complete()):
+                time_s = time.monotonic()
+                if time_s < holder.retry_at:
+                    self._changed.wait(holder.retry_at - time_s)
                 elif (index := self._take(holder)) is not None:
-                    self._transfers[index] = _Transfer(connection, now)
+                    self._transfers[index] = _Transfer(connection, time_s)
                     return index
-                elif now >= holder.ask_at and not (holder.held and all(holder.held)):
-                    holder.ask_at = now + ASK_AGAIN_S
+                elif time_s >= holder.ask_at and not (holder.chunks and all(holder.chunks)):
+                    holder.ask_at = time_s + ASK_AGAIN_S
                     return ASK
                 else:
                     # This holder is idle: take over chunks that it would have sent three times by now.
                     for index, transfer in self._transfers.items():
-                        if holder.has(index) and now - transfer.since > SLOW_S + 3 * holder.chunk_s:
+                        if holder.has(index) and time_s - transfer.since > SLOW_S + 3 * holder.chunk_s:
                             transfer.connection.abort()
                     self._changed.wait(ASK_AGAIN_S)
         return None
 
     def _take(self, holder: _Holder) -> int | None:
-        for position in reversed(range(len(self._missing))):
-            if holder.has(self._missing[position]):
+        for position in reversed(range(len(self._queue))):
+            if holder.has(self._queue[position]):
                 # Swap with the last one: the order is random anyway, and removal from the middle would copy the list.
-                self._missing[position], self._missing[-1] = self._missing[-1], self._missing[position]
-                return self._missing.pop()
+                self._queue[position], self._queue[-1] = (
+                    self._queue[-1],
+                    self._queue[position],
+                )
+                return self._queue.pop()
         return None
 
     def _fetch(self, holder: _Holder, connection: Connection, index: int, buffer: Buffer) -> None:
@@ -237,9 +233,9 @@ class Pull:
 
     def _failed(self, holder: _Holder, job: int, fault: HolderFault) -> None:
         with self._changed:
-            if not self._ended:
+            if not self._is_closed:
                 holder.failed(fault)
             if job != ASK:
                 del self._transfers[job]
-                self._missing.append(job)
+                self._queue.append(job)
             self._changed.notify_all()

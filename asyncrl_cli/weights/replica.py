@@ -32,47 +32,43 @@ class Buffer:
         """Map memory without pages. Raises ``RunError`` if it cannot be mapped."""
         self.version: int | None = None  # None: nothing is written yet
         self.serial = 0  # among buffers with the same version, the newer one has the higher number
-        self.written_here = False  # True if trainer ranks of this host write it, False for a pull
+        self.is_local_write = False  # True if trainer ranks of this host write it, False for a pull
         self.digests: dict[int, str] = {}  # BLAKE3 (hex) of each checked chunk, by index
         self.pins = 0  # number of threads that read or write its bytes now
         self.allocated = frozenset[int]()  # the ranks with memory for their shards
         self._nbytes = nbytes
-        self._descriptor = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
         size = nbytes + ALIGNMENT
         try:
-            os.ftruncate(self._descriptor, size)
-            mapped = mmap.mmap(self._descriptor, size)
+            os.ftruncate(self.descriptor, size)
+            mapped = mmap.mmap(self.descriptor, size)
         except OSError as error:
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             raise _no_memory(size, error) from None
         self._bytes = memoryview(mapped)
 
     @property
     def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     @property
     def order(self) -> tuple[int, int]:
         """A sort key: older buffers first."""
         return (-1 if self.version is None else self.version, self.serial)
 
-    def begin(self, version: int, serial: int, written_here: bool) -> bool:
+    def begin(self, version: int, serial: int, is_local_write: bool) -> bool:
         """Become the memory of ``version``, without checked chunks. False if its bytes are in use."""
         if self.pins:
             return False
         try:
             # Engines hold a shared lock while they load (mapped.py): the bytes must not change under them.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        self.version, self.serial, self.written_here, self.digests = version, serial, written_here, {}
+        self.version, self.serial, self.is_local_write, self.digests = version, serial, is_local_write, {}
         self._bytes[self._nbytes : self._nbytes + VERSION_BYTES] = version.to_bytes(VERSION_BYTES, "little")
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         return True
-
-    def duplicate(self) -> int:
-        """Another descriptor of the memory, which stays open when this buffer is closed. The caller must close it."""
-        return os.dup(self._descriptor)
 
     def views(self, ranges: Iterable[ByteRange]) -> list[memoryview]:
         """A writable view of each range."""
@@ -86,7 +82,7 @@ class Buffer:
 
     def close(self) -> None:
         """Close the descriptor. Processes that have mapped the memory keep it."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class Replica:
@@ -109,8 +105,8 @@ class Replica:
         Raises ``RunError`` if the host lacks the memory.
         """
         with self._lock:
-            kept = None if keep is None else self._of(keep)
-            path = self._take([b for b in self._buffers if b is not kept], version, written_here=True).path
+            kept_buffer = None if keep is None else self._buffer_of(keep)
+            path = self._take([b for b in self._buffers if b is not kept_buffer], version, is_local_write=True).path
         self._allocate(range(self.ranks) if ranks is None else ranks)
         return path
 
@@ -122,15 +118,15 @@ class Replica:
         """
         replaced = RunError(f"weight version {version} is not being written on this host", location="weights")
         with self._lock:
-            begun = [b for b in self._buffers if b.version == version and b.written_here]
-            buffer = max(begun, key=lambda b: b.serial, default=None)
+            candidates = [b for b in self._buffers if b.version == version and b.is_local_write]
+            buffer = max(candidates, key=lambda b: b.serial, default=None)
             pin = self._pin(buffer)
         with pin:
             if buffer is None:
                 raise replaced
             chunks = [chunk for chunk in self.chunks if chunk.rank in ranks]
-            found = threads.map(lambda chunk: digest_of(buffer.views(chunk.ranges)), chunks)
-            digests = {chunk.index: digest for chunk, digest in zip(chunks, found, strict=True)}
+            chunk_digests = threads.map(lambda chunk: digest_of(buffer.views(chunk.ranges)), chunks)
+            digests = {chunk.index: digest for chunk, digest in zip(chunks, chunk_digests, strict=True)}
             with self._lock:
                 if buffer not in self._buffers:
                     raise replaced
@@ -145,18 +141,22 @@ class Replica:
         ``RunError`` if no buffer is free, or the host lacks the memory.
         """
         with self._lock:
-            buffer = self._of(manifest) or self._take(self._free(manifest.version), manifest.version, False)
-            held = {index for index, digest in buffer.digests.items() if digest == manifest.digests[index]}
-            buffer.digests = {index: manifest.digests[index] for index in held}
-            other = next(b for b in self._buffers if b is not buffer)
-            same = [i for i, digest in other.digests.items() if digest == manifest.digests[i] and i not in held]
-            pin, other_pin = self._pin(buffer), self._pin(other)
+            buffer = self._buffer_of(manifest) or self._take(self._free(manifest.version), manifest.version, False)
+            valid_chunks = {index for index, digest in buffer.digests.items() if digest == manifest.digests[index]}
+            buffer.digests = {index: manifest.digests[index] for index in valid_chunks}
+            other_buffer = next(b for b in self._buffers if b is not buffer)
+            same = [
+                i
+                for i, digest in other_buffer.digests.items()
+                if digest == manifest.digests[i] and i not in valid_chunks
+            ]
+            pin, other_pin = self._pin(buffer), self._pin(other_buffer)
         with pin:
             self._allocate(range(self.ranks))
             with other_pin:
                 for index in same:
                     ranges = self.chunks[index].ranges
-                    for target, source in zip(buffer.views(ranges), other.views(ranges), strict=True):
+                    for target, source in zip(buffer.views(ranges), other_buffer.views(ranges), strict=True):
                         target[:] = source
                     self.add(buffer, index, manifest.digests[index])
             yield buffer
@@ -169,19 +169,19 @@ class Replica:
     def path(self, manifest: Manifest) -> str | None:
         """The version's path if all its chunks are here."""
         with self._lock:
-            buffer = self._of(manifest)
+            buffer = self._buffer_of(manifest)
             complete = buffer is not None and buffer.agreeing(manifest) == len(self.chunks)
             return buffer.path if buffer is not None and complete else None
 
-    def held(self, version: int) -> bytes:
+    def available_chunks(self, version: int) -> bytes:
         """One byte for each chunk: 1 if it can be lent, otherwise 0."""
         with self._lock:
-            held = bytearray(len(self.chunks))
+            flags = bytearray(len(self.chunks))
             for buffer in self._buffers:
                 if buffer.version == version:
                     for index in buffer.digests:
-                        held[index] = 1
-            return bytes(held)
+                        flags[index] = 1
+            return bytes(flags)
 
     @contextmanager
     def lent(self, version: int, index: int, digest: str) -> Iterator[list[memoryview] | None]:
@@ -204,7 +204,7 @@ class Replica:
             for buffer in self._buffers:
                 buffer.close()
 
-    def _of(self, manifest: Manifest) -> Buffer | None:
+    def _buffer_of(self, manifest: Manifest) -> Buffer | None:
         """The buffer with the most chunks of the version; None if neither has any."""
         best = max(self._buffers, key=lambda b: b.agreeing(manifest))
         return best if best.agreeing(manifest) else None
@@ -212,8 +212,8 @@ class Replica:
     def _free(self, version: int) -> list[Buffer]:
         """The buffers that a pull may overwrite: not the newest complete version, not one that ranks write."""
         complete = [b for b in self._buffers if len(b.digests) == len(self.chunks)]
-        kept = max(complete, key=lambda b: b.order, default=None)
-        free = [b for b in self._buffers if b is not kept and not (b.written_here and not b.digests)]
+        newest_complete = max(complete, key=lambda b: b.order, default=None)
+        free = [b for b in self._buffers if b is not newest_complete and not (b.is_local_write and not b.digests)]
         if not free:
             raise RunError(
                 f"the host has no free memory for weight version {version}: one buffer has a complete version, trainer "
@@ -222,17 +222,17 @@ class Replica:
             )
         return free
 
-    def _take(self, free: Iterable[Buffer], version: int, written_here: bool) -> Buffer:
+    def _take(self, free: Iterable[Buffer], version: int, is_local_write: bool) -> Buffer:
         """Take one of the free buffers for ``version``: incomplete before complete, older before newer."""
-        taken = min(free, key=lambda b: (len(b.digests) == len(self.chunks), b.order))
+        buffer = min(free, key=lambda b: (len(b.digests) == len(self.chunks), b.order))
         self._serial += 1
-        if taken.begin(version, self._serial, written_here):
-            return taken
+        if buffer.begin(version, self._serial, is_local_write):
+            return buffer
         # An engine that hangs while loading, or a slow host that fetches, still uses its bytes, and keeps them.
         fresh = Buffer(self._nbytes)
-        fresh.begin(version, self._serial, written_here)
-        self._buffers[self._buffers.index(taken)] = fresh
-        taken.close()
+        fresh.begin(version, self._serial, is_local_write)
+        self._buffers[self._buffers.index(buffer)] = fresh
+        buffer.close()
         return fresh
 
     def _allocate(self, ranks: Collection[int]) -> None:
@@ -244,35 +244,34 @@ class Replica:
         size = self._nbytes + ALIGNMENT
         for buffer in list(self._buffers):
             with self._lock:
-                wanted = buffer.allocated.union(ranks)
-                if wanted == buffer.allocated or buffer not in self._buffers:
+                allocated_ranks = buffer.allocated.union(ranks)
+                if allocated_ranks == buffer.allocated or buffer not in self._buffers:
                     continue
-                descriptor = buffer.duplicate()
-            everything = len(wanted) == self.ranks
-            shards = (chunk for chunk in self.chunks if chunk.rank in wanted)
-            parts = [ByteRange(0, size)] if everything else pages_of(shards)
+                descriptor = os.dup(buffer.descriptor)  # it stays open when the buffer is closed
+            everything = len(allocated_ranks) == self.ranks
+            shards = (chunk for chunk in self.chunks if chunk.rank in allocated_ranks)
+            ranges = [ByteRange(0, size)] if everything else pages_of(shards)
             try:
-                for start, stop in parts:
+                for start, stop in ranges:
                     os.posix_fallocate(descriptor, start, min(stop, size) - start)
             except OSError as error:
-                raise _no_memory(sum(stop - start for start, stop in parts), error) from None
+                raise _no_memory(sum(stop - start for start, stop in ranges), error) from None
             finally:
                 os.close(descriptor)
             with self._lock:
-                buffer.allocated = wanted
+                buffer.allocated = allocated_ranks
 
     def _pin(self, buffer: Buffer | None) -> ExitStack:
         """Keep the buffer's bytes from being overwritten until the stack is closed. Call it with the lock held."""
         pin = ExitStack()
         if buffer is not None:
             buffer.pins += 1
-
-            def unpin() -> None:
-                with self._lock:
-                    buffer.pins -= 1
-
-            pin.callback(unpin)
+            pin.callback(self._unpin, buffer)
         return pin
+
+    def _unpin(self, buffer: Buffer) -> None:
+        with self._lock:
+            buffer.pins -= 1
 
 
 def digest_of(views: Iterable[memoryview]) -> str:

@@ -59,7 +59,7 @@ class Connection:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._aborted = False
 
-    def held(self, version: int, count: int) -> bytes:
+    def available_chunks(self, version: int, count: int) -> bytes:
         """One byte for each of the version's ``count`` chunks: 1 if the holder has it. Raises ``HolderFault``."""
         answer = bytearray(count)
         self._get(f"/weights/{version}", [memoryview(answer)])
@@ -94,7 +94,7 @@ class Connection:
                 raise HolderFault(REFUSALS.get(answer.status, f"it answered with HTTP status {answer.status}"))
             if answer.length != expected:
                 raise HolderFault(f"it answered with {answer.length} bytes, expected {expected}")
-            _read(answer, into, expected)
+            _receive_body(answer, into, expected)
         except (OSError, HTTPException, HolderFault) as error:
             self.close()
             raise HolderFault("it was slower than another" if self._aborted else _reason(error)) from None
@@ -109,16 +109,16 @@ class Connection:
         connection.settimeout(SILENCE_S)
 
 
-def _read(answer: HTTPResponse, into: Sequence[memoryview], expected: int) -> None:
-    done = 0
+def _receive_body(answer: HTTPResponse, into: Sequence[memoryview], expected: int) -> None:
+    received_bytes = 0
     for view in into:
         start = 0
         while start < len(view):
             count = answer.readinto(view[start:])
             if not count:
-                raise HolderFault(f"it ended after {done} of {expected} bytes")
+                raise HolderFault(f"it ended after {received_bytes} of {expected} bytes")
             start += count
-            done += count
+            received_bytes += count
 
 
 def _reason(error: Exception) -> str:
@@ -211,12 +211,12 @@ class WeightServer:
             return self._refuse(connection, 405, "Allow: GET\r\n")
         if has_more or headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             return self._refuse(connection, 400)  # neither bodies nor pipelining are supported
-        wanted = PATH.fullmatch(path)
-        if wanted is None:
+        match = PATH.fullmatch(path)
+        if match is None:
             return self._refuse(connection, 404)
-        version, index, digest = int(wanted[1]), wanted[2], wanted[3]
+        version, index, digest = int(match[1]), match[2], match[3]
         if index is None:
-            _send(connection, 200, [memoryview(self._replica.held(version))])
+            _send(connection, 200, [memoryview(self._replica.available_chunks(version))])
         else:
             with self._replica.lent(version, int(index), digest) as views:
                 _send(connection, 404 if views is None else 200, views or [])
@@ -238,14 +238,14 @@ def _read_request(connection: socket.socket, timeout_s: float) -> tuple[str, str
     while b"\r\n\r\n" not in received:
         if len(received) >= HEAD_BYTES:
             raise ValueError("the head is too long")
-        connection.settimeout(_left(deadline))
-        more = connection.recv(HEAD_BYTES - len(received))
-        if not more:
+        connection.settimeout(_seconds_left(deadline))
+        data = connection.recv(HEAD_BYTES - len(received))
+        if not data:
             raise ConnectionError("it closed the connection")
-        received += more
-    head, _, rest = received.partition(b"\r\n\r\n")
-    first, *lines = head.decode("ascii").split("\r\n")
-    request = REQUEST_LINE.fullmatch(first)
+        received += data
+    head, _, body = received.partition(b"\r\n\r\n")
+    request_line, *lines = head.decode("ascii").split("\r\n")
+    request = REQUEST_LINE.fullmatch(request_line)
     if request is None:
         raise ValueError("not a request")
     headers: dict[str, str] = {}
@@ -254,7 +254,7 @@ def _read_request(connection: socket.socket, timeout_s: float) -> tuple[str, str
         if not colon or not name or name != name.strip() or name.lower() in headers:
             raise ValueError("not a header")
         headers[name.lower()] = value.strip()
-    return request[1], request[2], headers, bool(rest)
+    return request[1], request[2], headers, bool(body)
 
 
 def _send(connection: socket.socket, status: int, body: list[memoryview], headers: str = "") -> None:
@@ -262,21 +262,21 @@ def _send(connection: socket.socket, status: int, body: list[memoryview], header
     length = sum(len(view) for view in body)
     head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Length: {length}\r\n{headers}\r\n"
     views = [memoryview(head.encode()), *body]
-    first = 0
+    next_view = 0
     deadline = time.monotonic() + ANSWER_S
     connection.settimeout(SILENCE_S)
-    while first < len(views):
-        _left(deadline)
-        sent = connection.sendmsg(views[first : first + VIEWS])
-        while first < len(views) and sent >= len(views[first]):
-            sent -= len(views[first])
-            first += 1
+    while next_view < len(views):
+        _seconds_left(deadline)
+        sent = connection.sendmsg(views[next_view : next_view + VIEWS])
+        while next_view < len(views) and sent >= len(views[next_view]):
+            sent -= len(views[next_view])
+            next_view += 1
         if sent:
-            views[first] = views[first][sent:]
+            views[next_view] = views[next_view][sent:]
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _seconds_left(deadline: float) -> float:
+    seconds_left = deadline - time.monotonic()
+    if seconds_left <= 0:
         raise TimeoutError
-    return left
+    return seconds_left

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl_cli.system.process_tree import die_with
-from asyncrl_cli.weights.layout import FIRST_EXPERT, of_first_expert, slot_from
+from asyncrl_cli.weights.layout import FIRST_EXPERT, first_expert_parts, slot_from
 from asyncrl_cli.weights.mapped import MappedReplica, copies_of
 
 if TYPE_CHECKING:
@@ -67,25 +67,25 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         # shape. With weights in another order it would give wrong products (decision 0052).
         self.thread = ThreadPoolExecutor(1, "weights", torch._C.set_num_threads, (torch.get_num_threads(),))
         self.preparing: Future[NextLayers | None]
-        self.next: NextLayers | None = None
+        self.next_layers: NextLayers | None = None
 
     def prepare(self, version: int, path: str) -> None:
         """Begin the part of an update that needs no pause: make the version's layers, or map and pin its memory."""
         from asyncrl_cli.weights.next_layers import NextLayers, can_be_made
 
-        self.next = None  # left by a failed update
+        self.next_layers = None  # left by a failed update
         makes_next = can_be_made(self.model, self.device)
 
-        def read() -> NextLayers | None:
+        def prepared_layers() -> NextLayers | None:
             with self.replica.open(path, version) as tensors:
-                return NextLayers(self.model, self.model_config, self.loaded(tensors)) if makes_next else None
+                return NextLayers(self.model, self.model_config, self.named_tensors(tensors)) if makes_next else None
 
-        self.preparing = self.thread.submit(read)
+        self.preparing = self.thread.submit(prepared_layers)
 
     def prepared(self) -> bool:
         """True if ``prepare`` is complete. Raises ``ReplicaGone`` if the memory now has another version."""
         if self.preparing.done():
-            self.next = self.preparing.result()
+            self.next_layers = self.preparing.result()
         return self.preparing.done()
 
     def start_weight_update(self) -> None:
@@ -93,7 +93,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
         from asyncrl_cli.weights.next_layers import with_own_weights
 
-        if self.next is None:
+        if self.next_layers is None:
             if self.device.type == "cpu":
                 # vLLM packs experts' weights for its CPU kernel only if the layer has no kernel yet. Otherwise it would
                 # write unpacked weights into the packed memory, and compute with numbers in the wrong order.
@@ -110,17 +110,17 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
         """Load every tensor. Raises ``ReplicaGone`` if the memory now has another version."""
-        if self.next is not None:
-            self.next.install()
+        if self.next_layers is not None:
+            self.next_layers.install()
             return
         self.reading.close()  # left open by a failed update
         # Open until ``finish_weight_update``, because the layerwise reload reads some tensors (padded ones) only there.
         tensors = self.reading.enter_context(self.replica.open(update_info.path, update_info.version))
         # Views, not copies: a tensor-parallel loader takes its part before it copies to the device.
         with self.replica.loads():
-            self.model.load_weights(self.loaded(tensors))
+            self.model.load_weights(self.named_tensors(tensors))
 
-    def loaded(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that vLLM loads by name, as views of the replica's ``tensors``.
 
         The matrices of this worker's experts are one tensor [experts, rows, columns] with the first expert's name,
@@ -128,27 +128,27 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         1.8 s of Python in the pause (decision 0052).
         """
         for slot in self.slots:
-            whole = tensors[slot.name]
-            own = self.experts.get(slot.shape[0]) if (first := of_first_expert(slot)) else None
-            for part in first if own is not None else slot.parts:
-                begin = (part.offset - slot.offset) // slot.itemsize
-                if own is not None:
+            tensor = tensors[slot.name]
+            local_experts = self.experts.get(slot.shape[0]) if (expert_parts := first_expert_parts(slot)) else None
+            for matrix in expert_parts if local_experts is not None else slot.parts:
+                begin = (matrix.offset - slot.offset) // slot.itemsize
+                if local_experts is not None:
                     rows = begin // slot.shape[-1]
-                    name = part.name.replace(FIRST_EXPERT, f".experts.{own.start}.")
-                    yield name, whole[own, rows : rows + part.shape[0]]
+                    name = matrix.name.replace(FIRST_EXPERT, f".experts.{local_experts.start}.")
+                    yield name, tensor[local_experts, rows : rows + matrix.shape[0]]
                 else:
-                    yield part.name, whole.view(-1)[begin : begin + part.numel].view(part.shape)
+                    yield matrix.name, tensor.view(-1)[begin : begin + matrix.numel].view(matrix.shape)
             if not slot.parts:
-                yield slot.name, whole
+                yield slot.name, tensor
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         from asyncrl_cli.weights.next_layers import expect_nothing_more, refuse_missing
 
-        if self.next is not None:
-            self.thread.submit(self.next.clear)
-            self.next = None
+        if self.next_layers is not None:
+            self.thread.submit(self.next_layers.clear)
+            self.next_layers = None
             return
         refuse_missing(self.awaiting)
         expect_nothing_more(self.model)
@@ -182,17 +182,19 @@ def _own_experts(model: nn.Module) -> dict[int, slice]:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    found: dict[int, slice] = {}
+    slices: dict[int, slice] = {}
     layers: list[RoutedExperts] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if all(type(layer.quant_method) is UnquantizedFusedMoEMethod for layer in layers):
         for layer in layers:
-            count, place = layer.global_num_experts, layer.expert_map_manager.map_global_to_local
-            own = [number for number in range(count) if place(number) >= 0]
-            step = own[1] - own[0] if len(own) > 1 else 1
-            every = range(own[0], own[-1] + 1, step)
-            if own == list(every) and [place(number) for number in own] == list(range(layer.local_num_experts)):
-                found[count] = slice(every.start, every.stop, step)
-    return found
+            count, local_index = layer.global_num_experts, layer.expert_map_manager.map_global_to_local
+            local_experts = [expert for expert in range(count) if local_index(expert) >= 0]
+            step = local_experts[1] - local_experts[0] if len(local_experts) > 1 else 1
+            span = range(local_experts[0], local_experts[-1] + 1, step)
+            if local_experts == list(span) and [local_index(expert) for expert in local_experts] == list(
+                range(layer.local_num_experts)
+            ):
+                slices[count] = slice(span.start, span.stop, step)
+    return slices
 
 
 class WorkerExtension:

@@ -39,7 +39,7 @@ def main() -> None:
         with open(path, "r+b") as memory:
             memory.write(_content(slots))
         digests = replica.digest(VERSION, range(RANKS), ThreadPoolExecutor(2))
-        manifest = Manifest.of(VERSION, slots, RANKS, [digests])
+        manifest = Manifest.from_digests(VERSION, slots, RANKS, [digests])
         Path(manifest_file).write_bytes(pickle.dumps(manifest))
         _print(url=url)
     else:

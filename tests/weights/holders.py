@@ -56,7 +56,7 @@ def manifest(version: int) -> Manifest:
     replica = Replica(SLOTS, RANKS)
     digests = hold(replica, version)
     replica.close()
-    return Manifest.of(version, SLOTS, RANKS, [digests])
+    return Manifest.from_digests(version, SLOTS, RANKS, [digests])
 
 
 class BadHolder(http.server.BaseHTTPRequestHandler):

@@ -55,7 +55,7 @@ class Agents:
         path = self.ray.get(actor.begin.remote(self.version, self.manifest, range(RANKS)))
         write(path, self.version)
         digests = self.ray.get(actor.digest.remote(self.version, list(range(RANKS))))
-        self.manifest = Manifest.of(self.version, SLOTS, RANKS, [digests])
+        self.manifest = Manifest.from_digests(self.version, SLOTS, RANKS, [digests])
         return self.manifest
 
 

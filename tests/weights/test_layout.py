@@ -23,7 +23,7 @@ from asyncrl_cli.weights.layout import (
     ByteRange,
     TensorSlot,
     chunks_of,
-    of_first_expert,
+    first_expert_parts,
     pages_of,
     plan_slots,
     shard_of,
@@ -176,7 +176,7 @@ def test_experts_are_loaded_together_only_where_all_are_alike(
     experts: int, rows: list[int], width: int, data: st.DataObject
 ) -> None:
     slot = experts_slot(experts, rows, width)
-    assert of_first_expert(slot) == slot.parts[: len(rows)]
+    assert first_expert_parts(slot) == slot.parts[: len(rows)]
     assert slot_from(json.loads(json.dumps(asdict(slot)))).parts[0].name == slot.parts[0].name
     index = data.draw(st.integers(0, len(slot.parts) - 1))
     other = list(slot.parts)
@@ -184,5 +184,5 @@ def test_experts_are_loaded_together_only_where_all_are_alike(
         other[index] = replace(other[index], name="mlp.experts.other.weight")
     else:
         del other[index]
-    assert of_first_expert(replace(slot, parts=tuple(other))) == ()
-    assert of_first_expert(replace(slot, parts=())) == ()
+    assert first_expert_parts(replace(slot, parts=tuple(other))) == ()
+    assert first_expert_parts(replace(slot, parts=())) == ()

@@ -10,21 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights.layout import CHUNK_BYTES, chunks_of, plan_slots
 from asyncrl_cli.weights.manifest import Manifest
 
 RANKS = 3
 SLOTS = plan_slots([("a", torch.bfloat16, (2 * CHUNK_BYTES,)), ("b", torch.float32, (5, 7))])
 DIGESTS = {chunk.index: f"{chunk.index:064x}" for chunk in chunks_of(SLOTS, RANKS)}
-MANIFEST = Manifest.of(7, SLOTS, RANKS, [DIGESTS])
+MANIFEST = Manifest.from_digests(7, SLOTS, RANKS, [DIGESTS])
 
 
 @given(st.lists(st.integers(0, 3), min_size=len(DIGESTS), max_size=len(DIGESTS)), st.randoms())
 def test_the_checksum_does_not_depend_on_the_hosts(host_of_chunk: list[int], random: object) -> None:
     parts = [{index: digest for index, digest in DIGESTS.items() if host_of_chunk[index] == host} for host in range(4)]
     random.shuffle(parts)  # type: ignore[attr-defined]
-    manifest = Manifest.of(7, SLOTS, RANKS, parts)
+    manifest = Manifest.from_digests(7, SLOTS, RANKS, parts)
     assert manifest == MANIFEST
     assert manifest.checksum == MANIFEST.checksum
 
@@ -33,7 +32,7 @@ def test_the_checksum_does_not_depend_on_the_hosts(host_of_chunk: list[int], ran
 def test_the_checksum_changes_with_each_digest(index: int, position: int) -> None:
     digest = DIGESTS[index]
     other = digest[:position] + ("f" if digest[position] != "f" else "0") + digest[position + 1 :]
-    assert Manifest.of(7, SLOTS, RANKS, [DIGESTS, {index: other}]).checksum != MANIFEST.checksum
+    assert Manifest.from_digests(7, SLOTS, RANKS, [DIGESTS, {index: other}]).checksum != MANIFEST.checksum
 
 
 def test_the_checksum_is_of_layout_and_bytes() -> None:
@@ -45,5 +44,5 @@ def test_the_checksum_is_of_layout_and_bytes() -> None:
 
 def test_a_chunk_without_a_digest_is_an_error() -> None:
     parts = [{index: digest for index, digest in DIGESTS.items() if index}]
-    with pytest.raises(RunError, match=f"1 of {len(DIGESTS)} chunks of weight version 7 have no digest"):
-        Manifest.of(7, SLOTS, RANKS, parts)
+    with pytest.raises(RuntimeError, match=f"1 of {len(DIGESTS)} chunks of weight version 7 have no digest"):
+        Manifest.from_digests(7, SLOTS, RANKS, parts)

@@ -82,7 +82,7 @@ def publish(replica: Replica, mapped: MappedReplica, version: int, keep: Manifes
         for tensor in tensors.values():
             tensor.fill_(version)
     with ThreadPoolExecutor(1) as threads:
-        return Manifest.of(version, SLOTS, 2, [replica.digest(version, {0, 1}, threads)])
+        return Manifest.from_digests(version, SLOTS, 2, [replica.digest(version, {0, 1}, threads)])
 
 
 def test_tensors_have_their_names_dtypes_and_shapes(replica: Replica, mapped: MappedReplica) -> None:
@@ -101,7 +101,7 @@ def test_the_checksum_changes_with_a_single_element(
             tensor.fill_(1)
         tensors[name][index] += 1
     with ThreadPoolExecutor(1) as threads:
-        other = Manifest.of(1, SLOTS, 2, [replica.digest(1, {0, 1}, threads)])
+        other = Manifest.from_digests(1, SLOTS, 2, [replica.digest(1, {0, 1}, threads)])
     assert other.checksum != first.checksum
     assert publish(replica, mapped, 1, other).checksum == first.checksum
 

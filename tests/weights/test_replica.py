@@ -97,7 +97,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         return manifest(self.published) if self.published >= 0 else None
 
     def kept(self) -> bytes:
-        return self.replica.held(self.published) if self.published >= 0 else b""
+        return self.replica.available_chunks(self.published) if self.published >= 0 else b""
 
     @precondition(lambda self: self.local)
     @rule()
@@ -105,7 +105,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         before, version = self.kept(), self.published + 1
         write(self.replica.begin(version, self.current()), version + 100, self.local)
         assert self.kept() == before, "versions that engines may load are not overwritten"
-        assert not any(self.replica.held(version))
+        assert not any(self.replica.available_chunks(version))
 
     @precondition(lambda self: self.local)
     @rule()
@@ -131,7 +131,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     def fetch(self, back: int, share: float) -> None:
         wanted = manifest(max(0, self.published - back))
         complete = {v for v in range(self.published + 1) if self.replica.path(manifest(v))}
-        held = {v: self.replica.held(v) for v in (wanted.version, self.published)}
+        held = {v: self.replica.available_chunks(v) for v in (wanted.version, self.published)}
         try:
             with self.replica.receiving(wanted) as buffer:
                 missing = [i for i in range(len(wanted.digests)) if i not in buffer.digests]
@@ -146,7 +146,10 @@ class ReplicaMachine(RuleBasedStateMachine):
             return
         if share == 1:
             assert self.replica.path(wanted) is not None
-        assert all(new >= old for new, old in zip(self.replica.held(wanted.version), held[wanted.version], strict=True))
+        assert all(
+            new >= old
+            for new, old in zip(self.replica.available_chunks(wanted.version), held[wanted.version], strict=True)
+        )
         if complete:
             assert self.replica.path(manifest(max(complete))), "the newest complete version is kept"
 
@@ -189,7 +192,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     def a_path_has_the_whole_version(self) -> None:
         for version in range(self.published + 1):
             path = self.replica.path(manifest(version))
-            assert (path is not None) == all(self.replica.held(version))
+            assert (path is not None) == all(self.replica.available_chunks(version))
             if path is not None:
                 memory = Path(path).read_bytes()
                 assert has_bytes_of(memory, version)
@@ -275,7 +278,7 @@ def test_a_version_written_again_with_other_bytes_is_not_the_first_one(replica: 
     first = manifest(5)
     path = replica.begin(5, first)
     write(path, 6, {0, 1, 2})
-    again = Manifest.of(5, SLOTS, RANKS, [replica.digest(5, {0, 1, 2}, THREADS)])
+    again = Manifest.from_digests(5, SLOTS, RANKS, [replica.digest(5, {0, 1, 2}, THREADS)])
     assert replica.path(first) not in (None, path)
     assert replica.path(again) == path
     assert again.digests == manifest(6).digests

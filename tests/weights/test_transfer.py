@@ -40,7 +40,7 @@ def manifest(replica: Replica) -> Manifest:
     os.pwrite(descriptor, bytes(i % 251 for i in range(1000)), 0)
     os.close(descriptor)
     with ThreadPoolExecutor(1) as threads:
-        return Manifest.of(7, SLOTS, 1, [replica.digest(7, {0}, threads)])
+        return Manifest.from_digests(7, SLOTS, 1, [replica.digest(7, {0}, threads)])
 
 
 @pytest.fixture
