@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,11 +14,11 @@ from asyncrl_cli.cli.arguments import Group, add
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from asyncrl_cli.convert.table import Conversion, Trainer
+    from asyncrl_cli.spec.problems import Problem
 
-    from asyncrl_cli.convert.files import Result
-    from asyncrl_cli.convert.rows import Trainer
-
+FOLDER = Path("converted")
+"""Folder for the specs of several configurations, below the current folder."""
 app = typer.Typer(
     cls=Group, help="Convert a configuration of another trainer to a spec.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -32,6 +33,28 @@ Output = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing spec with different content.")]
+
+
+class Origin(NamedTuple):
+    """A configuration to convert. ``label`` is a short text about it: a command line would be too long."""
+
+    file: str
+    label: str
+    trainer: Trainer
+    values: dict[str, Any]
+
+
+class Result(NamedTuple):
+    """A converted configuration. ``target`` None is standard output."""
+
+    origin: Origin
+    target: Path | None
+    text: str
+    conversion: Conversion
+    problems: list[Problem]
+    """Problems of the spec on a machine that has its model and data."""
+    missing_files: list[Problem]
+    """Problems about files that this machine does not have."""
 
 
 def verl(
@@ -52,20 +75,19 @@ def verl(
     its model and data; 1 when a spec has to be changed first, or the run is not supported, such as one with audio; 2
     when a configuration cannot be read.
     """
-    from asyncrl_cli.convert.source import override, read_file, words
-    from asyncrl_cli.convert.verl import INSTEAD, OVERRIDE, read_line, trainer_of
+    from asyncrl_cli.convert.config import override, read_file
+    from asyncrl_cli.convert.shell import command_words
+    from asyncrl_cli.convert.verl import ARGUMENT, INSTEAD, read_command_line, trainer_of
 
-    name, line = read_line(words(configs, OVERRIDE))
+    name, line = read_command_line(command_words(configs, ARGUMENT))
     files = [word for word in line if os.path.exists(word) or not ("=" in word or word.startswith("~"))]
     overrides = [word for word in line if word not in files]
-    sources = {
-        file or "overrides": (
-            _label(file, len(overrides), "override"),
-            override(read_file(file, INSTEAD) if file else {}, overrides),
-        )
-        for file in files or [""]
-    }
-    _convert(lambda values: trainer_of(name, values), sources, output, force)
+    origins = []
+    for file in files or [""]:
+        values = override(read_file(file, INSTEAD) if file else {}, overrides)
+        label = _label(file, len(overrides), "override")
+        origins.append(Origin(file or "overrides", label, trainer_of(name, values), values))
+    _convert(origins, output, force)
 
 
 def trl(
@@ -86,15 +108,16 @@ def trl(
     Accelerate sets the number of processes: add --num_processes N, or --accelerate_config FILE. Exit codes are the same
     as for `convert verl`.
     """
-    from asyncrl_cli.convert.source import read_file
-    from asyncrl_cli.convert.trl import TRAINERS
-    from asyncrl_cli.convert.trl_arguments import INSTEAD, parse
+    from asyncrl_cli.convert.config import read_file
+    from asyncrl_cli.convert.trl import INSTEAD, TRAINERS, parse
 
     method, files, values = parse(arguments)
-    sources = {file: (_label(file, len(values), "argument"), read_file(file, INSTEAD) | values) for file in files} or {
-        method: (_label("", len(values), "argument"), values)
-    }
-    _convert(lambda _: TRAINERS[method], sources, output, force)
+    origins = []
+    for file in files or [""]:
+        file_values = read_file(file, INSTEAD) if file else {}
+        label = _label(file, len(values), "argument")
+        origins.append(Origin(file or method, label, TRAINERS[method], file_values | values))
+    _convert(origins, output, force)
 
 
 def prime_rl(
@@ -116,54 +139,102 @@ def prime_rl(
     from asyncrl_cli.convert.prime_rl import TRAINER, read
 
     files, values = read(arguments)
-    sources = {files[0] if files else "overrides": (", ".join(files) or "overrides", values)}
-    _convert(lambda _: TRAINER, sources, output, force)
+    file = files[0] if files else "overrides"
+    _convert([Origin(file, ", ".join(files) or file, TRAINER, values)], output, force)
 
 
-def _convert(
-    trainer_of: Callable[[dict[str, Any]], Trainer],
-    sources: dict[str, tuple[str, dict[str, Any]]],
-    output: Path | None,
-    force: bool,
-) -> None:
-    """Convert configurations. ``sources`` maps a file's name to a short text about its origin, and its keys."""
-    from asyncrl_cli.convert.files import convert_one, targets
+def _label(file: str, count: int, noun: str) -> str:
+    from asyncrl_cli.core.terminal import counted
 
-    results = []
-    for (origin, values), target in zip(sources.values(), targets(list(sources), output), strict=True):
-        results.append(convert_one(trainer_of(values), origin=origin, given=values, target=target))
-    _finish(results, force)
+    return f"{file} and {counted(count, noun)}" if file and count else file or counted(count, noun)
 
 
-def _label(file: str, count: int, kind: str) -> str:
-    """A short text about the origin: a command line would be longer than the rest of the output."""
-    counted = f"{count} {kind}{'' if count == 1 else 's'}"
-    return f"{file} and {counted}" if file and count else file or counted
+def _targets(origins: list[Origin], output: Path | None) -> list[Path | None]:
+    """A file for each configuration. Raises ``ConfigError`` for equal file names."""
+    from asyncrl_cli.core.errors import ConfigError
+
+    if len(origins) == 1 and not (output and output.is_dir()):
+        return [output]
+    folder = output or FOLDER
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("several specs need a folder, and this is a file", location=str(folder))
+    files: dict[Path, str] = {}
+    for origin in origins:
+        target = folder / f"{Path(origin.file).stem or 'spec'}.yaml"
+        if target in files:
+            message = f"{files[target]} and {origin.file} would have the same name"
+            raise ConfigError(message, location=str(target), hint="convert them one by one, with -o")
+        files[target] = origin.file
+    return list(files)
 
 
-def _finish(results: list[Result], force: bool) -> None:
-    """Write the specs, and print their paths, the remaining problems and the next commands.
+def _convert(origins: list[Origin], output: Path | None, force: bool) -> None:
+    """Convert configurations, write the specs, and print the remaining problems and the next commands.
 
-    A result without a file is printed to standard output. Then all other text goes to standard error."""
-    from asyncrl_cli.convert.files import write
-
-    write(results, force=force)
+    A result without a file is printed to standard output. Then all other text goes to standard error.
+    """
+    results = [_result(origin, target) for origin, target in zip(origins, _targets(origins, output), strict=True)]
+    _write(results, force)
+    usable_specs, is_valid = [], True
     for result in results:
-        if result.target is None:
+        conversion, is_printed = result.conversion, result.target is None
+        if is_printed:
             echo(result.text.rstrip("\n"))
-        printed_to_error = result.target is None
-        echo(result.summary, err=printed_to_error)
-        for problem in result.absent:
-            echo(f"  not on this machine: {problem.path}: {problem.message}", err=printed_to_error)
+        echo(f"{result.origin.label}{'' if is_printed else f' -> {result.target}'}: {conversion.summary}", err=is_printed)
+        for problem in result.missing_files:
+            echo(f"  not on this machine: {problem.path}: {problem.message}", err=is_printed)
         for problem in result.problems:
             echo(str(problem), err=True)
-        for reason in result.conversion.unsupported:
+        for reason in conversion.unsupported:
             echo(f"error: not supported: {reason}", err=True)
-    usable = (result for result in results if result.target and not result.conversion.unsupported)
-    if written := [shlex.quote(str(result.target)) for result in usable]:
-        echo(f"next:\n  asyncrl validate-spec {' '.join(written)}\n  asyncrl train {written[0]} --dry-run")
-    if not all(result.valid for result in results):
+        if not is_printed and not conversion.unsupported:
+            usable_specs.append(shlex.quote(str(result.target)))
+        is_valid &= not conversion.unsupported and not any(one.severity == "error" for one in result.problems)
+    if usable_specs:
+        echo(f"next:\n  asyncrl validate-spec {' '.join(usable_specs)}\n  asyncrl train {usable_specs[0]} --dry-run")
+    if not is_valid:
         raise typer.Exit(1)
+
+
+def _result(origin: Origin, target: Path | None) -> Result:
+    from asyncrl_cli.convert.table import PATHS, convert, spec_text
+    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.problems import SpecError
+
+    conversion = convert(origin.values, origin.trainer)
+    text = spec_text(conversion, origin.label, target.parent if target else Path())
+    try:
+        problems = load_spec(target or "spec.yaml", data=text.encode()).warnings
+    except SpecError as error:
+        problems = error.problems
+    missing_files = [
+        problem
+        for problem in problems
+        if problem.severity == "error"
+        and (problem.path in PATHS or re.fullmatch(r"evaluation\.sets\.\w+\.data\.path", problem.path))
+    ]
+    other_problems = [problem for problem in problems if problem not in missing_files]
+    return Result(origin, target, text, conversion, other_problems, missing_files)
+
+
+def _write(results: list[Result], force: bool) -> None:
+    """Write the specs. Raises ``ConfigError`` before anything is written if a file exists with other content."""
+    from asyncrl_cli.core.errors import ConfigError
+    from asyncrl_cli.core.files import output_file
+
+    files = {result.target: result.text.encode() for result in results if result.target}
+    for path, content in files.items():
+        if not force and path.exists() and (not path.is_file() or path.read_bytes() != content):
+            message = "the file exists, with other content"
+            raise ConfigError(message, location=str(path), hint="name another file with -o, or use --force")
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with output_file(path) as file:
+                file.write(content)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"the spec cannot be written: {reason}", location=str(path)) from error
 
 
 add(

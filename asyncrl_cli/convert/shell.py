@@ -1,388 +1,497 @@
-"""Parses the part of bash that scripts which start a trainer use. ``script.py`` evaluates the result.
+"""Finds the command in a shell script that starts a trainer.
 
-Brackets and blocks are nested at most ``MAX_DEPTH`` deep, which also bounds how often a character is read.
+The script is read, not run, as bash would run it with only `HOME` and `PWD` in its environment: no other value of the
+caller's environment gets into a spec. tree-sitter parses it. Assignments, arrays, sums, `if`, `case`, `for` and `&&`
+are followed. A script with another construct that can set variables, such as a function, is refused.
+
+Values are texts. A piece that only a run gives is marked within them, see ``unknown_piece``.
 """
 
 from __future__ import annotations
 
+import ast
+import glob
+import operator
+import os
 import re
-from bisect import bisect
-from typing import Literal, NamedTuple
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-MAX_DEPTH = 40
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_BLANK = re.compile(r"(?:[ \t]|\\\n|(?<![^\s;&|()])\#[^\n]*)+")
-_REDIRECT = re.compile(r"(?:\d*(?:<<<|<<-?|<>|>>|>\||[<>]&?)|&>>?)[ \t]*")
-_LITERAL = re.compile(r"[^\s'\"\\$`|;&<>()]+")
-_QUOTED = re.compile(r"[^\"\\$`]+")
-_SEPARATORS = re.compile(r"[ \t\n|;&<>()]+")
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_OPERATOR = re.compile(r"&&|\|\||;;&?|;&|\|&|[;&|()\n]")
-_KEYWORD = re.compile(r"(?:\[\[|[{}!]|[a-z]+)(?=[\s;&|()]|\Z)|\(\(")
-_BRACES = re.compile(r"\{[^{}]*\}")
-_CLOSES = {"$(": ")", "${": "}", "(": ")", '"': '"', "`": "`"}
+from tree_sitter import Language, Node, Parser
 
+from asyncrl_cli.convert.config import content, unknown_piece, unknown_pieces, without_marks
+from asyncrl_cli.core.errors import ConfigError
 
-class ShellSyntaxError(Exception):
-    """A text that bash would not read, or that is nested too deeply. ``line``: its line, from 1."""
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
-
-
-class Expansion(NamedTuple):
-    """`$NAME`, `${…}`, `$(…)`, `$((…))` or `{…,…}`. ``text``: as in the script. ``body``: without the brackets."""
-
-    form: Literal["parameter", "command", "sum", "braces"]
-    body: str
-    text: str
-    is_quoted: bool
-
-
-Segments = tuple[str | Expansion, ...]
+SHELL_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+MAX_SCRIPT_BYTES = 1 << 16
+MAX_CHARACTERS = 1 << 17
+"""Limit of the characters of all assigned values."""
+PASTE = "paste the command, as the shell runs it (`bash -x` shows it), in place of the script"
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_FIELD = re.compile("(?:\0(?:[^\0]*\0){4}|[^\\s\0])+")
+_ENVIRONMENT_SCRIPT = re.compile(r"/(?:usr|opt|etc)/.*|(?:.*/)?(?:activate|conda\.sh|\.bashrc)|.*(?:conda|mamba) .*")
+"""Scripts that set up programs, and no variables of a trainer's command."""
+_SETTERS = ("eval", "source", ".", "read", "mapfile", "getopts", "let")
+_COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda dividend, divisor: abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1),
+    ast.Mod: lambda dividend, divisor: abs(dividend) % abs(divisor) * (1 if dividend >= 0 else -1),
+}
 
 
-class Word(NamedTuple):
-    """A word before its expansion. ``array``: the words of `name=(…)`."""
-
-    raw: str
-    line: int
-    segments: Segments
-    array: list[Word] | None = None
+class _Exit(Exception):
+    pass
 
 
-class Command(NamedTuple):
-    """A simple command with its assignments, without redirections and here documents."""
+def trainer_command(
+    path: str, script_text: bytes, arguments: Sequence[str], *, is_argument: Callable[[str], Any]
+) -> list[str]:
+    """Return the words of the script's command that starts a program with such arguments, and the further arguments.
 
-    line: int
-    words: list[Word]
-
-
-class Chain(NamedTuple):
-    """Commands with the operator before each: `&&`, `||` or `|`. The first command has none, or `!`."""
-
-    nodes: list[tuple[str, Node]]
-
-
-class Branches(NamedTuple):
-    """`if` with its `elif` and `else`, which has an empty test."""
-
-    line: int
-    branches: list[tuple[list[Node], list[Node]]]
-
-
-class Cases(NamedTuple):
-    """`case`, with the patterns of each branch."""
-
-    line: int
-    subject: Word
-    branches: list[tuple[list[Word], list[Node]]]
-
-
-class Loop(NamedTuple):
-    """`for` with its variable and words, or a loop without: `while`, `until`."""
-
-    line: int
-    variable: str
-    words: list[Word]
-    body: list[Node]
-
-
-class Group(NamedTuple):
-    """`{ …; }` or `( … )`, which has its own variables; with a ``name``, the definition of a function."""
-
-    body: list[Node]
-    is_subshell: bool = False
-    name: str = ""
+    `NAME=VALUE` in ``arguments`` sets a variable of the script. Raises ``ConfigError`` unless there is exactly one such
+    command, and if the script has arguments outside of it.
+    """
+    variables = dict(word.split("=", 1) for word in arguments if _ASSIGNMENT.match(word))
+    script = _Script(path, variables)
+    try:
+        script.read(script_text)
+    except RecursionError:
+        raise ConfigError("the script is nested too deeply", location=path, hint=PASTE) from None
+    except _Exit:
+        pass
+    commands = []
+    for line, words in script.calls:
+        location = f"{path}:{line}"
+        if words and is_argument(words[0]):
+            message = (
+                f"`{without_marks(words[0])[:60]}` is not part of the command: the line before does not continue it"
+            )
+            hint = "end each line of the command with a backslash, without empty lines and comments between them"
+            raise ConfigError(message, location=location, hint=hint)
+        if any(map(is_argument, words[launched(words) or len(words) :])):
+            commands.append(words)
+    if len(commands) != 1:
+        message = (
+            f"the script has {len(commands) or 'no'} commands with arguments of the trainer up to line {script.line}"
+        )
+        raise ConfigError(message, location=path, hint=PASTE)
+    for word in commands[0][launched(commands[0]) :]:
+        if (pieces := unknown_pieces(word)) and "=" not in word.partition("\0")[0]:
+            message = f"`{without_marks(word)[:60]}` is not known without running the script: {pieces[0].reason}"
+            hint = f"add `{pieces[0].variable or 'NAME'}=VALUE` after the script"
+            raise ConfigError(message, location=pieces[0].location, hint=hint)
+    return [*commands[0], *(word for word in arguments if not _ASSIGNMENT.match(word))]
 
 
-Node = Command | Chain | Branches | Cases | Loop | Group
+def command_words(arguments: Sequence[str], argument_pattern: str) -> list[str]:
+    """Return the words of a command line, which may also be a single quoted argument or a shell script.
+
+    ``argument_pattern`` matches the arguments of the command in a script. Raises ``ConfigError``.
+    """
+    if arguments and Path(arguments[0]).suffix in SHELL_SCRIPTS:
+        text = content(arguments[0], MAX_SCRIPT_BYTES)
+        return trainer_command(arguments[0], text, arguments[1:], is_argument=re.compile(argument_pattern).match)
+    if len(arguments) != 1 or os.path.exists(arguments[0]) or not re.search(r"\s", arguments[0].strip()):
+        return list(arguments)
+    try:
+        line = shlex.split(arguments[0].replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"the command line cannot be read: {error}", location=arguments[0][:60]) from None
+    # An override may have spaces, too: `data.train_files=[a, b]`.
+    return list(arguments) if re.match(argument_pattern, line[0]) and "=" in line[0] else line
 
 
-class Parser:
-    """Reads ``text``, whose first character is in the line ``line``. Raises ``ShellSyntaxError``."""
+def launched(line: Sequence[str], *programs: str) -> int:
+    """Return the number of words up to the program that reads the arguments, or 0 if there is none.
 
-    def __init__(self, text: str, line: int = 1) -> None:
-        self._text = text
-        self._first_line = line
-        self._breaks = [line_break.start() for line_break in re.finditer("\n", text)]
-        self._position = 0
-        self._depth = 0
-        self._documents: list[str] = []  # ends of the here documents that follow the next line break
+    A program is one of ``programs``, a script, or the module of `python -m`.
+    """
+    for end, (previous, word) in enumerate(zip(("", *line), line, strict=False), start=1):
+        if word in programs or (word.endswith(".py") and "=" not in word) or previous == "-m":
+            return end
+    return 0
 
-    def script(self) -> list[Node]:
-        """Return the commands of the text."""
-        nodes = self._commands()
-        if self._position < len(self._text):
-            raise self._error(f"unexpected `{self._text[self._position]}`")
-        return nodes
 
-    def segments(self, *, is_quoted: bool) -> Segments:
-        """Return the segments of the text within double quotes, or outside, where separators stay, too."""
-        segments: list[str | Expansion] = []
-        while self._position < len(self._text):
-            if not is_quoted and (separators := _SEPARATORS.match(self._text, self._position)):
-                self._position = separators.end()
-                segments.append(separators[0])
-            elif not (is_quoted and self._accept('"')):
-                segments += self._segment(is_quoted)
-        return tuple(segments)
+class _Script:
+    def __init__(self, path: str, variables: Mapping[str, str]) -> None:
+        folders = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd(), "0": path, "BASH_SOURCE": path}
+        self._values = {name: [value] for name, value in {**folders, **variables}.items()}
+        self._variables = variables  # they replace unknown values that the script sets
+        self._path = path
+        self._condition = ""  # why the current commands may not run
+        self._output: list[str] | None = None  # of a command whose output is substituted
+        self._character_count = 0
+        self.line = 1
+        self.calls: list[tuple[int, list[str]]] = []
 
-    def _line(self) -> int:
-        return self._first_line + bisect(self._breaks, self._position - 1)
+    def read(self, text: bytes) -> None:
+        import tree_sitter_bash
 
-    def _error(self, message: str) -> ShellSyntaxError:
-        return ShellSyntaxError(message, self._line())
+        parser, root, previous_text = Parser(Language(tree_sitter_bash.language())), None, None
+        while text != previous_text:
+            root = parser.parse(text).root_node
+            previous_text, text = text, _separated(root, text)
+        assert root is not None
+        if root.has_error or b"\0" in text:
+            raise self._refusal("the script cannot be read as bash", "check it with `bash -n`, or paste its command")
+        self._run_all(root.children)
 
-    def _skip(self) -> None:
-        if blank := _BLANK.match(self._text, self._position):
-            self._position = blank.end()
+    def _refusal(self, message: str, hint: str = PASTE) -> ConfigError:
+        return ConfigError(message, location=f"{self._path}:{self.line}", hint=hint)
 
-    def _accept(self, text: str) -> bool:
-        """Read the text if it is next. After a line break, also read its here documents."""
-        if not self._text.startswith(text, self._position):
-            return False
-        self._position += len(text)
-        while text == "\n" and self._documents:
-            end = re.compile(rf"^\t*{re.escape(self._documents.pop(0))}(?:\n|\Z)", re.MULTILINE)
-            document = end.search(self._text, self._position)
-            self._position = document.end() if document else len(self._text)
+    def _unknown(self, text: str, reason: str = "", variable: str = "") -> str:
+        reason = reason or f"line {self.line} has {text}"
+        return unknown_piece(text[:60], reason[:160], variable, f"{self._path}:{self.line}")
+
+    # -- commands: each returns whether it succeeds, or None if only a run shows it
+
+    def _run_all(self, nodes: Sequence[Node]) -> bool | None:
+        status: bool | None = True
+        for node in nodes:
+            if node.is_named and node.type != "comment":
+                status = self._run(node)
+        return status
+
+    def _perhaps(self, nodes: Sequence[Node]) -> None:
+        """Run commands that a real run may skip: what they set is unknown."""
+        outer_condition = self._condition
+        self._condition = outer_condition or f"under the condition in line {self.line}"
+        self._run_all(nodes)
+        self._condition = outer_condition
+
+    def _run(self, node: Node) -> bool | None:
+        self.line = node.start_point.row + 1
+        children = node.named_children
+        match node.type:
+            case "command":
+                return self._command(node)
+            case "variable_assignment":
+                self._assign(node)
+            case "variable_assignments" | "declaration_command":
+                for child in children:
+                    if child.type == "variable_assignment":
+                        self._assign(child)
+            case "unset_command":
+                for child in children:
+                    self._set(_text(child), [])
+            case "compound_statement" if node.children[0].type == "((":
+                if children[0].type not in ("binary_expression", "parenthesized_expression"):
+                    raise self._refusal("a sum that sets a variable is not followed")
+                return None
+            case "compound_statement":
+                return self._run_all(children)
+            case "redirected_statement":
+                body = node.child_by_field_name("body")
+                return self._run(body) if body else True
+            case "subshell":
+                saved_values = dict(self._values)
+                status = self._run_all(children)
+                self._values = saved_values
+                return status
+            case "pipeline" | "negated_command":
+                self._run_all(children)
+                return None
+            case "list":
+                status, is_and = self._run(node.children[0]), node.children[1].type == "&&"
+                if status is not None:
+                    return self._run(node.children[2]) if status == is_and else status
+                self._perhaps(node.children[2:])
+                return None
+            case "test_command":
+                return self._test(children[0], has_patterns=node.children[0].type == "[[") if children else False
+            case "if_statement":
+                return self._if(node)
+            case "case_statement":
+                return self._case(node)
+            case "for_statement":
+                name = _text(children[0])
+                self._values[name] = [self._unknown(f"${name}", f"line {self.line} is set by a loop")]
+                self._perhaps(children[-1].children)
+            case _:
+                name = node.type.replace("_", " ")
+                raise self._refusal(f"a {name} in a script is not followed: {_text(node)[:40]!r}")
         return True
 
-    def _operator(self) -> str:
-        self._skip()
-        operator = _OPERATOR.match(self._text, self._position)
-        return operator[0] if operator and not _REDIRECT.match(self._text, self._position) else ""
+    def _if(self, node: Node) -> bool | None:
+        """Run the branch of an `if`, or after an unknown condition each branch, perhaps."""
+        is_doubtful = False
+        clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
+        for clause in (node, *clauses):
+            children = [child for child in clause.children if child not in clauses]
+            then = next((index for index, child in enumerate(children) if child.type == "then"), 0)
+            body = children[then + 1 :]
+            holds = self._run_all(children[1:then]) if then else True
+            if holds and not is_doubtful:
+                return self._run_all(body)
+            if holds is not False:
+                is_doubtful = True
+                self._perhaps(body)
+        return None if is_doubtful else True
 
-    def _keyword(self) -> str:
-        self._skip()
-        keyword = _KEYWORD.match(self._text, self._position)
-        return keyword[0] if keyword else ""
+    def _case(self, node: Node) -> bool | None:
+        subject = _known_text(self._join(node.named_children[0]))
+        is_doubtful = False
+        for item in node.named_children[1:]:
+            if item.type != "case_item":
+                continue
+            end = next(index for index, child in enumerate(item.children) if child.type == ")")
+            patterns = [self._pattern(child) for child in item.children[:end] if child.is_named]
+            if subject is None or None in patterns:
+                is_doubtful = True
+            elif not any(fnmatchcase(subject, pattern or "") for pattern in patterns):
+                continue
+            elif not is_doubtful:
+                return self._run_all(item.children[end + 1 :])
+            self._perhaps(item.children[end + 1 :])
+        return None if is_doubtful else True
 
-    def _newlines(self) -> None:
-        while self._operator() == "\n":
-            self._accept("\n")
-
-    def _expect(self, word: str) -> None:
-        self._newlines()
-        if word != ")" and self._operator() == ";":
-            self._accept(";")
-            self._newlines()
-        if not self._accept(word):
-            raise self._error(f"`{word}` is missing")
-
-    def _commands(self, *ends: str) -> list[Node]:
-        """The commands up to one of the words or operators ``ends``, which is not read."""
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise self._error(f"blocks are nested more than {MAX_DEPTH} deep")
-        nodes: list[Node] = []
-        while True:
-            while (operator := self._operator()) in ("\n", ";", "&"):
-                self._accept(operator)
-            if self._position >= len(self._text) or operator in ends or self._keyword() in ends:
-                break
-            if operator not in ("", "("):
-                raise self._error(f"unexpected `{operator}`")
-            nodes.append(self._chain())
-        self._depth -= 1
-        return nodes
-
-    def _block(self, end: str) -> list[Node]:
-        nodes = self._commands(end)
-        self._expect(end)
-        return nodes
-
-    def _chain(self) -> Node:
-        is_negated = self._keyword() == "!" and self._accept("!")
-        nodes = [("!" if is_negated else "", self._node())]
-        while (operator := self._operator()) in ("&&", "||", "|", "|&"):
-            self._accept(operator)
-            self._newlines()
-            nodes.append((operator.replace("|&", "|"), self._node()))
-        return nodes[0][1] if len(nodes) == 1 and not is_negated else Chain(nodes)
-
-    def _node(self) -> Node:
-        keyword, line = self._keyword(), self._line()
-        node: Node
-        if keyword != "((" and self._operator() == "(":
-            self._accept("(")
-            node = Group(self._block(")"), is_subshell=True)
-        elif keyword == "{":
-            self._accept(keyword)
-            node = Group(self._block("}"))
-        elif keyword in ("if", "case", "for", "while", "until"):
-            self._accept(keyword)
-            node = self._if(line) if keyword == "if" else self._case(line) if keyword == "case" else self._loop(keyword)
-        else:
-            return self._command()
-        while self._redirect():
-            pass
-        return node
-
-    def _if(self, line: int) -> Node:
-        branches = []
-        keyword = "elif"
-        while keyword == "elif":
-            branches.append((self._block("then"), self._commands("elif", "else", "fi")))
-            keyword = self._keyword()
-            self._expect(keyword or "fi")
-        if keyword == "else":
-            branches.append(([], self._block("fi")))
-        return Branches(line, branches)
-
-    def _case(self, line: int) -> Node:
-        subject = self._word()
-        self._expect("in")
-        branches: list[tuple[list[Word], list[Node]]] = []
-        self._newlines()
-        while self._keyword() != "esac":
-            self._accept("(")
-            patterns = [self._word()]
-            while self._operator() == "|" and self._accept("|"):
-                patterns.append(self._word())
-            self._expect(")")
-            branches.append((patterns, self._commands(";;", ";&", ";;&", "esac")))
-            self._accept(self._operator())
-            self._newlines()
-        self._expect("esac")
-        return Cases(line, subject, branches)
-
-    def _loop(self, keyword: str) -> Node:
-        line, variable, words = self._line(), "", list[Word]()
-        if keyword == "for" and self._keyword() == "((":
-            self._position = self._end(self._position + 1, "(")
-        elif keyword == "for":
-            variable = self._word().raw
-            self._newlines()
-            if self._keyword() == "in" and self._accept("in"):
-                while not self._operator() and self._position < len(self._text):
-                    words.append(self._word())
-        else:
-            self._commands("do")
-        self._expect("do")
-        return Loop(line, variable, words, self._block("done"))
-
-    def _command(self) -> Node:
-        is_function = self._keyword() == "function" and self._accept("function")
-        words: list[Word] = []
-        self._skip()
-        line, start = self._line(), self._position
-        if self._text.startswith("((", start):
-            self._position = self._end(start + 1, "(")
-            raw = self._text[start : self._position]
-            return Command(line, [Word(raw, line, segments=(raw,))])
-        while self._position < len(self._text):
-            operator, in_test = self._operator(), bool(words) and words[0].raw == "[[" and words[-1].raw != "]]"
-            if in_test and operator not in ("", "\n"):
-                self._accept(operator)
-                words.append(Word(operator, line, segments=(operator,)))
-            elif len(words) == 1 and (operator == "(" or is_function):
-                if self._accept("("):
-                    self._expect(")")
-                self._newlines()
-                self._depth += 1
-                if self._depth > MAX_DEPTH:
-                    raise self._error(f"blocks are nested more than {MAX_DEPTH} deep")
-                body = self._node()
-                self._depth -= 1
-                return Group([body], name=words[0].raw)
-            elif operator or self._position >= len(self._text):
-                break
-            elif in_test or not self._redirect():
-                words.append(self._word())
-        return Command(line, words)
-
-    def _redirect(self) -> bool:
-        """Read a redirection, if it is next."""
-        self._skip()
-        redirect = _REDIRECT.match(self._text, self._position)
-        if not redirect:
-            return False
-        self._position = redirect.end()
-        if self._accept("("):  # process substitution
-            self._position = self._end(self._position, "(")
+    def _command(self, node: Node) -> bool | None:
+        name_node = node.child_by_field_name("name")
+        assert name_node is not None
+        words = self._fields(name_node.children[0])
+        words += [field for word in node.children_by_field_name("argument") for field in self._fields(word)]
+        name = words[0] if words else ""
+        if name in ("true", ":", "set", "shopt", "ulimit", "wait", "false"):
+            return name != "false"
+        if name in ("exit", "return"):
+            if not self._condition:
+                raise _Exit
+        elif name in _SETTERS:
+            source = " ".join(map(without_marks, words[1 : None if name == "eval" else 2]))
+            if not _ENVIRONMENT_SCRIPT.fullmatch(source):
+                raise self._refusal(f"`{name} {source[:40]}` may set variables of the command")
             return True
-        target = self._word().raw
-        if redirect[0].strip(" \t0123456789") in ("<<", "<<-"):
-            self._documents.append(re.sub(r"['\"\\]", "", target))
-        return True
+        elif "torch_npu" in _text(node):
+            return False  # asyncrl has no NPUs
+        elif name == "cd":
+            folder = os.path.normpath(os.path.join(self._scalar("PWD"), words[-1]))
+            is_known = len(words) > 1 and "\0" not in folder
+            self._set("PWD", [folder if is_known else self._unknown("$PWD", f"line {self.line} changes the folder")])
+            return None if self._output is None else True
+        elif self._output is None:
+            self.calls.append((self.line, words))
+        elif name == "echo" and words[1:2] not in (["-n"], ["-e"]):
+            self._output.append(" ".join(words[1:]) + "\n")
+            return True
+        elif name in ("pwd", "dirname"):
+            self._output.append(self._scalar("PWD") if name == "pwd" else os.path.dirname(words[-1]) or ".")
+            return True
+        else:
+            self._output.append(self._unknown(f"$({name} …)"))
+        return None
 
-    def _word(self) -> Word:
-        self._skip()
-        start, line = self._position, self._line()
-        segments: list[str | Expansion] = []
-        while self._position < len(self._text) and not _SEPARATORS.match(self._text, self._position):
-            segments += self._segment(is_quoted=False)
-            raw = self._text[start : self._position]
-            if ASSIGNMENT.fullmatch(raw) and self._accept("("):
-                array = []
-                self._newlines()
-                while self._operator() != ")":
-                    array.append(self._word())
-                    self._newlines()
-                self._accept(")")
-                return Word(raw, line, (raw,), array)
-        if self._position == start:
-            raise self._error(f"unexpected `{self._text[start : start + 1].strip() or 'end of the line'}`")
-        return Word(self._text[start : self._position], line, tuple(segments))
+    def _assign(self, node: Node) -> None:
+        target, assignment_operator, *value_nodes = node.children
+        if target.type != "variable_name":
+            raise self._refusal("an assignment to an item of an array is not followed")
+        name, value_node = _text(target), value_nodes[0] if value_nodes else None
+        old_values = self._values.get(name, []) if assignment_operator.type == "+=" else []
+        if value_node is not None and value_node.type == "array":
+            items = [field for item in value_node.named_children for field in self._fields(item)]
+            self._set(name, old_values + items)
+            return
+        value = self._join(value_node) if value_node is not None else ""
+        if value_node is not None and re.match(r"~(?=/|$)", _text(value_node)):
+            value = self._scalar("HOME") + value[1:]
+        self._set(name, [*(text + value for text in old_values[:1]), *old_values[1:]] if old_values else [value])
 
-    def _segment(self, is_quoted: bool) -> Segments:
-        """The segments that begin at the current character."""
-        text, start = self._text, self._position
-        if literal := (_QUOTED if is_quoted else _LITERAL).match(text, start):
-            self._position = literal.end()
-            is_list = any("," in braces or ".." in braces for braces in _BRACES.findall(literal[0]))
-            return (Expansion("braces", "", literal[0], True) if is_list and not is_quoted else literal[0],)
-        if self._accept("\\"):
-            escaped = text[start + 1 : start + 2]
-            self._position += 1
-            return () if escaped == "\n" else (escaped if not is_quoted or escaped in '$`"\\' else f"\\{escaped}",)
-        if not is_quoted and (self._accept("'") or self._accept("$'")):
-            content_start = self._position
-            self._position = text.find("'", content_start) + 1
-            if not self._position:
-                self._position = start
-                raise self._error("unclosed quote")
-            return (text[content_start : self._position - 1],)
-        if self._accept('"'):
-            line = self._line()
-            self._position = self._end(start + 1, '"')
-            return Parser(text[start + 1 : self._position - 1], line).segments(is_quoted=True) or ("",)
-        opening = "`" if text.startswith("`", start) else text[start : start + 2]
-        if opening in ("`", "$(", "${"):
-            self._position = self._end(start + len(opening), opening)
-            expansion = text[start : self._position]
-            body = expansion[len(opening) : -1]
-            if opening == "$(" and body.startswith("(") and body.endswith(")"):
-                return (Expansion("sum", body[1:-1], expansion, is_quoted),)
-            return (Expansion("parameter" if opening == "${" else "command", body, expansion, is_quoted),)
-        name = _NAME.match(text, start + 1) if text[start] == "$" else None
-        self._position = name.end() if name else start + 1
-        return (Expansion("parameter", name[0], text[start : name.end()], is_quoted) if name else text[start],)
+    def _set(self, name: str, values: list[str]) -> None:
+        self._character_count += sum(map(len, values)) + len(values)
+        if self._character_count > MAX_CHARACTERS:
+            raise self._refusal("the script's values are too long")
+        if self._condition:
+            values = [self._unknown(f"${name}", f"line {self.line} sets {name} {self._condition}")]
+        if name in self._variables and any("\0" in value for value in values):
+            values = [self._variables[name]]
+        self._values[name] = values
 
-    def _end(self, position: int, opening: str) -> int:
-        """The position after the bracket or quote that closes ``opening``, whose content begins at ``position``."""
-        text, stack = self._text, [_CLOSES[opening]]
-        while position < len(text):
-            character, step = text[position], 1
-            in_quotes = next((closing for closing in reversed(stack) if closing in '")'), "") == '"'
-            if character == "\\":
-                step = 2
-            elif character == stack[-1]:
-                stack.pop()
-                if not stack:
-                    return position + 1
-            elif character == "'" and not in_quotes:
-                closing_quote = text.find("'", position + 1)
-                step = (closing_quote if closing_quote >= 0 else len(text)) + 1 - position
-            elif text.startswith(("$(", "${"), position):
-                stack.append(_CLOSES[text[position : position + 2]])
-                step = 2
-            elif character in '"`' or (character == "(" and stack[-1] == ")"):
-                stack.append(_CLOSES[character])
-            if len(stack) > MAX_DEPTH:
-                raise self._error(f"brackets are nested more than {MAX_DEPTH} deep")
-            position += step
-        raise self._error("unclosed quote or bracket")
+    def _scalar(self, name: str) -> str:
+        return (self._values.get(name) or [""])[0]
+
+    # -- words
+
+    def _join(self, node: Node) -> str:
+        """The value of a word without splitting."""
+        return " ".join(self._fields(node, is_quoted=True))
+
+    def _pattern(self, node: Node) -> str | None:
+        """The pattern of a `case` or `[[`: quoted text stands for itself."""
+        text = _known_text(self._join(node))
+        return glob.escape(text) if text is not None and node.type in ("string", "raw_string") else text
+
+    def _fields(self, node: Node, *, is_quoted: bool = False) -> list[str]:
+        """The words that a word becomes."""
+        text = _text(node)
+        match node.type:
+            case "comment":
+                return []
+            case "raw_string":
+                return [text[1:-1]]
+            case "string":
+                return self._sequence(node, node.children[1:-1], is_quoted=True)
+            case "string_content":
+                return [re.sub(r"\\\n", "", re.sub(r'\\([$`"\\])', r"\1", text))]
+            case "concatenation":
+                return self._sequence(node, node.children, is_quoted=is_quoted)
+            case "arithmetic_expansion":
+                return [self._sum(node)]
+            case "command_substitution":  # of a default, the grammar reads sums as commands
+                values = [self._sum(node) if text.startswith("$((") else self._substitution(node)]
+            case "simple_expansion" | "expansion":
+                values = self._parameter(node, is_quoted=is_quoted)
+            case "word" | "number" | "variable_name" | "extglob_pattern" | "regex" | "test_operator":
+                return [re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""), flags=re.DOTALL)]
+            case _ if node.is_named:
+                return [self._unknown(text)]
+            case _:
+                return [text]
+        return values if is_quoted else [field for value in values for field in _FIELD.findall(value)]
+
+    def _sequence(self, parent: Node, nodes: Sequence[Node], *, is_quoted: bool) -> list[str]:
+        """The words of adjacent pieces. Of text that the parser skips between them, blanks count."""
+        if (
+            len(nodes) == 1
+            and nodes[0].type in ("simple_expansion", "expansion")
+            and len(parent.text or b"") == (nodes[0].end_byte - nodes[0].start_byte + 2 * (parent.type == "string"))
+        ):
+            return self._fields(nodes[0], is_quoted=is_quoted)  # `"$@"` may be no word
+        fields, position, source = [""], nodes[0].start_byte if nodes else 0, parent.text or b""
+        if parent.type == "string":
+            position = parent.start_byte + 1
+        for piece in nodes:
+            gap = source[position - parent.start_byte : piece.start_byte - parent.start_byte]
+            first_field, *further_fields = self._fields(piece, is_quoted=is_quoted) or [""]
+            fields[-1] += gap.decode(errors="surrogateescape") + first_field
+            fields += further_fields
+            position = piece.end_byte
+        if parent.type == "string":
+            fields[-1] += source[position - parent.start_byte : -1].decode(errors="surrogateescape")
+        return fields
+
+    def _parameter(self, node: Node, *, is_quoted: bool) -> list[str]:
+        """The values of `$NAME` and `${NAME…}`: several of an array."""
+        pieces = [child for child in node.children if child.type not in ("$", "${", "}")]
+        if pieces and pieces[0].type == "subscript":
+            target, index = pieces[0].named_children[0], _text(pieces[0].named_children[-1])
+        else:
+            target, index = pieces[0] if pieces else node, ""
+        name = _text(target)
+        change = pieces[1].type if len(pieces) > 1 else ""
+        if target.type not in ("variable_name", "special_variable_name") or index not in ("", "@", "*", "0"):
+            return [self._unknown(_text(node))]
+        if change and change not in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
+            return [self._unknown(_text(node))]
+        values = self._values.get(name) or ([] if name in self._values and index in ("@", "*") else None)
+        if values is not None and index not in ("@", "*"):
+            values = values[:1]
+        if index == "*" and is_quoted and values:
+            values = [" ".join(values)]
+        is_empty = not values or (change.startswith(":") and values == [""])
+        default = " ".join(self._sequence(node, pieces[2:], is_quoted=True)) if len(pieces) > 2 else ""
+        match change[-1:]:
+            case "+":
+                return [] if is_empty else [default]
+            case "-" | "=" if is_empty:
+                if change[-1] == "=":
+                    self._set(name, [default])
+                return [default]
+        if name in ("@", "*"):
+            return []
+        return [self._unknown(_text(node), f"the script does not set {name}", name)] if values is None else values
+
+    def _substitution(self, node: Node) -> str:
+        """The output of a command, for the few commands that need no run."""
+        saved_state = self._output, self._values, self.line
+        self._output, self._values = [], dict(self._values)
+        try:
+            self._run_all(node.children)
+            output = "".join(self._output)
+        except _Exit:
+            output = "\0"
+        self._output, self._values, self.line = saved_state
+        return self._unknown(_text(node)) if "\0" in output else output.rstrip("\n")
+
+    # -- conditions and sums
+
+    def _test(self, node: Node, *, has_patterns: bool) -> bool | None:
+        """Evaluate a condition. None: it depends on the machine, or on an unknown value."""
+        children = node.children
+        symbol = _text(children[1 if node.type == "binary_expression" else 0]) if children else ""
+        if node.type == "parenthesized_expression":
+            return self._test(children[1], has_patterns=has_patterns)
+        if node.type == "unary_expression" and symbol == "!":
+            result = self._test(children[1], has_patterns=has_patterns)
+            return None if result is None else not result
+        if symbol in ("&&", "||", "-a", "-o"):
+            results = [self._test(side, has_patterns=has_patterns) for side in (children[0], children[2])]
+            decisive = symbol in ("||", "-o")
+            return decisive if decisive in results else None if None in results else not decisive
+        operands = [node] if node.type not in ("unary_expression", "binary_expression") else node.named_children
+        texts = [_known_text(self._join(operand)) for operand in operands if operand.type != "test_operator"]
+        if None in texts or (node.type == "unary_expression" and symbol not in ("-n", "-z")):
+            return None
+        if node.type != "binary_expression":
+            return (texts[0] != "") == (symbol != "-z")
+        if symbol in ("=", "==", "!="):
+            pattern = self._pattern(children[-1]) if has_patterns else glob.escape(texts[1] or "")
+            return fnmatchcase(texts[0] or "", pattern or "") == (symbol != "!=")
+        integers = [int(text) for text in texts if text and re.fullmatch(r"\s*-?\d{1,18}\s*", text)]
+        is_comparison = symbol in _COMPARISONS and len(integers) == 2
+        return bool(_COMPARISONS[symbol](*integers)) if is_comparison else None
+
+    def _sum(self, node: Node) -> str:
+        """The value of `$((…))`. The grammar is not used, because it reads `-1 + 1` as `-(1 + 1)`."""
+        value = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+        text = value.sub(lambda name: f"({self._scalar(name[1])})", _text(node)[3:-2])
+        with suppress(SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            if len(text) <= 400:
+                return str(_integer(ast.parse(text.strip(), mode="eval").body))
+        return self._unknown(_text(node))
+
+
+def _integer(node: ast.expr) -> int:
+    """Evaluate a sum of whole numbers, with bash's division. Raises ``ValueError`` for anything else."""
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_integer(operand)
+        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
+            result = _OPERATORS[type(symbol)](_integer(left), _integer(right))
+            if abs(result) < 2**63:
+                return result
+    raise ValueError("not a sum of whole numbers")
+
+
+def _separated(root: Node, text: bytes) -> bytes:
+    """The text with `;` after lines of several assignments, which the grammar adds to the command that follows them."""
+    ends, pending = [], [root]
+    while pending:
+        node = pending.pop()
+        children = [child for child in node.children if child.type != "comment"]
+        pending += children
+        for child, sibling in pairwise(children) if node.type == "command" else ():
+            gap = text[child.end_byte : sibling.start_byte]
+            if child.type == "variable_assignment" and re.search(rb"(?<!\\)\n", gap):
+                ends.append(child.end_byte)
+    for end in sorted(ends, reverse=True):
+        text = text[:end] + b";" + text[end:]
+    return text
+
+
+def _text(node: Node) -> str:
+    return (node.text or b"").decode(errors="surrogateescape")
+
+
+def _known_text(value: str) -> str | None:
+    """The text of a value, or None. A variable that the script does not set is empty, as in an empty environment."""
+    text = without_marks(value, lambda piece: "" if piece.variable else "\0")
+    return None if "\0" in text else text

@@ -1,238 +1,393 @@
-"""The table of TRL's arguments (0.19 to 1.10, and open-r1's).
+"""Reads TRL's arguments, and computes values of a spec that need arithmetic. The table of arguments is tables/trl.yaml.
 
-Sources: TRL's `trainer/*_config.py`, `experimental/{ppo,async_grpo}`, `scripts/` and examples, commit f2cd577 of
-2026-07-24, transformers' `TrainingArguments`, and open-r1's recipes. In ``OTHERS``, the first matching row decides.
+TRL counts completions per device and optimizer updates; asyncrl counts groups and steps. A generation batch in TRL is a
+step in asyncrl.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import math
+import os
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
-from asyncrl_cli.convert.common import AUDIO, PROCESSOR, VIDEO
-from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
-from asyncrl_cli.convert.trl_settings import CORRECTION, METHOD, settings
+from asyncrl_cli.convert.config import (
+    MAX_BYTES,
+    ForeignConfig,
+    content,
+    display_text,
+    options_of,
+    read_file,
+    typed_options,
+    unknown_piece,
+)
+from asyncrl_cli.convert.shared import (
+    ASSUMED_STEPS,
+    DISTILLATION,
+    Devices,
+    divide_gpus,
+    image_settings,
+    model_path,
+    multiple,
+    run_name,
+    tracking_settings,
+)
+from asyncrl_cli.convert.shell import command_words, launched
+from asyncrl_cli.convert.table import Trainer, table
+from asyncrl_cli.core.errors import ConfigError
 
-# fmt: off
-_COMMON = {
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3, "learning_rate": 1e-6,
-    "lr_scheduler_type": "linear", "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0,
-    "max_grad_norm": 1.0, "gradient_checkpointing": True, "seed": 42, "save_strategy": "steps", "save_steps": 500,
-    "eval_strategy": "no", "logging_steps": 10, "report_to": "none", "project": "huggingface",
-    "dataset_train_split": "train", "dataset_test_split": "test", "dataset_prompt_column": "prompt",
-    "shuffle_dataset": True, "lora_r": 16, "lora_alpha": 32, "temperature": 1.0, "vllm_mode": "colocate",
-    "vllm_tensor_parallel_size": 1,
+METHODS = {
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+    "ppo": "PPOConfig",
+    "gkd": "GKDConfig",
+    "async_grpo": "AsyncGRPOConfig",
 }
-_GRPO = {
-    "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2,
-    "loss_type": "dapo", "scale_rewards": "group", "importance_sampling_level": "token", "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05, f"{CORRECTION}correction": True, f"{CORRECTION}mode": "sequence_mask",
-    f"{CORRECTION}clip_max": 3.0, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+"""TRL's commands, each with the class of its arguments."""
+LAUNCHER_OPTIONS = {
+    "config_file": "accelerate_config",
+    "zero_stage": "deepspeed_config.zero_stage",
+    "nproc_per_node": "num_processes",
+    "num_gpus": "num_processes",
 }
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "grpo": _COMMON | _GRPO,
-    "rloo": _COMMON | _GRPO | {"num_generations": 2, "beta": 0.05, f"{CORRECTION}correction": False},
-    "async_grpo": _COMMON | _GRPO | {
-        "max_completion_length": 2048, "lr_scheduler_type": "constant", "max_staleness": 4, "weight_sync_steps": 1,
-        f"{CORRECTION}correction": False,
-    },
-    "ppo": _COMMON | {
-        "learning_rate": 3e-6, "num_ppo_epochs": 4, "num_mini_batches": 1, "response_length": 53, "temperature": 0.7,
-        "kl_coef": 0.05, "kl_estimator": "k1", "cliprange": 0.2, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
-        "reward_model_path": "EleutherAI/pythia-160m", "sft_model_path": "EleutherAI/pythia-160m",
-    },
-    "gkd": _COMMON | {
-        "learning_rate": 2e-5, "temperature": 0.9, "lmbda": 0.5, "beta": 0.5, "max_new_tokens": 128, "max_length": 1024,
-    },
-}
-# fmt: on
-"""TRL's defaults of the arguments that decide a key, for each trainer."""
+"""Options of Accelerate, torchrun and DeepSpeed before the name of the script, and our names for them."""
+INSTEAD = (
+    "give the command line, `asyncrl convert trl grpo --learning_rate 1e-6 ...`, or have the script print its "
+    "arguments as JSON (docs/from-trl.md)"
+)
+PROMPT_TOKENS = 1024
+"""`rollout.max_prompt_tokens` if TRL has no limit."""
+CORRECTION = "vllm_importance_sampling_"
+BUILT_IN_REWARDS = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
 
-_PPO_ONLY = "only in PPO"
-# fmt: off
-ROWS = [
-    Row("run_name output_dir", "name"),
-    Row("seed", "seed"),
-    Row("model_name_or_path sft_model_path", "model.path"),
-    Row("max_prompt_length max_completion_length vllm_max_model_length response_length max_length", "model.max_length",
-        "prompt and response together"),
-    Row("chat_template_kwargs.*", "model.chat_template_kwargs"),
-    Row("model_name_or_path", "model.max_images", "images of a prompt"),
-    Row("freeze_vision*", "model.freeze", "the projector is always trained"),
-    Row("use_peft lora_r", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)"),
-    Row("lora_alpha", "model.lora.alpha"),
-    Row("lora_target_modules", "model.lora.target_modules"),
-    Row("reward_funcs reward_weights reward_model_name_or_path reward_model_path", "task.use"),
-    Row("reward_funcs", "task.options.field", "the column with the answer"),
-    Row("max_tool_calling_iterations", "task.episode.max_calls"),
-    Row("dataset_name", "data.train.path"),
-    Row("dataset_config", "data.train.config"),
-    Row("dataset_train_split", "data.train.split"),
-    Row("dataset_prompt_column", "data.train.prompt_column"),
-    Row("dataset_name", "data.train.image_column"),
-    Row("system_prompt", "data.train.system"),
-    Row("dataset_name eval_strategy do_eval", "data.eval.path"),
-    Row("dataset_config", "data.eval.config"),
-    Row("dataset_test_split", "data.eval.split"),
-    Row("dataset_prompt_column", "data.eval.prompt_column"),
-    Row("dataset_name", "data.eval.image_column"),
-    Row("system_prompt", "data.eval.system"),
-    Row("shuffle_dataset", "data.shuffle"),
-    Row("system_prompt", "data.apply_chat_template",
-        "for text prompts; TRL does not put them into the chat template, open-r1 does"),
-    Row("use_vllm vllm_mode", "rollout.engines", "the engines are always vLLM's"),
-    Row("vllm_tensor_parallel_size", "rollout.gpus_per_engine"),
-    Row("num_generations", "rollout.group_size", "PPO has one response per prompt"),
-    Row("max_inflight_tasks", "rollout.max_running_rollouts", "per engine: 256, or all of a step"),
-    Row("max_prompt_length vllm_max_model_length max_length", "rollout.max_prompt_tokens",
-        "longer prompts are skipped and counted, never truncated"),
-    Row("max_completion_length response_length max_new_tokens", "rollout.max_response_tokens"),
-    Row("temperature", "rollout.sampling.temperature", "trainer and engine compute log-probs at this temperature"),
-    Row("dtype torch_dtype bf16 fp16 mixed_precision", "rollout.dtype", "the trainer's dtype"),
-    Row("loss_type importance_sampling_level", "algorithm.preset",
-        "only a name: the keys that it decides are written below"),
-    Row("scale_rewards", "algorithm.advantage", "in each group; TRL adds 1e-4 to the deviation, asyncrl 1e-6"),
-    Row("reward_funcs reward_weights multi_objective_aggregation", "algorithm.reward_parts"),
-    Row("multi_objective_aggregation", "algorithm.reward_aggregation"),
-    Row("normalize_advantages", "algorithm.whiten_advantages", "over all tokens of a step; in TRL a part of PPO"),
-    Row("gamma", "algorithm.gamma", "for PPO; 0 in GKD, where later tokens have no effect"),
-    Row("lam", "algorithm.gae_lambda", _PPO_ONLY),
-    Row("loss_type importance_sampling_level", "algorithm.loss"),
-    Row("epsilon cliprange", "algorithm.clip_low"),
-    Row("epsilon_high epsilon cliprange", "algorithm.clip_high", "above 1; TRL's cispo takes the upper edge itself"),
-    Row("delta", "algorithm.dual_clip", "upper bound of the ratio for negative advantages"),
-    Row("sapo_temperature_pos sapo_temperature_neg", "algorithm.sapo_temperatures"),
-    Row("loss_type", "algorithm.aggregation", "grpo is sequence_mean, dapo and bnpo token_mean, dr_grpo sequence_sum"),
-    Row("loss_type", "algorithm.sequence_divisor", "RLOO adds up the tokens of a sequence"),
-    Row("entropy_coef", "algorithm.entropy_coef", "over tokens"),
-    Row("beta kl_coef", "algorithm.kl_coef", "0 needs no reference model"),
-    Row("teacher_model_name_or_path", "algorithm.reference_path", "the teacher"),
-    Row("lmbda seq_kd", "algorithm.reward_coef", "every response is the student's own, and no reward trains"),
-    Row("kl_estimator", "algorithm.kl_estimator", "k3 in the loss of GRPO, k1 in the reward of RLOO"),
-    Row("beta kl_coef", "algorithm.kl_placement"),
-    Row("sync_ref_model ref_model_sync_steps ref_model_mixup_alpha", "algorithm.reference_update_every",
-        "in steps; TRL counts updates"),
-    Row(f"{CORRECTION}correction", "algorithm.correction.preset",
-        "the ratio is relative to the policy at the start of the step"),
-    Row(f"{CORRECTION}mode", "algorithm.correction.level"),
-    Row(f"{CORRECTION}clip_max {CORRECTION}cap", "algorithm.correction.cap"),
-    Row(f"{CORRECTION}clip_min", "algorithm.correction.mask_low"),
-    Row(f"{CORRECTION}clip_max {CORRECTION}cap", "algorithm.correction.mask_high"),
-    Row("mask_truncated_completions", "algorithm.mask_truncated"),
-    Row(METHOD, "algorithm.uniform_groups", "groups with equal rewards stay in the loss's denominator, as in TRL; "
-        "`skip` saves their computation"),
-    Row("cliprange_value", "algorithm.critic.value_clip", _PPO_ONLY),
-    Row("learning_rate", "algorithm.critic.learning_rate", "TRL has one learning rate for both"),
-    Row("num_processes accelerate_config", "trainer.ranks", "one GPU each"),
-    Row("use_cpu", "trainer.gpus_per_rank"),
-    Row("deepspeed_config.zero_stage accelerate_config distributed_type", "trainer.zero_stage",
-        "3 needs the least memory; the results are the same"),
-    Row("bf16 fp16 dtype torch_dtype mixed_precision", "trainer.dtype",
-        "Adam's state and the main weights are float32"),
-    Row("learning_rate", "trainer.optimizer.learning_rate"),
-    Row("adam_beta1 adam_beta2", "trainer.optimizer.betas"),
-    Row("adam_epsilon", "trainer.optimizer.eps"),
-    Row("weight_decay", "trainer.optimizer.weight_decay"),
-    Row("max_grad_norm", "trainer.optimizer.max_grad_norm"),
-    Row("lr_scheduler_type", "trainer.schedule.kind"),
-    Row("warmup_steps warmup_ratio", "trainer.schedule.warmup_updates", "in optimizer updates, as in TRL"),
-    Row("lr_scheduler_kwargs.min_lr_rate", "trainer.schedule.final_fraction"),
-    Row("steps_per_generation num_mini_batches", "trainer.minibatches", "updates per pass over a step's groups"),
-    Row("num_iterations num_ppo_epochs", "trainer.epochs"),
-    Row("per_device_train_batch_size", "trainer.tokens_per_microbatch",
-        "tokens per GPU; TRL counts completions, here at their longest"),
-    Row("attn_implementation model_init_kwargs.attn_implementation", "trainer.attention",
-        "sdpa if TRL leaves the choice to transformers"),
-    Row("gradient_checkpointing", "trainer.gradient_checkpointing"),
-    Row("deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device", "trainer.offload"),
-    Row(METHOD, "pipeline.mode"),
-    Row("max_staleness", "pipeline.max_staleness", "in weight versions, and never exceeded; TRL drops older rollouts"),
-    Row("per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size",
-        "pipeline.groups_per_step",
-        "prompts; TRL counts completions: per device · processes · accumulation / num_generations"),
-    Row("weight_sync_steps", "pipeline.publish_every"),
-    Row("eval_strategy eval_steps", "evaluation.every", "in steps; TRL counts updates"),
-    Row("num_generations_eval", "evaluation.samples"),
-    Row("save_strategy save_steps", "checkpoints.every", "in steps; TRL counts updates"),
-    Row("save_total_limit", "checkpoints.keep_last"),
-    Row("report_to", "tracking.mlflow"),
-    Row("project wandb_project", "tracking.experiment"),
-    Row("report_to", "tracking.tensorboard"),
-    Row("report_to wandb_project", "tracking.wandb.project"),
-    Row("wandb_entity", "tracking.wandb.entity"),
-    Row("max_steps total_episodes", "stop.steps", "a step is a generation batch; TRL counts optimizer updates"),
-    Row("num_train_epochs", "stop.epochs"),
-]
-# fmt: on
-"""TRL's arguments that decide a key of a spec, in the order of the spec."""
 
-# fmt: off
-OTHERS = [
-    lost("top_p top_k min_p repetition_penalty generation_kwargs*",
-         "no top-p, top-k or penalties, because they would make the recorded log-probs wrong", 1, 1.0),
-    lost("load_in_8bit load_in_4bit", "no quantized training"),
-    lost("use_rslora use_dora lora_target_parameters lora_modules_to_save",
-         "adapters are plain LoRA, of the layers in model.lora.target_modules"),
-    lost("lora_dropout",
-         "LoRA has no dropout, because it would make the trainer's log-probs differ from the engines' log-probs",
-         when=lambda s: s.flag("use_peft")),
-    needless("lora_dropout lora_task_type bnb_* use_bnb_nested_quant", "no adapters, or no quantized training"),
-    unsupported("video_* *_video*", VIDEO),
-    unsupported("audio_* *_audio*", AUDIO),
-    lost("image_* *_image* *_pixels *multimodal* limit_mm_per_prompt*", PROCESSOR),
-    lost("chat_template chat_template_kwargs chat_template_path",
-         "save a chat template as a file, and name it in model.chat_template"),
-    lost("router_aux_loss_coef", "no auxiliary loss for experts", 0.001),
-    lost("vespo_* top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold use_bias_correction_kl "
-         "reward_clip_range whiten_rewards missing_eos_penalty vf_coef stop_token_id",
-         "not in a spec", 1.0, 0.1, 2.0, 3.0),
-    needless("entropy_coef_* entropy_target", "settings of adaptive entropy"),
-    lost("lr_scheduler_kwargs*", "schedules are linear, cosine and constant, down to trainer.schedule.final_fraction"),
-    lost("optim optim_args optim_target_modules neftune_noise_alpha label_smoothing_factor auto_find_batch_size",
-         "the optimizer is AdamW", "adamw_torch_fused", "adamw_torch"),
-    lost("dataset_mixture* datasets* dataset_streaming", "several data sets: task.mix (docs/tasks.md)"),
-    lost("model_revision", "download that revision, and name its folder in model.path", "main"),
-    lost("trust_remote_code model_init_kwargs* cast_lm_head_to_fp32 disable_dropout",
-         "models are loaded by transformers from model.path; the output head is computed in float32, without dropout"),
-    lost("vllm_structured_outputs_regex vllm_guided_decoding_regex", "no structured outputs in training"),
-    lost("push_to_hub", "export a model with `asyncrl checkpoint export`, and upload that folder"),
-    lost("callbacks benchmarks", "your own monitors: tracking.monitors; benchmarks: evaluation.sets"),
-    lost("load_best_model_at_end", "checkpoints.keep_best keeps the best"),
-    lost("deepspeed fsdp parallelism_config* fsdp_config*",
-         "the trainer is DeepSpeed ZeRO: set trainer.zero_stage and trainer.offload"),
-    lost("fork_threshold_tokens", "not in a spec", 1024),
-    needless("vllm_* use_transformers_* transformers_* cache_implementation request_timeout heartbeat_* "
-             "queue_maxsize token_budget",
-             "asyncrl starts and restarts its engines itself; their other settings are under rollout.engine_args"),
-    needless("teacher_model_init_kwargs*", "the teacher is loaded like the policy, in trainer.dtype"),
-    needless("packing* padding_free dataset_text_field dataset_kwargs* completion_only_loss assistant_only_loss "
-             "eos_token pad_token activation_offloading eval_packing",
-             "for supervised training: here the student answers the prompts itself"),
-    needless("hub_* trackio_* env.*", "the hub, and environment variables"),
-    needless("logging_* log_* num_completions_to_print include_* disable_tqdm report_to_*",
-             "every step is logged; every rollout is in the journal: `asyncrl inspect buffer`, `asyncrl watch`"),
-    needless("eval_* per_device_eval_batch_size do_eval do_train do_predict prediction_loss_only batch_eval_metrics "
-             "metric_for_best_model greater_is_better",
-             "every run is evaluated before and after training, and every evaluation.every steps"),
-    needless("save_* resume_from_checkpoint overwrite_output_dir ignore_data_skip enable_jit_checkpoint "
-             "restore_callback_states_from_checkpoint", "checkpoints are complete; `asyncrl resume RUN` continues"),
-    needless("dataloader_* remove_unused_columns dataset_num_proc data_seed accelerator_config* label_names "
-             "train_sampling_strategy length_column_name group_by_length pad_to_multiple_of code_eval_* "
-             "local_rollout_forward_batch_size num_sample_generations",
-             "prompts are read by asyncrl; all columns of a row reach the reward"),
-    needless("ddp_* torch_* tf32 bf16_full_eval fp16_full_eval gradient_checkpointing_kwargs* use_liger_kernel "
-             "liger_kernel_config* use_cache average_tokens_across_devices full_determinism local_rank debug "
-             "skip_memory_metrics compute_environment deepspeed_config* downcast_bf16 machine_rank "
-             "main_training_function num_machines rdzv_backend same_network tpu_* dynamo_* enable_cpu_affinity "
-             "main_process_* gpu_ids ds3_gather_for_generation world_size num_total_batches micro_batch_size "
-             "local_batch_size batch_size local_mini_batch_size mini_batch_size response_template stop_token "
-             "model_adapter_name ref_adapter_name jit_mode_eval ignore_bias_buffers",
-             "about the process that trains; asyncrl starts DeepSpeed ranks itself (docs/clusters.md)"),
-]
-# fmt: on
-"""TRL's arguments without a counterpart."""
+class Arguments(NamedTuple):
+    """The trainer, the configuration files, and the command line's arguments, which apply to each file."""
 
-TRAINERS = {
-    method: Trainer("TRL", defaults=defaults | {METHOD: method}, rows=ROWS, others=OTHERS, settings=settings)
-    for method, defaults in DEFAULTS.items()
-}
-"""Trainers by the names of TRL's commands."""
+    method: str
+    files: list[str]
+    values: dict[str, Any]
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """Parse a command line: `trl grpo`, files, `--config FILE`, `--name value…`, `--name=value`, `--flag`.
+
+    It may start with a script and its launcher, such as `accelerate launch --num_processes 8 train.py`. Raises
+    ``ConfigError`` for any other word.
+    """
+    line = command_words(arguments, "--")
+    first_word = line[0] if line else "--"
+    is_file = os.path.exists(first_word) and not first_word.endswith(".py")
+    end = 0 if first_word.startswith("--") or first_word in METHODS or is_file else launched(line, "trl")
+    launcher, line = line[:end], line[end:]
+    program = Arguments("", [], {})
+    if launcher and launcher[-1].endswith(".py") and (os.path.exists(launcher[-1]) or not line):
+        program = read_program(launcher[-1])
+        if not program.method and not line:
+            message = "the program has no call of GRPOConfig or a similar class"
+            raise ConfigError(message, location=launcher[-1][-60:], hint=INSTEAD)
+    _, launcher_options = options_of([word for word in launcher[:-1] if word != "-m"])
+    plain_words, options = options_of(line)
+    options = {LAUNCHER_OPTIONS.get(name, name): texts for name, texts in launcher_options.items()} | options
+    script = launcher[-1].removesuffix(".py").replace("/", ".").rpartition(".")[2] if launcher else ""
+    method = program.method or (script if script in METHODS else "grpo")
+    files = []
+    for word in plain_words:
+        if word in METHODS:
+            method = word
+        elif os.path.exists(word):
+            files.append(word)
+        else:
+            hint = f"name a file, one of {', '.join(METHODS)}, or --argument value"
+            raise ConfigError(f"`{word[:60]}` is neither a file nor an argument of TRL", hint=hint)
+    files += options.pop("config", [])
+    values = program.values
+    if (accelerate := options.get("accelerate_config")) and os.path.exists(accelerate[0]):
+        values |= read_file(accelerate[0])  # a file, and not one of TRL's names such as `zero3`
+    return Arguments(method, files, values | typed_options(options))
+
+
+def read_program(path: str) -> Arguments:
+    """Read the literals of `GRPOConfig(…)` or a similar call in a Python program, without running it.
+
+    A value that only a run gives is refused if it decides a key of the spec. Raises ``ConfigError``.
+    """
+    try:
+        tree = ast.parse(content(path, MAX_BYTES))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"the program is not Python: {error}", location=path[-60:], hint=INSTEAD) from None
+    method, values = "", dict[str, Any]()
+    for node in ast.walk(tree):
+        class_name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and class_name in METHODS.values():
+            method = next(name for name, config in METHODS.items() if config == class_name)
+            for keyword in node.keywords:
+                try:
+                    value = ast.literal_eval(keyword.value)
+                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    line = keyword.value.lineno
+                    reason = f"line {line} computes it"
+                    value = unknown_piece(ast.unparse(keyword.value), reason, location=f"{path}:{line}")
+                values |= {keyword.arg: value} if keyword.arg else {}
+    return Arguments(method, [], values)
+
+
+def settings(c: ForeignConfig) -> dict[str, Any]:
+    """Return the values by key of the spec. None: the key is not written."""
+    named_stage = {"zero1": 1, "zero2": 2, "zero3": 3}.get(str(c.get("accelerate_config")))
+    has_stage = c.get("deepspeed_config.zero_stage") is not None
+    zero_stage = named_stage or (c.count("deepspeed_config.zero_stage") if has_stage else 3)
+    offload = "optimizer" if c.get("deepspeed_config.offload_optimizer_device") == "cpu" else "none"
+    if c.get("deepspeed_config.offload_param_device") == "cpu" and zero_stage == 3:
+        offload = "all"
+    is_float32 = c.get("bf16") is not None and not c.flag("bf16") and not c.flag("fp16")
+    dtype = "float32" if is_float32 else "bfloat16"
+    if c.flag("fp16"):
+        c.check("float16")
+    tracking = tracking_settings(c, "report_to", c.text("tracking.experiment", "wandb_project", "project"))
+    model = c.text("model.path", "model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
+    is_frozen = any(map(c.flag, c.matching("freeze_vision*")))
+    return {
+        "name": run_name(c.text("name", "run_name") or PurePath(str(c.text("name", "output_dir") or "")).name),
+        "model.path": model_path(c, model),
+        **image_settings(c, model, column=None, limit=0, is_frozen=is_frozen),
+        "model.chat_template_kwargs": c.section("chat_template_kwargs."),
+        **_task(c),
+        **_data(c),
+        "rollout.dtype": dtype,
+        **_correction(c),
+        "trainer.zero_stage": zero_stage,
+        "trainer.dtype": dtype,
+        "trainer.offload": offload,
+        **_sizes(c),
+        **tracking,
+        "tracking.wandb.entity": c.get("wandb_entity") if tracking["tracking.wandb.project"] else None,
+        **(_distillation(c) if c.get("variant") == "gkd" else {}),
+    }
+
+
+class _Batch(NamedTuple):
+    """TRL's batch sizes: completions per generation batch and per update, and updates per generation batch."""
+
+    completions: int
+    group_size: int
+    passes: int
+    updates: int
+
+    @classmethod
+    def of(cls, c: ForeignConfig, processes: int) -> _Batch:
+        is_ppo = c.get("variant") == "ppo"
+        per_device = c.count("per_device_train_batch_size", least=1)
+        minibatches = c.count("num_mini_batches", least=1) if is_ppo else 1
+        accumulated = per_device * c.count("gradient_accumulation_steps", least=1) * processes
+        per_update = max(accumulated // minibatches, 1)
+        completions = per_update * minibatches
+        if not is_ppo:
+            per_generation = per_device * processes * c.count("steps_per_generation")
+            completions = c.count("generation_batch_size") or per_generation or per_update
+        group_size = 1 if c.get("variant") in ("ppo", "gkd") else c.count("num_generations", least=1)
+        passes = max(completions // per_update, 1)
+        updates = passes * c.count("num_iterations", "num_ppo_epochs", least=1)
+        return cls(completions, group_size, passes, updates)
+
+
+def _sizes(c: ForeignConfig) -> dict[str, Any]:
+    is_async, uses_cpu = c.get("variant") == "async_grpo", c.flag("use_cpu")
+    processes = c.count("num_processes", least=1)  # Accelerate's number, not TRL's
+    batch = _Batch.of(c, processes)
+    groups = max(batch.completions // batch.group_size, 1)
+    if batch.completions % batch.group_size:
+        c.check("indivisible_completions", completions=batch.completions, group_size=batch.group_size)
+    elif "num_processes" not in c.values:
+        c.check("processes")
+    if groups % batch.passes:
+        c.check("indivisible_groups", groups=groups, passes=batch.passes)
+
+    per_engine = c.count("vllm_tensor_parallel_size", least=1)
+    if is_async or (c.flag("use_vllm") and c.get("vllm_mode") == "server"):
+        devices = Devices(processes, 1, per_engine)
+    else:
+        devices = divide_gpus(c, processes, per_engine)
+    if uses_cpu:
+        c.remarks.pop("trainer.ranks", None)
+    response = c.count("response_length", "max_completion_length", "max_new_tokens", least=1)
+    prompt = c.count("max_prompt_length") or max(c.count("vllm_max_model_length", "max_length") - response, 0)
+    if not prompt:
+        prompt = PROMPT_TOKENS
+        c.check("unlimited_prompts", tokens=prompt)
+
+    steps: int | None = None  # None: TRL counts epochs
+    if c.number("max_steps") > 0:
+        steps = max(multiple(c.number("max_steps"), batch.updates) // batch.updates, 1)
+    elif c.number("total_episodes") > 0:
+        steps = max(c.count("total_episodes") // batch.completions, 1)
+    warmup = c.number("warmup_steps")
+    # A `warmup_steps` below 1 is a share, like `warmup_ratio`.
+    ratio = warmup if 0 < warmup < 1 else 0.0 if warmup else c.number("warmup_ratio")
+    if ratio and steps is None:
+        c.check("warmup_share", steps=ASSUMED_STEPS)
+    if steps is None and c.number("num_train_epochs") % 1:
+        c.check("rounded_epochs")
+    if not is_async:
+        c.check("in_turn")
+    versions = (c.count("max_staleness") + 1) * c.count("weight_sync_steps", least=1)
+    all_steps = steps or ASSUMED_STEPS
+    return {
+        "model.max_length": prompt + response,
+        "rollout.engines": devices.engines,
+        "rollout.gpus_per_engine": 0 if uses_cpu else devices.per_engine,
+        "rollout.group_size": batch.group_size,
+        # TRL's limit is 256. Fewer if all steps within the staleness bound have fewer rollouts.
+        "rollout.max_running_rollouts": devices.running_rollouts(256, batch.group_size, groups * versions),
+        "rollout.max_prompt_tokens": prompt,
+        "rollout.max_response_tokens": response,
+        **_objective(c, batch.updates),
+        "trainer.ranks": devices.ranks,
+        "trainer.gpus_per_rank": 0 if uses_cpu else devices.per_rank,
+        "trainer.schedule.warmup_updates": round(ratio * all_steps * batch.updates) if ratio else int(warmup),
+        "trainer.minibatches": 1 if groups % batch.passes else batch.passes,
+        "trainer.tokens_per_microbatch": c.count("per_device_train_batch_size", least=1) * (prompt + response),
+        "pipeline.groups_per_step": groups,
+        "evaluation.every": _interval(c, "evaluation.every", "eval", steps=all_steps, updates=batch.updates),
+        "checkpoints.every": _interval(c, "checkpoints.every", "save", steps=all_steps, updates=batch.updates),
+        "stop.steps": steps,
+        "stop.epochs": None if steps else max(math.ceil(c.number("num_train_epochs")), 1),
+    }
+
+
+def _interval(c: ForeignConfig, key: str, prefix: str, *, steps: int, updates: int) -> int:
+    """An interval in steps. TRL counts optimizer updates, a share of all updates, or epochs."""
+    strategy = str(c.get(f"{prefix}_strategy"))
+    if strategy in ("no", "False", "None"):
+        return 0
+    count = c.number(f"{prefix}_steps") or (c.number("logging_steps") if prefix == "eval" else 0)
+    if strategy != "steps" or not count:
+        c.check("interval_in_epochs", key)
+        return 0
+    return max(round(count * steps), 1) if count < 1 else multiple(count, updates) // updates
+
+
+def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
+    """The keys of `algorithm` that depend on the trainer and its loss. ``updates``: optimizer updates per step."""
+    method, loss_type = str(c.get("variant")), str(c.get("loss_type"))
+    is_ppo, is_rloo = method == "ppo", method == "rloo"
+    loss = "gspo" if c.get("importance_sampling_level") == "sequence" else "clip"
+    if loss_type in ("cispo", "sapo"):
+        loss = loss_type
+    elif method in ("grpo", "async_grpo") and loss_type not in ("grpo", "dr_grpo", "dapo", "bnpo"):
+        c.check("other_loss", loss_type=loss_type)
+    elif is_rloo and updates > 1:
+        c.check("sequence_ratios")
+    scale = str(c.get("scale_rewards")).lower()
+    advantage = "gae" if is_ppo else "leave_one_out" if is_rloo else "group_mean"
+    if advantage == "group_mean" and scale in ("group", "true"):
+        advantage = "group_norm"
+    elif advantage == "group_mean" and scale == "batch":
+        c.check("batch_deviation")
+    clip = c.number("cliprange" if is_ppo else "epsilon")
+    clip_high = clip if is_ppo or c.get("epsilon_high") is None else c.number("epsilon_high")
+    if loss_type == "cispo" and not is_ppo:  # `epsilon_high` is the upper edge itself.
+        if clip_high <= 1:
+            c.check("low_edge")
+        clip_high = clip_high - 1 if clip_high > 1 else 4.0
+    reference_steps = 0
+    if c.flag("sync_ref_model"):
+        reference_steps = multiple(c.number("ref_model_sync_steps"), updates) // updates
+        if c.number("ref_model_mixup_alpha") != 1.0:
+            c.check("mixed_reference")
+    preset = loss if loss != "clip" else "dr_grpo" if loss_type == "dr_grpo" else "grpo"
+    values = {
+        # Only a name, because all keys that a preset decides are written.
+        "algorithm.preset": method if is_ppo or is_rloo else preset,
+        "algorithm.advantage": advantage,
+        "algorithm.whiten_advantages": is_ppo or c.flag("normalize_advantages"),
+        "algorithm.loss": loss,
+        "algorithm.clip_low": 1.0 if loss_type == "cispo" else clip,
+        "algorithm.clip_high": clip_high,
+        "algorithm.dual_clip": c.number("delta") or None if loss == "clip" else None,
+        "algorithm.sequence_divisor": 1 if is_rloo else None,
+        "algorithm.kl_coef": c.number("kl_coef" if is_ppo else "beta"),
+        "algorithm.kl_estimator": str(c.get("kl_estimator")) if is_ppo else "k1" if is_rloo else "k3",
+        "algorithm.kl_placement": "reward" if is_ppo or is_rloo else "loss",
+        "algorithm.reference_update_every": reference_steps,
+    }
+    return values | ({"algorithm.aggregation": "sequence_sum"} if is_rloo else {})
+
+
+def _distillation(c: ForeignConfig) -> dict[str, Any]:
+    """GKD with λ = 1 and β = 1, the reverse KL divergence. The student's samples estimate the sum over the vocabulary
+    that TRL computes."""
+    for name in ("lmbda", "beta"):
+        if c.number(name) != 1.0:
+            text = f"{name} = {display_text(c.get(name))}: preset: distill is GKD with lmbda 1 and beta 1"
+            c.unsupported.append(text)
+    teacher = c.get("teacher_model_name_or_path")
+    if teacher is None:
+        c.unsupported.append("teacher_model_name_or_path: without one the teacher is the model itself, with no effect")
+    if c.number("temperature") != 1.0:
+        c.check("teacher_temperature")
+    c.check("sampled_kl")
+    c.remarks.pop("task.use", None)
+    unclipped = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"))  # a step has one update
+    return DISTILLATION | unclipped | {"task.use": "prompts", "algorithm.reference_path": teacher}
+
+
+def _correction(c: ForeignConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {"preset": "decoupled"} | dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
+    if c.get("variant") != "ppo" and c.flag(f"{CORRECTION}correction"):
+        values["level"], _, mode = str(c.get(f"{CORRECTION}mode")).partition("_")
+        high = c.number(f"{CORRECTION}clip_max", f"{CORRECTION}cap") or None
+        values["mask_low"] = c.number(f"{CORRECTION}clip_min") or None
+        values["mask_high" if mode == "mask" else "cap"] = high
+    return {f"algorithm.correction.{key}": value for key, value in values.items()}
+
+
+def _task(c: ForeignConfig) -> dict[str, Any]:
+    """The task with TRL's reward functions, which work unchanged. Several get a function that adds them up."""
+    value = c.get("reward_funcs")
+    names = [str(name) for name in value] if isinstance(value, list) else [str(value)] if value else []
+    task: dict[str, Any] = dict.fromkeys(
+        ("algorithm.reward_parts", "algorithm.reward_aggregation", "task.options.field")
+    )
+    if names == ["accuracy_reward"]:  # TRL's comparison of mathematical answers is the task `math`.
+        return task | {"task.use": "math", "task.options.field": "solution"}
+    if c.get("reward_model_name_or_path", "reward_model_path"):
+        c.check("reward_model")
+    if len(names) == 1 and "get_soft_overlong_punishment" not in names:
+        module, _, name = names[0].rpartition(".")
+        module = module or ("trl.rewards" if name in BUILT_IN_REWARDS else "my_rewards")
+        c.check("copy_rewards", module=module)
+        return task | {"task.use": f"{module}:{name}"}
+    weights = c.get("reward_weights")
+    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
+    parts = {name.rpartition(".")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}
+    c.check("several_rewards", functions=", ".join(f"({name}, {weight})" for name, weight in parts.items()))
+    if c.get("multi_objective_aggregation") == "normalize_then_sum":
+        task |= {"algorithm.reward_parts": parts, "algorithm.reward_aggregation": "normalize_then_sum"}
+    return task | {"task.use": "rewards:rewards"}
+
+
+def _data(c: ForeignConfig) -> dict[str, Any]:
+    name = c.text("data.train.path", "dataset_name")
+    is_local = name is not None and (str(name).startswith((".", "/", "~")) or os.path.exists(str(name)))
+    if name is None:
+        c.check("no_data")
+    values: dict[str, Any] = {}
+    for section, split_name in (("train", "dataset_train_split"), ("eval", "dataset_test_split")):
+        values[f"data.{section}.path"] = None if name is None else str(name) if is_local else f"hf:{name}"
+        values[f"data.{section}.config"] = None if name is None or is_local else c.get("dataset_config")
+        values[f"data.{section}.split"] = None if name is None or is_local else c.get(split_name)
+    if name is None or c.get("eval_strategy") in (None, "no", False):
+        names = ("path", "config", "split", "prompt_column", "image_column", "system")
+        values |= dict.fromkeys(f"data.eval.{key}" for key in names)
+    return values
+
+
+TRAINERS = {method: Trainer("TRL", table("trl"), settings, method) for method in METHODS}

@@ -1,88 +1,76 @@
-"""The table of verl's keys (0.7 to 0.10).
-
-Source: verl's `trainer/config`, `experimental/*/config` and examples, commit 1dda039 of 2026-08-22. In ``OTHERS``, the
-first matching row decides.
-"""
+"""Values of a spec that need arithmetic, or several of verl's keys. The table of keys is tables/verl.yaml."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncrl_cli.convert import verl_settings as settings
-from asyncrl_cli.convert.common import AUDIO, PROCESSOR, VIDEO
-from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
-from asyncrl_cli.convert.source import launched, short
-from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, PROGRAM, TEACHERS, V1, A, D, F, L, M, R
+from asyncrl_cli.convert.config import ForeignConfig, display_text
+from asyncrl_cli.convert.shared import (
+    ASSUMED_STEPS,
+    DISTILLATION,
+    Devices,
+    divide_gpus,
+    image_settings,
+    model_path,
+    multiple,
+    run_name,
+    sees_images,
+    tracking_settings,
+)
+from asyncrl_cli.convert.shell import launched
+from asyncrl_cli.convert.table import Trainer, table
 from asyncrl_cli.core.errors import ConfigError
 
-# fmt: off
-DEFAULTS = {
-    "data.train_files": "~/data/rlhf/gsm8k/train.parquet", "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
-    "data.prompt_key": "prompt", "data.max_prompt_length": 512, "data.max_response_length": 512,
-    "data.train_batch_size": 1024, "data.shuffle": True, "algorithm.adv_estimator": "gae",
-    "algorithm.norm_adv_by_std_in_grpo": True, "algorithm.gamma": 1.0, "algorithm.lam": 1.0,
-    "algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": 0.001, f"{CORRECTION}rollout_is_threshold": 2.0,
-    f"{A}ppo_mini_batch_size": 256, f"{A}ppo_epochs": 1, f"{A}ppo_max_token_len_per_gpu": 16384, f"{A}clip_ratio": 0.2,
-    f"{A}clip_ratio_c": 3.0, f"{A}tau_pos": 1.0, f"{A}tau_neg": 1.05, f"{A}policy_loss.loss_mode": "vanilla",
-    f"{A}loss_agg_mode": "token-mean", f"{A}entropy_coeff": 0, f"{A}kl_loss_coef": 0.001,
-    f"{A}kl_loss_type": "low_var_kl", f"{A}grad_clip": 1.0, f"{A}optim.lr": 1e-6, f"{A}optim.betas": [0.9, 0.999],
-    f"{A}optim.weight_decay": 0.01, f"{A}optim.lr_warmup_steps": -1, f"{A}optim.lr_scheduler_type": "constant",
-    f"{A}optim.min_lr_ratio": 0.0, f"{R}n": 1, f"{R}temperature": 1.0, f"{R}tensor_model_parallel_size": 2,
-    f"{R}max_num_seqs": 256, f"{R}enforce_eager": False,
-    f"{R}max_num_batched_tokens": 8192, f"{R}val_kwargs.n": 1, "reward.num_workers": 8,
-    f"{M}path": "~/models/deepseek-llm-7b-chat",
-    f"{M}enable_gradient_checkpointing": True, f"{M}use_remove_padding": True, f"{M}lora_alpha": 16,
-    f"{M}target_modules": "all-linear", f"{L}loss_mode": "k3", f"{L}use_task_rewards": True, f"{L}clip_ratio_low": 0.2,
-    f"{L}clip_ratio_high": 0.2, "critic.optim.lr": 1e-5, "critic.cliprange_value": 0.5, "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8, "trainer.total_epochs": 30, "trainer.save_freq": -1, "trainer.test_freq": -1,
-    "trainer.logger": ["console", "wandb"], "trainer.project_name": "verl_examples", "trainer.experiment_name": "gsm8k",
-    "async_training.staleness_threshold": 0.1, "async_training.trigger_parameter_sync_step": 4,
-    "async_training.require_batches": 1, "async_training.partial_rollout": True,
-    f"{V1}separate_async.parameter_sync_step": 4, f"{V1}sampler.max_off_policy_threshold": 8, "rollout.nnodes": 1,
-    "rollout.n_gpus_per_node": 8,
-}
-# fmt: on
-"""verl's defaults of the keys that decide a key here. A file with `defaults: [ppo_trainer]` has them, too."""
-
-OVERRIDE = r"[+~]*[a-z]\w*(\.\w+)+="
-"""A pattern for an override on a command line."""
+CORRECTION = "algorithm.rollout_correction."
+LOSS = "distillation.distillation_loss."
+TEACHERS = "distillation.teacher_models.*.model_path"
+OVERLONG = (
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+)
+PRESETS = {"gae": "ppo", "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
+PRESETS |= {"rloo": "rloo", "rloo_vectorized": "rloo"}
+"""Presets of verl's advantage estimators; the others have the preset of the loss."""
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 INSTEAD = (
     "convert the shell script that starts it, or have Hydra print its configuration, `bash run.sh --cfg job > "
     "config.yaml`, and convert that file (docs/from-verl.md)"
 )
+ARGUMENT = r"[+~]*[a-z]\w*(\.\w+)+="
+"""A pattern for an override on a command line."""
 
 
-def read_line(line: list[str]) -> tuple[str, list[str]]:
-    """Return the name of the program's configuration (or nothing), and the overrides and files of a command line.
+def read_command_line(line: list[str]) -> tuple[str, list[str]]:
+    """Return the name of the program or its configuration, and the overrides and files of a command line.
 
     A configuration that `--config-path` and `--config-name` find is the first file. Raises ``ConfigError``.
     """
     end = launched(line)
     if line and line[-1].endswith(".py") and end == len(line):
-        raise ConfigError("programs are not read", location=short(line[-1]), hint=INSTEAD)
-    program = str(line[end - 1]) if end else ""
+        raise ConfigError("programs are not read", location=line[-1][-60:], hint=INSTEAD)
     words, options = [], {}
-    remaining = iter(line[end:])
-    for word in remaining:
+    remaining_words = iter(line[end:])
+    for word in remaining_words:
         if not word.startswith("-"):
             words += [] if word == "$@" else [word]  # the script's arguments
             continue
         name, equals, value = word.partition("=")
-        options[name] = str(value if equals else next(remaining, "")).strip("'\"")
+        options[name] = (value if equals else next(remaining_words, "")).strip("'\"")
         if name not in ("--config-path", "--config-name", "--config-dir"):
-            raise ConfigError(f"`{short(word)}` is not an override of verl", hint="overrides are key=value")
+            raise ConfigError(f"`{word[:60]}` is not an override of verl", hint="overrides are key=value")
     name = options.get("--config-name", "").removesuffix(".yaml")
     if name and not re.fullmatch(r"(one_step_off_|fully_async_)?ppo_(megatron_)?trainer", name):
-        folder = options.get("--config-path") or options.get("--config-dir") or "."
-        file = Path(folder, f"{name}.yaml")
+        file = Path(options.get("--config-path") or options.get("--config-dir") or ".", f"{name}.yaml")
         if not file.is_file():
-            message = f"`{short(name)}` is not one of verl's configurations, and there is no file {short(str(file))}"
+            message = f"`{name[:60]}` is not one of verl's configurations, and there is no file {str(file)[-60:]}"
             raise ConfigError(message, hint=INSTEAD)
         words.insert(0, str(file))
-    return name or program, words
+    return name or (line[end - 1] if end else ""), words
 
 
 def trainer_of(name: str, values: Mapping[str, Any]) -> Trainer:
@@ -93,141 +81,64 @@ def trainer_of(name: str, values: Mapping[str, Any]) -> Trainer:
     return TRAINERS["one_step_off" if "one_step_off" in text or "rollout.nnodes" in values else "ppo"]
 
 
-_GAE = "only with `advantage: gae`"
-# fmt: off
-ROWS = [
-    Row("trainer.experiment_name", "name"),
-    Row("data.seed", "seed"),
-    Row(f"{M}path", "model.path"),
-    Row("data.max_prompt_length data.max_response_length", "model.max_length", "prompt and response together"),
-    Row("data.apply_chat_template_kwargs.*", "model.chat_template_kwargs"),
-    Row("*limit_mm_per_prompt.image *limit_images", "model.max_images", "images of a prompt"),
-    Row(f"{A}freeze_vision_tower", "model.freeze", "the projector is always trained"),
-    Row(f"{M}lora_rank {M}lora.rank", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)"),
-    Row(f"{M}lora_alpha {M}lora.alpha", "model.lora.alpha"),
-    Row(f"{M}target_modules", "model.lora.target_modules"),
-    Row("reward.custom_reward_function.path reward.custom_reward_function.name custom_reward_function.path "
-        f"custom_reward_function.name {R}multi_turn.enable", "task.use"),
-    Row("reward.num_workers reward_model.num_workers", "task.reward_workers", "processes"),
-    Row(f"{R}multi_turn.max_assistant_turns", "task.episode.max_calls"),
-    Row("data.train_files", "data.train.path"),
-    Row("data.train_max_samples", "data.train.size"),
-    Row("data.prompt_key", "data.train.prompt_column"),
-    Row("data.image_key", "data.train.image_column"),
-    Row("data.val_files", "data.eval.path"),
-    Row("data.val_max_samples", "data.eval.size"),
-    Row("data.prompt_key", "data.eval.prompt_column"),
-    Row("data.image_key", "data.eval.image_column"),
-    Row("data.shuffle", "data.shuffle"),
-    Row(f"{R}tensor_model_parallel_size {R}data_parallel_size rollout.nnodes rollout.n_gpus_per_node {R}nnodes "
-        f"{R}n_gpus_per_node", "rollout.engines", "an engine is one vLLM instance"),
-    Row(f"{R}tensor_model_parallel_size", "rollout.gpus_per_engine", "the size of vLLM's tensor parallelism"),
-    Row(f"{R}n", "rollout.group_size"),
-    Row(f"{R}max_num_seqs", "rollout.max_running_rollouts", "per engine, and at most its share of the batch"),
-    Row("data.max_prompt_length data.filter_overlong_prompts data.truncation", "rollout.max_prompt_tokens",
-        "longer prompts are skipped and counted, never truncated"),
-    Row("data.max_response_length", "rollout.max_response_tokens"),
-    Row(f"{R}temperature {R}do_sample", "rollout.sampling.temperature",
-        "trainer and engine compute log-probs at this temperature"),
-    Row(f"{R}dtype", "rollout.dtype", "the trainer computes in the same dtype"),
-    Row(f"{R}multi_turn.format", "rollout.tool_parser", "the name of one of vLLM's tool parsers"),
-    Row(f"{R}gpu_memory_utilization {R}standalone_gpu_memory_utilization",
-        "rollout.engine_args.gpu_memory_utilization", "an engine has its GPUs to itself"),
-    Row(f"{R}enforce_eager", "rollout.engine_args.enforce_eager"),
-    Row(f"{R}max_num_batched_tokens", "rollout.engine_args.max_num_batched_tokens"),
-    Row(f"algorithm.adv_estimator {D}enabled", "algorithm.preset",
-        "only a name: the keys that it decides are written below"),
-    Row("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage"),
-    Row("algorithm.adv_estimator", "algorithm.whiten_advantages", "in verl a part of gae and REINFORCE++"),
-    Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "algorithm.reward_parts"),
-    Row("algorithm.adv_estimator", "algorithm.reward_aggregation"),
-    Row("algorithm.gamma", "algorithm.gamma"),
-    Row("algorithm.lam", "algorithm.gae_lambda"),
-    Row(f"{A}policy_loss.loss_mode", "algorithm.loss"),
-    Row(f"{A}clip_ratio_low {A}clip_ratio", "algorithm.clip_low"),
-    Row(f"{A}clip_ratio_high {A}clip_ratio", "algorithm.clip_high"),
-    Row(f"{A}clip_ratio_c", "algorithm.dual_clip", "verl always has it; its default is 3"),
-    Row(f"{A}tau_pos {A}tau_neg", "algorithm.sapo_temperatures"),
-    Row(f"{A}loss_agg_mode", "algorithm.aggregation", "over the entire minibatch of all ranks"),
-    Row(f"{A}loss_scale_factor", "algorithm.sequence_divisor"),
-    Row(f"{A}entropy_coeff", "algorithm.entropy_coef"),
-    Row(f"{A}use_kl_loss {A}kl_loss_coef algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef",
-        "0 needs no reference model"),
-    Row(f"{A}kl_loss_type algorithm.kl_penalty", "algorithm.kl_estimator",
-        "verl's names: kl is k1, mse is k2, low_var_kl is k3"),
-    Row(f"{A}use_kl_loss algorithm.use_kl_in_reward", "algorithm.kl_placement"),
-    Row(f"{TEACHERS} {D}teacher_key", "algorithm.reference_path", "the teacher"),
-    Row(f"{L}*", "algorithm.reward_coef", "the clipped loss with the teacher's divergence as the only reward"),
-    Row(f"{A}router_replay.mode *router_replay.mode *enable_rollout_routing_replay", "algorithm.router_replay"),
-    Row(f"{CORRECTION}bypass_mode {CORRECTION}loss_type", "algorithm.correction.preset",
-        "`decoupled`: the ratio is relative to the policy at the start of the step; `off`: to the sampling policy"),
-    Row(f"{CORRECTION}rollout_is", "algorithm.correction.level"),
-    Row(f"{CORRECTION}rollout_is_threshold", "algorithm.correction.cap"),
-    Row(f"{CORRECTION}rollout_is_threshold", "algorithm.correction.mask_low"),
-    Row(f"{CORRECTION}rollout_is_threshold", "algorithm.correction.mask_high"),
-    Row(f"{CORRECTION}rollout_rs", "algorithm.correction.reject_by"),
-    Row(f"{CORRECTION}rollout_rs", "algorithm.correction.reject_over"),
-    Row(f"{CORRECTION}rollout_rs_threshold", "algorithm.correction.reject_low"),
-    Row(f"{CORRECTION}rollout_rs_threshold", "algorithm.correction.reject_high"),
-    Row(" ".join(f"{name}enable {name}penalty_factor" for name in OVERLONG), "algorithm.overlong_penalty"),
-    Row(" ".join(f"{name}len" for name in OVERLONG), "algorithm.overlong_buffer",
-        "a fraction of the longest response; verl counts tokens"),
-    Row("algorithm.filter_groups.enable", "algorithm.uniform_groups",
-        "groups with equal rewards: `reject` replaces them; `train` keeps them in the loss's denominator, as verl "
-        "does; `skip` saves their computation"),
-    Row("critic.optim.lr critic.model.path", "algorithm.critic.learning_rate",
-        "the critic starts from the policy's weights, not from another model"),
-    Row("critic.cliprange_value", "algorithm.critic.value_clip", _GAE),
-    Row("trainer.critic_warmup", "algorithm.critic.warmup_steps", _GAE),
-    Row("trainer.nnodes trainer.n_gpus_per_node", "trainer.ranks", "one GPU each"),
-    Row("trainer.device", "trainer.gpus_per_rank"),
-    Row(f"{A}strategy {F}strategy {F}reshard_after_forward model_engine", "trainer.zero_stage",
-        "DeepSpeed ZeRO-3 in place of FSDP or Megatron"),
-    Row(f"{F}dtype {F}model_dtype", "trainer.dtype", "Adam's state and the main weights are float32"),
-    Row(f"{A}optim.lr", "trainer.optimizer.learning_rate"),
-    Row(f"{A}optim.betas", "trainer.optimizer.betas"),
-    Row(f"{A}optim.weight_decay", "trainer.optimizer.weight_decay"),
-    Row(f"{A}grad_clip {A}optim.clip_grad", "trainer.optimizer.max_grad_norm"),
-    Row(f"{A}optim.lr_scheduler_type {A}optim.warmup_style {A}optim.lr_decay_style", "trainer.schedule.kind"),
-    Row(f"{A}optim.lr_warmup_steps {A}optim.lr_warmup_steps_ratio", "trainer.schedule.warmup_updates",
-        "in optimizer updates; verl counts steps"),
-    Row(f"{A}optim.min_lr_ratio", "trainer.schedule.final_fraction"),
-    Row(f"{A}ppo_mini_batch_size", "trainer.minibatches", "updates per pass; verl gives the prompts per update"),
-    Row(f"{A}ppo_epochs", "trainer.epochs"),
-    Row(f"{A}ppo_max_token_len_per_gpu {A}use_dynamic_bsz {A}ppo_micro_batch_size_per_gpu",
-        "trainer.tokens_per_microbatch", "verl's number times the GPUs of a sequence"),
-    Row(f"{A}ulysses_sequence_parallel_size", "trainer.sequence_parallel"),
-    Row(f"{M}use_remove_padding {A}use_remove_padding", "trainer.packing"),
-    Row(f"{M}override_config.attn_implementation", "trainer.attention",
-        "each version needs its package; sdpa works without"),
-    Row(f"{M}enable_gradient_checkpointing", "trainer.gradient_checkpointing"),
-    Row(f"{F}param_offload {F}optimizer_offload {F}offload_policy", "trainer.offload"),
-    Row(f"{V1}trainer_mode", "pipeline.mode"),
-    Row(f"async_training.staleness_threshold {V1}sampler.max_off_policy_threshold", "pipeline.max_staleness",
-        "in weight versions, and never exceeded; in verl, staleness_threshold is a share of one version's prompts; "
-        "max_off_policy_threshold counts versions, including the first"),
-    Row("data.train_batch_size data.gen_batch_size async_training.require_batches", "pipeline.groups_per_step",
-        "prompts per step, in verl and here; each gives rollout.group_size rollouts"),
-    Row(f"async_training.trigger_parameter_sync_step {V1}separate_async.parameter_sync_step",
-        "pipeline.publish_every"),
-    Row("async_training.partial_rollout", "pipeline.weight_update"),
-    Row("trainer.test_freq", "evaluation.every", "every run is evaluated before and after training as well"),
-    Row(f"{R}val_kwargs.n", "evaluation.samples"),
-    Row(f"{R}val_kwargs.temperature {R}val_kwargs.do_sample", "evaluation.temperature",
-        "for sampled responses; greedy responses are generated, too"),
-    Row("data.val_files", "evaluation.sets", "the files after the first, which is data.eval.path"),
-    Row("trainer.save_freq", "checkpoints.every"),
-    Row("trainer.max_actor_ckpt_to_keep", "checkpoints.keep_last"),
-    Row("trainer.logger", "tracking.mlflow"),
-    Row("trainer.project_name", "tracking.experiment"),
-    Row("trainer.logger", "tracking.tensorboard"),
-    Row("trainer.logger trainer.project_name", "tracking.wandb.project"),
-    Row("trainer.total_training_steps rollout.total_rollout_steps", "stop.steps"),
-    Row("trainer.total_epochs", "stop.epochs"),
-]
-# fmt: on
-"""verl's keys that decide a key of a spec, in the order of the spec."""
+def settings(c: ForeignConfig) -> dict[str, Any]:
+    """Return the values by key of the spec. None: the key is not written."""
+    estimator, loss = str(c.get("algorithm.adv_estimator")), c.get("$actor.policy_loss.loss_mode")
+    prompt_tokens, response_tokens = c.count("data.max_prompt_length"), c.count("data.max_response_length")
+    if c.get("data.truncation") in ("left", "right", "middle") and not c.flag("data.filter_overlong_prompts"):
+        c.check("truncates")
+    if c.count("$rollout.prompt_length") not in (0, prompt_tokens):
+        c.check("other_prompt_length")
+    if c.count("$rollout.response_length") not in (0, response_tokens):
+        c.check("other_response_length")
+    if c.get("$rollout.do_sample") is not None and not c.flag("$rollout.do_sample"):
+        c.check("greedy_rollouts")
+    if estimator not in ("gae", "reinforce_plus_plus") and c.count("$rollout.n") < 2:
+        c.check("no_group")
+    path, column = c.text("model.path", "$model.path"), c.get("data.image_key")
+    if column in (None, "images"):  # verl's default, which text-only configurations have, too
+        if column and not sees_images(path):
+            c.check("default_image_column")
+        column = "images" if sees_images(path) else None
+    image_limit = c.count(*c.matching("*limit_mm_per_prompt.image"), *c.matching("*limit_images"))
+    overlong = next((name for name in OVERLONG if c.flag(f"{name}enable")), None)
+    offloads_all = c.flag("$actor.fsdp_config.param_offload") or c.flag("$actor.fsdp_config.offload_policy")
+    offloads_optimizer = c.flag("$actor.fsdp_config.optimizer_offload")
+    values = {
+        "name": run_name(c.text("name", "trainer.experiment_name")),
+        "model.path": model_path(c, path),
+        **image_settings(c, path, column, image_limit, c.flag("$actor.freeze_vision_tower")),
+        "model.max_length": prompt_tokens + response_tokens,
+        "model.chat_template_kwargs": c.section("data.apply_chat_template_kwargs."),
+        "model.lora.rank": max(c.count("$model.lora_rank"), c.count("$model.lora.rank")) or None,
+        "task.use": _task(c),
+        "data.train.path": _data_path(c, "data.train.path", c.text("data.train.path", "data.train_files")),
+        "data.train.size": c.count("data.train_max_samples", least=0) or None,
+        "algorithm.preset": PRESETS.get(estimator) or ("grpo" if loss not in ("gspo", "cispo", "sapo") else loss),
+        **_reward_parts(c, estimator),
+        # Ratios are never negative, so a clip_low above 1 has no effect.
+        "algorithm.clip_low": min(c.number("$actor.clip_ratio_low", "$actor.clip_ratio"), 1.0),
+        "algorithm.sequence_divisor": {
+            "seq-mean-token-sum": 1,
+            "seq-mean-token-sum-norm": c.count("$actor.loss_scale_factor") or None,
+        }.get(str(c.get("$actor.loss_agg_mode"))),
+        **_kl(c),
+        **_correction(c),
+        "algorithm.overlong_penalty": (c.number(f"{overlong}penalty_factor") or 1.0) if overlong else 0.0,
+        "algorithm.overlong_buffer": min(c.number(f"{overlong}len") / max(response_tokens, 1), 1) if overlong else None,
+        "trainer.offload": "all" if offloads_all else "optimizer" if offloads_optimizer else "none",
+        **_sizes(c, prompt_tokens + response_tokens, has_images=bool(column or image_limit or sees_images(path))),
+        **_held_out(c, column),
+        **tracking_settings(c, "trainer.logger", project=c.text("tracking.experiment", "trainer.project_name")),
+        **_distillation(c),
+    }
+    if estimator.startswith("grpo") and not c.flag("algorithm.norm_adv_by_std_in_grpo"):
+        values.setdefault("algorithm.advantage", "group_mean")
+    if c.get("model_engine") == "veomni" and "actor_rollout_ref.actor.optim.lr_scheduler_type" not in c.values:
+        values["trainer.schedule.kind"] = "cosine"
+    return values
 
+<<<<<<< HEAD
 _VLLM = "put vLLM's own arguments under rollout.engine_args"
 # fmt: off
 OTHERS = [
@@ -338,14 +249,259 @@ OTHERS = [
 ]
 # fmt: on
 """verl's keys without a counterpart."""
+=======
+>>>>>>> 72aa7bde (Converters are tables: verl's, TRL's and prime-rl's keys as YAML, read by one engine; tree-sitter parses scripts)
 
-_ASYNCHRONOUS: dict[str, Any] = {f"{CORRECTION}bypass_mode": True}
-TRAINERS = {
-    program: Trainer("verl", DEFAULTS | own_defaults | {PROGRAM: program}, ROWS, OTHERS, settings.settings)
-    for program, own_defaults in {
-        "ppo": {},
-        "one_step_off": _ASYNCHRONOUS,
-        "fully_async": _ASYNCHRONOUS | {"rollout.total_rollout_steps": 100},
-    }.items()
-}
-"""verl's programs with their defaults."""
+def _reward_parts(c: ForeignConfig, estimator: str) -> dict[str, Any]:
+    names = [str(name) for name in c.get("algorithm.gdpo_reward_keys") or []]
+    weights = c.get("algorithm.gdpo_reward_weights") or [1.0] * len(names)
+    if estimator != "gdpo":
+        return {"algorithm.reward_parts": None}
+    if not names or len(names) != len(weights):
+        c.check("unnamed_rewards")
+    parts = {name: float(weight) for name, weight in zip(names, weights, strict=False)}
+    return {"algorithm.reward_parts": parts or None}
+
+
+class _Pace(NamedTuple):
+    """How generation and training overlap: values of `pipeline`, and which GPUs generate."""
+
+    mode: str
+    max_staleness: int | None = None
+    publish_every: int = 1
+    weight_update: str | None = None
+    generating_prefix: str = ""
+    """The prefix of the keys that count the generating GPUs; empty if all GPUs generate and train in turn."""
+
+    @classmethod
+    def of(cls, c: ForeignConfig) -> _Pace:
+        threshold = c.count("trainer.v1.sampler.max_off_policy_threshold") - 1
+        match c.get("variant"), c.get("trainer.v1.trainer_mode"):
+            case "fully_async", _:
+                return cls(
+                    "async",
+                    math.ceil(c.number("async_training.staleness_threshold")),
+                    c.count("async_training.trigger_parameter_sync_step", least=1),
+                    # verl either aborts rollouts and continues them with a new KV cache, or lets them finish.
+                    "recompute" if c.flag("async_training.partial_rollout") else "drain",
+                    "rollout.",
+                )
+            case "one_step_off", _:
+                return cls("one_step_off", generating_prefix="rollout.")
+            case _, "separate_async":
+                publish_every = c.count("trainer.v1.separate_async.parameter_sync_step", least=1)
+                return cls("async", max(threshold, 1), publish_every, "recompute", "$rollout.")
+            case _, "colocate_async":
+                return cls("async", max(threshold, 1), weight_update="recompute")
+        c.check("in_turn")
+        return cls("sync")
+
+
+def _sizes(c: ForeignConfig, max_tokens: int, *, has_images: bool) -> dict[str, Any]:
+    """Devices, batches, versions and steps. ``max_tokens``: tokens of the longest prompt and response together."""
+    pace, is_fully_async = _Pace.of(c), c.get("variant") == "fully_async"
+    per_update, group_size = c.count("$actor.ppo_mini_batch_size"), c.count("$rollout.n", least=1)
+    groups = c.count("data.train_batch_size", least=1)
+    if is_fully_async:
+        groups = max(per_update * c.count("async_training.require_batches"), 1)
+    minibatches = 1
+    if per_update and groups % per_update == 0:
+        minibatches = groups // per_update
+    else:
+        c.check("indivisible_batch", groups=groups, per_update=per_update)
+
+    steps: int | None = None  # None: verl counts epochs
+    if c.number("trainer.total_training_steps") > 0:
+        steps = multiple(c.number("trainer.total_training_steps"), pace.publish_every)
+    elif is_fully_async and c.number("rollout.total_rollout_steps") > 0:
+        steps = multiple(max(c.count("rollout.total_rollout_steps") // groups, 1), pace.publish_every)
+    warmup = c.number("$actor.optim.lr_warmup_steps")
+    if warmup < 0:
+        warmup = max(c.number("$actor.optim.lr_warmup_steps_ratio"), 0) * (steps or ASSUMED_STEPS)
+        if warmup and steps is None:
+            c.check("warmup_share", steps=ASSUMED_STEPS)
+
+    per_engine = c.count("$rollout.tensor_model_parallel_size", least=1)
+    gpu_count = c.count("trainer.nnodes") * c.count("trainer.n_gpus_per_node")
+    if not pace.generating_prefix:
+        devices = divide_gpus(c, gpu_count, per_engine)
+    else:
+        nodes, per_node = (c.count(pace.generating_prefix + name, least=1) for name in ("nnodes", "n_gpus_per_node"))
+        devices = Devices(max(gpu_count, 1), max(nodes * per_node // per_engine, 1), per_engine)
+    per_sequence = c.count("$actor.ulysses_sequence_parallel_size", least=1)
+    if has_images and per_sequence > 1:
+        c.check("whole_images", gpus=per_sequence)
+        per_sequence = 1
+    max_ranks = groups * group_size // minibatches * per_sequence
+    if 0 < max_ranks < devices.ranks:
+        c.check("idle_ranks", gpus=devices.ranks, rollouts=max_ranks)
+        devices = devices._replace(ranks=max_ranks)
+    tokens = max_tokens * c.count("$actor.ppo_micro_batch_size_per_gpu", least=1)
+    if c.flag("$actor.use_dynamic_bsz"):
+        tokens = max(per_sequence * c.count("$actor.ppo_max_token_len_per_gpu"), max_tokens)
+    if devices.ranks % per_sequence:
+        c.check("indivisible_ranks", gpus=per_sequence, ranks=devices.ranks)
+    ahead = ((pace.max_staleness or 0) + 1 + (pace.mode == "one_step_off")) * pace.publish_every
+    memory = c.get("$rollout.standalone_gpu_memory_utilization", "$rollout.gpu_memory_utilization")
+    running = devices.running_rollouts(c.count("$rollout.max_num_seqs"), group_size, groups * ahead)
+    interval = pace.publish_every if is_fully_async else 1  # verl's asynchronous trainer counts versions
+    return {
+        "rollout.engines": devices.engines,
+        "rollout.gpus_per_engine": devices.per_engine,
+        "rollout.engine_args.gpu_memory_utilization": memory if pace.generating_prefix else None,
+        "rollout.max_running_rollouts": running,
+        "trainer.ranks": devices.ranks,
+        "trainer.gpus_per_rank": devices.per_rank,
+        # verl advances its schedule once per step, asyncrl once per update.
+        "trainer.schedule.warmup_updates": round(warmup * c.count("$actor.ppo_epochs", least=1) * minibatches),
+        "trainer.minibatches": minibatches,
+        "trainer.tokens_per_microbatch": tokens,
+        "trainer.sequence_parallel": 1 if devices.ranks % per_sequence else per_sequence,
+        "pipeline.mode": pace.mode,
+        "pipeline.max_staleness": pace.max_staleness,
+        "pipeline.groups_per_step": groups,
+        "pipeline.publish_every": pace.publish_every,
+        "pipeline.weight_update": pace.weight_update,
+        "stop.steps": steps,
+        "stop.epochs": None if steps else c.count("trainer.total_epochs", least=1),
+        "evaluation.every": multiple(c.count("trainer.test_freq", least=0) * interval, pace.publish_every),
+        "checkpoints.every": multiple(c.count("trainer.save_freq", least=0) * interval, pace.publish_every),
+    }
+
+
+def _data_path(c: ForeignConfig, key: str, path: object) -> str | list[str] | None:
+    files = [str(file) for file in (path if isinstance(path, list) else [path]) if file is not None]
+    if not all(re.search(r"\.(jsonl?|parquet|csv)$", file) or ":" in file for file in files):
+        c.check("file_type", key)
+    return files if len(files) > 1 else files[0] if files else None
+
+
+def _kl(c: ForeignConfig) -> dict[str, Any]:
+    in_loss, in_reward = c.flag("$actor.use_kl_loss"), c.flag("algorithm.use_kl_in_reward")
+    coef = c.number("$actor.kl_loss_coef") if in_loss else 0.0
+    if in_loss and in_reward:
+        c.check("two_penalties")
+    elif in_reward:
+        coef = c.number("algorithm.kl_ctrl.kl_coef")
+        if c.get("algorithm.kl_ctrl.type") not in (None, "fixed"):
+            c.check("fixed_coefficient")
+    is_reward = in_reward and not in_loss
+    name = "algorithm.kl_penalty" if is_reward else "$actor.kl_loss_type"
+    estimator_name = str(c.get(name))
+    if estimator_name.endswith("+"):
+        c.check("straight_through_kl", name=estimator_name)
+    elif coef and estimator_name not in KL_ESTIMATORS:
+        c.check("other_kl_estimator", name=estimator_name)
+    return {
+        "algorithm.kl_coef": coef,
+        "algorithm.kl_estimator": "k2" if estimator_name.endswith("+") else KL_ESTIMATORS.get(estimator_name, "k3"),
+        "algorithm.kl_placement": "reward" if is_reward else "loss",
+    }
+
+
+def _distillation(c: ForeignConfig) -> dict[str, Any]:
+    """Distillation by policy gradient. The sampled token's advantage is minus k1, as with `preset: distill`."""
+    if not c.flag("distillation.enabled"):
+        return dict.fromkeys(("algorithm.reference_path", "algorithm.reward_coef"))
+    for name, required in {"use_policy_gradient": True, "loss_mode": "k1", "use_task_rewards": False}.items():
+        if (value := c.get(f"{LOSS}{name}")) != required:
+            text = f"{LOSS}{name} = {display_text(value)}: preset: distill is verl's distillation with {required}"
+            c.unsupported.append(text)
+    if limit := c.number(f"{LOSS}loss_max_clamp"):
+        c.check("limited_kl", limit=limit)
+    teachers = [c.values[name] for name in c.matching(TEACHERS) if c.values[name]]
+    if len(teachers) != 1:
+        c.unsupported.append(f"{TEACHERS}: a run has one teacher, and there are {len(teachers)}")
+    has_reward = c.get("reward.custom_reward_function.path", "custom_reward_function.path")
+    c.remarks.pop("algorithm.advantage", None)
+    task = {}
+    if not has_reward and not c.flag("$rollout.multi_turn.enable"):
+        del c.remarks["task.use"]
+        task = {"task.use": "prompts"}
+    return {
+        **task,
+        **DISTILLATION,
+        "algorithm.reference_path": teachers[0] if teachers else None,
+        "algorithm.clip_low": c.number(f"{LOSS}clip_ratio_low"),
+        "algorithm.clip_high": c.number(f"{LOSS}clip_ratio_high"),
+        "algorithm.dual_clip": 3.0,
+        "algorithm.loss": "clip",
+    }
+
+
+def _correction(c: ForeignConfig) -> dict[str, Any]:
+    """Weights and rejection. In bypass mode the clipped ratio is the correction."""
+    is_bypassed = c.flag(f"{CORRECTION}bypass_mode")
+    if is_bypassed and c.get(f"{CORRECTION}loss_type") == "reinforce":
+        c.check("weighted_reinforce")
+    values: dict[str, Any] = dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
+    values |= dict.fromkeys(("reject_by", "reject_over", "reject_low", "reject_high"))
+    values["preset"] = "off" if is_bypassed else "decoupled"
+    level, rejection = c.get(f"{CORRECTION}rollout_is"), str(c.get(f"{CORRECTION}rollout_rs") or "")
+    if not is_bypassed and level in ("token", "sequence"):
+        low, high = _bounds(c, f"{CORRECTION}rollout_is_threshold")
+        values["level"] = level
+        values |= {"cap": high} if low is None else {"mask_low": low, "mask_high": high if low else None}
+    elif not is_bypassed and level is not None:
+        c.check("other_level", level=level)
+    match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", rejection)
+    if rejection and is_bypassed:
+        c.check("rejection_off")
+    elif match:
+        low, high = _bounds(c, f"{CORRECTION}rollout_rs_threshold")
+        values |= {"reject_by": match[2], "reject_over": match[1].replace("seq_", "sequence_")}
+        values |= {"reject_low": low, "reject_high": high}
+    elif rejection:
+        c.check("other_rejection", rejection=rejection)
+    return {f"algorithm.correction.{key}": value for key, value in values.items()}
+
+
+def _bounds(c: ForeignConfig, name: str) -> tuple[float | None, float | None]:
+    """Lower and upper bound from a threshold of verl: a number (the upper bound), or a text `lower_upper`."""
+    try:
+        numbers = [float(text) for text in str(c.get(name) or "").split("_")[:2] if text]
+    except ValueError:
+        return None, None
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0] if numbers else None)
+
+
+def _task(c: ForeignConfig) -> str:
+    """`task.use`. Reward functions for verl work unchanged."""
+    if c.flag("$rollout.multi_turn.enable"):
+        c.check("turns")
+        return "environment:Environment"
+    path = c.text("task.use", "reward.custom_reward_function.path", "custom_reward_function.path")
+    name = c.get("reward.custom_reward_function.name", "custom_reward_function.name") or "compute_score"
+    if not path:
+        c.check("verl_rewards")
+        return "verl.utils.reward_score:default_compute_score"
+    if str(path).startswith("pkg://"):
+        return f"{str(path)[6:]}:{name}"
+    stem = re.sub(r"\W", "_", str(path).rpartition("/")[2].removesuffix(".py"))
+    c.check("copy_rewards", path=path, stem=stem)
+    return f"{stem}:{name}"
+
+
+def _held_out(c: ForeignConfig, image_column: Any) -> dict[str, Any]:
+    """`data.eval.path` is the first file. The other files are `evaluation.sets`, each named after its folder."""
+    held_out = c.text("data.eval.path", "data.val_files")
+    files = [str(path) for path in held_out] if isinstance(held_out, list) else [str(held_out)] if held_out else []
+    if not files:
+        columns = [f"data.eval.{key}" for key in ("path", "size", "prompt_column", "image_column")]
+        return dict.fromkeys([*columns, "evaluation.every", "evaluation.sets"])
+    sets: dict[str, Any] = {}
+    for path in files[1:]:
+        *_, folder, file = ["", *path.split("/")]
+        name = re.sub(r"\W", "_", folder or file.partition(".")[0])[:28] or "set"
+        unique_name = next(name + suffix for suffix in ("", *map(str, range(2, 99))) if name + suffix not in sets)
+        data = {"path": path, "prompt_column": c.get("data.prompt_key"), "image_column": image_column}
+        sets[unique_name] = {"data": {key: value for key, value in data.items() if value is not None}}
+    return {
+        "data.eval.path": _data_path(c, "data.eval.path", files[:1]),
+        "data.eval.size": c.count("data.val_max_samples", least=0) or None,
+        "evaluation.sets": sets or None,
+    }
+
+
+TRAINERS = {variant: Trainer("verl", table("verl"), settings, variant) for variant in table("verl").variants}
+"""verl's programs: `ppo`, `one_step_off` and `fully_async`."""

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.suggest import closest, did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
-from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS, VALUES
+from asyncrl_cli.spec.other_trainers import CONVERTIBLE, VALUES, other_names
 from asyncrl_cli.spec.problems import Problem
 
 KeyPath = tuple[int | str, ...]
@@ -247,8 +247,10 @@ def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
 
     Returns the keys to use, and a hint. Both are empty for an unknown key.
     """
-    known = next((name for name in _suffixes(parent, key) if name in KEYS or name in HINTS), "")
-    return KEYS.get(known, []), HINTS.get(known, "")
+    keys, hints = other_names()
+    names = (*_suffixes(parent, key), f"{parent}.{key}")
+    name = next((name for name in names if name in keys or name in hints), "")
+    return keys.get(name, []), hints.get(name, "")
 
 
 def _suffixes(parent: str, key: str) -> list[str]:

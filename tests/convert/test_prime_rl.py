@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.convert.prime_rl import ROWS, TRAINER, read
-from asyncrl_cli.convert.rows import Conversion, convert
-from asyncrl_cli.convert.write import spec_text
-from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.convert.prime_rl import TRAINER, read
+from asyncrl_cli.convert.table import Conversion, convert, spec_text
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from tests.convert.conftest import Command
@@ -32,16 +30,12 @@ def spec_of(*words: str) -> ExperimentSpec:
     return load_spec("spec.yaml", data=spec_text(converted(*words), "test", Path()).encode()).spec
 
 
-def test_every_row_names_a_key_of_the_spec() -> None:
-    assert [row.key for row in ROWS if row.key not in keys() and "engine_args" not in row.key] == []
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_every_key_is_in_the_result(file: Path) -> None:
     conversion = converted(str(file))
     assert conversion.unknown == [] and conversion.unsupported == []
     text = spec_text(conversion, file.name, Path())
-    assert not [key for key in conversion.source.given if key not in text], "each is named in a comment"
+    assert not [key for key in conversion.config.values if key not in text], "each is named in a comment"
 
 
 def test_one_environment_is_the_task_and_rollouts_become_groups(home: Path) -> None:
@@ -111,7 +105,8 @@ def test_the_command(home: Path, asyncrl: Command) -> None:
         assert code == 2 and message in err
 
 
-NAMES = sorted({name.replace("*", "0.x") for row in ROWS for name in row.names.split()} | TRAINER.defaults.keys())
+TABLE = TRAINER.table
+NAMES = sorted({name.replace("*", "0.x") for row in TABLE.rows.values() for name in row.names} | TABLE.defaults.keys())
 VALUES: st.SearchStrategy[Any] = st.sampled_from([None, -1, 0, 0.5, 3, True, "", "x", [], [1], {}])
 
 
@@ -119,8 +114,8 @@ VALUES: st.SearchStrategy[Any] = st.sampled_from([None, -1, 0, 0.5, 3, True, "",
 def test_no_value_is_a_crash(values: dict[str, Any]) -> None:
     conversion = convert(values, TRAINER)
     spec_text(conversion, "test", Path())
-    notes = [*conversion.lost.values(), *conversion.needless.values(), conversion.unused, conversion.unknown]
-    listed = [name for names in (*notes, *(one.sources for one in conversion.settings)) for name in names]
+    lists = [*conversion.lost.values(), conversion.needless, conversion.unknown]
+    listed = [name for names in (*lists, *(setting.origins for setting in conversion.settings)) for name in names]
     assert set(listed) == set(values), "every key is in the result"
 
 

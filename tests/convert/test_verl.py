@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.convert.rows import Conversion, convert
-from asyncrl_cli.convert.source import override, read_file, words
-from asyncrl_cli.convert.verl import OVERRIDE, ROWS, read_line, trainer_of
-from asyncrl_cli.convert.write import spec_text
+from asyncrl_cli.convert.config import override, read_file
+from asyncrl_cli.convert.shell import command_words
+from asyncrl_cli.convert.table import Conversion, convert, spec_text
+from asyncrl_cli.convert.verl import ARGUMENT, read_command_line, trainer_of
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import LoadedSpec, load_spec, resolved
 
 pytestmark = pytest.mark.slow
@@ -46,24 +45,19 @@ def spec_of(*overrides: str) -> dict[str, Any]:
     return flat(load_spec("spec.yaml", data=text.encode()))
 
 
-def test_every_row_names_a_key_of_the_spec() -> None:
-    for row in ROWS:
-        assert row.key in keys() or row.key.startswith("rollout.engine_args."), row.key
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_verls_own_files_give_valid_specs_that_name_every_key(file: Path, home: Path) -> None:
     conversion = converted([], file)
     text = spec_text(conversion, file.name, Path())
     load_spec("spec.yaml", data=text.encode())
     words = set(re.findall(r"[\w.-]+", text))
-    assert set(conversion.source.given) - words == set()
+    assert set(conversion.config.values) - words == set()
     assert conversion.unknown == []
 
 
 def test_unknown_keys_are_listed_and_marked(home: Path) -> None:
     conversion = converted(["trainer.no_such_key=3", "+data.mine.deep={a: 1}"])
-    assert conversion.unknown == ["trainer.no_such_key", "data.mine.deep.a"]
+    assert sorted(conversion.unknown) == ["data.mine.deep.a", "trainer.no_such_key"]
     text = spec_text(conversion, "test", Path())
     assert "CHECK: unknown keys" in text and "trainer.no_such_key = 3" in text and "data.mine.deep.a" in text
 
@@ -221,6 +215,7 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         (f"{A}router_replay.mode=R2", "asyncrl has only R3"),
         (f"{R}do_sample=False", "always sampled"),
         ("data.truncation=left", "verl truncates longer prompts"),
+        (f"{R}response_length=64", "differs from data.max_response_length"),
         (f"{A}fsdp_config.dtype=float16", "float16 is not supported"),
     ],
 )
@@ -240,7 +235,7 @@ def test_lost_keys_are_marked_unless_they_are_off() -> None:
     name = f"{R}top_p"
     assert [name] in converted([*GRPO, f"{name}=0.9"]).lost.values()
     conversion = converted([*GRPO, f"{name}=1.0"])
-    assert conversion.lost == {} and conversion.unused == [name]
+    assert conversion.lost == {} and name in conversion.needless
 
 
 DISTILL = [
@@ -278,8 +273,8 @@ def test_distillation_with_another_meaning_is_refused_by_its_key(override: str, 
 @pytest.mark.parametrize(
     "override",
     [
-        "data.video_key=videos",
-        "data.audio_key=audios",
+        "data.video_key=clips",
+        "data.audio_key=sounds",
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B",
         "distillation.enabled=True",
     ],
@@ -291,14 +286,13 @@ def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
 
 def test_a_whole_script_may_be_an_argument() -> None:
     script = "#!/bin/bash\n# verl's example\nset -x\npython3 -m verl.trainer.main_ppo \\\n  a=1 \\\n  b='[x, y]' $@\n"
-    assert read_line(words([script], OVERRIDE)) == ("verl.trainer.main_ppo", ["a=1", "b=[x, y]"])
+    assert read_command_line(command_words([script], ARGUMENT)) == ("verl.trainer.main_ppo", ["a=1", "b=[x, y]"])
 
 
-def test_image_columns_of_a_complete_configuration_are_to_check() -> None:
-    """Each complete configuration has them, also if its data has no images."""
+def test_columns_of_a_complete_configuration_are_no_video_and_no_audio() -> None:
+    """Each complete configuration has them, also if its data has none."""
     conversion = converted([], next(file for file in FILES if file.stem == "ppo_trainer"))
-    lost = [name for names in conversion.lost.values() for name in names]
-    assert conversion.unsupported == [] and {"data.video_key", "data.audio_key"} <= set(lost)
+    assert conversion.unsupported == [] and {"data.video_key", "data.audio_key"} <= set(conversion.needless)
     assert ("data.train.image_column", "verl reads images from the column images, if the data has it") in (
         conversion.remarks
     )
@@ -336,7 +330,6 @@ def test_video_and_audio_are_refused_with_that_word(key: str, word: str) -> None
     "overrides",
     [
         [f"{R}agent.agent_loop_config_path=loops.yaml"],
-        [f"{R}response_length=64"],
         [f"{A}optim.optimizer=SGD"],
         ["actor_rollout_ref.ref.model.path=other/model"],
         ["actor_rollout_ref.model.lora.dropout=0.1"],
@@ -370,14 +363,14 @@ def test_epochs_stay_epochs(home: Path) -> None:
     ],
 )
 def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) -> None:
-    assert read_line(line.split())[1] == kept
-    assert read_line(words([line], OVERRIDE))[1] == kept
+    assert read_command_line(line.split())[1] == kept
+    assert read_command_line(command_words([line], ARGUMENT))[1] == kept
 
 
 @pytest.mark.parametrize("line", ["--config-name=mine a=1", "--multirun a=1", "train.py"])
 def test_options_and_scripts_that_are_not_read_are_refused(line: str) -> None:
     with pytest.raises(ConfigError):
-        read_line(line.split())
+        read_command_line(line.split())
 
 
 def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:
@@ -413,7 +406,7 @@ def test_gdpos_rewards_are_parts(home: Path) -> None:
     ],
 )
 def test_a_programs_defaults_decide(line: str, mode: str, preset: str) -> None:
-    name, overrides = read_line([*line.split(), "data.train_batch_size=64"])
+    name, overrides = read_command_line([*line.split(), "data.train_batch_size=64"])
     values = override({}, overrides)
     found = {setting.key: setting.value for setting in convert(values, trainer_of(name, values)).settings}
     assert (found["pipeline.mode"], found["algorithm.correction.preset"]) == (mode, preset)
@@ -422,7 +415,7 @@ def test_a_programs_defaults_decide(line: str, mode: str, preset: str) -> None:
 def test_a_configuration_that_the_command_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 8}\n")
     line = f"python3 -m verl.trainer.main_ppo --config-path={tmp_path} --config-name mine a.b=1"
-    assert read_line(line.split())[1] == [f"{tmp_path}/mine.yaml", "a.b=1"]
+    assert read_command_line(line.split())[1] == [f"{tmp_path}/mine.yaml", "a.b=1"]
 
 
 def test_unknown_names_and_paths_of_a_script_do_not_stop_a_conversion(tmp_path: Path) -> None:
@@ -431,7 +424,7 @@ def test_unknown_names_and_paths_of_a_script_do_not_stop_a_conversion(tmp_path: 
         "NAME=qwen_$(date +%Y)\npython3 -m verl.trainer.main_ppo trainer.experiment_name=$NAME \\\n"
         "  data.train_files=\"['$DATA_ROOT/a.parquet']\" trainer.default_local_dir=$CKPTS/$(hostname)\n"
     )
-    values = override({}, read_line(words([str(script)], OVERRIDE))[1])
+    values = override({}, read_command_line(command_words([str(script)], ARGUMENT))[1])
     conversion = convert(values, trainer_of("", values))
     found = {setting.key: setting.value for setting in conversion.settings}
     assert (found["name"], found["data.train.path"]) == ("qwen", "${env:DATA_ROOT}/a.parquet")
@@ -446,7 +439,7 @@ def test_a_run_never_needs_more_gpus_than_it_had() -> None:
         assert used + found["trainer.ranks"] * found["trainer.gpus_per_rank"] <= gpus
 
 
-def test_values_that_both_trainers_have_by_default_need_no_comment() -> None:
+def test_values_that_no_key_decided_need_no_comment() -> None:
     lines = spec_text(converted(["data.train_batch_size=64"]), "test", Path()).splitlines()
-    at = lines.index("  epochs: 1")
-    assert not lines[at - 1].lstrip().startswith("#") and "  # data.train_batch_size = 64" in "\n".join(lines)
+    index = lines.index("  epochs: 1")
+    assert not lines[index - 1].lstrip().startswith("#") and "  # data.train_batch_size = 64" in "\n".join(lines)

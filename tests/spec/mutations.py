@@ -14,7 +14,7 @@ from typing import Any, get_args
 import yaml
 
 from asyncrl_cli.spec.keys import keys
-from asyncrl_cli.spec.other_trainers import HINTS, KEYS
+from asyncrl_cli.spec.other_trainers import other_names
 
 ROOT = Path(__file__).parents[2]
 LEAVES = [path for path, key in keys().items() if not key.opens]
@@ -127,7 +127,7 @@ class Mutator:
         """An existing key, a wrong one, or one of another trainer."""
         last = self.random.choice(list(keys())).rpartition(".")[2]
         odd = ["", "0", "a.b", "é", "x" * 300, "-", "extends", "\n", "*", "name", last.upper(), last + "s", last[:-1]]
-        return self.random.choice([last, last, self.random.choice([*KEYS, *HINTS]), self.random.choice(odd)])
+        return self.random.choice([last, last, self.random.choice([*other_names().keys, *other_names().hints]), self.random.choice(odd)])
 
     def structure(self) -> Case:
         """Nodes are removed, doubled, renamed, moved, wrapped or replaced."""
@@ -273,7 +273,7 @@ class Mutator:
     def foreign(self) -> Case:
         """Keys of other trainers, in their own sections."""
         tree = self.tree()
-        for name in self.random.sample([*KEYS, *HINTS], self.random.randrange(1, 30)):
+        for name in self.random.sample([*other_names().keys, *other_names().hints], self.random.randrange(1, 30)):
             above = self.random.choice([[], ["trainer"], ["actor_rollout_ref", "actor"], ["algorithm"], ["optim", "x"]])
             set_at(tree, [*above, *name.split(".")], self.value())
         return Case("other trainers' keys", self.dumped(tree))

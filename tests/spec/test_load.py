@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import dump_spec, load_spec
-from asyncrl_cli.spec.other_trainers import HINTS, KEYS
+from asyncrl_cli.spec.other_trainers import other_names
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.suggestions import suggest
@@ -134,8 +134,8 @@ def test_keys_of_other_trainers_without_a_counterpart(write: Write, key: str, hi
 
 
 def test_counterparts_of_other_trainers_keys_exist() -> None:
-    assert [name for name in (*KEYS, *HINTS) if name != name.lower()] == []
-    assert {key for meant in KEYS.values() for key in meant} <= set(keys())
+    assert [name for name in (*other_names().keys, *other_names().hints) if name != name.lower()] == []
+    assert {key for meant in other_names().keys.values() for key in meant} <= set(keys())
 
 
 def test_sections_of_other_trainers_are_answered_key_by_key(write: Write) -> None:

@@ -10,13 +10,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.convert.rows import Trainer, convert
-from asyncrl_cli.convert.source import Source, override, read_file
+from asyncrl_cli.convert.config import ForeignConfig, override, read_file
+from asyncrl_cli.convert.prime_rl import TRAINER as PRIME_RL
+from asyncrl_cli.convert.table import Trainer, convert, spec_text, table
 from asyncrl_cli.convert.trl import TRAINERS
-from asyncrl_cli.convert.verl import DEFAULTS
 from asyncrl_cli.convert.verl import TRAINERS as VERL
-from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.spec.keys import keys
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def test_references_are_resolved() -> None:
         "f": "${no.such}",
         "loop": "${loop}",
     }
-    values = Source(given, {}).given
+    values = ForeignConfig(given, {}, "", {}).values
     assert values == given | {"a.same": 3, "b": 3, "c": 5, "d": 3, "e": "runs/3/3", "f": "${no.such}"}
 
 
@@ -74,7 +74,7 @@ def test_a_pipe_is_refused_and_long_references_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no regular file"):
         read_file(str(tmp_path / "pipe.yaml"))
     with pytest.raises(ConfigError, match="references"):
-        Source({f"a{n}": f"${{a{n + 1}}}" * 50 for n in range(8)} | {"a8": "x"}, {})
+        ForeignConfig({f"a{n}": f"${{a{n + 1}}}" * 50 for n in range(8)} | {"a8": "x"}, {}, "", {})
 
 
 NAMES = st.from_regex(r"[a-z_]{1,8}(\.[a-z_]{1,8}){0,3}", fullmatch=True)
@@ -82,7 +82,7 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(NAMES | st.sampled_from(sorted(DEFAULTS)), VALUES, max_size=12))
+@given(st.dictionaries(NAMES | st.sampled_from(sorted(VERL["ppo"].table.defaults)), VALUES, max_size=12))
 def test_any_configuration_gives_yaml_that_names_every_key(values: dict[str, object]) -> None:
     conversion = convert(values, VERL["ppo"])
     text = spec_text(conversion, "a file", Path())
@@ -91,7 +91,11 @@ def test_any_configuration_gives_yaml_that_names_every_key(values: dict[str, obj
     assert all(name in comments for name in values)
 
 
-@pytest.mark.parametrize("trainer", [*VERL.values(), *TRAINERS.values()])
-def test_every_computed_value_has_a_row(trainer: Trainer) -> None:
-    computed = trainer.settings(Source({}, trainer.defaults))
-    assert computed.keys() <= {row.key for row in trainer.rows}
+@pytest.mark.parametrize("trainer", [*VERL.values(), *TRAINERS.values(), PRIME_RL])
+def test_rows_and_computed_values_are_keys_of_the_spec(trainer: Trainer) -> None:
+    row_keys = {key for row_keys in trainer.table.rows for key in row_keys.split()}
+    others = ("rollout.engine_args.", "task.options.")
+    assert [key for key in row_keys if key not in keys() and not key.startswith(others)] == []
+    assert trainer.settings(trainer.config({})).keys() <= row_keys
+    remarks = {**table("shared").checks, **trainer.table.checks}
+    assert {key for key, _ in remarks.values()} - keys().keys() == set()
