@@ -180,7 +180,9 @@ def _convert(origins: list[Origin], output: Path | None, force: bool) -> None:
         conversion, is_printed = result.conversion, result.target is None
         if is_printed:
             echo(result.text.rstrip("\n"))
-        echo(f"{result.origin.label}{'' if is_printed else f' -> {result.target}'}: {conversion.summary}", err=is_printed)
+        echo(
+            f"{result.origin.label}{'' if is_printed else f' -> {result.target}'}: {conversion.summary}", err=is_printed
+        )
         for problem in result.missing_files:
             echo(f"  not on this machine: {problem.path}: {problem.message}", err=is_printed)
         for problem in result.problems:

@@ -46,6 +46,7 @@ RARE = [
 ]
 TOKENS = [*MARKS, *TAGS, *RARE, '"\\ud800"']
 FILES = ["\ud800", "\0", "", ".", "/", "gone.yaml", "spec.yaml", "/dev/null", "/dev/zero", "x" * 300, "../" * 200]
+FOREIGN = [*other_names().keys, *other_names().hints]
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class Mutator:
         """An existing key, a wrong one, or one of another trainer."""
         last = self.random.choice(list(keys())).rpartition(".")[2]
         odd = ["", "0", "a.b", "é", "x" * 300, "-", "extends", "\n", "*", "name", last.upper(), last + "s", last[:-1]]
-        return self.random.choice([last, last, self.random.choice([*other_names().keys, *other_names().hints]), self.random.choice(odd)])
+        return self.random.choice([last, last, self.random.choice(FOREIGN), self.random.choice(odd)])
 
     def structure(self) -> Case:
         """Nodes are removed, doubled, renamed, moved, wrapped or replaced."""
@@ -273,7 +274,7 @@ class Mutator:
     def foreign(self) -> Case:
         """Keys of other trainers, in their own sections."""
         tree = self.tree()
-        for name in self.random.sample([*other_names().keys, *other_names().hints], self.random.randrange(1, 30)):
+        for name in self.random.sample(FOREIGN, self.random.randrange(1, 30)):
             above = self.random.choice([[], ["trainer"], ["actor_rollout_ref", "actor"], ["algorithm"], ["optim", "x"]])
             set_at(tree, [*above, *name.split(".")], self.value())
         return Case("other trainers' keys", self.dumped(tree))
