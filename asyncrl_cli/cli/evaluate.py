@@ -237,4 +237,4 @@ def _result_table(heads: Sequence[dict[str, Any]]) -> list[str]:
             low, high = head.get("intervals", {}).get(measure.replace("reward_mean", "mean_reward"), (None, None))
             interval = "" if low is None else f"{low:.3f} to {high:.3f}"
             rows.append((head["kind"], f"{head['prompts']:,}", measure, f"{value:.3f}", interval))
-    return table(("evaluation", "prompts", "measure", "value", "95 % interval"), rows, left=(0, 2))
+    return table(("evaluation", "prompts", "measure", "value", "95 % interval"), rows, left_aligned=(0, 2))

@@ -114,7 +114,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     by_length = spans(planned_run.scenario, spec.rollout.max_response_tokens)
     return {
         "calibration": calibration_page(run.run_id, calibration, reproduction.lines),
-        "plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned_run, reason=reason),
+        "plan": plan_page(spec.name, predicted=predicted, by_length=by_length, plan=planned_run, reason=reason),
     }
 
 

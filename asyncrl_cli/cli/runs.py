@@ -41,7 +41,7 @@ def runs(
         echo(f"no runs in {runs_dir} yet")
         return
     header = ("run", "phase", "step", "health", "engines", "greedy", "sampled", "took", "started", "settings")
-    header_line, *lines = table(header, [_cells(row) for row in rows], left=(0, 1, 3, 8, 9))
+    header_line, *lines = table(header, [_cells(row) for row in rows], left_aligned=(0, 1, 3, 8, 9))
     echo(header_line)
     for row, line in zip(rows, lines, strict=True):
         echo(line)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunArgumentError
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.inspect.decoding import Decoder, images_of, message_text, open_decoder
-from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
+from asyncrl_cli.inspect.decoding import Decoder, message_text, open_decoder
+from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, record_table, table
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
     RECENT_GROUPS,
@@ -73,22 +73,14 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
         f"{counted(settings.groups_per_step, 'group')} of {settings.group_size} per step, a version every "
         f"{counted(settings.publish_every, 'step')}",
         "",
-        *table(header, states, left=(0, 6)),
+        *table(header, states, left_aligned=(0, 6)),
     ]
-    if buffer.due:
-        rows = [tuple(map(str, asdict(due).values())) for due in buffer.due[:DUE_ROWS]]
-        lines += [
-            "",
-            *table(("admitted at version", "staleness if taken now", "deadline", "running", "finished"), rows),
-        ]
-        if newer := buffer.due[DUE_ROWS:]:
-            lines.append(f"({sum(due.running + due.finished for due in newer)} groups have newer versions)")
-    for name, distributions in (("length (tokens)", buffer.lengths), ("reward", buffer.rewards)):
-        if distributions:
-            cells = [
-                (state, *map(number, values)) for state, *values in (asdict(row).values() for row in distributions)
-            ]
-            lines += ["", *table((name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max"), cells)]
+    due = record_table("groups that no batch has taken, by the version at their admission", buffer.due[:DUE_ROWS])
+    lines += ["", *due] if due else []
+    if newer := buffer.due[DUE_ROWS:]:
+        lines.append(f"({sum(due.running + due.finished for due in newer)} groups have newer versions)")
+    for title, distributions in (("lengths in tokens", buffer.lengths), ("rewards", buffer.rewards)):
+        lines += ["", *record_table(title, distributions)] if distributions else []
     if masked := [f"{state} {count:,}" for state, count in buffer.masked.items() if count]:
         lines += ["", f"masked rollouts (the reward is None): {', '.join(masked)}"]
     if buffer.lengths:
@@ -116,7 +108,7 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, group_filter: G
     }
     if not rows:
         return Page(document, [f"no group of {run.run_id} matches"])
-    group_size, now = progress(connection).settings.group_size, time.time()
+    group_size, current_time = progress(connection).settings.group_size, time.time()
     cells = [
         (
             str(row.group_id),
@@ -128,12 +120,12 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, group_filter: G
             f"{row.rollouts}/{group_size}",
             f"{row.tokens:,}",
             _cell(row.reward, number, "-"),
-            duration(now - row.admitted_at),
+            duration(current_time - row.admitted_at),
         )
         for row in rows[:limit]
     ]
     header = ("group", "prompt", "state", "version", "staleness", "step", "ended", "tokens", "reward", "age")
-    lines = table(header, cells, left=(1, 2))
+    lines = table(header, cells, left_aligned=(1, 2))
     return Page(document, [*lines, *([f"(the {limit} newest; --limit shows more)"] if has_more else [])])
 
 
@@ -198,7 +190,6 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
     else:
         for message in content:
             lines += [f"  {message.get('role', '?')}", *paragraph(message_text(message.get("content") or ""), "    ")]
-    lines += [f"image    {line}" for line in images_of(record).values()]
     if record.prompt.fields:
         lines += ["fields", *paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")]
     documents = []
@@ -250,9 +241,9 @@ def _decoded_segments(rollout: RolloutRecord, decoder: Decoder | None) -> list[_
         texts: Sequence[str | None] = [None] * len(segments)
         tokens = [str(token) for token in ids]
         if decoder is not None:
-            texts = decoder.parts(ids, [segment.end for segment in segments])
-            pieces = zip(decoder.pieces(ids), ids, strict=True)
-            tokens = [json.dumps(piece, ensure_ascii=False) if piece else f"#{token}" for piece, token in pieces]
+            texts = decoder.split_text(ids, [segment.end for segment in segments])
+            token_texts = zip(decoder.token_texts(ids), ids, strict=True)
+            tokens = [json.dumps(text, ensure_ascii=False) if text else f"#{token}" for text, token in token_texts]
         branch = sequence_of(sequence_id)[-1]
         decoded += [
             _DecodedSegment(segment, branch, text, tokens[segment.start : segment.end])
@@ -325,4 +316,4 @@ def _rollout_document(rollout: RolloutRecord, segments: Sequence[_DecodedSegment
 
 
 def _image_documents(images: Sequence[PlacedImage]) -> list[dict[str, Any]]:
-    return [{"image": placed.image.digest, "start": placed.offset, "tokens": placed.length} for placed in images]
+    return [{"image": image.image.digest, "start": image.offset, "tokens": image.length} for image in images]

@@ -96,4 +96,4 @@ def list_page(run_checkpoints: Stored) -> Page:
         for row in rows
     ]
     header = ("step", "size", "age", "files", "greedy", "kept because")
-    return Page(document, table(header, cells, left=(3, 5)))
+    return Page(document, table(header, cells, left_aligned=(3, 5)))

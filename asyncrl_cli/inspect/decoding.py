@@ -1,7 +1,7 @@
 """Decodes recorded token ids with the tokenizer of the run's engines. Tokens have their log-probs and weight versions.
 
-Needs only the ``tokenizers`` library. Invariant: the joined parts that ``parts`` returns are the text of all ids, even
-if a boundary splits a character or a token's text depends on the previous token.
+Needs only the ``tokenizers`` library. Invariant: the joined texts that ``split_text`` returns are the text of all ids,
+even if a boundary splits a character or a token's text depends on the previous token.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.terminal import counted, printable
+from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.inspect.resolved import resolved_spec, value_at
-from asyncrl_cli.journal.queries import GroupRecord, RolloutRecord
+from asyncrl_cli.journal.queries import RolloutRecord
 from asyncrl_cli.records.generation import CONTEXT, sequence_of
-from asyncrl_cli.records.images import Image
 from asyncrl_cli.runs.directory import RunDirectory
 
 PRECEDING = 8
@@ -33,25 +32,25 @@ class Decoder:
         """``tokenizer``: a ``tokenizers.Tokenizer``."""
         self._tokenizer = tokenizer
 
-    def parts(self, ids: Sequence[int], ends: Sequence[int]) -> list[str]:
+    def split_text(self, ids: Sequence[int], ends: Sequence[int]) -> list[str]:
         """Return the text of all ids, split at ascending token indices, the last of them ``len(ids)``.
 
         A character that spans several tokens belongs to the part that completes it.
         """
         texts, start = [], 0
         for end in ends:
-            texts.append(self._text(ids, start, end, last=end == len(ids)))
+            texts.append(self._text(ids, start, end, is_last=end == len(ids)))
             start = end
         return texts
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        return self.parts(ids, range(1, len(ids) + 1))
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return self.split_text(ids, range(1, len(ids) + 1))
 
-    def _text(self, ids: Sequence[int], start: int, end: int, last: bool) -> str:
-        known = list(ids[max(0, start - PRECEDING) : start])
-        before = self._decode(known).rstrip(REPLACEMENT) if known else ""
-        text = self._decode([*known, *ids[start:end]])
-        return text[len(before) :] if last else text[len(before) :].rstrip(REPLACEMENT)
+    def _text(self, ids: Sequence[int], start: int, end: int, is_last: bool) -> str:
+        preceding_ids = list(ids[max(0, start - PRECEDING) : start])
+        preceding_text = self._decode(preceding_ids).rstrip(REPLACEMENT) if preceding_ids else ""
+        text = self._decode([*preceding_ids, *ids[start:end]])
+        return text[len(preceding_text) :] if is_last else text[len(preceding_text) :].rstrip(REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -108,31 +107,20 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
     ids = [int(token) for segment in main for token in segment.ids]
     logprobs = [float(value) for segment in main for value in segment.logprobs]
     versions = [segment.version for segment in main for _ in segment.ids]
-    pieces = [f"{token} " for token in ids[:limit]] if decoder is None else decoder.pieces(ids[:limit])
+    token_texts = [f"{token} " for token in ids[:limit]] if decoder is None else decoder.token_texts(ids[:limit])
     ages = {version: age for age, version in enumerate(sorted(set(versions) - {CONTEXT}))}
-    shown = tuple(
-        TokenShown(piece, logprob=None, version=None, age=0)
+    tokens = tuple(
+        TokenShown(token_text, logprob=None, version=None, age=0)
         if version == CONTEXT
-        else TokenShown(piece, logprob=logprob, version=version, age=ages[version])
-        for piece, logprob, version in zip(map(printable, pieces), logprobs, versions, strict=False)
+        else TokenShown(token_text, logprob=logprob, version=version, age=ages[version])
+        for token_text, logprob, version in zip(map(printable, token_texts), logprobs, versions, strict=False)
     )
-    return shown, max(0, len(ids) - limit)
-
-
-def message_text(content: Any) -> str:
-    """Return a message's content as text, with the digests of its images."""
-    if not isinstance(content, list | tuple):
-        return str(content)
-    return "".join(
-        f"[image {part['image']}]"
-        if isinstance(part, Mapping) and part.get("type") == "image"
-        else str(part.get("text", part) if isinstance(part, Mapping) else part)
-        for part in content
-    )
+    return tokens, max(0, len(ids) - limit)
 
 
 def content_text(content: Any) -> str:
-    """Return a prompt's content as text, and a chat's messages with their roles. ``content`` may be any JSON value."""
+    """Return a prompt's content as text: a chat's messages with their roles, images by their digests. ``content`` may
+    be any JSON value."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "\n".join(
@@ -143,20 +131,20 @@ def content_text(content: Any) -> str:
     )
 
 
-def images_of(group: GroupRecord) -> dict[Image, str]:
-    """Return the images of a group's prompt and rollouts, each with a line about its file, size and tokens."""
-    placed = [*group.images, *(placed for rollout in group.rollouts for placed in rollout.images)]
-    lengths = {one.image: one.length for one in reversed(placed) if one.length}
-    found = {}
-    for image in dict.fromkeys((*group.prompt.images, *(one.image for one in placed))):
-        width, height = image.decoded().size
-        tokens = f", {counted(lengths[image], 'token')}" if image in lengths else ""
-        found[image] = f"{image.file_name}: {width} x {height} pixels{tokens}, {len(image.data):,} bytes"
-    return found
+def message_text(content: Any) -> str:
+    """Return a message's content as text."""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return "".join(
+        f"[image {block['image']}]"
+        if isinstance(block, Mapping) and block.get("type") == "image"
+        else str(block.get("text", block) if isinstance(block, Mapping) else block)
+        for block in content
+    )
 
 
 def reference_text(fields: Mapping[str, Any]) -> str:
     """Return the right answer: a prompt's field ``answer``, or all of its fields if there is no ``answer``."""
-    known = fields.get("answer", fields)
-    text = known if isinstance(known, str) else json.dumps(known, default=str, ensure_ascii=False) if known else ""
+    answer = fields.get("answer", fields)
+    text = answer if isinstance(answer, str) else json.dumps(answer, default=str, ensure_ascii=False) if answer else ""
     return text if len(text) <= REFERENCE_SHOWN else f"{text[:REFERENCE_SHOWN]} …"

@@ -154,14 +154,14 @@ class HealthWatch:
     @property
     def verdicts(self) -> list[str]:
         """Say at a run's end what it did not learn, and which findings last; empty for a healthy run."""
-        history, steps, last = self._history, self.steps_without_learning, self._history.step
+        history, steps, last_step = self._history, self.steps_without_learning, self._history.step
         verdicts = []
         if history.compares_groups and history.equal_groups and not history.teaching_groups:
             verdicts.append(f"0 of {history.equal_groups:,} groups had different rewards: nothing was learned")
-        elif steps and steps == last:
+        elif steps and steps == last_step:
             verdicts.append(f"no weight changed in {counted(steps, 'step')}: nothing was learned")
         elif steps >= FIRST_STEPS:
-            verdicts.append(f"nothing was learned in steps {last - steps + 1} to {last}")
+            verdicts.append(f"nothing was learned in steps {last_step - steps + 1} to {last_step}")
         return verdicts + [finding.text for finding in self.open_findings]
 
     def step(self, metrics: Mapping[str, float]) -> list[HealthFinding]:
@@ -182,16 +182,16 @@ class HealthWatch:
         if series.finding is None:
             if not symptom:
                 series.bad_steps = 0
-            elif series.bad_steps >= rule.patience(self._history):
+            elif series.bad_steps >= (rule.patience or _equal_groups_patience(self._history)):
                 finding = HealthFinding(rule.name, series.first_step, None, *symptom, rule.stops_learning)
                 series.finding = len(self.findings)
                 self.findings.append(finding)
                 yield finding
         elif series.calm_steps >= CALM_STEPS:
-            ended = replace(self.findings[series.finding], last_step=series.last_step)
-            self.findings[series.finding] = ended
+            ended_finding = replace(self.findings[series.finding], last_step=series.last_step)
+            self.findings[series.finding] = ended_finding
             self._series[rule] = _Series()
-            yield ended
+            yield ended_finding
 
 
 @dataclass(slots=True)
@@ -213,13 +213,13 @@ Symptom = tuple[str, str, str] | tuple[()]
 class Rule:
     """A rule about a ``metric``. ``symptom`` judges the newest step by the metric's value; its last argument is True if
     a finding is open, which ends only at a lower limit. ``patience``: steps in a row with the symptom after which a
-    finding begins."""
+    finding begins; 0: as many as equal groups need."""
 
     name: str
     metric: str
     symptom: Callable[[_History, float, bool], Symptom]
     stops_learning: bool
-    patience: Callable[[_History], int] = lambda _: 1
+    patience: int = 1
 
 
 class _History:
@@ -340,8 +340,8 @@ def _equal_groups(history: _History, _: float, __: bool) -> Symptom:
 
 def _equal_groups_patience(history: _History) -> int:
     """Steps until so many equal groups in a row are less probable than ``CHANCE``."""
-    before = history.equal_groups - history.equal_in_a_row
-    share = (before + 1) / (before + history.teaching_groups + 2)  # Laplace's rule of succession
+    earlier_equal = history.equal_groups - history.equal_in_a_row
+    share = (earlier_equal + 1) / (earlier_equal + history.teaching_groups + 2)  # Laplace's rule of succession
     return max(FIRST_STEPS, math.ceil(math.log(CHANCE) / math.log(share) / history.groups_per_step))
 
 
@@ -369,8 +369,8 @@ def _updates_skipped(_: _History, skipped: float, __: bool) -> Symptom:
     )
 
 
-def _truncated(history: _History, share: float, begun: bool) -> Symptom:
-    if history.has_random_weights or share <= (TRUNCATED_CALM if begun else TRUNCATED):
+def _truncated(history: _History, share: float, has_begun: bool) -> Symptom:
+    if history.has_random_weights or share <= (TRUNCATED_CALM if has_begun else TRUNCATED):
         return ()
     limit = setting(history.spec, "rollout.max_response_tokens", 0)
     return (
@@ -390,8 +390,8 @@ def _unknown_tokens(_: _History, share: float, __: bool) -> Symptom:
     )
 
 
-def _policy_moved(_: _History, kl: float, begun: bool) -> Symptom:
-    if kl <= (KL_CALM if begun else KL):
+def _policy_moved(_: _History, kl: float, has_begun: bool) -> Symptom:
+    if kl <= (KL_CALM if has_begun else KL):
         return ()
     return (
         f"KL to the policy that sampled the responses is {kl:.2g} nats, above {KL:g}",
@@ -459,11 +459,11 @@ def _reward_from_start(history: _History, reward: float, _: bool) -> Symptom:
     return text, cause, f"{READ_RESPONSES}, and change `data.train` or the reward"
 
 
-def _reward_fell(history: _History, reward: float, begun: bool) -> Symptom:
+def _reward_fell(history: _History, reward: float, has_begun: bool) -> Symptom:
     best, lowest = history.best_reward, 0.0 if history.is_binary else history.lowest_reward
     if not history.is_comparable or best == -math.inf:
         return ()
-    if best - reward <= max((FALL_CALM if begun else FALL) * (best - lowest), history.noise):
+    if best - reward <= max((FALL_CALM if has_begun else FALL) * (best - lowest), history.noise):
         return ()
     return (
         f"the mean reward fell from {best:.3g} to {reward:.3g}",
@@ -486,23 +486,19 @@ def _response_length(history: _History, length: float, _: bool) -> Symptom:
     )
 
 
-def _steps(count: int) -> Callable[[_History], int]:
-    return lambda _: count
-
-
 RULES = (
-    Rule("equal_groups", "reward/uniform_groups", _equal_groups, True, _equal_groups_patience),
-    Rule("no_updates", "train/updates", _no_updates, True, _steps(3)),
+    Rule("equal_groups", "reward/uniform_groups", _equal_groups, True, 0),
+    Rule("no_updates", "train/updates", _no_updates, True, 3),
     Rule("updates_skipped", "train/updates_skipped", _updates_skipped, False),
-    Rule("truncated_responses", "response/truncated_ratio", _truncated, True, _steps(2)),
+    Rule("truncated_responses", "response/truncated_ratio", _truncated, True, 2),
     Rule("unknown_tokens", "response/unknown_tokens", _unknown_tokens, False),
     Rule("policy_moved", "correction/kl_behaviour", _policy_moved, True),
     Rule("logprob_gap", "engine/logprob_gap_max", _logprob_gap, False),
-    Rule("limited_weights", "correction/importance_capped_fraction", _limited_weights, False, _steps(3)),
-    Rule("entropy", "train/entropy", _entropy, False, _steps(3)),
-    Rule("gradient_norm", "train/gradient_norm", _gradient_norm, False, _steps(2)),
-    Rule("reward_from_start", "reward/mean", _reward_from_start, True, _steps(3)),
-    Rule("reward_fell", "reward/mean", _reward_fell, True, _steps(3)),
-    Rule("response_length", "response/tokens_mean", _response_length, False, _steps(2)),
+    Rule("limited_weights", "correction/importance_capped_fraction", _limited_weights, False, 3),
+    Rule("entropy", "train/entropy", _entropy, False, 3),
+    Rule("gradient_norm", "train/gradient_norm", _gradient_norm, False, 2),
+    Rule("reward_from_start", "reward/mean", _reward_from_start, True, 3),
+    Rule("reward_fell", "reward/mean", _reward_fell, True, 3),
+    Rule("response_length", "response/tokens_mean", _response_length, False, 2),
 )
 """All rules. The names are stable: reports, journals and programs have them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.health import HealthFinding
-from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, table
+from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, record_table
 from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.history import History
 from asyncrl_cli.journal.queries import spooled
@@ -51,10 +51,14 @@ def history_page(run: RunDirectory, history: History | None, findings: Sequence[
     lines.append(f"code     asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}")
     lines.append(f"folder   {run.path}")
     if history is not None:
-        for block in (_health(findings, history.work.steps), _starts(history), _failures(history), _work(history)):
-            lines += ["", *block] if block else []
-        if history.evaluations:
-            lines += ["", *_evaluations(history)]
+        blocks = (
+            _health(findings, history.work.steps),
+            record_table("starts", history.starts),
+            _failures(history),
+            _work(history),
+            record_table("evaluations", history.evaluations, omit=("oldest", "newest")),
+        )
+        lines += [line for block in blocks if block for line in ("", *block)]
     return Page(document, lines)
 
 
@@ -64,21 +68,6 @@ def _health(findings: Sequence[HealthFinding], steps: int) -> list[str]:
     texts = [finding.summary for finding in ordered] or [f"no rule was broken in {counted(steps, 'step')}"]
     lines = [line for text in texts for line in paragraph(text, " " * LABEL)]
     return [f"{'health':{LABEL}}{lines[0][LABEL:]}", *lines[1:]] if steps else []
-
-
-def _starts(history: History) -> list[str]:
-    rows = [
-        (
-            moment(start.at),
-            start.process,
-            str(start.steps_taken),
-            str(start.version),
-            f"{start.pid} on {start.host}",
-            start.note,
-        )
-        for start in history.starts
-    ]
-    return table(("starts", "kind", "at step", "version", "process", ""), rows, left=(0, 1, 4, 5))
 
 
 def _failures(history: History) -> list[str]:
@@ -107,21 +96,6 @@ def _work(history: History) -> list[str]:
     ]
 
 
-def _evaluations(history: History) -> list[str]:
-    rows = [
-        (
-            f"after step {evaluation.after_step}",
-            evaluation.kind,
-            f"{evaluation.accuracy:.3f}",
-            number(evaluation.mean_reward),
-            f"{evaluation.mean_length:.1f}",
-            str(evaluation.prompts),
-        )
-        for evaluation in history.evaluations
-    ]
-    return table(("evaluations", "kind", "accuracy", "mean reward", "mean tokens", "prompts"), rows, left=(0, 1))
-
-
 LOOK_S = 0.5
 """Seconds between two looks at a followed run."""
 
@@ -143,8 +117,8 @@ def as_line(event: Event) -> str:
         f"{name} {number(value) if isinstance(value, float) else ' '.join(str(value).split())}"
         for name, value in facts.items()
     ]
-    at = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"{at}  {event.kind:10}  {', '.join(texts)}"
+    local_time = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    return f"{local_time}  {event.kind:10}  {', '.join(texts)}"
 
 
 def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -23,8 +23,8 @@ class Page:
     lines: list[str]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Format a header and rows as lines. Columns in ``left`` are left-aligned, other columns right-aligned.
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Collection[int] = (0,)) -> list[str]:
+    """Format a header and rows as lines. Columns in ``left_aligned`` are left-aligned, other columns right-aligned.
 
     Line breaks in a cell are shown as escapes.
     """
@@ -32,11 +32,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column in left_aligned else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in (header, *rows)
     ]
+
+
+def record_table(title: str, records: Sequence[Any], omit: Collection[str] = ()) -> list[str]:
+    """Format dataclass records below a title, a column per field unless ``omit`` has it. Empty without records."""
+    if not records:
+        return []
+    names = [field.name for field in fields(records[0]) if field.name not in omit]
+    rows = [[_cell(name, getattr(record, name)) for name in names] for record in records]
+    return [title, *(f"  {line}" for line in table(names, rows))]
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "at":
+        return moment(value)
+    return "-" if value is None else number(value) if isinstance(value, float) else str(value)
 
 
 def paragraph(text: str, indent: str = "") -> list[str]:
@@ -53,21 +68,21 @@ def duration(seconds: float) -> str:
     """Format a length of time: ``4.1 s``, ``43 s``, ``5 min 9 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {smaller}"
-    return f"{whole} s"
+    whole_seconds = round(seconds)
+    for unit, size, smaller, smaller_size in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole_seconds >= size:
+            return f"{whole_seconds // size} {unit} {whole_seconds % size // smaller_size} {smaller}"
+    return f"{whole_seconds} s"
 
 
-def moment(at: float) -> str:
+def moment(unix_time: float) -> str:
     """Format a Unix time as local time, to the second."""
-    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+    return f"{datetime.fromtimestamp(unix_time):%Y-%m-%d %H:%M:%S}"
 
 
-def count_range(least: int, most: int) -> str:
+def count_range(minimum: int, maximum: int) -> str:
     """Format the bounds of a number: ``2``, or ``1 to 4``."""
-    return str(least) if least == most else f"{least} to {most}"
+    return str(minimum) if minimum == maximum else f"{minimum} to {maximum}"
 
 
 def number(value: float) -> str:

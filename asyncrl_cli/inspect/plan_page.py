@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +30,11 @@ TRAINER = {
 
 
 def plan_page(
-    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: PlannedScenario, reason: str = ""
+    name: str,
+    predicted: Prediction,
+    by_length: Mapping[float, float],
+    plan: PlannedScenario,
+    reason: str = "",
 ) -> Page:
     """Show a prediction for the spec of this name.
 
@@ -37,14 +42,14 @@ def plan_page(
         by_length: seconds per step, by the factor on lengths.
         reason: why there is no advice.
     """
-    scenario, outcome, lengths = planned.scenario, predicted.outcome, predicted.lengths
+    scenario, outcome, lengths = plan.scenario, predicted.outcome, predicted.lengths
     settings = scenario.settings
     groups = outcome.staleness.total()
     staleness = ", ".join(f"{age}: {count / groups:.0%}" for age, count in sorted(outcome.staleness.items()))
     trainer = [
-        (TRAINER[part], f"{seconds / outcome.steps:.3g}", f"{outcome.share(part):.0%}")
-        for part, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
-        if outcome.share(part) >= 0.005
+        (TRAINER[activity], f"{seconds / outcome.steps:.3g}", f"{outcome.share(activity):.0%}")
+        for activity, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
+        if outcome.share(activity) >= 0.005
     ]
     lines = [
         f"{name}, predicted",
@@ -87,43 +92,35 @@ def plan_page(
         "savings": dict(predicted.savings),
         "changes": [] if reason else [asdict(change) for change in predicted.changes],
         "no_advice": reason,
-        "guesses": list(planned.guesses),
+        "guesses": list(plan.guesses),
     }
-    return Page(document, _wrapped([*lines, *(f"guess    {guess}" for guess in planned.guesses)]))
+    return Page(document, _wrapped([*lines, *(f"guess    {guess}" for guess in plan.guesses)]))
 
 
-def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
+def calibration_page(run_id: str, calibration: Calibration, lines: Sequence[Line]) -> Page:
     """Show a run's measurements with residuals, and how well the simulation reproduces its steps."""
-    costs, trainer, engine = measured.costs, measured.trainer, measured.engine
-    engine_text = "not recorded: every rollout takes its recorded time, however many run next to it"
-    if engine is not None:
-        engine_text = (
-            f"an iteration takes {1e3 * engine.fixed_s:.2f} ms + {1e6 * engine.per_sequence_s:.0f} us a sequence + "
-            f"{1e9 * engine.per_context_token_s:.2g} ns a token of context; residual {engine.residual:.0%} of a "
-            f"request, over {number(engine.requests)}"
-        )
-        if engine.beside_trainer:
-            engine_text += f"; {engine.beside_trainer:.0%} longer while the trainer trains next to it"
+    constants = {
+        "engine": asdict(calibration.engine) if calibration.engine is not None else None,
+        "trainer": asdict(calibration.trainer),
+        "publish": asdict(calibration.costs.publish),
+        "overheads": asdict(calibration.costs.overheads),
+    }
+    rows = [
+        (part, name, f"{value:.3g}")
+        for part, values in constants.items()
+        for name, value in (values or {"not recorded": math.nan}).items()
+    ]
     text = [
-        f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}",
-        f"engine   {engine_text}",
-        f"trainer  {trainer.per_step_s:.3g} s a step + {1e6 * trainer.per_token_s:.3g} us a token; residual "
-        f"{trainer.residual:.0%} of a step, over {trainer.steps}",
-        f"publish  the trainer is kept for {costs.publish.held_s:.3g} s, engines serve "
-        f"{costs.publish.deliver_s:.3g} s later, stall {costs.publish.stall_s:.3g} s",
-        f"besides  {costs.overheads.start_s:.3g} s until a group's requests start, "
-        f"{costs.overheads.settle_s:.3g} s from its last token until it counts, "
-        f"{costs.overheads.step_s:.3g} s between steps",
+        f"measured in {run_id}, over {counted(calibration.observed.steps, 'step')}",
+        "",
+        *table(("part", "constant", "value"), rows, left_aligned=(0, 1)),
         "",
         *comparison_table("its own steps", lines),
     ]
     document = {
         "run": run_id,
-        "steps": measured.observed.steps,
-        "engine": asdict(engine) if engine is not None else None,
-        "trainer": asdict(trainer),
-        "publish": asdict(costs.publish),
-        "overheads": asdict(costs.overheads),
+        "steps": calibration.observed.steps,
+        **constants,
         "reproduced": _line_documents(lines),
     }
     return Page(document, _wrapped(text))
@@ -153,10 +150,10 @@ def _outcome_document(outcome: Outcome) -> dict[str, Any]:
     return asdict(outcome) | {
         "staleness": {str(age): groups for age, groups in sorted(outcome.staleness.items())},
         "mean_staleness": mean_age(outcome.staleness),
-        "trainer_shares": {part: outcome.share(part) for part in outcome.trainer},
+        "trainer_shares": {activity: outcome.share(activity) for activity in outcome.trainer},
     }
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
     """Wrap long lines. Their continuation is indented past the label."""
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * LABEL) or [""]]
+    return [text for line in lines for text in textwrap.wrap(line, WIDTH, subsequent_indent=" " * LABEL) or [""]]

@@ -36,22 +36,22 @@ def no_advice(findings: Sequence[HealthFinding]) -> str:
     return ""
 
 
-def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
+def reproduced(spec: Mapping[str, Any], calibration: Calibration) -> Reproduced:
     """Simulate a run with its own settings. If its spec has no limit of running rollouts, use their largest number."""
     engines, _ = engine_counts(spec)
     update = value_at(spec, "pipeline.weight_update")
     scenario = Scenario(
-        settings=measured.settings,
-        groups=measured.groups,
-        costs=measured.costs,
+        settings=calibration.settings,
+        groups=calibration.groups,
+        costs=calibration.costs,
         engines=engines,
-        slots=setting(spec, "rollout.max_running_rollouts", -(-measured.concurrency // engines)),
+        slots=setting(spec, "rollout.max_running_rollouts", -(-calibration.concurrency // engines)),
         weight_update=update if update in ("keep", "recompute", "drain") else "keep",
         partial_rollouts=value_at(spec, "pipeline.partial_rollouts") is True,
     )
     outcome = simulate(scenario, STEPS)
-    lines = compare(outcome, measured.observed)
-    return Reproduced(scenario, lines, misfit(lines, outcome, measured.observed))
+    lines = compare(outcome, calibration.observed)
+    return Reproduced(scenario, lines, misfit(lines, outcome, calibration.observed))
 
 
 def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:
@@ -65,6 +65,6 @@ def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Predi
         return str(error)
     if simulated.misfit is not None:
         return f"the simulator does not reproduce the recorded steps within 10 % (the worst part: {simulated.misfit})"
-    longest = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
+    longest_response = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
     devices = Devices.of(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
-    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest), devices)
+    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest_response), devices)

@@ -44,9 +44,9 @@ def value_at(spec: Mapping[str, Any], path: str) -> Any:
 
 def engine_counts(spec: Mapping[str, Any]) -> tuple[int, int]:
     """Return the smallest and largest number of engines of a run. The default is 1."""
-    least, most = (setting(spec, f"rollout.engines.{bound}", 0) for bound in ("min", "max"))
+    minimum, maximum = (setting(spec, f"rollout.engines.{bound}", 0) for bound in ("min", "max"))
     fixed = setting(spec, "rollout.engines", 1)
-    return (least, most) if least and most else (fixed, fixed)
+    return (minimum, maximum) if minimum and maximum else (fixed, fixed)
 
 
 def setting(spec: Mapping[str, Any], path: str, default: int) -> int:

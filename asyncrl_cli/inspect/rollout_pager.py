@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.core.terminal import counted, plain_text
@@ -12,7 +11,6 @@ from asyncrl_cli.inspect.decoding import (
     Decoder,
     TokenShown,
     content_text,
-    images_of,
     open_decoder,
     reference_text,
     tokens_of,
@@ -88,8 +86,7 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     facts = f"{reward}, {counted(rollout.tokens, 'token')}{step}{staleness}"
     text = plain_text()
     text.append(f"rollout {name}, {group.row.state}: {facts}\n", style="bold")
-    image_notes = images_of(replace(group, rollouts=(rollout,))).values()
-    text.append(plain_text("\n".join([content_text(group.prompt.content), *image_notes, "\n"]), "dim"))
+    text.append(plain_text(f"{content_text(group.prompt.content)}\n\n", "dim"))
     tokens, omitted_count = tokens_of(rollout, decoder, PAGE_TOKENS)
     for token in tokens:
         text.append(plain_text(token.text, _style(token)))

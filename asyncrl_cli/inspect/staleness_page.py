@@ -63,12 +63,12 @@ def _verdict(report: Report) -> Iterator[str]:
     if report.late:
         yield f"late     {counted(report.late, 'group')} trained past the bound, which on_stale: train allows"
     if not report.violations:
-        late = "except for the late groups, " if report.late else ""
-        yield f"proof    {late}the bound held: {report.groups:,} groups have a staleness of 0 to {bound} versions,"
+        exception = "except for the late groups, " if report.late else ""
+        yield f"proof    {exception}the bound held: {report.groups:,} groups have a staleness of 0 to {bound} versions,"
         yield f"         and none of {report.tokens:,} tokens is older than its group"
         return
-    more = " or more" if len(report.violations) == MOST_VIOLATIONS else ""
-    yield f"VIOLATED the guarantee does not hold: {counted(f'{len(report.violations)}{more}', 'row')} violate it"
+    or_more = " or more" if len(report.violations) == MOST_VIOLATIONS else ""
+    yield f"VIOLATED the guarantee does not hold: {counted(f'{len(report.violations)}{or_more}', 'row')} violate it"
     for violation in report.violations[:VIOLATIONS_SHOWN]:
         step = "" if violation.step is None else f"step {violation.step}, "
         group = "" if violation.group_id is None else f"group {violation.group_id}: "

@@ -219,9 +219,9 @@ class DurableLedger:
         upcoming = self.ledger.next_batch()
         if not isinstance(upcoming, Batch):
             return Waiting(str(upcoming), self.ledger.overdue(), self.ledger.counts())
-        late_before = self.ledger.counts().late
+        earlier_late_count = self.ledger.counts().late
         self.ledger.take(upcoming)
-        self.journal.taken(upcoming, self.ledger.counts().late - late_before)
+        self.journal.taken(upcoming, self.ledger.counts().late - earlier_late_count)
         return None
 
     def batch(self, step: int) -> TrainingBatch:

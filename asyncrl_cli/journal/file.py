@@ -84,7 +84,7 @@ class JournalFile:
         """Drop the tokens of some groups trained or rejected before a step. Returns False when none is left."""
         with self.transaction():
             # The plus sign stops SQLite from searching the whole table in id order, from the run's first group on.
-            (first_needed,) = self._row(
+            (first_kept_group,) = self._row(
                 f"""
                 SELECT min(id) FROM (
                     SELECT min(+id) AS id FROM groups WHERE step >= ?
@@ -98,7 +98,7 @@ class JournalFile:
                 for table in ("segments", "image_places")
                 for group in self._rows(
                     f"SELECT DISTINCT group_id FROM {table} WHERE group_id < ? ORDER BY group_id LIMIT ?",
-                    first_needed or 0,
+                    first_kept_group or 0,
                     PRUNED_AT_ONCE,
                 )
             }

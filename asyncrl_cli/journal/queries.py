@@ -152,9 +152,9 @@ class Overview:
     masked: dict[GroupState, int]
 
 
-def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
+def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Overview:
     """Summarize the buffer for one screen."""
-    at = time.time() if now is None else now
+    now_s = time.time() if time_s is None else time_s
     run_progress = progress(connection)
     dropped = dropped_groups(connection)
     lengths, rewards, masked = [], [], {}
@@ -164,18 +164,18 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
         rewards += _distribution(state, [reward for _, reward, _ in rollouts if reward is not None])
         masked[state] = sum(is_masked for *_, is_masked in rollouts)
     # All taken groups minus the few untrained groups: both counts are fast, unlike a count by step.
-    taken_or_trained, taken = (
+    taken_or_trained, untrained = (
         connection.execute(f"SELECT count(*) FROM groups g WHERE {condition}").fetchone()[0]
         for condition in ("g.step IS NOT NULL", _WHERE["taken"])
     )
     return Overview(
-        at=at,
+        at=now_s,
         progress=run_progress,
         states=(
-            _present(connection, state="running", since="g.admitted_at", now=at),
-            _present(connection, state="finished", since="g.ended_at", now=at),
-            _present(connection, state="taken", since="(SELECT taken_at FROM batches b WHERE b.step = g.step)", now=at),
-            StateCount("trained", taken_or_trained - taken),
+            _present(connection, "running", "g.admitted_at", now_s),
+            _present(connection, "finished", "g.ended_at", now_s),
+            _present(connection, "taken", "(SELECT taken_at FROM batches b WHERE b.step = g.step)", now_s),
+            StateCount("trained", taken_or_trained - untrained),
             StateCount("rejected", sum(dropped["rejected"].values())),
             StateCount("requeued", sum(dropped["requeued"].values())),
         ),
@@ -187,9 +187,10 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
     )
 
 
-def _present(connection: sqlite3.Connection, state: GroupState, since: str, now: float) -> StateCount:
+def _present(connection: sqlite3.Connection, state: GroupState, since: str, now_s: float) -> StateCount:
     """Count a state that only few groups have at a time."""
-    ages = sorted(now - at for (at,) in connection.execute(f"SELECT {since} FROM groups g WHERE {_WHERE[state]}"))
+    rows = connection.execute(f"SELECT {since} FROM groups g WHERE {_WHERE[state]}")
+    ages = sorted(now_s - since_s for (since_s,) in rows)
     if not ages:
         return StateCount(state, groups=0, rollouts=0, tokens=0)
     rollouts, tokens = connection.execute(
@@ -212,10 +213,10 @@ def due_groups(connection: sqlite3.Connection, run_progress: Progress) -> tuple[
 def _recent_rollouts(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None, int]]:
     """Length (so far), reward and ``masked`` for each rollout in a state's newest groups, without rollouts that failed
     before their first token."""
-    newest_first = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
+    order = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
         f"SELECT tokens, reward, masked FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
-        f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {newest_first} LIMIT {RECENT_GROUPS})"
+        f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {order} LIMIT {RECENT_GROUPS})"
     ).fetchall()
 
 

@@ -171,12 +171,6 @@ def read_group(connection: sqlite3.Connection, group_id: int, image_cache: dict[
     return Group(group_id, version=version, prompt=prompt, prompt_ids=ids, images=images if ids else ())
 
 
-def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
-    """Read the image with this digest; None if the journal does not have it, or has wrong bytes."""
-    row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
-    return image if row is not None and (image := Image.from_bytes(row[0])).digest == digest else None
-
-
 def read_images(
     connection: sqlite3.Connection, group_id: int, image_cache: dict[str, Image] | None = None, prompt: bool = False
 ) -> dict[tuple[int, int], tuple[PlacedImage, ...]]:
@@ -193,7 +187,8 @@ def read_images(
         if row_crc(group_id, *columns) != crc:
             raise _malformed(f"the place of an image of group {group_id} has a wrong checksum")
         if digest not in image_cache:
-            if (image := read_image(connection, digest)) is None:
+            row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
+            if row is None or (image := Image.from_bytes(row[0])).digest != digest:
                 raise _malformed(f"the image {digest} of group {group_id} is missing, or has wrong bytes")
             image_cache[digest] = image
         images[index, branch] = (*images.get((index, branch), ()), PlacedImage(image_cache[digest], start, length))

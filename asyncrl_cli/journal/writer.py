@@ -142,16 +142,16 @@ class Journal(JournalFile):
 
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
         """Note that a group is abandoned, and that its prompt runs again under a new index."""
-        now = time.time()
+        time_s = time.time()
         self._prefixes.pop(old_id, None)
-        self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
+        self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", time_s, old_id)
         self._note(
             "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at, crc) "
             "SELECT ?1, uid, prompt, fields, prompt_ids, ?2, 'running', ?3, "
             "row_crc(?1, uid, prompt, fields, prompt_ids, ?2, NULL, NULL, NULL) FROM groups WHERE id = ?4",
             entry.group_id,
             entry.version,
-            now,
+            time_s,
             old_id,
         )
         self._note(
@@ -169,7 +169,7 @@ class Journal(JournalFile):
         Repeated tokens and tokens after a gap change nothing; other tokens at a recorded position replace all tokens
         from there on (``TokenPrefix``).
         """
-        now = time.time()
+        time_s = time.time()
         for segment in segments:
             group_id, index, branch = sequence_of(segment.rollout_id)
             sequences = self._prefixes.setdefault(group_id, {}).setdefault(index, {})
@@ -190,24 +190,24 @@ class Journal(JournalFile):
                         changed[0].start,
                     )
             for row in changed:
-                self._note_segment(group_id, index=index, branch=branch, columns=columns_of(row), at=now)
+                self._note_segment(group_id, index=index, branch=branch, columns=columns_of(row), time_s=time_s)
                 self._note_experts(group_id, index=index, branch=branch, start=row.start, experts=row.experts)
             sampled = [row for tokens in sequences.values() for row in tokens.segments if row.version != CONTEXT]
-            oldest_version = min((row.version for row in sampled), default=None)
-            newest_version = max((row.version for row in sampled), default=None)
+            lowest = min((row.version for row in sampled), default=None)
+            highest = max((row.version for row in sampled), default=None)
             count = sum(len(row.ids) for row in sampled)
-            self._note_rollout((group_id, index, count, None, *UNJUDGED, oldest_version, newest_version), None, now)
+            self._note_rollout((group_id, index, count, None, *UNJUDGED, lowest, highest), None, time_s)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """Note a finished rollout with all its sequences, and with its outcome if it is known."""
-        now = time.time()
+        time_s = time.time()
         group_id, index = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
         verdict = _verdict(outcome.score) if outcome else UNJUDGED
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
         # Before the segments: if the row is refused, nothing may be noted.
-        self._note_rollout(columns, now if outcome else None, now)
+        self._note_rollout(columns, time_s if outcome else None, time_s)
         # Segments recorded in part may begin at other tokens, and would stay between the complete ones.
         if self._prefixes.get(group_id, {}).pop(index, None):
             for table in ("segments", "experts"):
@@ -218,7 +218,7 @@ class Journal(JournalFile):
             self._note_images(group_id, index=index, branch=branch, images=response_images)
             self._note_experts(group_id, index=index, branch=branch, start=PROMPT, experts=sequence.prompt_experts)
             for segment in sequence.segments(sequence.rollout_id):
-                self._note_segment(group_id, index=index, branch=branch, columns=columns_of(segment), at=now)
+                self._note_segment(group_id, index=index, branch=branch, columns=columns_of(segment), time_s=time_s)
                 self._note_experts(group_id, index=index, branch=branch, start=segment.start, experts=segment.experts)
 
     def scored(self, outcome: Outcome) -> None:
@@ -269,11 +269,13 @@ class Journal(JournalFile):
         self._insert("publishes", replace=True, at=time.time(), **columns)
 
     def checkpointed(
-        self, step: int, folder: str, seconds: float, stall_s: float = 0.0, at: float | None = None
+        self, step: int, folder: str, seconds: float, stall_s: float = 0.0, saved_at: float | None = None
     ) -> None:
-        """Note that a checkpoint is complete on disk, now or since the unix time ``at``."""
-        at = time.time() if at is None else at
-        self._insert("checkpoints", replace=True, step=step, at=at, folder=folder, seconds=seconds, stall_s=stall_s)
+        """Note that a checkpoint is complete on disk, now or since the unix time ``saved_at``."""
+        saved_at = time.time() if saved_at is None else saved_at
+        self._insert(
+            "checkpoints", replace=True, step=step, at=saved_at, folder=folder, seconds=seconds, stall_s=stall_s
+        )
 
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
         """Note the checkpoints found on disk at the start, as folder and unix time of saving by step.
@@ -283,7 +285,9 @@ class Journal(JournalFile):
         recorded_steps = {row.after_step for row in self.read(checkpoints) if row.removed_at is None}
         for step, (folder, saved_at) in on_disk.items():
             if step not in recorded_steps:
-                self.checkpointed(step, folder=folder, seconds=0.0, at=saved_at)  # how long the save took is unknown
+                self.checkpointed(
+                    step, folder=folder, seconds=0.0, saved_at=saved_at
+                )  # how long the save took is unknown
         for step in recorded_steps - on_disk.keys():
             self.checkpoint_removed(step)
 
@@ -329,11 +333,11 @@ class Journal(JournalFile):
             }
         return groups
 
-    def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
+    def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], time_s: float) -> None:
         start, version, *_, crc = columns
         keyed = key_crc(group_id, index=index, branch=branch, start=start, version=version, crc=crc)
         # Not checked: integers and bytes can always be stored, and most rows of a run are segments.
-        self._noted.append((_SEGMENT, (group_id, index, branch, *columns, at, keyed)))
+        self._noted.append((_SEGMENT, (group_id, index, branch, *columns, time_s, keyed)))
 
     def _note_experts(self, group_id: int, index: int, branch: int, start: int, experts: Experts | None) -> None:
         if experts is not None:

@@ -201,9 +201,8 @@ def test_inspect_buffer_summarizes_the_buffer(run: RecordedRun, asyncrl: Any) ->
         "1",
     ]
     assert rows["rejected"][2:] == ["failed", "1"]
-    assert "admitted at version  staleness if taken now  deadline  running  finished" in lines
-    assert any(line.startswith("length (tokens)") for line in lines)
-    assert any(line.startswith("reward ") for line in lines)
+    assert "  version  staleness  deadline  running  finished" in lines
+    assert "lengths in tokens" in lines and "rewards" in lines
 
 
 def test_a_rollout_shows_text_versions_logprobs_and_reward(run: RecordedRun, asyncrl: Any) -> None:
@@ -369,15 +368,17 @@ def test_inspect_run_shows_the_history(run: RecordedRun, asyncrl: Any, tmp_path:
     assert lines[0] == "run      run-1, died, step 4 of 1000, weight version 4"
     assert "command  asyncrl train spec.yaml" in lines
     assert "code     asyncrl 0.1, Python 3.11.2" in lines
-    starts = lines.index("starts               kind    at step  version  process")
-    assert [line.split()[2:5] for line in lines[starts + 1 : starts + 3]] == [["train", "0", "0"], ["resume", "5", "4"]]
+    starts = lines.index("starts")
+    rows = [line.split() for line in lines[starts + 2 : starts + 4]]
+    assert [(row[2], row[5], row[6]) for row in rows] == [("train", "0", "0"), ("resume", "5", "4")]
     failures = lines.index("failures: 1 killed")
     assert lines[failures + 1].endswith("  engine-0: SIGKILL")
     assert lines[failures + 2] == "  logs say more"
     assert "trained  4 steps in 40 s, 10 s per step" in lines
     assert "tokens   trained 400 (10/s), generated 800 (20/s)" in lines
     assert "time     trainer busy 50%, engines busy 75%, engines paused 25%" in lines
-    assert any(line.startswith("after step 0  greedy     0.250") for line in lines)
+    row = lines[lines.index("evaluations") + 2].split()
+    assert row[2:5] == ["0", "greedy", "0.25"]
     document = json.loads(asyncrl("inspect", "run", "--json")[1])
     assert document["phase"] == "died"
     assert document["history"]["work"]["trained_tokens"] == 400
@@ -466,9 +467,9 @@ def test_byte_pairs_are_decoded_across_segments() -> None:
     tokenizer = byte_pairs(text * 3)
     ids = tokenizer.encode(text).ids
     decoder = Decoder(tokenizer)
-    assert "".join(decoder.pieces(ids)) == text
+    assert "".join(decoder.token_texts(ids)) == text
     for cut in range(len(ids) + 1):
-        parts = decoder.parts(ids, [cut, len(ids)])
+        parts = decoder.split_text(ids, [cut, len(ids)])
         assert "".join(parts) == text, "a character that is divided by a boundary belongs to one part"
         assert "\ufffd" not in parts[0]
 
@@ -477,8 +478,8 @@ def test_decoding_drops_only_the_first_space() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "▁7": 1, "▁is": 2, "x": 3}, unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
     decoder = Decoder(tokenizer)
-    assert decoder.pieces([1, 2, 3, 1]) == ["7", " is", "x", " 7"]
-    assert decoder.parts([1, 2, 3, 1], [2, 4]) == ["7 is", "x 7"]
+    assert decoder.token_texts([1, 2, 3, 1]) == ["7", " is", "x", " 7"]
+    assert decoder.split_text([1, 2, 3, 1], [2, 4]) == ["7 is", "x 7"]
 
 
 def test_text_cannot_move_the_cursor() -> None:

@@ -146,10 +146,10 @@ def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(t
         assert len({one.image.digest for rollout in group.rollouts for one in rollout.images}) > 2
     first = group.rollouts[0]
     assert [one.length for one in first.images] == [4, 4], "the row's picture, and the one after the first reply"
-    ended = runs.run("inspect", "buffer", run, "--rollout", first.rollout_id)
+    ended = runs.run("inspect", "buffer", run, "--rollout", first.rollout_id, "--json")
     assert ended.code == 0, ended.err
-    names = {f"{one.image.digest}.png" for one in first.images}
-    assert all(f"{name}: 56 x 56 pixels, 4 tokens" in ended.out for name in names), ended.out
+    (shown,) = json.loads(ended.out)["rollouts"]
+    assert [(one["image"], one["tokens"]) for one in shown["images"]] == [(one.image.digest, 4) for one in first.images]
     ended = runs.run("replay", run)
     assert ended.code == 0, ended.out + ended.err
 

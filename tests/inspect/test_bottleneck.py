@@ -73,7 +73,7 @@ def test_the_engines_limited_the_quickstart_and_every_command_says_so(
     assert found.prediction.limit == "engines"
     limit, _, bound, _ = advice(found.prediction)
     answer = found.answers[2]
-    assert answer.answer == limit and bound in answer.more
+    assert answer.answer == limit and bound in answer.details
     assert limit.startswith("The engines limit the speed: with twice as many, steps would take 3")
     command = ("plan", str(SPEC), "--calibrate-from", "latest")
     monkeypatch.setattr("sys.argv", ["asyncrl", *command, "--runs-dir", str(tmp_path)])
@@ -102,7 +102,7 @@ def test_the_bottleneck_of_a_made_run_is_found(name: str, tmp_path: Path, monkey
             "the simulator does not reproduce the recorded steps within 10 % (the worst part: engines)"
         )
         assert summary.answers[2].answer.startswith("No advice: the simulator does not reproduce")
-        assert "waiting for groups" in summary.answers[2].more[0]
+        assert "waiting for groups" in summary.answers[2].details[0]
     else:
         assert not isinstance(summary.prediction, str)
         assert summary.prediction.limit == situation.limit

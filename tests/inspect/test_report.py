@@ -132,12 +132,12 @@ def test_health_in_words() -> None:
     ended, slow, broken = finding("a", 1, 3), finding("b", 4, None, stops_learning=False), finding("c", 5)
     assert healthy([], 0, has_ended=True).answer == "The run ended before its first step."
     past = healthy([ended], 9, has_ended=True)
-    assert (past.tone, past.more) == ("plain", ("Steps 1 to 3: a seen (a).",))
+    assert (past.tone, past.details) == ("plain", ("Steps 1 to 3: a seen (a).",))
     now = healthy([ended, slow, broken], 9, has_ended=True)
     assert now.tone == "bad" and now.answer.startswith("No: c seen, since step 5."), "what stops learning comes first"
-    assert [text[:12] for text in now.more] == ["B seen, sinc", "Steps 1 to 3"]
+    assert [text[:12] for text in now.details] == ["B seen, sinc", "Steps 1 to 3"]
     many = healthy([finding("a", step, step) for step in range(1, 40)], 50, has_ended=True)
-    assert len(many.more) == HEALTH_LINES + 1 and many.more[-1].startswith("And 27 more")
+    assert len(many.details) == HEALTH_LINES + 1 and many.details[-1].startswith("And 27 more")
 
 
 def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDirectory) -> None:
@@ -292,11 +292,13 @@ def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monke
     assert max(one.staleness for one in found) > 0
     for one in found:
         assert one.reference == "7"
-        assert [token.text for token in one.shown] == ["5 ", "6 ", "7 ", "1 "]
-        assert [token.logprob for token in one.shown] == [0.0, -0.25, -0.5, -0.75]
-        assert one.shown[1].surprise == pytest.approx(1 - math.exp(-0.25))
-        versions = [token.version for token in one.shown]
-        assert [token.age for token in one.shown] == [sorted(set(versions)).index(version) for version in versions]
+        assert [token.text for token in one.shown_tokens] == ["5 ", "6 ", "7 ", "1 "]
+        assert [token.logprob for token in one.shown_tokens] == [0.0, -0.25, -0.5, -0.75]
+        assert one.shown_tokens[1].surprise == pytest.approx(1 - math.exp(-0.25))
+        versions = [token.version for token in one.shown_tokens]
+        assert [token.age for token in one.shown_tokens] == [
+            sorted(set(versions)).index(version) for version in versions
+        ]
 
 
 @pytest.mark.parametrize(
@@ -409,5 +411,5 @@ def test_the_context_of_an_episode_has_no_colour(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(samples_module, "TOKENS_SHOWN", 6)
     with snapshot(tmp_path / FILE) as connection:
         one = samples(connection, None)[0]
-    assert [token.version is None for token in one.shown] == [True] * 3 + [False] * 2 + [True]
-    assert one.left_out == 3 and [token.surprise for token in one.shown[:3]] == [0.0] * 3
+    assert [token.version is None for token in one.shown_tokens] == [True] * 3 + [False] * 2 + [True]
+    assert one.left_out == 3 and [token.surprise for token in one.shown_tokens[:3]] == [0.0] * 3

@@ -73,7 +73,7 @@ def test_overview_shows_ages_tokens_and_deadlines(run: RecordedRun, path: Path) 
     run.book.grown(growing.segments(growing.rollout_id)[:1])
     run.commit()
     with queries.snapshot(path) as connection:
-        found = overview(connection, now=run.now + 60)
+        found = overview(connection, time_s=run.now + 60)
     running, finished, taken = found.states[:3]
     assert (running.rollouts, running.tokens) == (0, 2), "the tokens so far"
     assert (finished.rollouts, finished.tokens) == (2 * finished.groups, 8 * finished.groups)
@@ -139,11 +139,11 @@ def test_an_empty_journal_is_refused(path: Path) -> None:
 
 def test_all_queries_of_a_snapshot_see_one_moment(run: RecordedRun, path: Path) -> None:
     with queries.snapshot(path) as connection:
-        before = overview(connection, now=0)
+        before = overview(connection, time_s=0)
         run.pass_time(20)
-        assert overview(connection, now=0) == before
+        assert overview(connection, time_s=0) == before
     with queries.snapshot(path) as connection:
-        assert overview(connection, now=0) != before
+        assert overview(connection, time_s=0) != before
 
 
 def test_the_overview_reads_neither_tokens_nor_the_entire_history(journal: sqlite3.Connection) -> None:

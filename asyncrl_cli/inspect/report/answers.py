@@ -61,7 +61,7 @@ class Answer:
     question: str
     answer: str
     tone: Tone
-    more: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 def _no_step(has_ended: bool) -> str:
@@ -76,15 +76,17 @@ def healthy(findings: Sequence[HealthFinding], steps: int, has_ended: bool) -> A
     if not findings:
         return Answer(question, f"Yes: no rule was broken in {counted(steps, 'step')}.", "good")
     # Findings that last and stop learning come first.
-    worst, *others = sorted(findings, key=lambda one: (one.last_step is not None, not one.stops_learning))
+    worst, *other_findings = sorted(
+        findings, key=lambda finding: (finding.last_step is not None, not finding.stops_learning)
+    )
     answer = f"No: {worst.text}."
     tone: Tone = "bad"
     if worst.last_step is not None:
-        others, tone = list(findings), "plain"
+        other_findings, tone = list(findings), "plain"
         answer = f"Yes, in the newest of {counted(steps, 'step')}; before, a rule was broken."
-    details = [f"{finding.summary[:1].upper()}{finding.summary[1:]}." for finding in others[:HEALTH_LINES]]
-    if len(others) > HEALTH_LINES:
-        details.append(f"And {len(others) - HEALTH_LINES} more (`asyncrl inspect run`).")
+    details = [f"{finding.summary[:1].upper()}{finding.summary[1:]}." for finding in other_findings[:HEALTH_LINES]]
+    if len(other_findings) > HEALTH_LINES:
+        details.append(f"And {len(other_findings) - HEALTH_LINES} more (`asyncrl inspect run`).")
     return Answer(question, answer, tone, tuple(details))
 
 
@@ -156,10 +158,10 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan]) -> l
     free_at = initial.finished_at if initial else None
     times = []
     for span in spans:
-        asked_at = span.batch_taken_at if free_at is None else min(free_at, span.batch_taken_at)
-        if any(asked_at < at < span.free_at for at in process_starts):
-            asked_at = span.batch_taken_at  # the run was down, and caught up
-        complete_at = min(max(scored_at.get(span.step) or asked_at, asked_at), span.batch_taken_at)
+        requested_at = span.batch_taken_at if free_at is None else min(free_at, span.batch_taken_at)
+        if any(requested_at < start_time < span.free_at for start_time in process_starts):
+            requested_at = span.batch_taken_at  # the run was down, and caught up
+        complete_at = min(max(scored_at.get(span.step) or requested_at, requested_at), span.batch_taken_at)
         other_s = span.batch_taken_at - complete_at
         saving = min(saving_s.get(span.step, 0.0), other_s)
         free_at = span.free_at
@@ -167,7 +169,7 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan]) -> l
         seconds: dict[TrainerPart, float] = {
             "training": max(0.0, span.trained_until - span.batch_taken_at),
             "publishing": free_at - published_from,
-            "groups": complete_at - asked_at,
+            "groups": complete_at - requested_at,
             "saving": saving,
             "other": other_s - saving + published_from - span.trained_until,
         }
@@ -181,9 +183,9 @@ def trainer_shares(times: Sequence[StepTime]) -> Mapping[TrainerPart, float]:
     The first step always waits for the very first rollouts, so it counts only in short runs.
     """
     times = times[1:] if len(times) >= FEW_STEPS else times
-    spent = {part: math.fsum(time.seconds[part] for time in times) for part in PART_NAMES}
+    spent = {activity: math.fsum(time.seconds[activity] for time in times) for activity in PART_NAMES}
     total = math.fsum(spent.values())
-    return {part: seconds / total for part, seconds in spent.items()} if total else {}
+    return {activity: seconds / total for activity, seconds in spent.items()} if total else {}
 
 
 def limited(
@@ -199,15 +201,17 @@ def limited(
     question = "What limited its speed?"
     if not shares:
         return Answer(question, _no_step(has_ended), "plain")
-    largest_first = sorted((part for part in PART_NAMES if shares[part] >= 0.005), key=lambda part: -shares[part])
-    breakdown = ", ".join(f"{PART_NAMES[part]} {shares[part]:.0%}" for part in largest_first)
-    more = [f"The trainer's time: {breakdown}.", *costs]
+    largest_first = sorted(
+        (activity for activity in PART_NAMES if shares[activity] >= 0.005), key=lambda activity: -shares[activity]
+    )
+    breakdown = ", ".join(f"{PART_NAMES[activity]} {shares[activity]:.0%}" for activity in largest_first)
+    evidence = [f"The trainer's time: {breakdown}.", *costs]
     if isinstance(predicted, str):
-        return Answer(question, f"No advice: {predicted}.", "plain", tuple(more))
+        return Answer(question, f"No advice: {predicted}.", "plain", tuple(evidence))
     step_s, sync_s = predicted.outcome.step_s, predicted.sync.step_s
     limit, *details = advice(predicted)
     simulated = f"A step takes {step_s:.3g} s in the simulation; without staleness {sync_s:.3g} s."
-    return Answer(question, limit, "plain", (*details, simulated, *more))
+    return Answer(question, limit, "plain", (*details, simulated, *evidence))
 
 
 def other_costs(
@@ -228,7 +232,7 @@ def other_costs(
         "requeued": "were cancelled and started again (`on_stale: requeue`): a larger `pipeline.max_staleness` avoids "
         "that.",
     }
-    yield from (remedies[part] for part in ("saving", "other") if shares[part] >= MUCH)
+    yield from (remedies[activity] for activity in ("saving", "other") if shares[activity] >= MUCH)
     (trained_groups,) = connection.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone()
     for state, counts in dropped_groups(connection).items():
         if sum(counts.values()) >= MUCH * trained_groups > 0:
@@ -240,14 +244,14 @@ def other_costs(
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
 
 
-def change(before: Evaluation, after: Evaluation, z: float = Z) -> Direction:
+def change(earlier: Evaluation, later: Evaluation, z: float = Z) -> Direction:
     """Compare the accuracies of two evaluations, and ignore differences within their noise."""
-    first_interval = wilson(before.accuracy, before.prompts, z)
-    last_interval = wilson(after.accuracy, after.prompts, z)
-    difference = after.accuracy - before.accuracy
-    if difference > math.hypot(after.accuracy - last_interval[0], first_interval[1] - before.accuracy):
+    first_interval = wilson(earlier.accuracy, earlier.prompts, z)
+    last_interval = wilson(later.accuracy, later.prompts, z)
+    difference = later.accuracy - earlier.accuracy
+    if difference > math.hypot(later.accuracy - last_interval[0], first_interval[1] - earlier.accuracy):
         return "rose"
-    if -difference > math.hypot(before.accuracy - first_interval[0], last_interval[1] - after.accuracy):
+    if -difference > math.hypot(earlier.accuracy - first_interval[0], last_interval[1] - later.accuracy):
         return "fell"
     return "did not change beyond its noise"
 
@@ -310,7 +314,7 @@ def learned(
 def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Return the evaluations on which the answer rests, by step: greedy, or otherwise the most frequent kind."""
     ordered = sorted(evaluations, key=attrgetter("kind", "after_step"))
-    kinds = {kind: list(series) for kind, series in groupby(ordered, attrgetter("kind"))}
+    kinds = {name: list(series) for name, series in groupby(ordered, attrgetter("kind"))}
     repeated = [series for series in kinds.values() if len(series) > 1]
     return kinds["greedy"] if len(kinds.get("greedy", ())) > 1 else max(repeated, key=len, default=[])
 
@@ -331,10 +335,10 @@ def _by_accuracy(series: Sequence[Evaluation]) -> tuple[str, Tone]:
         return "", "plain"
     # Compare the evaluations that span most of the run; the ones with the most prompts if there are several such sets.
     compared = max(comparable, key=lambda same: same[-1].after_step - same[0].after_step)
-    first, last = compared[0], compared[-1]
-    measure = f"held-out accuracy ({first.kind})"
-    went = f"from {with_interval(first)} at step {first.after_step} to {with_interval(last)} at step {last.after_step}."
-    match change(first, last):
+    start, end = compared[0], compared[-1]
+    measure = f"held-out accuracy ({start.kind})"
+    went = f"from {with_interval(start)} at step {start.after_step} to {with_interval(end)} at step {end.after_step}."
+    match change(start, end):
         case "rose":
             if peak := next(filter(None, map(_fell_again, comparable)), None):
                 return f"Yes, but not to the end: {measure} rose {went} {peak}", "plain"
@@ -346,12 +350,12 @@ def _by_accuracy(series: Sequence[Evaluation]) -> tuple[str, Tone]:
 
 def _fell_again(same_prompts: Sequence[Evaluation]) -> str:
     """Say that the last evaluation is worse than the best by more than noise; empty if it is not."""
-    *earlier, last = same_prompts
+    *earlier, end = same_prompts
     best = max(earlier, key=attrgetter("accuracy"))
-    if change(best, last, NormalDist().inv_cdf(1 - LEVEL / 2 / len(earlier))) != "fell":
+    if change(best, end, NormalDist().inv_cdf(1 - LEVEL / 2 / len(earlier))) != "fell":
         return ""
-    now = f", and {with_interval(last)} at step {last.after_step}"
-    return f"At step {best.after_step} it was {with_interval(best)}{now}."
+    ending = f", and {with_interval(end)} at step {end.after_step}"
+    return f"At step {best.after_step} it was {with_interval(best)}{ending}."
 
 
 def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any]) -> tuple[str, Tone]:

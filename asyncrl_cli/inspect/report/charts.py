@@ -138,25 +138,25 @@ class Curves:
 
 def curves(connection: sqlite3.Connection, spans: Sequence[StepSpan], max_staleness: int) -> Curves:
     """Read the metrics ``SERIES`` of a run's steps, and all evaluations."""
-    begun_at = first_start(connection)
+    run_start = first_start(connection)
     span_steps = [span.step for span in spans]
     trained_tokens = [0.0, *accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans)]
 
     def axis(steps: Sequence[float], times: Sequence[float]) -> Axis:
         tokens = [trained_tokens[bisect_left(span_steps, step)] for step in steps]
-        return {"steps": steps, "tokens": tokens, "hours": [(at - begun_at) / 3600 for at in times]}
+        return {"steps": steps, "tokens": tokens, "hours": [(unix_time - run_start) / 3600 for unix_time in times]}
 
     ranges = in_parts(spans, POINTS)
-    ends = [part[-1] for part in ranges]
-    series = {name: [mean(span.metrics.get(name) for span in part) for part in ranges] for name in SERIES}
+    ends = [step_range[-1] for step_range in ranges]
+    series = {name: [mean(span.metrics.get(name) for span in step_range) for step_range in ranges] for name in SERIES}
     evaluated: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for evaluation in sorted(evaluations(connection), key=lambda evaluation: evaluation.kind):
         point = (evaluation.after_step, evaluation.at, evaluation.accuracy)
         evaluated.setdefault((evaluation.kind, evaluation.prompts), []).append(point)
     accuracy = {}
-    for (kind, prompts), points in evaluated.items():
+    for (mode, prompts), points in evaluated.items():
         steps, times, values = zip(*points, strict=True)
-        accuracy[kind, prompts] = Points(axis(steps, times), values, [wilson(value, prompts) for value in values])
+        accuracy[mode, prompts] = Points(axis(steps, times), values, [wilson(value, prompts) for value in values])
     return Curves(
         axis=axis([span.step + 1.0 for span in ends], [span.reported_at for span in ends]),
         series={name: values for name, values in series.items() if any(value is not None for value in values)},
@@ -185,9 +185,9 @@ def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
     return running_means
 
 
-def in_parts(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
-    """Split values into at most ``most`` parts of equal length; the last part may be shorter."""
-    size = max(1, -(-len(values) // most))
+def in_parts(values: Sequence[Value], limit: int) -> list[Sequence[Value]]:
+    """Split values into at most ``limit`` parts of equal length; the last part may be shorter."""
+    size = max(1, -(-len(values) // limit))
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
@@ -264,19 +264,19 @@ def _accuracy(curves: Curves) -> Any:
     from plotly.graph_objects import Figure
 
     figure = Figure(layout={"yaxis": {"range": [0, 1.04]}})
-    kinds = list(dict.fromkeys(kind for kind, _ in curves.accuracy))
-    for (kind, prompts), points in curves.accuracy.items():
-        trace = _trace(kinds.index(kind), f"{kind}, {prompts:,} prompts", points)
+    kinds = list(dict.fromkeys(mode for mode, _ in curves.accuracy))
+    for (mode, prompts), points in curves.accuracy.items():
+        trace = _trace(kinds.index(mode), f"{mode}, {prompts:,} prompts", points)
         is_joined = len(points.values) > 2
-        symbol = "circle" if is_joined else "circle-open-dot" if kinds.index(kind) else "circle-open"
-        measured = [(value or 0.0, *interval) for value, interval in zip(points.values, points.intervals, strict=True)]
+        symbol = "circle" if is_joined else "circle-open-dot" if kinds.index(mode) else "circle-open"
+        intervals = [(value or 0.0, *interval) for value, interval in zip(points.values, points.intervals, strict=True)]
         trace.update(
             mode="lines+markers" if is_joined else "markers",
             marker={"symbol": symbol, "size": 6 if is_joined else 10, "color": trace.line.color},
             error_y={
                 "symmetric": False,
-                "array": rounded([high - value for value, _, high in measured]),
-                "arrayminus": rounded([value - low for value, low, _ in measured]),
+                "array": rounded([high - value for value, _, high in intervals]),
+                "arrayminus": rounded([value - low for value, low, _ in intervals]),
                 "thickness": 1,
                 "width": 2,
             },
@@ -296,13 +296,16 @@ def run_charts(
     """Draw the trainer's time, the tokens' staleness, and ``distributions`` by title."""
     if times:
         ranges = in_parts(times, STEP_RANGES)
-        sums = [{part: math.fsum(time.seconds[part] for time in steps) for part in PART_NAMES} for steps in ranges]
+        sums = [
+            {activity: math.fsum(time.seconds[activity] for time in steps) for activity in PART_NAMES}
+            for steps in ranges
+        ]
         shares = {
-            name.removeprefix("waiting for "): [spent[part] / (sum(spent.values()) or 1.0) for spent in sums]
-            for part, name in PART_NAMES.items()
-            if any(spent[part] for spent in sums)
+            name.removeprefix("waiting for "): [spent[activity] / (sum(spent.values()) or 1.0) for spent in sums]
+            for activity, name in PART_NAMES.items()
+            if any(spent[activity] for spent in sums)
         }
-        steps = tuple(part[-1].step + 1 for part in ranges)
+        steps = tuple(activity[-1].step + 1 for activity in ranges)
         yield Chart("The trainer's time", _stacked(Shares(steps, shares), PART_COLOURS))
     if staleness:
         step_ranges = in_ranges(staleness, STEP_RANGES)
@@ -327,8 +330,8 @@ def _stacked(shares: Shares, colours: Mapping[str, str] = MappingProxyType({})) 
     from plotly.graph_objects import Bar, Figure
 
     steps = shares.steps
-    before = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
-    widths = [end - start for start, end in pairwise(before)]
+    edges = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
+    widths = [end - start for start, end in pairwise(edges)]
     count = len(shares.shares)
     ramp = sample_colorscale(RAMP, [index / max(1, count - 1) for index in range(count)])
     figure = Figure(layout={"showlegend": True, "barmode": "stack", "bargap": 0, "xaxis": {"title": {"text": "step"}}})

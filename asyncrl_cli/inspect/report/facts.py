@@ -32,8 +32,8 @@ def _run(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> dict
         started_at = datetime.fromisoformat(str(manifest.get("started"))).timestamp()
     except ValueError:
         started_at = history.starts[0].at if history.starts else math.inf
-    ended_at = max([run.state.updated, *(span.reported_at for span in spans[-1:])])
-    wall_time = duration(ended_at - started_at) if ended_at > started_at else UNKNOWN
+    run_end = max([run.state.updated, *(span.reported_at for span in spans[-1:])])
+    wall_time = duration(run_end - started_at) if run_end > started_at else UNKNOWN
     started = str(manifest.get("started", UNKNOWN)).replace("T", " ").replace("+00:00", " UTC")
     resumes = sum(start.process == "resume" for start in history.starts)
     return {
@@ -51,24 +51,24 @@ def _held_out(evaluations: Sequence[Evaluation]) -> dict[str, str]:
     series = leading_series(evaluations) or list(evaluations[-1:])
     accuracies = dict.fromkeys(("first accuracy", "last accuracy", "best accuracy"), UNKNOWN)
     if series:
-        chosen = (series[0], series[-1], max(series, key=lambda evaluation: evaluation.accuracy))
-        for name, evaluation in zip(accuracies, chosen, strict=True):
+        selected_evaluations = (series[0], series[-1], max(series, key=lambda evaluation: evaluation.accuracy))
+        for name, evaluation in zip(accuracies, selected_evaluations, strict=True):
             accuracies[name] = f"{with_interval(evaluation)}, step {evaluation.after_step}, {evaluation.kind}"
     return accuracies
 
 
 def _speed(history: History, spans: Sequence[StepSpan]) -> dict[str, str]:
-    work = history.work
+    totals = history.work
     step_times = sorted(span.metrics["time/step_s"] for span in spans if "time/step_s" in span.metrics)
     slowest = f", slowest tenth from {step_times[len(step_times) * 9 // 10]:.2f} s" if len(step_times) >= 10 else ""
-    rate = f", {work.generated_tokens / work.seconds:,.0f}/s" if work.seconds else ""
+    rate = f", {totals.generated_tokens / totals.seconds:,.0f}/s" if totals.seconds else ""
     engines = UNKNOWN
-    if work.shares:
-        busy, paused = work.shares["share/engines_busy"], work.shares["share/engines_paused"]
+    if totals.shares:
+        busy, paused = totals.shares["share/engines_busy"], totals.shares["share/engines_paused"]
         engines = f"with requests {busy:.0%} of the time, paused {paused:.0%}"
     return {
         "step time": f"median {median(step_times):.2f} s{slowest}" if step_times else UNKNOWN,
-        "tokens trained": f"{work.trained_tokens:,}",
-        "tokens generated": f"{work.generated_tokens:,}{rate}",
+        "tokens trained": f"{totals.trained_tokens:,}",
+        "tokens generated": f"{totals.generated_tokens:,}{rate}",
         "engines": engines,
     }

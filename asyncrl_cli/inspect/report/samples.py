@@ -45,7 +45,7 @@ class Sample:
     tokens: int
     staleness: int
     step: int
-    shown: tuple[TokenShown, ...]
+    shown_tokens: tuple[TokenShown, ...]
     left_out: int
     images: tuple[str, ...]
 
@@ -60,9 +60,9 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
     borders = [first_step + step_count * index // part_count for index in range(part_count + 1)]
     shown_groups: set[int] = set()
     run_samples = []
-    for kind in KINDS:
+    for extreme in KINDS:
         for begin, end in reversed(list(pairwise(borders))):
-            rows = extreme_rollouts(connection, kind, range(begin, end), SEARCHED_ROWS)
+            rows = extreme_rollouts(connection, extreme, range(begin, end), SEARCHED_ROWS)
             row = next((row for row in rows if row.group_id not in shown_groups), None)
             if row is None:
                 continue
@@ -71,10 +71,10 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
             name = training_rollout_id(row.group_id, row.rollout_index)
             rollout = next(rollout for rollout in group.rollouts if rollout.rollout_id == name)
             shown_tokens, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
-            images = [*group.prompt.images, *(placed.image for placed in rollout.images)]
+            images = [*group.prompt.images, *(image.image for image in rollout.images)]
             run_samples.append(
                 Sample(
-                    kind=kind,
+                    kind=extreme,
                     rollout_id=name,
                     prompt=content_text(group.prompt.content),
                     reference=reference_text(group.prompt.fields),
@@ -82,7 +82,7 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
                     tokens=rollout.tokens,
                     staleness=row.staleness,
                     step=row.step + 1,
-                    shown=shown_tokens,
+                    shown_tokens=shown_tokens,
                     left_out=left_out,
                     images=tuple(map(_data_url, images[:IMAGES_SHOWN])),
                 )
