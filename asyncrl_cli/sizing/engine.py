@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens, kv_cache_bytes
@@ -43,33 +43,16 @@ def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None =
         graphs, nbytes = GRAPH_BYTES, tokens * ACTIVATION_WIDTHS * model.hidden * dtype_bytes
         activations = MemoryUse("activations", nbytes, f"a batch of {tokens:,} tokens")
     else:  # decision 0052
-        graphs, activations = (
-            0,
-            MemoryUse("next version", adapters.bytes or weights.bytes, "prepared while this one serves"),
-        )
+        graphs, nbytes = 0, adapters.bytes or weights.bytes
+        activations = MemoryUse("next version", nbytes, "prepared while this one serves")
     return nonzero_uses(
         [
             weights,
             adapters,
             activations,
-            *_image_uses(model, tokens, dtype_bytes),
             MemoryUse("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
             MemoryUse("CUDA graphs and context", graphs, "assumed"),
         ]
-    )
-
-
-def _image_uses(model: SizedModel, tokens: int, dtype_bytes: int) -> tuple[MemoryUse, ...]:
-    """The tower's pass over a batch's images, and vLLM's cache of its results, which holds as many tokens as a batch or
-    the largest image."""
-    if (tower := model.tower) is None:
-        return ()
-    cached = max(tokens, tower.tokens)
-    images = cached // tower.tokens
-    activations = replace(tower, frozen=True).activations(images, dtype_bytes)
-    return (
-        MemoryUse("vision tower's activations", activations, f"{images} × {tower.patches:,} patches, assumed"),
-        MemoryUse("encoder cache", cached * model.hidden * dtype_bytes, f"the features of {cached:,} tokens"),
     )
 
 

@@ -22,29 +22,6 @@ class ActivationBytes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
-    """A model's vision tower, and its largest image: `data.image_max_pixels`, or what fits in `model.max_length`."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    pixels: int  # numbers in a patch
-    patches: int  # in the largest image
-    tokens: int  # placeholders of the largest image
-    frozen: bool  # not trained
-
-    def activations(self, images: int, dtype_bytes: int, recompute: bool = False) -> int:
-        """Bytes of the tower's pass over ``images`` of the largest size, with numbers of ``number`` bytes; assumed.
-
-        A trained tower keeps about ten vectors of its width and three of its inner width for each layer and patch, a
-        frozen tower keeps only one layer's vectors.
-        """
-        layer = 10 * self.hidden + 3 * self.intermediate
-        kept_numbers = layer if self.frozen else layer + self.layers * self.hidden if recompute else layer * self.layers
-        return images * self.patches * (kept_numbers + self.pixels) * dtype_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class SizedModel:
     """Numbers in a model's weights. A tied weight counts once."""
 
@@ -62,7 +39,6 @@ class SizedModel:
     activations: ActivationBytes
     teacher: int = 0  # all weights of the model in `algorithm.reference_path`; 0 without it
     routed: int = 0  # bytes of a token's experts in all layers, which `algorithm.router_replay` records
-    tower: Tower | None = None  # None: the model sees no images
 
 
 def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
@@ -160,26 +136,4 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         activations=activations,
         teacher=teacher,
         routed=len(layers) * int(experts_per_token) * (2 if experts > 256 else 1),
-        tower=_tower(spec, config) if spec.model.max_images else None,
-    )
-
-
-def _tower(spec: ExperimentSpec, config: Any) -> Tower:
-    vision = config.vision_config
-    if (side := getattr(vision, "image_size", None)) is not None:  # every image gets this size
-        patches = (side // vision.patch_size) ** 2
-        tokens = getattr(config, "mm_tokens_per_image", patches)
-    else:
-        merged = getattr(vision, "spatial_merge_size", 1) ** 2
-        # An image with more tokens than a sequence makes its row too long.
-        tokens = min(-(-spec.data.image_max_pixels // (vision.patch_size**2 * merged)), spec.model.max_length)
-        patches = tokens * merged
-    return Tower(
-        hidden=vision.hidden_size,
-        intermediate=vision.intermediate_size,
-        layers=getattr(vision, "depth", None) or vision.num_hidden_layers,
-        pixels=3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1),
-        patches=patches,
-        tokens=tokens,
-        frozen="vision" in spec.model.freeze,
     )

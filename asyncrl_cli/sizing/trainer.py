@@ -40,18 +40,10 @@ def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
     slice_length, predicting = -(-length // size), -(-positions // size)
     activations = model.activations(rows, slice_length, predicting, trainer.gradient_checkpointing)
     activations += _packed_mask(spec, length)
-    tower_bytes, images = 0, 0
-    if (tower := model.tower) is not None:
-        image_tokens = trainer.tokens_per_microbatch if trainer.packing else rows * spec.model.max_images * tower.tokens
-        images = max(1, min(image_tokens, trainer.tokens_per_microbatch) // tower.tokens)
-        tower_bytes = tower.activations(images, NUMBER_BYTES[trainer.dtype], trainer.gradient_checkpointing)
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     pass_uses = (
         MemoryUse("gathered layers", gathered, "of other ranks' weights, for a pass"),
         MemoryUse("activations", activations, f"{rows} × {slice_length:,} tokens{recomputed}"),
-        MemoryUse(
-            "vision tower's activations", tower_bytes, f"{images} × {tower.patches if tower else 0:,} patches, assumed"
-        ),
         MemoryUse("reduce buckets", _bucket_bytes(spec, model), "gradients on their way"),
     )
     step_uses = (
@@ -77,7 +69,7 @@ def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
 
 def lasting_uses(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ...]:
     """Return the parts on a rank's device between two steps. Only ZeRO-3 keeps the gradients' memory."""
-    freed = {"activations", "vision tower's activations", "gathered layers", "reduce buckets", "gradients for the step"}
+    freed = {"activations", "gathered layers", "reduce buckets", "gradients for the step"}
     if spec.trainer.zero_stage < 3:
         freed.add("gradients")
     return tuple(use for use in rank_uses(spec, model).device if use.name not in freed)

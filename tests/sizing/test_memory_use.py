@@ -13,7 +13,7 @@ from asyncrl_cli.sizing.engine import engine_uses
 from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_uses, step_tokens, version_bytes
 from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, memory_size
-from asyncrl_cli.sizing.model import SizedModel, Tower
+from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_uses
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -269,20 +269,6 @@ def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(
     assert parts["adapters"] >= version_bytes(alone, found)
     assert parts.get("next version", parts["adapters"]) == parts["adapters"]
     assert "adapters" not in {part.name for part in engine_uses(merged, found)}
-
-
-def test_the_vision_tower_counts_where_it_is_used() -> None:
-    tower = Tower(hidden=64, intermediate=128, layers=4, pixels=1176, patches=64, tokens=16, frozen=True)
-    for on_gpu in (0, 1):
-        changed = sized(rollout__gpus_per_engine=on_gpu, model__max_images=2)
-        seen = replace(model(), tower=tower)
-        ranks = {part.name: part.bytes for part in rank_uses(changed, seen).device}
-        engines = {part.name: part.bytes for part in engine_uses(changed, seen)}
-        assert ranks["vision tower's activations"] % tower.activations(1, 4) == 0
-        assert engines["vision tower's activations"] > 0 and engines["encoder cache"] > 0
-        assert "encoder cache" not in {part.name for part in engine_uses(changed, model())}
-    trained = replace(tower, frozen=False)
-    assert tower.activations(1, 4) < trained.activations(1, 4, recompute=True) < trained.activations(1, 4)
 
 
 def test_recorded_experts_are_counted_in_object_store_and_journal() -> None:
