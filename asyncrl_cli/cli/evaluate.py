@@ -22,7 +22,7 @@ from asyncrl_cli.runs.catalogue import find_run
 from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from asyncrl_cli.orchestrator.evaluation import Measured
+    from asyncrl_cli.orchestrator.evaluation import Evaluation
     from asyncrl_cli.orchestrator.experiment import Experiment
     from asyncrl_cli.orchestrator.offline import Choose
     from asyncrl_cli.orchestrator.serving import Served
@@ -163,7 +163,7 @@ def _name(data: str) -> str:
 
 def _run(
     experiment: Experiment, served: Served, choose: Choose, *, folder: RunDirectory, is_new: bool
-) -> tuple[list[tuple[Measured, str | None]], str]:
+) -> tuple[list[tuple[Evaluation, str | None]], str]:
     """Run the evaluations. Returns each with its file's path (None if it could not be written), and a text about
     MLflow."""
     from asyncrl_cli.checks.hosts.examine import check_cluster
@@ -175,7 +175,7 @@ def _run(
     from asyncrl_cli.orchestrator.offline import store
 
     spec = experiment.spec
-    results: list[tuple[Measured, str | None]] = []
+    results: list[tuple[Evaluation, str | None]] = []
     mlflow = ""
     with run_terminal(served.logs) as terminal:
 
@@ -188,7 +188,7 @@ def _run(
             show("")
             terminal.err.write(f"{text}\n")
 
-        def record(evaluation: Measured) -> None:
+        def record(evaluation: Evaluation) -> None:
             file = None
             if evaluation.warning:
                 say(f"! {evaluation.warning}")

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import comb
+from math import comb, nan
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
@@ -54,7 +54,7 @@ class Series:
     held_out: HeldOut
     every: int
     """Steps between two evaluations; 0: only before and after training."""
-    at_most: int | None
+    max_prompts: int | None
     """Number of prompts to use; None for all."""
     temperature: float
     """0 is greedy."""
@@ -110,37 +110,37 @@ def encoded(
 def series_of(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str, HeldOut]) -> list[Series]:
     """All series of a spec: its held-out prompts (None if it has none), greedy and sampled, and its sets by name."""
     evaluation = spec.evaluation
-    every, at_most = evaluation.every, evaluation.prompts
     temperature = evaluation.temperature or spec.rollout.sampling.temperature
-    found: list[Series] = []
+    all_series: list[Series] = []
     if held_out is not None:
-        found += [
-            Series("greedy", held_out, every=every, at_most=at_most, temperature=0.0, samples=1),
+        greedy = Series(
+            "greedy",
+            held_out,
+            every=evaluation.every,
+            max_prompts=evaluation.prompts,
+            temperature=0.0,
+            samples=1,
+        )
+        samples = evaluation.samples
+        every = evaluation.every if samples > 1 else 0
+        sampled = replace(greedy, kind="sampled", every=every, temperature=temperature, samples=samples)
+        all_series += [greedy, sampled]
+    for name, set_spec in evaluation.sets.items():
+        all_series.append(
             Series(
-                "sampled",
-                held_out,
-                every=every if evaluation.samples > 1 else 0,
-                at_most=at_most,
-                temperature=temperature,
-                samples=evaluation.samples,
-            ),
-        ]
-    for name, chosen in evaluation.sets.items():
-        found.append(
-            Series(
-                f"{name}:greedy" if chosen.greedy else f"{name}:sampled",
+                f"{name}:greedy" if set_spec.greedy else f"{name}:sampled",
                 sets[name],
-                every=every if chosen.every is None else chosen.every,
-                at_most=None,
-                temperature=0.0 if chosen.greedy else temperature,
-                samples=1 if chosen.greedy else chosen.samples,
+                every=evaluation.every if set_spec.every is None else set_spec.every,
+                max_prompts=None,
+                temperature=0.0 if set_spec.greedy else temperature,
+                samples=1 if set_spec.greedy else set_spec.samples,
             )
         )
-    return found
+    return all_series
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Evaluation:
     """One evaluation. ``result`` is None if no response has a reward; ``warning`` counts responses without a reward."""
 
     result: EvaluationResult | None
@@ -151,21 +151,24 @@ class Measured:
 
 
 async def measure(
-    series: Series, step: int, spec: ExperimentSpec, client: GenerationClient, ended: Callable[[], None] = lambda: None
-) -> Measured:
-    """Generate and score the responses of one evaluation; ``ended`` is called for each generated response.
+    series: Series,
+    step: int,
+    spec: ExperimentSpec,
+    client: GenerationClient,
+    on_response: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Generate and score the responses of one evaluation; ``on_response`` is called for each generated response.
 
     ``step``: the weights' step, which together with the spec's seed determines the random numbers. Raises ``RunError``
     if a rollout fails.
     """
-    samples = await _samples(series, step=step, spec=spec, client=client, ended=ended)
-    facts, numbers = _numbers(series, step, samples)
-    name = series.kind.replace(":", "-")
-    return Measured(
-        result=EvaluationResult(**facts, **numbers) if numbers else None,
+    samples = await _samples(series, step=step, spec=spec, client=client, on_response=on_response)
+    result = _result(series, step, samples)
+    return Evaluation(
+        result=result if result.prompts else None,
         warning=_failures(series, step, samples),
-        file=f"evaluations/step-{step:06d}-{name}.jsonl",
-        text=_text({**facts, "accuracy": None, "mean_reward": None, **numbers}, samples),
+        file=f"evaluations/step-{step:06d}-{series.kind.replace(':', '-')}.jsonl",
+        text=_text(result, samples),
         images=tuple(dict.fromkeys(image for sample in samples for image in sample.prompt.images)),
     )
 
@@ -195,7 +198,7 @@ class Evaluator:
         """The greedy held-out accuracies, by step."""
         self.running: set[int] = set()
         """The steps with a running evaluation."""
-        self._done = set(opening.evaluations)  # (step, kind)
+        self._completed = set(opening.evaluations)  # (step, kind)
         self._series = series_of(spec, held_out, sets)
 
     def due(self, step: int) -> list[Series]:
@@ -204,7 +207,7 @@ class Evaluator:
             series
             for series in self._series
             if self._is_end(step) or (series.every and step % series.every == 0)
-            if (step, series.kind) not in self._done
+            if (step, series.kind) not in self._completed
         ]
 
     async def evaluate(self, step: int) -> None:
@@ -214,31 +217,31 @@ class Evaluator:
         self.running.discard(step)
 
     async def _evaluate(self, series: Series, step: int) -> None:
-        chosen = replace(series, at_most=None) if self._is_end(step) else series
-        measured = await measure(chosen, step, spec=self._spec, client=self._client)
-        self._write_text(measured.file, measured.text)
-        self._done.add((step, series.kind))
-        if measured.warning:
-            self._reporter.warn(measured.warning)
-            await self._buffer.failed("evaluation", series.kind, measured.warning)
-        result = measured.result
+        full_series = replace(series, max_prompts=None) if self._is_end(step) else series
+        evaluation = await measure(full_series, step, spec=self._spec, client=self._client)
+        self._write_text(evaluation.file, evaluation.text)
+        self._completed.add((step, series.kind))
+        if evaluation.warning:
+            self._reporter.warn(evaluation.warning)
+            await self._buffer.failed("evaluation", series.kind, evaluation.warning)
+        result = evaluation.result
         if result is None:
             self._reporter.unevaluated(series.kind)
             return
         if result.kind == "greedy":
             self.accuracies[step] = result.accuracy
         self._reporter.evaluated(result)
-        await self._buffer.evaluated(asdict(result), measured.images)
+        await self._buffer.evaluated(asdict(result), evaluation.images)
 
     def _is_end(self, step: int) -> bool:
         return step in (0, self._spec.stop.total)
 
 
 async def _samples(
-    series: Series, step: int, spec: ExperimentSpec, client: GenerationClient, ended: Callable[[], None]
+    series: Series, step: int, spec: ExperimentSpec, client: GenerationClient, on_response: Callable[[], None]
 ) -> list[_Sample]:
-    chosen = series.held_out.prompts[: series.at_most]
-    wanted = [entry for entry in chosen for _ in range(series.samples)]
+    prompts = series.held_out.prompts[: series.max_prompts]
+    inputs = [prompt_input for prompt_input in prompts for _ in range(series.samples)]
     sampling = Sampling(
         temperature=series.temperature,
         max_tokens=spec.rollout.max_response_tokens,
@@ -248,44 +251,39 @@ async def _samples(
     # their own seeds: otherwise one would only repeat the other. `asyncrl evaluate` repeats the run's samples.
     set_name = series.kind.rpartition(":")[0].removeprefix("offline").removeprefix("-")
     seed_parts = (spec.seed, -1 - step, *filter(None, [set_name]))
-    asked = [
-        (
+    requests = [
+        RolloutRequest(
             f"{EVALUATION}{step}:{series.kind}:{index}",
-            prompt,
-            as_input,
-            replace(sampling, seed=derive_seed(*seed_parts, index) if series.temperature else None),
+            prompt_ids=encoded_prompt.ids,
+            sampling=replace(sampling, seed=derive_seed(*seed_parts, index) if series.temperature else None),
+            images=encoded_prompt.images,
         )
-        for index, (prompt, as_input) in enumerate(wanted)
+        for index, (_, encoded_prompt) in enumerate(inputs)
     ]
     if (episodes := series.held_out.episodes) is not None:
 
-        async def play(rollout_id: str, prompt: Prompt, sampling: Sampling) -> _Sample:
-            rollout, score = await episodes.play(rollout_id, prompt, sampling)
-            ended()
+        async def play(prompt: Prompt, request: RolloutRequest) -> _Sample:
+            rollout, score = await episodes.play(request.rollout_id, prompt, request.sampling)
+            on_response()
             return _Sample(prompt, rollout, score)
 
-        return await asyncio.gather(*(play(rollout_id, prompt, sampling) for rollout_id, prompt, _, sampling in asked))
-    rollouts = await _generated(
-        client,
-        [
-            RolloutRequest(rollout_id, as_input.ids, sampling, images=as_input.images)
-            for rollout_id, _, as_input, sampling in asked
-        ],
-        ended,
-    )
+        return await asyncio.gather(
+            *(play(prompt, request) for (prompt, _), request in zip(inputs, requests, strict=True))
+        )
+    rollouts = await _generated(client, requests, on_response)
     scoring = series.held_out.scoring
     responses = []
-    for place, (prompt, _) in enumerate(chosen):
-        own = rollouts[place * series.samples : (place + 1) * series.samples]
-        responses += responses_of(prompt, own, scoring.sees_group(prompt))
+    for index, (prompt, _) in enumerate(prompts):
+        prompt_rollouts = rollouts[index * series.samples : (index + 1) * series.samples]
+        responses += responses_of(prompt, prompt_rollouts, scoring.sees_group(prompt))
     scores = await scoring.score(responses)
     return [
-        _Sample(prompt, rollout, score) for (prompt, _), rollout, score in zip(wanted, rollouts, scores, strict=True)
+        _Sample(prompt, rollout, score) for (prompt, _), rollout, score in zip(inputs, rollouts, scores, strict=True)
     ]
 
 
 async def _generated(
-    client: GenerationClient, requests: Sequence[RolloutRequest], ended: Callable[[], None]
+    client: GenerationClient, requests: Sequence[RolloutRequest], on_response: Callable[[], None]
 ) -> list[Rollout]:
     rollouts: dict[str, Rollout] = {}
     complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -299,7 +297,7 @@ async def _generated(
                 complete.set_exception(RunError(reason, location="evaluation"))
                 return
             rollouts[request.rollout_id] = result
-            ended()
+            on_response()
         if len(rollouts) == len(requests):
             complete.set_result(None)
 
@@ -308,7 +306,8 @@ async def _generated(
     return [rollouts[request.rollout_id] for request in requests]
 
 
-def _text(head: Mapping[str, Any], samples: Sequence[_Sample]) -> str:
+def _text(result: EvaluationResult, samples: Sequence[_Sample]) -> str:
+    head = asdict(result) | ({} if result.prompts else {"accuracy": None, "mean_reward": None})
     lines = [json.dumps(head)]
     for index, sample in enumerate(samples):
         rollout, score = sample.rollout, sample.score
@@ -321,8 +320,8 @@ def _text(head: Mapping[str, Any], samples: Sequence[_Sample]) -> str:
         }
         if (answer := sample.prompt.fields.get("answer")) is not None:
             row["answer"] = answer
-        if head["samples"] > 1:
-            row["sample"] = index % head["samples"]
+        if result.samples > 1:
+            row["sample"] = index % result.samples
         if isinstance(score, RewardFailure):
             row["failure"] = str(score)
         elif score.metrics:
@@ -333,65 +332,58 @@ def _text(head: Mapping[str, Any], samples: Sequence[_Sample]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _numbers(series: Series, step: int, samples: Sequence[_Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of an ``EvaluationResult`` that need no rewards, and the other fields if there are rewards."""
+def _result(series: Series, step: int, samples: Sequence[_Sample]) -> EvaluationResult:
+    """The result. If no response has a reward, ``prompts`` is 0, and ``accuracy`` and ``mean_reward`` are NaN."""
     versions = [version for sample in samples for version in sample.versions]
     if not versions:
         reason = next((sample.score.reason for sample in samples if isinstance(sample.score, RewardFailure)), "")
         raise RunError(f"every evaluation episode failed; the first: {reason}", location="evaluation")
-    rewards = [
-        [sample.reward for sample in samples[first : first + series.samples] if sample.reward is not None]
-        for first in range(0, len(samples), series.samples)
-    ]
-    measured: dict[str, list[float]] = {}
+    by_prompt = (samples[start : start + series.samples] for start in range(0, len(samples), series.samples))
+    rewards = [[sample.reward for sample in group if sample.reward is not None] for group in by_prompt]
+    rewards = [group for group in rewards if group]
+    correct = [[float(reward >= CORRECT) for reward in group] for group in rewards]
+    # pass@k needs all samples of a prompt.
+    correct_counts = [int(sum(group)) for group in correct if len(group) == series.samples > 1]
+    intervals: dict[str, Interval | None] = {}
+    if rewards:
+        intervals = {"accuracy": share_interval(correct), "mean_reward": mean_interval(rewards)}
+    for k in range(1, series.samples + 1) if correct_counts else ():
+        estimates = [[pass_at(k, series.samples, c)] for c in correct_counts]
+        intervals[f"pass_at_{k}"] = share_interval(estimates, answers=series.samples * len(correct_counts))
+    task_metrics: dict[str, list[float]] = {}
     for sample in samples:
         if isinstance(sample.score, Scored):
             for name, value in sample.score.metrics.items():
-                measured.setdefault(name, []).append(value)
-    facts = {
-        "kind": series.kind,
-        "step": step,
-        "mean_length": len(versions) / len(samples),
-        "prompts": sum(map(bool, rewards)),
-        "oldest": min(versions),
-        "newest": max(versions),
-        "samples": series.samples,
-        "metrics": {name: sum(values) / len(values) for name, values in sorted(measured.items())},
-    }
-    if not facts["prompts"]:
-        return facts, {}
-    scored = [some for some in rewards if some]
-    correct = [[float(reward >= CORRECT) for reward in some] for some in scored]
-    whole = [int(sum(some)) for some in correct if len(some) == series.samples]
-    intervals: dict[str, Interval | None] = {
-        "accuracy": share_interval(correct),
-        "mean_reward": mean_interval(scored),
-    }
-    several = series.samples > 1 and bool(whole)
-    for k in range(1, series.samples + 1) if several else ():
-        estimates = [[pass_at(k, series.samples, c)] for c in whole]
-        intervals[f"pass_at_{k}"] = share_interval(estimates, answers=series.samples * len(whole))
-    return facts, {
-        "accuracy": clustered_error(correct)[0],
-        "mean_reward": clustered_error(scored)[0],
-        "pass_at": mean_pass_at(series.samples, whole) if several else (),
-        "intervals": {name: interval for name, interval in intervals.items() if interval is not None},
-    }
+                task_metrics.setdefault(name, []).append(value)
+    return EvaluationResult(
+        kind=series.kind,
+        step=step,
+        accuracy=clustered_error(correct)[0] if rewards else nan,
+        mean_reward=clustered_error(rewards)[0] if rewards else nan,
+        mean_length=len(versions) / len(samples),
+        prompts=len(rewards),
+        oldest=min(versions),
+        newest=max(versions),
+        samples=series.samples,
+        pass_at=mean_pass_at(series.samples, correct_counts) if correct_counts else (),
+        metrics={name: sum(values) / len(values) for name, values in sorted(task_metrics.items())},
+        intervals={name: interval for name, interval in intervals.items() if interval is not None},
+    )
 
 
 def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
     """A warning about the responses without a reward; empty if there are none."""
     failures = [sample.score for sample in samples if isinstance(sample.score, RewardFailure)]
-    missing = sum(sample.reward is None for sample in samples)
-    if not missing:
+    unrewarded = sum(sample.reward is None for sample in samples)
+    if not unrewarded:
         return ""
-    rest = len(samples) - missing
-    accuracy = f"the accuracy counts the other {rest}" if rest else "there is no accuracy"
+    rewarded = len(samples) - unrewarded
+    accuracy = f"the accuracy counts the other {rewarded}" if rewarded else "there is no accuracy"
     causes = [f"{len(failures)} of {len(samples)} rewards failed"] if failures else []
-    if masked := missing - len(failures):
+    if masked := unrewarded - len(failures):
         causes.append(f"{masked} of {len(samples)} responses could not be scored (None)")
-    first = f"; the first: {failures[0]}" if failures else ""
-    return f"held-out {series.kind} at step {step}: {', '.join(causes)}, {accuracy}{first}"
+    example = f"; the first: {failures[0]}" if failures else ""
+    return f"held-out {series.kind} at step {step}: {', '.join(causes)}, {accuracy}{example}"
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
-from asyncrl_cli.orchestrator.evaluation import Measured, Series, measure, series_of
+from asyncrl_cli.orchestrator.evaluation import Evaluation, Series, measure, series_of
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.serving import Engines, Served, use_engines
 from asyncrl_cli.orchestrator.task_actors import TaskActors
@@ -18,17 +18,18 @@ from asyncrl_cli.runs.directory import RunDirectory
 Choose = Callable[[Sequence[Series]], Iterator[Series]]
 
 
-def offline(found: Sequence[Series], kind: str | None, data: str) -> Iterator[Series]:
-    """The series of a ``kind`` (``greedy`` or ``sampled``) with all prompts. They are renamed to ``offline:greedy`` or
+def offline(all_series: Sequence[Series], sampling: str | None, data: str) -> Iterator[Series]:
+    """The ``greedy`` or ``sampled`` series with all prompts. They are renamed to ``offline:greedy`` or
     ``offline-SET:greedy``, and so never replace a run's own evaluations.
 
-    ``kind`` None: all, but held-out prompts are sampled only if the spec wants several samples, as during a run.
+    ``sampling`` None: all, but held-out prompts are sampled only if the spec wants several samples, as during a run.
     ``data``: the name of the held-out prompts if they are not the spec's.
     """
-    for one in found:
-        name, _, own = one.kind.rpartition(":")
-        if own == kind or (kind is None and (one.kind != "sampled" or one.samples > 1)):
-            yield replace(one, kind="-".join(filter(None, ("offline", name or data))) + f":{own}", at_most=None)
+    for series in all_series:
+        set_name, _, series_sampling = series.kind.rpartition(":")
+        if series_sampling == sampling or (sampling is None and (series.kind != "sampled" or series.samples > 1)):
+            prefix = "-".join(filter(None, ("offline", set_name or data)))
+            yield replace(series, kind=f"{prefix}:{series_sampling}", max_prompts=None)
 
 
 def evaluate(
@@ -36,17 +37,17 @@ def evaluate(
     served: Served,
     choose: Choose,
     *,
-    record: Callable[[Measured], None],
+    record: Callable[[Evaluation], None],
     progress: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Make the chosen evaluations, and call ``record`` with each. ``progress(ended, total)`` counts the generated
+    """Make the chosen evaluations, and call ``record`` with each. ``progress(count, total)`` counts the generated
     responses. Raises like ``use_engines``."""
 
     def warn(text: str) -> None:
         say(f"! {text}")
 
-    async def work(engines: Engines) -> None:
+    async def generate(engines: Engines) -> None:
         spec = engines.factory.spec
         tasks = TaskActors(replace(experiment, spec=spec), engines.factory, engines.budget)
         try:
@@ -55,28 +56,28 @@ def evaluate(
             held_out = partial(tasks.held_out, tokenizer=engines.tokenizer, warn=warn)
             prompts = held_out("", experiment.eval_prompts) if spec.data.eval is not None else None
             sets = {name: held_out(name, rows) for name, rows in experiment.sets.items()}
-            chosen = list(choose(series_of(spec, prompts, sets)))
-            total = sum(len(one.held_out.prompts) * one.samples for one in chosen)
-            numbers = count(1)
+            chosen_series = list(choose(series_of(spec, prompts, sets)))
+            total = sum(len(series.held_out.prompts) * series.samples for series in chosen_series)
+            response_count = count(1)
 
-            def ended() -> None:
-                progress(next(numbers), total)
+            def on_response() -> None:
+                progress(next(response_count), total)
 
-            async def one(series: Series) -> None:
-                record(await measure(series, served.step, spec=spec, client=engines.client, ended=ended))
+            async def evaluate_series(series: Series) -> None:
+                record(await measure(series, served.step, spec, engines.client, on_response))
 
             say(f"generating {total:,} responses")
-            await asyncio.gather(*map(one, chosen))
+            await asyncio.gather(*map(evaluate_series, chosen_series))
         finally:
             await tasks.stop()
 
-    use_engines(served, work, again="evaluate again", status=say, warn=warn, search_path=experiment.search_path)
+    use_engines(served, generate, again="evaluate again", status=say, warn=warn, search_path=experiment.search_path)
 
 
-def store(run: RunDirectory, measured: Measured) -> Path:
+def store(run: RunDirectory, evaluation: Evaluation) -> Path:
     """Write an evaluation's file to a run's folder; keeps earlier files of the same kind. Raises ``OSError``."""
-    wanted = run.path / measured.file
-    names = (wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}") for number in count(1))
-    path = next(name for name in names if not name.exists())
-    run.write_text(str(path.relative_to(run.path)), measured.text)
+    first_path = run.path / evaluation.file
+    later_paths = (first_path.with_stem(f"{first_path.stem}-{index}") for index in count(2))
+    path = next(path for path in chain([first_path], later_paths) if not path.exists())
+    run.write_text(str(path.relative_to(run.path)), evaluation.text)
     return path

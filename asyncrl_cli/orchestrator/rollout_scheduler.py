@@ -28,7 +28,6 @@ from asyncrl_cli.records.generation import (
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import Group, Opening, Outcome, Settled
-from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EndedRequests
@@ -44,17 +43,17 @@ SETTLE_S = 0.02
 """Longest time in seconds that finished rollouts wait for the running scoring call, to be scored together."""
 SCORE_TIMEOUT_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
-WINDOW = 100
+RECENT_GROUPS = 100
 """Number of recently ended groups from which the share of failures is computed."""
-LEAST = 8
+MIN_FAILURES = 8
 """Smallest number of failures among them that ends the run, unless no failure is allowed."""
-REJECTED = {
+REJECTION_TEXTS = {
     "failed": "a rollout failed",
     "uniform": "all rewards of the group are equal",
     "unscored": "its reward returned None for too many responses, so fewer than two have one",
 }
 """Why a group is rejected, by the ledger's reason."""
-UNSCORED = RewardFailure(REJECTED["unscored"], "task")
+UNSCORED_FAILURE = RewardFailure(REJECTION_TEXTS["unscored"], "task")
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
@@ -63,27 +62,27 @@ def rollout_seed(seed: int, group_id: int, index: int) -> int:
 
 
 class RecentFailures:
-    """Failures among the last ``WINDOW`` groups. A count over the whole run would end long runs at a share of failures
-    that short runs survive."""
+    """Failures among the last ``RECENT_GROUPS`` groups. A count over the whole run would end long runs at a share of
+    failures that short runs survive."""
 
     def __init__(self, max_share: float) -> None:
         """``max_share``: 0 allows no failure, 1 any number."""
         self._max_share = max_share
-        self._recent: deque[RewardFailure | None] = deque(maxlen=WINDOW)
+        self._recent: deque[RewardFailure | None] = deque(maxlen=RECENT_GROUPS)
 
     @property
     def recent(self) -> list[RewardFailure]:
         """The failures, oldest first."""
         return [failure for failure in self._recent if failure is not None]
 
-    def ended(self, failure: RewardFailure | None = None) -> None:
+    def count_group(self, failure: RewardFailure | None = None) -> None:
         """Count a group that ended, or was lost to ``failure``."""
         self._recent.append(failure)
 
     def too_many(self) -> str:
         """The number of failures and the first reason, if there are too many; otherwise empty."""
         failures = self.recent
-        if len(failures) <= self._max_share * len(self._recent) or (self._max_share and len(failures) < LEAST):
+        if len(failures) <= self._max_share * len(self._recent) or (self._max_share and len(failures) < MIN_FAILURES):
             return ""
         return (
             f"{len(failures)} of the last {len(self._recent)} groups were lost; "
@@ -153,10 +152,10 @@ class RolloutScheduler:
     async def requeue(self, overdue: tuple[int, ...]) -> None:
         """With the policy ``requeue``, abandon the groups that delay a batch, and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
-            old = self._open.pop(old_id)
+            abandoned = self._open.pop(old_id)
             # Start before the cancellation: otherwise ``_admit`` could give the freed slots to a new group.
             self._start(
-                Group(group_id, version=version, prompt=old.prompt, prompt_ids=old.prompt_ids, images=old.images)
+                replace(abandoned, group_id=group_id, version=version, scored=frozenset(), unscored={}, prefixes={})
             )
             await self._cancel(old_id)
 
@@ -167,10 +166,10 @@ class RolloutScheduler:
             # Episodes between two calls of the model have no request now, but will need their slots again.
             resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
             slots = max(0, self._client.free - resting)
-            if wanted := min(slots // self._spec.rollout.group_size, self._buffer.room()):
+            if group_count := min(slots // self._spec.rollout.group_size, self._buffer.room()):
                 # Asked again after the wait: a publish or a batch may have changed the room.
-                count = min(await self._prompts.prepare(wanted), self._buffer.room())
-                if count < wanted:
+                count = min(await self._prompts.prepare(group_count), self._buffer.room())
+                if count < group_count:
                     self._client.room.set()  # try again for the rest
                 candidates = [self._prompts.candidate() for _ in range(count)]
                 for group in await self._buffer.admit(candidates):
@@ -227,11 +226,11 @@ class RolloutScheduler:
     def _record_segments(self, segments: list[Segment]) -> None:
         self._spawn(self._buffer.record(segments=segments))
 
-    def _on_end(self, ended: EndedRequests) -> None:
-        for _, result in ended:
+    def _on_end(self, batch: EndedRequests) -> None:
+        for _, result in batch:
             if isinstance(result, Rollout):
                 self._generated.put_nowait(result)
-        if failed := [result for _, result in ended if isinstance(result, RolloutFailure)]:
+        if failed := [result for _, result in batch if isinstance(result, RolloutFailure)]:
             self._spawn(
                 self._conclude([], [Outcome(failure.rollout_id, RewardFailure(failure.reason)) for failure in failed])
             )
@@ -248,26 +247,26 @@ class RolloutScheduler:
                 judged: list[Rollout] = []
                 responses: list[Response] = []
                 for rollout in rollouts:
-                    prompt, ready, together = self._ready(rollout)
-                    judged += ready
-                    responses += responses_of(prompt, ready, together) if ready else []
+                    if ready := self._ready(rollout):
+                        prompt = self._open[group_and_index(rollout.rollout_id)[0]].prompt
+                        judged += ready
+                        responses += responses_of(prompt, ready, self._scoring.sees_group(prompt))
                 scoring = asyncio.ensure_future(self._scoring.score(responses))
                 recorded = {rollout.rollout_id: rollout for rollout in [*rollouts, *judged]}
                 self._spawn(self._record(list(recorded.values()), judged, scoring))
                 await asyncio.sleep(self._client.pause_s)
                 await asyncio.wait([scoring], timeout=SETTLE_S)
 
-    def _ready(self, rollout: Rollout) -> tuple[Prompt, list[Rollout], bool]:
-        """Return the prompt, the rollouts to score now, and whether to score them together. A reward that sees the
-        whole group waits for the group's last rollout."""
+    def _ready(self, rollout: Rollout) -> list[Rollout]:
+        """The rollouts to score now. A reward that sees the whole group waits for the group's last rollout."""
         group_id, index = group_and_index(rollout.rollout_id)
         group = self._open[group_id]
         if not self._scoring.sees_group(group.prompt):
-            return group.prompt, [rollout], False
+            return [rollout]
         waiting = {**group.unscored, index: rollout}
         self._open[group_id] = replace(group, unscored=waiting)
         complete = len(waiting) + len(group.scored) == self._spec.rollout.group_size
-        return group.prompt, [waiting[at] for at in sorted(waiting)] if complete else [], True
+        return [waiting[position] for position in sorted(waiting)] if complete else []
 
     async def _record(
         self, rollouts: list[Rollout], judged: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]
@@ -293,21 +292,21 @@ class RolloutScheduler:
         }
         for group_id in settled.finished:
             self._visited(group_id, settled)
-            self.failures.ended()
+            self.failures.count_group()
             self.rejected_in_a_row.clear()
         for group_id, reason in settled.rejected:
             self._visited(group_id, settled)
             self.rejected_in_a_row[reason] += 1
             if reason == "uniform":
-                self.failures.ended()
+                self.failures.count_group()
                 in_a_row = self.rejected_in_a_row.total()
-                if in_a_row >= LEAST and _shown(in_a_row):
+                if in_a_row >= MIN_FAILURES and _is_power_of_2(in_a_row):
                     self._warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
                 continue
-            failure = failures.get(group_id, UNSCORED)
-            self.failures.ended(failure)
+            failure = failures.get(group_id, UNSCORED_FAILURE)
+            self.failures.count_group(failure)
             self._lost += 1
-            if _shown(self._lost):
+            if _is_power_of_2(self._lost):
                 count = f" ({self._lost} groups so far)" if self._lost > 1 else ""
                 self._warn(f"group {group_id} is rejected: {failure}{count}")
             await self._cancel(group_id)
@@ -328,13 +327,13 @@ class RolloutScheduler:
 
     def _check(self) -> None:
         if message := self.failures.too_many():
-            first = self.failures.recent[0]
-            logs = f"{'' if first.location else 'engine-*.log, '}scorer.log and episode-worker-*.log"
+            failure = self.failures.recent[0]
+            logs = f"{'' if failure.location else 'engine-*.log, '}scorer.log and episode-worker-*.log"
             remedy = f"fix the cause (see {logs} in the run's logs)"
-            if first == UNSCORED:
+            if failure == UNSCORED_FAILURE:
                 remedy = "let the reward return a number for more responses"
             raise RunError(
-                message, location=first.location or "rollout", hint=f"{remedy}, or raise rollout.max_failed_share"
+                message, location=failure.location or "rollout", hint=f"{remedy}, or raise rollout.max_failed_share"
             )
         if self.rejected_in_a_row.total() >= self._spec.pipeline.max_rejected_in_a_row:
             uniform = self.rejected_in_a_row["uniform"] * 2 >= self.rejected_in_a_row.total()
@@ -350,9 +349,9 @@ class RolloutScheduler:
 
     def _reasons(self) -> str:
         reasons = self.rejected_in_a_row.most_common()
-        return ", ".join(f"{REJECTED[one]}{f' ({count})' if len(reasons) > 1 else ''}" for one, count in reasons)
+        return ", ".join(f"{REJECTION_TEXTS[key]}{f' ({count})' if len(reasons) > 1 else ''}" for key, count in reasons)
 
 
-def _shown(count: int) -> bool:
+def _is_power_of_2(count: int) -> bool:
     """True at 1, 2, 4, 8, ...: repeated warnings must not flood the log."""
     return count & (count - 1) == 0

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from asyncrl_cli.cli.app import app
 from asyncrl_cli.cli.evaluate import _name, _read_target, _result_table
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.orchestrator.evaluation import HeldOut, Measured, series_of
+from asyncrl_cli.orchestrator.evaluation import Evaluation, HeldOut, series_of
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.offline import offline, store
 from asyncrl_cli.orchestrator.serving import Served
@@ -133,7 +133,7 @@ def test_every_evaluation_has_an_offline_name_and_all_prompts(folder: Path) -> N
     def kinds(kind: str | None, data: str = "", spec: ExperimentSpec = spec) -> list[str]:
         prompts = HeldOut([], scoring=None)  # type: ignore[arg-type]
         chosen = list(offline(series_of(spec, prompts, dict.fromkeys(("a", "b"), prompts)), kind, data))
-        assert all(one.at_most is None for one in chosen)
+        assert all(one.max_prompts is None for one in chosen)
         return [one.kind for one in chosen]
 
     sets = ["offline-a:greedy", "offline-b:sampled"]
@@ -196,7 +196,7 @@ def test_the_options_hold_for_all_evaluations(folder: Path, options: list[str], 
 def test_no_evaluation_replaces_another(folder: Path) -> None:
     run = RunDirectory.create(folder / "runs", "mine")
     file = "evaluations/step-000002-offline-greedy.jsonl"
-    one = Measured(result=None, warning="", file=file, text="first\n", images=())
+    one = Evaluation(result=None, warning="", file=file, text="first\n", images=())
     paths = [store(run, replace(one, text=f"{number}\n")) for number in range(3)]
     assert [path.name.removeprefix("step-000002-") for path in paths] == [
         "offline-greedy.jsonl",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, WINDOW, RecentFailures
+from asyncrl_cli.orchestrator.rollout_scheduler import MIN_FAILURES, RECENT_GROUPS, RecentFailures
 from asyncrl_cli.records.rewards import RewardFailure
 
 
 def ended(failures: RecentFailures, groups: int, every: int) -> int | None:
     """The number of groups after which the run ends if one in ``every`` fails."""
     for number in range(1, groups + 1):
-        failures.ended(RewardFailure(f"group {number}") if number % every == 0 else None)
+        failures.count_group(RewardFailure(f"group {number}") if number % every == 0 else None)
         if failures.too_many():
             return number
     return None
@@ -21,11 +21,11 @@ def test_rare_failures_end_no_run_however_long_it_is() -> None:
 
 
 def test_a_cause_that_stays_ends_the_run_soon() -> None:
-    assert ended(RecentFailures(0.25), 1_000, every=1) == LEAST
-    assert ended(RecentFailures(0.25), 1_000, every=2) == 2 * LEAST
+    assert ended(RecentFailures(0.25), 1_000, every=1) == MIN_FAILURES
+    assert ended(RecentFailures(0.25), 1_000, every=2) == 2 * MIN_FAILURES
     failures = RecentFailures(0.25)
     assert ended(failures, 9_500, every=1_000) is None
-    assert ended(failures, WINDOW, every=1) == WINDOW // 4 + 1, "after a long time without failures"
+    assert ended(failures, RECENT_GROUPS, every=1) == RECENT_GROUPS // 4 + 1, "after a long time without failures"
     assert failures.too_many() == "26 of the last 100 groups were lost; the first of them: group 1"
 
 

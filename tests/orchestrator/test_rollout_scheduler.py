@@ -35,7 +35,7 @@ from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
-from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
+from asyncrl_cli.orchestrator.rollout_scheduler import MIN_FAILURES, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
 from asyncrl_cli.records.groups import BufferSettings, Counts, PublishRecord, TakenBatch, Waiting
 from asyncrl_cli.records.prompt import Prompt
@@ -480,7 +480,7 @@ def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, 
 
 def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
-        for group_id in range(LEAST):
+        for group_id in range(MIN_FAILURES):
             await harness.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
         raise AssertionError("it continues")
 
@@ -496,7 +496,7 @@ def test_failing_rewards_are_shown_when_they_happen_and_end_the_run_at_the_users
 
     async def test(harness: Harness) -> None:
         harness.scorer.rule = lambda text: RewardFailure("f failed: KeyError: 'solution'", "/my_reward.py:3")
-        for group_id in range(LEAST):
+        for group_id in range(MIN_FAILURES):
             shown[:] = harness.warned
             await harness.end(f"{group_id}-0")
         raise AssertionError("it continues")
