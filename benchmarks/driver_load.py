@@ -272,7 +272,7 @@ class Driver:
         encoder = PromptEncoder(character_tokenizer(spec.model.max_length), spec.rollout.max_prompt_tokens)
         prompts = LazyPrompts(100_000, lambda row: Prompt(str(row), f"{row} ".ljust(load.prompt_tokens, "?")))
         self._buffer = buffer
-        self._scoring = Scoring(spec.task, lambda: factory.scorer(spec.task), budget=budget, loaded=None)
+        self._scoring = Scoring(spec.task, lambda: factory.scorer(spec.task), budget=budget, task_object=None)
         self._client = GenerationClient(
             engines,
             slots=load.slots,

@@ -118,7 +118,7 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
 
     model = prepare_model(spec)
     try:
-        served = served_folder(spec, model, logs=folder, what=spec.name)
+        served = served_folder(spec, model, logs=folder, description=spec.name)
         run_server(served, ready=ready, check=lambda _: "", status=print, warn=print)
     except Interrupted:
         pass

@@ -24,7 +24,7 @@ from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, scores_groups, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
 from asyncrl_cli.workers.actors import BLOCKED_S
-from asyncrl_cli.workers.messages import Load, Played, Work
+from asyncrl_cli.workers.messages import Load, Played, Role
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 
@@ -121,7 +121,7 @@ class Trial:
 
     async def _call(self, responses: Sequence[Response], episodes: Sequence[Prompt]) -> None:
         if responses:
-            async with _process(self._load(Work.PLAIN)) as process:
+            async with _process(self._load(Role.PLAIN)) as process:
                 for response in responses:
                     result = await process.score(response, reward_limit_s(self._spec, response[0]))
                     _refuse(result, self._location, f"called with the response {response[1]!r}")
@@ -129,12 +129,12 @@ class Trial:
                     self._scores += [s for s in scores if isinstance(s, Scored) and s.reward is not None]
         if episodes:
             self._played = True
-            async with _process(self._load(Work.EPISODES)) as process:
+            async with _process(self._load(Role.EPISODES)) as process:
                 for prompt in episodes:
                     _refuse((await process.play(prompt, None)).score, self._location, "called with an empty reply")
 
     async def _play(self, prompt: Prompt) -> Played:
-        async with _process(self._load(Work.EPISODES)) as process:
+        async with _process(self._load(Role.EPISODES)) as process:
             return await process.play(prompt, None)
 
     def opening_prompt(self, prompt: Prompt) -> Prompt | None:
@@ -149,7 +149,7 @@ class Trial:
         _refuse(result.score, self._location, "called with an empty reply")
         return result.opening
 
-    def _load(self, work: Work) -> Load:
+    def _load(self, work: Role) -> Load:
         return Load(self._spec, search_path=self._search_path, work=work, blocked_s=BLOCKED_S)
 
 

@@ -105,12 +105,12 @@ def evaluate(
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
             manifest = describe_start(base / "spec.yaml") | {EVALUATED: target}
             folder.begin(dump_spec(settings, loaded_spec.references), 0, manifest)
-            served = served_folder(settings, model, logs=folder.path / "logs", what=f"the model of {target}")
-    choose = partial(offline, kind=evaluation_kind, data=_name(data or ""))
+            served = served_folder(settings, model, logs=folder.path / "logs", description=f"the model of {target}")
+    choose = partial(offline, sampling=evaluation_kind, data=_name(data or ""))
     results, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)
     heads = [json.loads(result.text.partition("\n")[0]) | {"file": file} for result, file in results]
     if as_json:
-        echo_json({"model": served.what, "step": served.step, "evaluations": heads, "mlflow": mlflow or None})
+        echo_json({"model": served.description, "step": served.step, "evaluations": heads, "mlflow": mlflow or None})
     else:
         for line in (*_result_table(heads), *(head["file"] for head in heads if head["file"])):
             echo(line)
@@ -201,7 +201,7 @@ def _run(
         def progress(ended_responses: int, total: int) -> None:
             show(f"{ended_responses:,} of {total:,} responses")
 
-        say(f"evaluating {served.what}")
+        say(f"evaluating {served.description}")
         check_cluster(spec, actors=Actors(spec.rollout.min_engines, 0), folder=served.logs, notice=say)
         try:
             run_evaluation(experiment, served, choose, record=record, progress=progress, say=say)

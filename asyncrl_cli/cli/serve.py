@@ -96,7 +96,7 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
 
     model = initial_model(spec)
     logs = spec.runs_dir.absolute() / "serve" / spec.name
-    return served_folder(spec, model, logs=logs, what=f"the initial model of {spec.name}")
+    return served_folder(spec, model, logs=logs, description=f"the initial model of {spec.name}")
 
 
 def is_spec(target: str) -> bool:
@@ -123,7 +123,7 @@ def initial_model(spec: ExperimentSpec) -> Path:
 def _ready_text(served: Served, address: Address) -> str:
     return "\n".join(
         (
-            f"serving   {served.what}",
+            f"serving   {served.description}",
             f"base URL  {address.base_url}",
             f"API key   {address.api_key}",
             f"model     {address.model}",

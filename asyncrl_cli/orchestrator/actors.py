@@ -140,8 +140,8 @@ class ActorFactory:
         episode workers reach each other there."""
         import ray
 
-        placed = ray.remote(actor).options(num_cpus=0, scheduling_strategy=on_node(node), **options)
-        return placed.remote(*arguments, self._logs)
+        placed_actor = ray.remote(actor).options(num_cpus=0, scheduling_strategy=on_node(node), **options)
+        return placed_actor.remote(*arguments, self._logs)
 
 
 async def start_all(

@@ -77,11 +77,11 @@ class Checkpoints:
         final, unfinished = self._places(step)
         if not unfinished.is_dir():  # the step has a checkpoint
             return final
-        written = await self._trainers.write_checkpoint(unfinished)
+        digests = await self._trainers.write_checkpoint(unfinished)
 
         def complete(check: Check) -> None:
             (unfinished / RUN_FILE).write_text(json.dumps({**state, "trainer": asdict(self._layout)}) + "\n")
-            seal(unfinished, check, written)
+            seal(unfinished, check, digests)
             check()
             # Last, after every byte is synced: a folder with this name is a complete checkpoint (decision 0009).
             rename(unfinished, final.folder)
@@ -96,19 +96,21 @@ class Checkpoints:
     def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
         """Delete checkpoints without a reason (see ``keep_reasons``) that no other process reads; returns their steps.
         May block."""
-        found = complete_checkpoints(self._folder)
+        checkpoints = complete_checkpoints(self._folder)
         reasons = keep_reasons(
-            [checkpoint.step for checkpoint in found],
+            [checkpoint.step for checkpoint in checkpoints],
             accuracies=accuracies,
             keep=self._retention,
             awaited=awaited,
         )
-        return [checkpoint.step for checkpoint in found if not reasons[checkpoint.step] and remove_unread(checkpoint)]
+        return [
+            checkpoint.step for checkpoint in checkpoints if not reasons[checkpoint.step] and remove_unread(checkpoint)
+        ]
 
 
-async def _in_thread(work: Callable[[Check], T]) -> T:
-    """The result of ``work`` in a thread. If this call is cancelled, the check that ``work`` gets raises ``Cancelled``:
-    a thread cannot be stopped from outside."""
+async def _in_thread(blocking_work: Callable[[Check], T]) -> T:
+    """The result of ``blocking_work`` in a thread. If this call is cancelled, the check that ``blocking_work`` gets
+    raises ``Cancelled``: a thread cannot be stopped from outside."""
     cancelled = Event()
 
     def check() -> None:
@@ -116,7 +118,7 @@ async def _in_thread(work: Callable[[Check], T]) -> T:
             raise Cancelled
 
     try:
-        return await asyncio.to_thread(work, check)
+        return await asyncio.to_thread(blocking_work, check)
     except asyncio.CancelledError:
         cancelled.set()
         raise

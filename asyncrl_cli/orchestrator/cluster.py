@@ -73,9 +73,9 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
         with _local(spec, log_dir):
             yield
         return
-    wanted = actors or Actors.of(spec)
+    demand = actors or Actors.of(spec)
     with connected(spec.cluster.address):
-        check_resources(spec, nodes=live_nodes(), engines=wanted.engines, ranks=wanted.ranks)
+        check_resources(spec, nodes=live_nodes(), engines=demand.engines, ranks=demand.ranks)
         yield
 
 
@@ -96,7 +96,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
 
         _read_environment_again()
         try:
-            needed = (
+            cpu_count = (
                 spec.trainer.ranks * spec.trainer.threads_per_rank
                 + spec.rollout.max_engines * spec.rollout.threads_per_engine
             )
@@ -107,7 +107,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                     ray.init(
                         "local",  # not the cluster in RAY_ADDRESS, which is set in Ray's own jobs
                         # More than the machine's cores if the spec has more threads: they may share cores.
-                        num_cpus=max(os.cpu_count() or 1, needed + 1),
+                        num_cpus=max(os.cpu_count() or 1, cpu_count + 1),
                         include_dashboard=False,
                         log_to_driver=False,
                         logging_level="ERROR",
@@ -190,14 +190,14 @@ def _read_environment_again() -> None:
 @contextmanager
 def _environment(settings: Mapping[str, str], without: Collection[str]) -> Iterator[None]:
     """Within the block, set some environment variables and unset others."""
-    before = {name: os.environ.get(name) for name in (*settings, *without)}
+    saved_values = {name: os.environ.get(name) for name in (*settings, *without)}
     for name in without:
         os.environ.pop(name, None)
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -244,10 +244,10 @@ def _connect_once(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
-async def while_ray_lives(work: Awaitable[T], hint: str) -> T:
-    """The result of ``work``. If Ray's own processes end first, cancel it and raise ``RunError`` with ``hint``: Ray
-    would end this process after a minute, without a message."""
-    working, watching = asyncio.ensure_future(work), asyncio.create_task(_until_ray_ends(hint))
+async def while_ray_lives(coroutine: Awaitable[T], hint: str) -> T:
+    """The result of ``coroutine``. If Ray's own processes end first, cancel it and raise ``RunError`` with ``hint``:
+    Ray would end this process after a minute, without a message."""
+    working, watching = asyncio.ensure_future(coroutine), asyncio.create_task(_until_ray_ends(hint))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if watching.done() or (working.done() and not working.cancelled() and working.exception() and _dead()):

@@ -243,9 +243,9 @@ class EngineKeeper:
         """End the run with a clear cause if a setting or the installation keeps all engines from working."""
         if any(engine.has_completed for engine in self._client.engines):
             return
-        kind = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # addresses, process ids and times differ each time
-        self._failures[kind] += 1
-        if self._failures[kind] >= MAX_EQUAL_FAILURES:
+        failure = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # addresses, process ids and times differ each time
+        self._failures[failure] += 1
+        if self._failures[failure] >= MAX_EQUAL_FAILURES:
             raise RunError(
                 f"it failed {MAX_EQUAL_FAILURES} times in the same way before any engine completed a request: {cause}",
                 location=name,

@@ -114,7 +114,9 @@ class EpisodeWorkers:
 
     async def stop(self) -> None:
         """End all processes, in bounded time."""
-        calls = [wait_for(one.actor.stop.remote(), one.name, STOP_S) for one in self._workers if one.started]
+        calls = [
+            wait_for(worker.actor.stop.remote(), worker.name, STOP_S) for worker in self._workers if worker.started
+        ]
         await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -214,12 +216,12 @@ class Episodes:
         except GatewayLost as lost:  # even if the agent has a result: its tokens are not known without the session
             return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.session_number)
 
-    async def _watched(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
-        """The result of ``work``. Raises ``GatewayLost`` immediately when the gateway is lost."""
-        episode = asyncio.create_task(work)
-        first: set[asyncio.Future[Any]] = {episode, session.end}
+    async def _watched(self, playing: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
+        """The result of ``playing``. Raises ``GatewayLost`` immediately when the gateway is lost."""
+        episode = asyncio.create_task(playing)
+        awaited: set[asyncio.Future[Any]] = {episode, session.end}
         try:
-            while not (await asyncio.wait(first, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            while not (await asyncio.wait(awaited, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self.resting:
                     self._on_progress()
             if not episode.done():

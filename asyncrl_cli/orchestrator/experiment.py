@@ -53,15 +53,15 @@ class Experiment:
             task = load_task(spec.task, search_path, connect=True)
             tasks = {"": task} | {
                 name: task
-                if chosen.task is None
-                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task", connect=True)
-                for name, chosen in spec.evaluation.sets.items()
+                if set_spec.task is None
+                else load_task(set_spec.task, search_path, f"evaluation.sets.{name}.task", connect=True)
+                for name, set_spec in spec.evaluation.sets.items()
             }
-        sets_data = (chosen.data for chosen in spec.evaluation.sets.values())
+        sets_data = (set_spec.data for set_spec in spec.evaluation.sets.values())
         splits = (spec.data.train if training else None, spec.data.eval, *sets_data)
-        named = ", ".join(str(split.path) for split in splits if split is not None and split.path is not None)
+        paths = ", ".join(str(split.path) for split in splits if split is not None and split.path is not None)
         # Without a limit, because it may need a download.
-        with user_code(f"opening the data {named}".rstrip(), notice):
+        with user_code(f"opening the data {paths}".rstrip(), notice):
             train_prompts = (
                 load_prompts("train", split_spec=spec.data.train, task=task, base=search_path) if training else ()
             )
@@ -70,11 +70,11 @@ class Experiment:
                 load_prompts("eval", split_spec=held_out, task=task, base=search_path) if held_out is not None else ()
             )
             sets = {}
-            for name, chosen in spec.evaluation.sets.items():
-                split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
+            for name, set_spec in spec.evaluation.sets.items():
+                split: Split = "train" if set_spec.data.path is None and set_spec.data.split == "train" else "eval"
                 location = f"evaluation.sets.{name}.data"
                 sets[name] = load_prompts(
-                    split, split_spec=chosen.data, task=tasks[name], base=search_path, location=location
+                    split, split_spec=set_spec.data, task=tasks[name], base=search_path, location=location
                 )
             stages = stages_of(train_prompts, spec.data.curriculum)
             return cls(
@@ -84,7 +84,7 @@ class Experiment:
                 eval_prompts,
                 stages,
                 sets,
-                frozenset(name for name, one in tasks.items() if is_episodic(one)),
+                frozenset(name for name, set_task in tasks.items() if is_episodic(set_task)),
                 tasks,
             )
 
@@ -100,8 +100,8 @@ def _counted(
     steps = -(-loader.prompts_in(spec.stop.epochs) // (spec.pipeline.groups_per_step * every)) * every
     stop = spec.stop.model_copy(update={"steps": min(steps, spec.stop.total), "epochs": None})
     counted = spec.model_copy(update={"stop": stop})
-    known = {problem for rule in RULES for problem in rule(spec)}
+    known_problems = {problem for rule in RULES for problem in rule(spec)}
     for problem in (problem for rule in RULES for problem in rule(counted)):
-        if problem not in known:
+        if problem not in known_problems:
             notice(str(problem))
     return counted

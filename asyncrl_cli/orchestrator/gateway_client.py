@@ -57,10 +57,10 @@ class RemoteSession:
     """One session in the gateway's process."""
 
     def __init__(
-        self, link: _Link, number: int, access: ModelAccess, *, on_segments: OnSegments, generate: Generate
+        self, link: _Link, session_id: int, access: ModelAccess, *, on_segments: OnSegments, generate: Generate
     ) -> None:
         self._link = link
-        self.number = number
+        self.session_id = session_id
         self.access = access
         self.on_segments = on_segments
         self.generate = generate
@@ -83,7 +83,7 @@ class _Link:
         self.actor, self.url = actor, url
         self._generate = generate
         self._cause = ""
-        self._numbers = count()
+        self._session_ids = count()
         self._sessions: dict[int, RemoteSession] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
@@ -119,11 +119,11 @@ class _Link:
         """Request a session; ``session.opened`` is done when it is open. Raises ``GatewayLost``."""
         if self._cause:
             raise GatewayLost(self._cause)
-        number = next(self._numbers)
-        session = self._sessions[number] = RemoteSession(
-            self, number, access, on_segments=on_segments, generate=generate
+        session_id = next(self._session_ids)
+        session = self._sessions[session_id] = RemoteSession(
+            self, session_id, access, on_segments=on_segments, generate=generate
         )
-        self._next_outgoing().sessions.append(replace(opening, session_number=number))
+        self._next_outgoing().sessions.append(replace(opening, session_number=session_id))
         return session
 
     def close(self, session: RemoteSession) -> None:
@@ -132,7 +132,7 @@ class _Link:
             session.closing = True
             for call in session.calls:
                 call.cancel()
-            self._next_outgoing().sessions.append(session.number)
+            self._next_outgoing().sessions.append(session.session_id)
 
     def _next_outgoing(self) -> Outgoing:
         self._ordered.set()

@@ -27,29 +27,29 @@ class Stop:
     """A request to stop, by a signal."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
 
     def attach(self) -> None:
         """From now on, signals end ``wait`` in the running event loop instead of raising ``KeyboardInterrupt``."""
         self._loop = asyncio.get_running_loop()
-        if self.asked:
+        if self.is_requested:
             self._event.set()
 
     async def wait(self) -> None:
         """Wait for a signal."""
         await self._event.wait()
 
-    def handle(self, number: int, _: FrameType | None) -> None:
+    def handle(self, signal_number: int, _: FrameType | None) -> None:
         """The signal handler."""
-        if self.asked:
-            if number == signal.SIGINT:
+        if self.is_requested:
+            if signal_number == signal.SIGINT:
                 # An orderly exit would wait for threads, such as one that writes to a hanging disk. The reaper ends the
                 # other processes.
                 os._exit(INTERRUPTED)
             return
-        self.asked = True
+        self.is_requested = True
         if self._loop is None:
             raise KeyboardInterrupt
         if not self._loop.is_closed():  # after it, the work has its result or error, and the signal changes nothing
@@ -64,21 +64,21 @@ def stop_on_signals() -> Iterator[Stop]:
     start (SIGHUP with nohup) is still ignored.
     """
     stop = Stop()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heard = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in heard:
-        signal.signal(number, stop.handle)
+    handlers = {signal_number: signal.getsignal(signal_number) for signal_number in SIGNALS}
+    handled_signals = [signal_number for signal_number, handler in handlers.items() if handler is not signal.SIG_IGN]
+    for signal_number in handled_signals:
+        signal.signal(signal_number, stop.handle)
     try:
         yield stop
     finally:
-        if not stop.asked:
-            for number in heard:
-                signal.signal(number, before[number])
+        if not stop.is_requested:
+            for signal_number in handled_signals:
+                signal.signal(signal_number, handlers[signal_number])
 
 
-async def until_stopped(work: Any, stop: Stop) -> Any:
-    """The result of ``work``. Cancels it and raises ``Interrupted`` if ``stop`` comes first."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+async def until_stopped(coroutine: Any, stop: Stop) -> Any:
+    """The result of ``coroutine``. Cancels it and raises ``Interrupted`` if ``stop`` comes first."""
+    working, stopping = asyncio.ensure_future(coroutine), asyncio.ensure_future(stop.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
     if working.done():
         stopping.cancel()

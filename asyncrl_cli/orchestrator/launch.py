@@ -101,8 +101,8 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
         reporter.join(monitor)
 
     def close_files() -> None:
-        if missing := recorder.close():
-            console.warn(f"{run.run_id}: {missing}")
+        if incomplete_files := recorder.close():
+            console.warn(f"{run.run_id}: {incomplete_files}")
 
     def end(ending: Ending) -> None:
         # Does not wait for the disk: the monitors must hear of the end even if nothing can be written any more.
@@ -136,7 +136,7 @@ def _failure(error: BaseException) -> Ending:
 
 
 def _in_short(run: RunDirectory, result: RunResult) -> str:
-    accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(result.accuracy.items())]
+    accuracies = [f", held-out accuracy ({series}) {value:.3f}" for series, value in sorted(result.accuracy.items())]
     return f"finished {counted(run.state.step, 'step')} in {result.seconds:.0f} s{''.join(accuracies)}"
 
 
@@ -220,13 +220,14 @@ async def _start(
     """Start and connect all parts. Functions that stop them, each in bounded time, are added to ``closing``."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     # The buffer first: it records the faults of all other parts.
-    settings = BufferSettings.of(spec)
-    buffer, opening = await Buffer.open(run.path / FILE, settings, start.kind, start.note, start.base, limit_s=limit_s)
+    buffer, opening = await Buffer.open(
+        run.path / FILE, BufferSettings.of(spec), start.kind, start.note, start.base, limit_s=limit_s
+    )
     closing.append(buffer.close)
 
-    async def record_fault(kind: str, part: str, message: str) -> None:
-        reporter.faulted(kind)
-        await buffer.failed(kind, part, hide(message))
+    async def record_fault(fault_kind: str, part_name: str, message: str) -> None:
+        reporter.faulted(fault_kind)
+        await buffer.failed(fault_kind, part_name, hide(message))
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
     newcomers = None
@@ -240,14 +241,14 @@ async def _start(
     # Ray serves requests in order. The ranks come first: engines placed before them could split the ranks' nodes.
     trainer_group = factory.trainer_group()
     trainer_group.ask()
-    made: list[EngineProcess] = []
+    started_engines: list[EngineProcess] = []
 
     def make_engine(name: str) -> EngineProcess:
-        made.append(factory.engine(name, folder=engine_folder, budget=budget, trainer=trainer_group))
-        return made[-1]
+        started_engines.append(factory.engine(name, folder=engine_folder, budget=budget, trainer=trainer_group))
+        return started_engines[-1]
 
     async def stop_engines() -> None:
-        await asyncio.gather(*(engine.stop() for engine in made), return_exceptions=True)
+        await asyncio.gather(*(engine.stop() for engine in started_engines), return_exceptions=True)
 
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     tasks = TaskActors(experiment, factory, budget)
@@ -290,8 +291,9 @@ async def _start(
         spec, engines=engines, decode=decode, on_progress=watchdog.progress, on_engine_request=buffer.note_request
     )
     loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=experiment.stages)
-    chosen = spec.data.filter
-    prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
+    prompt_filter = None
+    if (settings := spec.data.filter) is not None:
+        prompt_filter = PromptFilter(settings.solved_streak, settings.revisit_fraction, spec.seed)
     await tasks.connect(client, model_dir, watchdog.progress)
     held_out = partial(tasks.held_out, tokenizer=tokenizer, warn=reporter.warn)
     evaluator = Evaluator(
@@ -317,7 +319,7 @@ async def _start(
             make_engine=make_engine,
             scoring=tasks.scoring,
             prompts=PromptSource(
-                loader, encoder=encoder, first=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
+                loader, encoder=encoder, unused_prompts=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
             ),
             episodes=tasks.episodes,
             evaluator=evaluator,

@@ -152,7 +152,7 @@ class Orchestrator:
             gpu_turn=turns.engines,
         )
         self._step = parts.opening.step
-        self._written = parts.opening.version  # the newest version that was written
+        self._written_version = parts.opening.version  # the newest version that was written
         self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
         self._in_flight: tuple[TakenBatch, asyncio.Task[StepReport]] | None = None
         self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
@@ -188,8 +188,8 @@ class Orchestrator:
         so their weights belong to no step that can be saved.
         """
         if self._in_flight is not None:
-            taken, training = self._in_flight
-            self._steps.report(taken, await training, None)
+            taken_batch, training = self._in_flight
+            self._steps.report(taken_batch, await training, None)
         # The publish must be recorded before the checkpoint: a resumed run publishes every version that the journal
         # lacks, and a checkpoint of a later step does not have this version's weights.
         await self._publisher.delivered()
@@ -223,7 +223,7 @@ class Orchestrator:
 
         await self._until_saved(step, self._trainer.at(step, save))
         stall_s = time.monotonic() - started
-        self._steps.more["checkpoint/stall_s"] = stall_s
+        self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
         # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
         self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
         if in_background:
@@ -244,14 +244,14 @@ class Orchestrator:
                 dict(self._evaluator.accuracies),
                 set(self._evaluator.running),
             )
-            self._steps.more["checkpoint/seconds"] = seconds = time.monotonic() - started
+            self._steps.extra_metrics["checkpoint/seconds"] = seconds = time.monotonic() - started
             await self._buffer.checkpointed(step, saved.folder.name, seconds, stall_s, removed)
             if self._spec.journal.keep != "all":
                 await self._buffer.prune(self._spec.journal.keep)
 
-    async def _until_saved(self, step: int, work: Awaitable[T]) -> T:
-        what = f"the checkpoint of step {step}"
-        return await self._watchdog.until(work, who=DRIVER, what=what, extra_s=self._ranks.saving_s)
+    async def _until_saved(self, step: int, saving: Awaitable[T]) -> T:
+        purpose = f"the checkpoint of step {step}"
+        return await self._watchdog.until(saving, who=DRIVER, purpose=purpose, extra_s=self._ranks.saving_s)
 
     async def _saved(self) -> None:
         """Wait until no checkpoint is being written. Raises the last one's error if it failed."""
@@ -274,11 +274,11 @@ class Orchestrator:
         if self._step < steps:
             self._begin_evaluation()
         while self._step < steps:
-            taken = await self._take()
+            taken_batch = await self._take()
             if partial:  # unfinished rollouts keep their tokens, and continue in the next step
                 await self._finish_fixed_evaluation()
                 await self._watchdog.until(self._client.pause(), DRIVER, "engines to stop generating")
-            report = await self._train(taken)
+            report = await self._train(taken_batch)
             trained_at = time.monotonic()
             self._publish_wait_s = 0.0
             if self._publish_due:
@@ -286,7 +286,7 @@ class Orchestrator:
                 if alternating:
                     await self._publisher.delivered()
             publish_s = time.monotonic() - trained_at
-            self._steps.report(taken, report, self._publisher.take_record(), publish_s, self._publish_wait_s)
+            self._steps.report(taken_batch, report, self._publisher.take_record(), publish_s, self._publish_wait_s)
             self._spawn(self._steps.flush())
             # Only after the report: while it is set, ``settle`` reports the step of an interrupted run.
             self._in_flight = None
@@ -326,7 +326,7 @@ class Orchestrator:
 
     @property
     def _publish_due(self) -> bool:
-        return self._step >= (self._written + 1) * self._spec.pipeline.publish_every
+        return self._step >= (self._written_version + 1) * self._spec.pipeline.publish_every
 
     async def _take(self) -> TakenBatch:
         with self._watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
@@ -339,28 +339,28 @@ class Orchestrator:
                     await self._scheduler.requeue(answer.overdue)
                     continue
                 running = self._pool.shortage() or f"{self._client.running} rollouts are running"
-                wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
+                wait.purpose = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
 
-    async def _train(self, taken: TakenBatch) -> StepReport:
-        self._reporter.doing("training", taken.counts)
-        training = asyncio.create_task(self._trainer.train(taken.batch))
-        self._in_flight = (taken, training)
+    async def _train(self, taken_batch: TakenBatch) -> StepReport:
+        self._reporter.doing("training", taken_batch.counts)
+        training = asyncio.create_task(self._trainer.train(taken_batch.batch))
+        self._in_flight = (taken_batch, training)
         # Shielded from Ctrl-C, which cannot stop the ranks: ``settle`` waits for their step.
-        work = asyncio.shield(training)
-        report = await self._watchdog.until(work, DRIVER, f"the trainer's step {self._step + 1}")
+        shielded_step = asyncio.shield(training)
+        report = await self._watchdog.until(shielded_step, DRIVER, f"the trainer's step {self._step + 1}")
         self._step += 1
         return report
 
     async def _begin_publish(self) -> None:
         """Have the ranks write the next version. Engines load it while the trainer trains on (decision 0038)."""
-        begun = time.monotonic()
+        started = time.monotonic()
         # One publish at a time: the ledger's proof assumes it, and the hosts have memory for one new version.
         await self._publisher.delivered()
         await self._finish_fixed_evaluation()
-        self._publish_wait_s = time.monotonic() - begun
-        await self._publisher.publish(self._written + 1, self._publish_wait_s)
-        self._written += 1
+        self._publish_wait_s = time.monotonic() - started
+        await self._publisher.publish(self._written_version + 1, self._publish_wait_s)
+        self._written_version += 1
         self._spawn(self._publisher.delivered())  # an error ends the run immediately
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
@@ -381,13 +381,13 @@ class Orchestrator:
         if self._fixed_version:
             await self._finish_evaluation("the evaluation of the current weights")
 
-    async def _finish_evaluation(self, what: str) -> None:
+    async def _finish_evaluation(self, purpose: str) -> None:
         if self._evaluation is not None:
-            await self._watchdog.until(self._evaluation, GENERATION, what)
+            await self._watchdog.until(self._evaluation, GENERATION, purpose)
         self._evaluation, self._fixed_version = None, False
 
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         try:
-            self._tasks.create_task(work)
+            self._tasks.create_task(coroutine)
         except RuntimeError:  # the run has not begun, or is ending
-            work.close()
+            coroutine.close()

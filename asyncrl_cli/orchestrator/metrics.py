@@ -37,19 +37,19 @@ class StepClock:
     ) -> None:
         self._client = client
         self._processors = processors
-        self._at = time.monotonic()
+        self._lap_started = time.monotonic()
         self._totals = self._read()
         self._journal_s = 0.0
 
     def lap(self, report: StepReport, journal_s: float) -> dict[str, float]:
         """Metrics of the time since the last lap, with the step of ``report``. ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
-        seconds = now - self._at
+        seconds = now - self._lap_started
         tokens, busy, paused, wall, sequence_s, engines_s, driver_s, host_s, idle_s = (
-            new - old for new, old in zip(totals, self._totals, strict=True)
+            total - previous_total for total, previous_total in zip(totals, self._totals, strict=True)
         )
-        self._at, self._totals = now, totals
-        written, self._journal_s = journal_s - self._journal_s, journal_s
+        self._lap_started, self._totals = now, totals
+        journal_busy_s, self._journal_s = journal_s - self._journal_s, journal_s
         return {
             "tokens/generated": float(tokens),
             "tokens/generated_per_s": tokens / seconds,
@@ -60,7 +60,7 @@ class StepClock:
             "share/trainer_busy": min(1.0, report.seconds / seconds),
             "share/engines_busy": (busy - paused) / wall if wall else 0.0,
             "share/engines_paused": paused / wall if wall else 0.0,
-            "share/journal_busy": written / seconds,
+            "share/journal_busy": journal_busy_s / seconds,
             "engines/serving": float(len(self._client.serving())),
             "engines/requests_mean": sequence_s / busy if busy else 0.0,
             "cpu/trainer_s": report.cpu_s,
@@ -71,10 +71,13 @@ class StepClock:
         }
 
     def _read(self) -> tuple[float, ...]:
-        done = self._client.activity
+        activity = self._client.activity
         driver_s, host = self._processors()
-        engines = done.generated_tokens, done.busy_s, done.paused_s, done.wall_s, done.sequence_s, done.cpu_s
-        return *engines, driver_s, host.used_s, host.idle_s
+        return (
+            *(activity.generated_tokens, activity.busy_s, activity.paused_s),
+            *(activity.wall_s, activity.sequence_s, activity.cpu_s),
+            *(driver_s, host.used_s, host.idle_s),
+        )
 
 
 class StepRecorder:
@@ -108,12 +111,12 @@ class StepRecorder:
         self._buffer = buffer
         self._reporter = reporter
         self._unrecorded: dict[int, StepRecord] = {}
-        self.more: dict[str, float] = {}
+        self.extra_metrics: dict[str, float] = {}
         """Further metrics for the next report."""
 
     def report(
         self,
-        taken: TakenBatch,
+        taken_batch: TakenBatch,
         report: StepReport,
         published: PublishRecord | None,
         publish_s: float = 0.0,
@@ -121,17 +124,22 @@ class StepRecorder:
     ) -> None:
         """Report a trained step; ``flush`` records it. ``publish_s``: seconds that the trainer spent on the publish
         after the step; ``publish_wait_s``: the part of them before it could write."""
-        step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
+        step, window = taken_batch.batch.step, self._clock.lap(report, taken_batch.journal_s)
         metrics = step_metrics(
-            taken.batch, report=report, published=published, window=window, counts=taken.counts, names=self._task_names
+            taken_batch.batch,
+            report=report,
+            published=published,
+            window=window,
+            counts=taken_batch.counts,
+            names=self._task_names,
         )
         metrics |= speed_metrics(self._spec, report, window)
-        metrics |= self.more
-        self.more.clear()
+        metrics |= self.extra_metrics
+        self.extra_metrics.clear()
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
-        metrics["response/unknown_tokens"] = unknown_tokens(taken.batch, self._prompts.encoder.vocabulary)
+        metrics["response/unknown_tokens"] = unknown_tokens(taken_batch.batch, self._prompts.encoder.vocabulary)
         if self._demonstrated_tokens:
             metrics["response/demonstrated_max"] = float(self._demonstrated_tokens)
         if self._prompts.unusable:
@@ -144,7 +152,7 @@ class StepRecorder:
             self._reporter.health(step + 1, changed, self.health.open_findings)
             self._changed_findings += changed
         self.reported = step + 1
-        self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
+        self._unrecorded[step] = StepRecord(step, batch_digest(taken_batch.batch), metrics)
 
     @property
     def steps_without_learning(self) -> int:
@@ -172,10 +180,10 @@ def batch_digest(batch: TrainingBatch) -> str:
             if rollout.branches:
                 digest.update(len(rollout.branches).to_bytes(4, "little"))
             for sequence in rollout.sequences:
-                for part in (np.asarray(sequence.prompt_ids, np.int32), sequence.ids, sequence.versions):
-                    digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
-                for placed in sequence.images:
-                    digest.update(placed.image.digest.encode())
+                for array in (np.asarray(sequence.prompt_ids, np.int32), sequence.ids, sequence.versions):
+                    digest.update(len(array).to_bytes(4, "little") + array.astype("<i4").tobytes())
+                for placed_image in sequence.images:
+                    digest.update(placed_image.image.digest.encode())
     return digest.hexdigest()
 
 
@@ -245,17 +253,17 @@ def speed_metrics(spec: ExperimentSpec, report: StepReport, window: Mapping[str,
     """A step's trained tokens per second, in total and per GPU of ranks and engines, and the trainer's MFU if its GPUs'
     data sheet is known."""
     rate, peak = report.trained_tokens / window["time/step_s"], report.peak_flops
-    found = {"tokens/trained_per_s": rate, "train/tflop": report.flops / 1e12}
+    metrics = {"tokens/trained_per_s": rate, "train/tflop": report.flops / 1e12}
     gpus = float(spec.trainer.ranks if spec.trainer.gpus_per_rank else 0)
     if not shares_gpus(spec):  # otherwise the engines are on the ranks' GPUs
         gpus += window["engines/serving"] * spec.rollout.gpus_per_engine
     if gpus:
-        found["tokens/trained_per_gpu_s"] = rate / gpus
+        metrics["tokens/trained_per_gpu_s"] = rate / gpus
     if peak is not None and report.update_s:
         for name, seconds in (("update", report.update_s), ("end_to_end", window["time/step_s"])):
-            found[f"mfu/{name}"] = report.flops / (seconds * peak)
-        found["mfu/peak_tflops"] = peak / 1e12
-    return found
+            metrics[f"mfu/{name}"] = report.flops / (seconds * peak)
+        metrics["mfu/peak_tflops"] = peak / 1e12
+    return metrics
 
 
 def _spans(sequence: Rollout) -> int:
@@ -264,13 +272,13 @@ def _spans(sequence: Rollout) -> int:
 
 def _task_metrics(batch: TrainingBatch, names: Sequence[str]) -> dict[str, float]:
     """Tasks' own metrics, averaged over the rollouts that have them, and the rewards of each task of a mix."""
-    measured: defaultdict[str, list[float]] = defaultdict(list)
+    values_by_name: defaultdict[str, list[float]] = defaultdict(list)
     for group in batch.groups:
-        for of_rollout in group.metrics:
-            for name, value in of_rollout.items():
-                measured[f"task/{name}"].append(value)
+        for rollout_metrics in group.metrics:
+            for name, value in rollout_metrics.items():
+                values_by_name[f"task/{name}"].append(value)
         task = group.uid.partition("/")[0]
         if task in names:
-            measured[f"reward/{task}"] += group.known_rewards
-            measured[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.known_rewards]
-    return {name: float(np.mean(values)) for name, values in measured.items()}
+            values_by_name[f"reward/{task}"] += group.known_rewards
+            values_by_name[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.known_rewards]
+    return {name: float(np.mean(values)) for name, values in values_by_name.items()}

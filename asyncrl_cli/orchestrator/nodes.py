@@ -95,8 +95,8 @@ async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
 
 def numbers_of(address: str) -> tuple[tuple[int, int, str], ...]:
     """A key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
-    pieces = filter(None, re.split(r"[.:]", address))
-    return tuple((0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces)
+    components = filter(None, re.split(r"[.:]", address))
+    return tuple((0, int(component), "") if component.isdecimal() else (1, 0, component) for component in components)
 
 
 def eligible(nodes: Sequence[Node], selector: NodeSelector) -> tuple[Node, ...]:
@@ -179,15 +179,17 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
             )
     usable = [node for node in nodes if any(node in demand.nodes for demand in demands)]
     fit = all(sum(times_on(node, demand.bundle) for node in demand.nodes) >= demand.count for demand in demands)
-    needed: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for demand in demands:
-        for kind, amount in demand.bundle.items():
-            needed[kind] = needed.get(kind, 0.0) + demand.count * amount
-    fit &= all(sum(node.total.get(kind, 0.0) for node in usable) + ROUNDING >= total for kind, total in needed.items())
+        for resource, amount in demand.bundle.items():
+            totals[resource] = totals.get(resource, 0.0) + demand.count * amount
+    fit &= all(
+        sum(node.total.get(resource, 0.0) for node in usable) + ROUNDING >= total for resource, total in totals.items()
+    )
     needs = " and ".join(map(str, demands))
     if not fit:
         raise RunError(
-            f"the run needs {needs}, and there are only {_totals(usable, needed)}",
+            f"the run needs {needs}, and there are only {_totals(usable, totals)}",
             location="cluster",
             hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
         )
@@ -196,18 +198,20 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
 
 def times_on(node: Node, bundle: Resources) -> int:
     """Number of actors with these resources that fit on the node when it is empty."""
-    wanted = ((node.total.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount)
-    return min((int((total + ROUNDING) // amount) for total, amount in wanted), default=0)
+    resources = ((node.total.get(resource, 0.0), amount) for resource, amount in bundle.items() if amount)
+    return min((int((total + ROUNDING) // amount) for total, amount in resources), default=0)
 
 
 def shortage(bundle: Resources, count: int, nodes: Sequence[Node]) -> str:
     """A text about the resources that ``count`` bundles need, and the free resources of the usable ``nodes``."""
-    kinds = [kind for kind, amount in bundle.items() if amount]
+    kinds = [resource for resource, amount in bundle.items() if amount]
     needs = f"{f'{count} × ' if count > 1 else ''}{amounts(bundle)}"
     if not nodes:
         return f"it needs {needs}; the cluster has no node that it may use"
     room = [
-        ", ".join(f"{node.free.get(kind, 0):g} of {node.total.get(kind, 0):g} {kind}s" for kind in kinds)
+        ", ".join(
+            f"{node.free.get(resource, 0):g} of {node.total.get(resource, 0):g} {resource}s" for resource in kinds
+        )
         for node in nodes
     ]
     if len(nodes) == 1:
@@ -217,8 +221,10 @@ def shortage(bundle: Resources, count: int, nodes: Sequence[Node]) -> str:
 
 
 def _totals(nodes: Sequence[Node], bundle: Resources) -> str:
-    kinds = [kind for kind, amount in bundle.items() if amount]
-    return _listed([f"{amounts({kind: node.total.get(kind, 0) for kind in kinds})} on {node}" for node in nodes])
+    kinds = [resource for resource, amount in bundle.items() if amount]
+    return _listed(
+        [f"{amounts({resource: node.total.get(resource, 0) for resource in kinds})} on {node}" for node in nodes]
+    )
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -229,7 +235,8 @@ def _listed(texts: Sequence[str]) -> str:
 
 def amounts(resources: Resources) -> str:
     """A text such as ``1 CPU and 2 GPUs``. Resources with amount 0 are omitted unless all are 0."""
-    nonzero = {kind: amount for kind, amount in resources.items() if amount} or resources
+    nonzero = {resource: amount for resource, amount in resources.items() if amount} or resources
     return " and ".join(
-        f"{f'{amount:g}' if amount else 'no'} {kind}{'s' if amount != 1 else ''}" for kind, amount in nonzero.items()
+        f"{f'{amount:g}' if amount else 'no'} {resource}{'s' if amount != 1 else ''}"
+        for resource, amount in nonzero.items()
     )

@@ -83,7 +83,7 @@ class PlacementGroup:
     ) -> None:
         """``who``: the part's name in messages. ``bundle``: the resources of each of the ``count`` actors."""
         self.who = who
-        self._bundle = {kind: amount for kind, amount in bundle.items() if amount}
+        self._bundle = {resource: amount for resource, amount in bundle.items() if amount}
         self.count = count
         self._selector = selector
         self._examiner = examiner or _Trusting()
@@ -130,16 +130,16 @@ class PlacementGroup:
                 if await self._examiner.usable(self.nodes()):
                     return
                 self.remove()
-            if (now := time.monotonic()) >= next_notice:
+            if (checked_at := time.monotonic()) >= next_notice:
                 missing_room = self.shortage(await asyncio.to_thread(live_nodes))
-                if limit_s is not None and now - started > limit_s:
+                if limit_s is not None and checked_at - started > limit_s:
                     raise RunError(
                         f"Ray found no room for {self.who} within {limit_s:.0f} s: {missing_room}",
                         location="cluster",
                         hint="stop other programs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
                     )
                 warn(f"{self.who} waits until Ray has room for it: {missing_room}")
-                next_notice = now + NOTICE_S
+                next_notice = checked_at + NOTICE_S
             self.ask()
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:

@@ -32,24 +32,28 @@ class ProbeCheck:
         """The allowed gap in nats; in bfloat16 it is lowered when the first engine has proved a version."""
         self._learned = self._exact
 
-    def distance(self, one: np.ndarray, other: np.ndarray) -> float:
+    def distance(self, logprobs: np.ndarray, reference: np.ndarray) -> float:
         """The distance in nats between two sets of the probe's log-probs."""
-        differences = np.abs(one - other)
+        differences = np.abs(logprobs - reference)
         return float(differences.max() if self._exact else np.median(differences))
 
     def judge(
-        self, answer: np.ndarray, probe: np.ndarray, last: np.ndarray | None = None, base: np.ndarray | None = None
+        self,
+        answer: np.ndarray,
+        probe: np.ndarray,
+        previous_probe: np.ndarray | None = None,
+        base: np.ndarray | None = None,
     ) -> tuple[float, str]:
         """Return the gap to the trainer's log-probs in nats, and why the engine may not serve (empty if it may).
 
-        ``answer``: the engine's log-probs. ``probe`` and ``last``: the trainer's under this version and the previous
-        one. ``base``: the trainer's without adapters, for engines that apply adapters.
+        ``answer``: the engine's log-probs. ``probe`` and ``previous_probe``: the trainer's under this version and the
+        previous one. ``base``: the trainer's without adapters, for engines that apply adapters. All are [tokens].
         """
-        gap, allowed = self.distance(answer, probe), self.tolerance
+        gap, tolerance = self.distance(answer, probe), self.tolerance
 
-        def as_near_to(other: np.ndarray) -> bool:
+        def as_near_to(reference: np.ndarray) -> bool:
             # Noise: versions that are too similar cannot be told apart.
-            return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)
+            return self.distance(probe, reference) > self._noise and gap >= self.distance(answer, reference)
 
         how = "" if self._exact else " in the median"
         differ = f"its log-probs of the probe differ from the trainer's by {gap:.3g} nats{how}"
@@ -57,10 +61,10 @@ class ProbeCheck:
             return gap, f"{differ}, more than from the log-probs without adapters"
         # A small update moves the probe by less than the tolerance. An engine that missed it is then found by its
         # distance to the previous version. ``not <=``: NaN must be refused.
-        if not gap <= allowed or (last is not None and as_near_to(last)):
-            return gap, f"{differ}; at most {allowed:.3g} are allowed, and less than from the previous version's"
+        if not gap <= tolerance or (previous_probe is not None and as_near_to(previous_probe)):
+            return gap, f"{differ}; at most {tolerance:.3g} are allowed, and less than from the previous version's"
         if not self._learned:
             self._learned = True
-            self.tolerance = min(allowed, max(LEAST, USUAL * gap))
+            self.tolerance = min(tolerance, max(LEAST, USUAL * gap))
             self._noise = max(self._noise, 3 * gap)
         return gap, ""

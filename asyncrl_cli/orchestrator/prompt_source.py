@@ -30,16 +30,16 @@ class PromptSource:
         self,
         loader: PromptLoader,
         encoder: PromptEncoder,
-        first: Iterable[Prompt] = (),
+        unused_prompts: Iterable[Prompt] = (),
         prompt_filter: PromptFilter | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``first``: the unused prompts. ``prompt_filter`` decides which prompts are skipped. ``warn`` shows a warning
+        """``unused_prompts`` come first. ``prompt_filter`` decides which prompts are skipped. ``warn`` shows a warning
         to the user."""
         self.loader = loader
         self.encoder = encoder
         self.filter = prompt_filter
-        self._first = deque(first)
+        self._unused_prompts = deque(unused_prompts)
         self._warn = warn
         self.skipped = self.unusable = 0
         self._serial = 0
@@ -48,17 +48,17 @@ class PromptSource:
 
     def next(self) -> tuple[Prompt, Encoded]:
         """The next usable prompt. Raises ``RunError`` after skipping ``MAX_SKIPS_IN_A_ROW`` prompts."""
-        last = ""
+        last_error = ""
         for _ in range(MAX_SKIPS_IN_A_ROW):
             try:
-                prompt = self._first.popleft() if self._first else self._unsolved()
+                prompt = self._unused_prompts.popleft() if self._unused_prompts else self._unsolved()
                 encoded = self.encoder.encode_with_images(prompt)
             except DataError as error:
                 # Rows are not checked when the data is opened.
                 self.unusable += 1
                 if self.unusable <= UNUSABLE_NAMED:
                     self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
-                last = f"; the last one: {error}"
+                last_error = f"; the last one: {error}"
                 continue
             if encoded is not None:
                 return prompt, encoded
@@ -69,7 +69,7 @@ class PromptSource:
                     "the metric data/skipped_prompts counts such prompts"
                 )
         raise RunError(
-            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable{last}",
+            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable{last_error}",
             location="data.train",
             hint="raise rollout.max_prompt_tokens, or correct the rows",
         )
@@ -96,8 +96,8 @@ class PromptSource:
         if not self.encoder.sees_images:
             return count
         if not self._ready:
-            wanted = min(count, PROMPTS_WITH_IMAGES)
-            self._ready.extend(await asyncio.to_thread(lambda: [self._next_candidate() for _ in range(wanted)]))
+            encoded_count = min(count, PROMPTS_WITH_IMAGES)
+            self._ready.extend(await asyncio.to_thread(lambda: [self._next_candidate() for _ in range(encoded_count)]))
         return min(count, len(self._ready))
 
     def candidate(self) -> Candidate:

@@ -122,8 +122,8 @@ class Publisher:
         """
         async with self._turn:
             await self.delivered()  # agents have memory for two versions: the served one and the next
-            written = await self._write(version)
-            self._delivery = asyncio.create_task(self._deliver_and_record(written, waited_s))
+            written_version = await self._write(version)
+            self._delivery = asyncio.create_task(self._deliver_and_record(written_version, waited_s))
 
     async def delivered(self) -> None:
         """Wait until no publish is in flight. Raises the publish's error. Cancelling the call does not cancel the
@@ -149,10 +149,10 @@ class Publisher:
             if self._current is not None:
                 version, checksum = self._current.manifest.version, self._current.manifest.checksum
             try:
-                written = await self._write(version, go_back)
+                written_version = await self._write(version, go_back)
             except StepPassed:
                 return  # the next version is on its way, and other engines serve until then
-            record = await self._deliver(written)
+            record = await self._deliver(written_version)
         if checksum is None:
             await self._buffer.publish(record)
         elif record.checksum != checksum:  # a warning, not an error: the engines serve what the trainer has
@@ -187,9 +187,9 @@ class Publisher:
         cause = f"every host has lost version {version}, so the trainer writes it again"
         return await self._trainer.at(version * self._publish_every, write, go_back=cause if go_back else "")
 
-    async def _deliver_and_record(self, written: Written, waited_s: float) -> None:
-        what = f"every engine to load version {written.version}"
-        record = await self._watchdog.until(self._deliver(written), DRIVER, what)
+    async def _deliver_and_record(self, written_version: Written, waited_s: float) -> None:
+        purpose = f"every engine to load version {written_version.version}"
+        record = await self._watchdog.until(self._deliver(written_version), DRIVER, purpose)
         record = replace(record, waited_s=waited_s)
         # Only now, when all engines have proved it: recording it raises the ledger's version, and a group admitted at
         # this version must not get an older token (decision 0001).
@@ -197,7 +197,7 @@ class Publisher:
         self._record = record
         self._client.room.set()  # the ledger has room for groups at the new version
 
-    async def _deliver(self, written: Written) -> PublishRecord:
+    async def _deliver(self, written_version: Written) -> PublishRecord:
         """Have all serving engines load and prove a version. The ranks may train during the call.
 
         An engine that fails is marked as dead. If an engine's host does not get the version in time, the engine stops
@@ -207,32 +207,32 @@ class Publisher:
         started = time.monotonic()
         while True:
             try:
-                manifest = await self._replicas.manifest(written)
+                manifest = await self._replicas.manifest(written_version)
                 break
             except AgentLost:
                 # The bytes existed only in the agent's memory, so the ranks must write them again. They may have
                 # trained the next step by now; going back is the only way to these weights.
-                written = await self._write(written.version)
-        served, probe = self._current, written.probe
+                written_version = await self._write(written_version.version)
+        served, probe = self._current, written_version.probe
         same = served is not None and served.manifest == manifest
-        last = None if served is None else served.last_probe if same else served.probe.logprobs
+        last_probe = None if served is None else served.last_probe if same else served.probe.logprobs
         # No await from here to the list of engines. With one, ``bring_up`` could mark an engine as serving the old
         # version after the list was made, and the engine would never get this version.
-        self._current = publication = Publication(manifest, probe, last)
+        self._current = publication = Publication(manifest, probe, last_probe)
         if served is not None:
             served.replaced.set()
         engines = [] if same else self._client.serving()
         self._available.set()
         updates = await self._update_all(engines, publication)
         return PublishRecord(
-            version=written.version,
-            step=written.version * self._publish_every,
+            version=written_version.version,
+            step=written_version.version * self._publish_every,
             checksum=manifest.checksum,
-            seconds=written.seconds + time.monotonic() - started,
+            seconds=written_version.seconds + time.monotonic() - started,
             stall_s=max((update.stall_s for update in updates), default=0.0),
             gap=max((update.gap for update in updates), default=0.0),
             change=0.0 if served is None else self._check.distance(probe.logprobs, served.probe.logprobs),
-            write_s=written.seconds,
+            write_s=written_version.seconds,
             transfer_s=max((update.transfer_s for update in updates), default=0.0),
             pauses={update.engine: update.pause for update in updates},
         )
@@ -268,10 +268,10 @@ class Publisher:
         while waiting:
             usual_s = self._usual_s if fastest is None else fastest
             left_s = None if usual_s is None else max(0.0, 2 * usual_s + LATE_S - (time.monotonic() - started))
-            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+            finished_pulls, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not finished_pulls:
                 return
-            for pull in done:
+            for pull in finished_pulls:
                 # Hosts that fetched nothing do not count: the ranks wrote there, so they were done at once.
                 if pull.exception() is None and pull.result().fetched_bytes and fastest is None:
                     self._usual_s = fastest = pull.result().seconds
@@ -355,7 +355,7 @@ class Publisher:
             self._timeout_s + seconds_for(size_of(manifest.slots)),
         )
         gap, refused = self._check.judge(
-            answer.probe_logprobs, probe.logprobs, last=publication.last_probe, base=probe.base_logprobs
+            answer.probe_logprobs, probe.logprobs, previous_probe=publication.last_probe, base=probe.base_logprobs
         )
         if answer.version != manifest.version:
             refused = f"it reports version {answer.version}"

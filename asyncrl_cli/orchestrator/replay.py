@@ -49,13 +49,13 @@ def recorded_steps(run: RunDirectory) -> int:
         return steps_trained(connection)
 
 
-def changes_since(run: RunDirectory, first: int) -> list[str]:
-    """Reasons why a replay from step ``first`` on may give other weights: resumes that changed training settings."""
+def changes_since(run: RunDirectory, first_step: int) -> list[str]:
+    """Reasons why a replay from ``first_step`` on may give other weights: resumes that changed training settings."""
     reasons = []
     with reading(run.path / FILE) as connection:
         for start in starts(connection):
             changed = training_changes(start.note)
-            if start.process == "resume" and changed and start.steps_taken > first:
+            if start.process == "resume" and changed and start.steps_taken > first_step:
                 reasons.append(f"the resume after step {start.steps_taken} changed {', '.join(changed)}")
     return reasons
 
@@ -69,8 +69,8 @@ class ReplayPlan:
     search_path: Path
     logs: Path  # the folder for the processes' logs
     checkpoint: Checkpoint | None  # the trainer's start; None for the initial model
-    first: int  # the first step to show, counted from 0 like all steps in the journal
-    last: int  # the step after the last one
+    first_step: int  # the first step to show, counted from 0 like all steps in the journal
+    end_step: int  # the step after the last one
     repeats_warm_start: bool  # otherwise the run's own result is used
 
 
@@ -102,7 +102,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         await ranks.preload()
         await ranks.prepare_model()
         await ranks.start(checkpoint.folder if checkpoint else None)
-        for step in range(checkpoint.step if checkpoint else 0, plan.last):
+        for step in range(checkpoint.step if checkpoint else 0, plan.end_step):
             try:
                 with explained(run.path / FILE):
                     batch = read_batch(connection, step, earlier=spec.algorithm.advantage == RUNNING_BASELINE)
@@ -113,11 +113,11 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                     hint="replay from a later checkpoint (--from), or keep all tokens (journal.keep: all)",
                 ) from None
             report = await ranks.train_step(batch)
-            if step < plan.first:
-                progress(f"on the way to step {plan.first + 1}: step {step + 1}")
+            if step < plan.first_step:
+                progress(f"on the way to step {plan.first_step + 1}: step {step + 1}")
                 continue
-            version, rest = divmod(step + 1, spec.pipeline.publish_every)
-            recorded = None if rest else checksum(connection, version)
+            version, steps_past_publish = divmod(step + 1, spec.pipeline.publish_every)
+            recorded = None if steps_past_publish else checksum(connection, version)
             equal = None
             if recorded is not None:
                 manifest = await replicas.manifest(await replicas.write(ranks, version))

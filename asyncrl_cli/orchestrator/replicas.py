@@ -65,14 +65,14 @@ class AgentProcess(SupervisedActor):
         self.endpoint: Endpoint | None = None
         self.losses = 0
         """Number of agents lost here, each with the versions in its memory."""
-        self.held: dict[tuple[int, str], frozenset[int]] = {}
+        self.held_ranks: dict[tuple[int, str], frozenset[int]] = {}
         """The ranks whose shards this host has, by version and checksum."""
         self._settings = settings
         self._why_gone = why_gone
         self._faults: dict[str, str] = {}
 
     async def _bring_up(self, actor: Any) -> None:
-        self.held, self.endpoint = {}, None
+        self.held_ranks, self.endpoint = {}, None
         self.endpoint = await wait_for(actor.start.remote(*self._settings()), self.name, START_TIMEOUT_S)
 
     async def ask_for(self, method: str, *arguments: Any, limit_s: float) -> Any:
@@ -104,7 +104,7 @@ class AgentProcess(SupervisedActor):
         gone = await why_lost(lambda: self._why_gone(self.node), isinstance(lost, Unreachable))
         if actor is self.actor:
             self.losses += 1
-            self.held, self.endpoint, self.gone = {}, None, gone
+            self.held_ranks, self.endpoint, self.gone = {}, None, gone
             if gone:
                 self.release()
             else:
@@ -114,8 +114,10 @@ class AgentProcess(SupervisedActor):
         """Record that the agent has these ranks' shards of a version."""
         if self.endpoint is not None:  # otherwise it was lost in the meantime
             # A host keeps two versions.
-            self.held = {key: held for key, held in self.held.items() if key[0] >= manifest.version - 1}
-            self.held[manifest.version, manifest.checksum] = frozenset(ranks)
+            self.held_ranks = {
+                key: rank_set for key, rank_set in self.held_ranks.items() if key[0] >= manifest.version - 1
+            }
+            self.held_ranks[manifest.version, manifest.checksum] = frozenset(ranks)
 
     async def note_fault(self, holder: str, message: str) -> None:
         """Record that this host could not fetch from ``holder``, once for each message."""
@@ -175,18 +177,26 @@ class Replicas:
         self._ranks = len(ranks.nodes)
         while True:
             nodes = ranks.nodes
-            own = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in nodes}
-            self._writers = own.keys()
-            losses = [self._agent(node).losses for node in own]
+            ranks_by_node = {
+                node: [rank for rank, rank_node in enumerate(nodes) if rank_node == node] for node in nodes
+            }
+            self._writers = ranks_by_node.keys()
+            losses = [self._agent(node).losses for node in ranks_by_node]
             try:
-                paths = dict(zip(own, await self._ask_all("begin", version, keep, of=own), strict=True))
+                paths = dict(
+                    zip(
+                        ranks_by_node,
+                        await self._ask_all("begin", version, keep, ranks_by_node=ranks_by_node),
+                        strict=True,
+                    )
+                )
                 started = time.monotonic()
                 probe = await ranks.write(version, [paths[node] for node in nodes])
-                return Written(version, probe, ranks=own, losses=losses, seconds=time.monotonic() - started)
+                return Written(version, probe, ranks=ranks_by_node, losses=losses, seconds=time.monotonic() - started)
             except ReplicaGone:
                 await self._look()
-                if losses == [self._agent(node).losses for node in own]:  # no agent has died: it would fail again
-                    raise
+                if losses == [self._agent(node).losses for node in ranks_by_node]:
+                    raise  # no agent has died: it would fail again
             except RunError as error:
                 # If the host is lost, so are its ranks, and Ray starts no agent there (decision 0038).
                 await ranks.check()
@@ -195,18 +205,18 @@ class Replicas:
                 if not isinstance(error, AgentLost):
                     raise
 
-    async def manifest(self, written: Written) -> Manifest:
+    async def manifest(self, written_version: Written) -> Manifest:
         """Have the agents compute the written version's digests. Raises ``AgentLost`` if a part of it is lost."""
-        agents = [self._agent(node) for node in written.ranks]
+        agents = [self._agent(node) for node in written_version.ranks]
         try:
-            parts = await self._ask_all("digest", written.version, of=written.ranks)
+            shard_digests = await self._ask_all("digest", written_version.version, ranks_by_node=written_version.ranks)
         except RunError as error:
-            if [agent.losses for agent in agents] == written.losses:
+            if [agent.losses for agent in agents] == written_version.losses:
                 raise
             raise AgentLost(error.message, location=error.location) from error  # an agent died before this call
-        manifest = Manifest.from_digests(written.version, self._slots, self._ranks, parts)
+        manifest = Manifest.from_digests(written_version.version, self._slots, self._ranks, shard_digests)
         for agent in agents:
-            agent.note_held(manifest, written.ranks[agent.node])
+            agent.note_held(manifest, written_version.ranks[agent.node])
         return manifest
 
     async def pull(self, node: str, manifest: Manifest) -> Pulled:
@@ -236,17 +246,19 @@ class Replicas:
         """True if the live agents together have all parts of a version."""
         await self._look()
         key = manifest.version, manifest.checksum
-        held = [agent.held.get(key, frozenset()) for agent in self._agents.values()]
-        return len(frozenset[int]().union(*held)) == manifest.ranks
+        held_ranks = [agent.held_ranks.get(key, frozenset()) for agent in self._agents.values()]
+        return len(frozenset[int]().union(*held_ranks)) == manifest.ranks
 
     def _holders(self, agent: AgentProcess) -> list[Endpoint]:
         """The hosts that an agent pulls from: all hosts of ranks, because each may be the only one with its part, and a
         random choice of others, which spreads the load."""
-        others = [other for other in self._agents.values() if other is not agent]
-        random.shuffle(others)
-        writers = [other for other in others if other.node in self._writers]
-        peers = [other for other in others if other.node not in self._writers and other.endpoint is not None][:PEERS]
-        return [other.endpoint for other in (*writers, *peers) if other.endpoint is not None]
+        agents = [holder for holder in self._agents.values() if holder is not agent]
+        random.shuffle(agents)
+        writers = [holder for holder in agents if holder.node in self._writers]
+        peers = [holder for holder in agents if holder.node not in self._writers and holder.endpoint is not None][
+            :PEERS
+        ]
+        return [holder.endpoint for holder in (*writers, *peers) if holder.endpoint is not None]
 
     def _agent(self, node: str) -> AgentProcess:
         if node not in self._agents:
@@ -264,11 +276,12 @@ class Replicas:
         # Twice the bytes: the memory of two versions is allocated in one call.
         return CALL_S + seconds_for(2 * size_of(self._slots))
 
-    async def _ask_all(self, method: str, *arguments: Any, of: Mapping[str, Sequence[int]]) -> list[Any]:
+    async def _ask_all(self, method: str, *arguments: Any, ranks_by_node: Mapping[str, Sequence[int]]) -> list[Any]:
         """Ask each node's agent about its own ranks. Returns or raises only after all calls have ended: a retry must
         not overlap with a call of the previous attempt."""
         calls = [
-            self._agent(node).ask_for(method, *arguments, ranks, limit_s=self._limit_s) for node, ranks in of.items()
+            self._agent(node).ask_for(method, *arguments, ranks, limit_s=self._limit_s)
+            for node, ranks in ranks_by_node.items()
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:

@@ -55,20 +55,20 @@ class Plan:
 
         ``accept_changed_data``: never compare the prompts recorded so far with the data again.
         """
-        first = self.start.checkpoint.step if self.start.checkpoint else 0
+        first_step = self.start.checkpoint.step if self.start.checkpoint else 0
         notes = [self.start.note]
         if self.without_journal:
             _archive_journal(run)
             # Before the new journal begins, which would look damaged if state.json had a later step.
-            run.update(step=first)
+            run.update(step=first_step)
             notes.insert(0, "without the old journal")
         if self.changed:
             notes.append(self.changed)
-        archive = archive_later(run.path / "checkpoints", first if self.again else None)
+        archive = archive_later(run.path / "checkpoints", first_step if self.again else None)
         if archive is not None:
-            notes.append(f"checkpoints after step {first} are in {archive.relative_to(run.path)}")
+            notes.append(f"checkpoints after step {first_step} are in {archive.relative_to(run.path)}")
         if (run.path / FILE).is_file():
-            prepare_resume(run.path / FILE, first if self.again else None, accept_changed_data)
+            prepare_resume(run.path / FILE, first_step if self.again else None, accept_changed_data)
         _restore_metrics(run, self.trained)
         return replace(self.start, note=", ".join(filter(None, notes)))
 
@@ -83,48 +83,60 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     if checkpoint is not None:
         check_layout(checkpoint, spec.trainer)
     if without_journal:
-        first, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
+        first_step, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
         return Plan(
-            DriverStart("resume", note=note, checkpoint=checkpoint, base=base), first, again=True, without_journal=True
+            DriverStart("resume", note=note, checkpoint=checkpoint, base=base),
+            first_step,
+            again=True,
+            without_journal=True,
         )
     journal = run.path / FILE
     instead = f"restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
-    taken, trained, begun = 0, 0, False
+    step_count, trained_count, journal_has_begun = 0, 0, False
     if journal.is_file():
-        if begun := is_begun(journal):
+        if journal_has_begun := is_begun(journal):
             check(journal)
             with reading(journal) as connection:
-                before = base_of(connection).get("step", 0)  # steps before the journal began
-                taken, trained = max(steps_taken(connection), before), max(steps_trained(connection), before)
+                base_step = base_of(connection).get("step", 0)  # steps before the journal began
+                step_count, trained_count = (
+                    max(steps_taken(connection), base_step),
+                    max(steps_trained(connection), base_step),
+                )
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
-    problem = f"the run has taken {taken} steps, more than {spec.stop.total}" if taken > spec.stop.total else ""
-    if taken == spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
-        problem = f"run already completed {taken} of {spec.stop.total} steps"
+    problem = (
+        f"the run has taken {step_count} steps, more than {spec.stop.total}" if step_count > spec.stop.total else ""
+    )
+    if step_count == spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
+        problem = f"run already completed {step_count} of {spec.stop.total} steps"
     if problem:
-        hint = f"to train further: asyncrl resume {run.argument} --steps {2 * taken}"
+        hint = f"to train further: asyncrl resume {run.argument} --steps {2 * step_count}"
         raise RunError(problem, location=run.run_id, hint=hint)
     # A batch is in the journal before it is trained, so a later step in another file means that the journal lost rows
     # (decision 0013).
-    known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
-    for source, later in known.items():
-        if later > taken:
+    known_steps = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
+    for source, later in known_steps.items():
+        if later > step_count:
             raise RunError(
-                f"the journal ends at step {taken}, but {source} has step {later}: {FILE}-wal is missing or "
+                f"the journal ends at step {step_count}, but {source} has step {later}: {FILE}-wal is missing or "
                 "truncated, or the journal is an older copy",
                 location=str(journal),
                 hint=instead,
             )
-    first = checkpoint.step if checkpoint else 0
-    takes_data = not begun or _read_through(run, spec=spec, first=first, taken=taken)
+    first_step = checkpoint.step if checkpoint else 0
+    takes_data = not journal_has_begun or _read_through(run, spec=spec, first_step=first_step, taken_steps=step_count)
     # The batches are kept. With other settings they give other weights, so their old reports are dropped.
-    differ = first < trained and bool(training_changes(note))
-    steps = f"step {first + 1} is" if trained == first + 1 else f"steps {first + 1} to {trained} are"
+    differ = first_step < trained_count and bool(training_changes(note))
+    steps = (
+        f"step {first_step + 1} is"
+        if trained_count == first_step + 1
+        else f"steps {first_step + 1} to {trained_count} are"
+    )
     changed = f"{steps} trained again with the new settings, and their weights will differ" if differ else ""
     again = differ or step is not None
     return Plan(
         DriverStart("resume", note, checkpoint),
-        trained=min(trained, first) if again else trained,
+        trained=min(trained_count, first_step) if again else trained_count,
         again=again,
         without_journal=False,
         takes_data=takes_data,
@@ -132,19 +144,19 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     )
 
 
-def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> bool:
+def _read_through(run: RunDirectory, spec: ExperimentSpec, first_step: int, taken_steps: int) -> bool:
     """Read what a resume needs from the journal, so damage is found now: the position, unfinished groups, and the
-    batches from step ``first`` on. Changes nothing. True if further prompts are needed to reach the last step."""
+    batches from step ``first_step`` on. Changes nothing. True if further prompts are needed to reach the last step."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
         book = DurableLedger(run.path / FILE, BufferSettings.of(spec), journal=journal)
         waiting = len(book.opening().waiting)
-        for step in range(first, taken):
+        for step in range(first_step, taken_steps):
             try:
                 book.batch(step)
             except LookupError as error:
                 raise RunError(
-                    f"the steps after step {first} cannot be trained again: {error.args[0]}",
+                    f"the steps after step {first_step} cannot be trained again: {error.args[0]}",
                     location=run.run_id,
                     hint=f"resume from a later checkpoint: `asyncrl checkpoint list {run.argument}` shows them",
                 ) from None
@@ -173,16 +185,16 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
     for epoch, position, uid, *recorded in () if accept_changed_data else rows:
         loader.restore({"epoch": epoch, "position": position})
         try:
-            found = loader.newest()
+            prompt = loader.newest()
         except DataError as error:
             if isinstance(error.__context__, ImageError):
                 continue  # an image file is gone, but the journal has the image
             raise
-        if [found.uid, *prompt_texts(found)] != [uid, *recorded]:
-            now = "other contents" if found.uid == uid else f"prompt {found.uid!r} at its position"
+        if [prompt.uid, *prompt_texts(prompt)] != [uid, *recorded]:
+            difference = "other contents" if prompt.uid == uid else f"prompt {prompt.uid!r} at its position"
             raise RunError(
                 f"the training data has changed since the run was started: prompt {uid!r} was trained on, and the "
-                f"data now has {now}",
+                f"data now has {difference}",
                 location=paths[0] if len(paths := spec.data.train.paths) == 1 else "data.train",
                 hint="restore the data, or continue at the same position of the changed data: "
                 f"asyncrl resume {run.argument} --accept-changed-data",
@@ -194,10 +206,14 @@ def _archive_journal(run: RunDirectory) -> None:
     files = sorted(run.path.glob(f"{FILE}*"))
     if not files:
         return
-    number = next(number for number in count(1) if not (run.path / f"damaged-{number}").exists())
-    folder, last = run.path / f"damaged-{number}", run.path / f"damaged-{number - 1}"
-    if files[0].name != FILE and last.is_dir() and not any((last / path.name).exists() for path in files):
-        folder = last
+    index = next(index for index in count(1) if not (run.path / f"damaged-{index}").exists())
+    folder, newest_folder = run.path / f"damaged-{index}", run.path / f"damaged-{index - 1}"
+    if (
+        files[0].name != FILE
+        and newest_folder.is_dir()
+        and not any((newest_folder / path.name).exists() for path in files)
+    ):
+        folder = newest_folder
     folder.mkdir(exist_ok=True)
     # The journal before its -wal: a kill must not leave a journal without -wal, which would look like an older copy.
     for path in files:

@@ -35,9 +35,11 @@ class Scoring:
     Raises ``UserError`` if the task cannot be loaded (any more), and if too many actors were lost.
     """
 
-    def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget, loaded: object) -> None:
-        """``loaded``: the loaded task, which decides whether responses are scored together."""
-        self._loaded = loaded
+    def __init__(
+        self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget, task_object: object
+    ) -> None:
+        """``task_object``: the loaded task, which decides whether responses are scored together."""
+        self._task_object = task_object
         self._actor = SupervisedActor("scorer", name=SCORER, make=make_actor, start=_start, budget=budget)
         self._calls = task.reward_workers * task.reward_concurrency
         self._at_once = max(AT_ONCE, self._calls)
@@ -51,7 +53,7 @@ class Scoring:
 
     def sees_group(self, prompt: Prompt) -> bool:
         """True if the responses to this prompt are scored together."""
-        return scores_groups(task_of(self._loaded, prompt)[0])
+        return scores_groups(task_of(self._task_object, prompt)[0])
 
     async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         """The score of each text of each response, in order. A group's failure is the failure of each of its texts.
@@ -73,9 +75,11 @@ class Scoring:
             for worker in workers:
                 worker.cancel()
         return [
-            one
+            score
             for (_, text, _), answer in zip(responses, scored, strict=True)
-            for one in (answer if isinstance(answer, tuple) else [answer] * (1 if isinstance(text, str) else len(text)))
+            for score in (
+                answer if isinstance(answer, tuple) else [answer] * (1 if isinstance(text, str) else len(text))
+            )
         ]
 
     async def _score_some(self, responses: Sequence[Response]) -> list[Answer]:
@@ -97,15 +101,15 @@ class Scoring:
     async def _room_for(self, responses: int) -> AsyncIterator[None]:
         """Wait until the actor has room for this many responses. It limits responses, not calls: many engines deliver
         one or two rollouts at a time, and the latency of one call at a time would limit them (decision 0006)."""
-        taken = 0
+        acquired_count = 0
         try:
             async with self._entering:  # two callers that each have a part of the room could deadlock
-                while taken < responses:
+                while acquired_count < responses:
                     await self._room.acquire()
-                    taken += 1
+                    acquired_count += 1
             yield
         finally:
-            for _ in range(taken):
+            for _ in range(acquired_count):
                 self._room.release()
 
     async def _ask(self, responses: Sequence[Response]) -> list[Answer]:

@@ -40,7 +40,7 @@ class Served:
 
     spec: ExperimentSpec
     name: str  # the model's name for clients
-    what: str  # a description of the model for the user
+    description: str  # a description of the model for the user
     step: int  # the step of its weights; 0 for a model that no run has trained
     logs: Path  # the folder for the processes' logs
     model: Callable[[Path], Path]
@@ -67,8 +67,10 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None, comman
     final = run.path.absolute() / MODEL
     logs = run.path / "logs" / command
     if step is None and run.state.phase == "finished" and final.is_dir():
-        what = f"the final model of {run.run_id}"
-        return replace(served_folder(spec, final, logs=logs, what=what), name=run.run_id, step=run.state.step)
+        description = f"the final model of {run.run_id}"
+        return replace(
+            served_folder(spec, final, logs=logs, description=description), name=run.run_id, step=run.state.step
+        )
     checkpoint = verified_checkpoint(run, step)
     if checkpoint is None:
         raise RunError(
@@ -80,17 +82,19 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None, comman
     return Served(
         spec,
         name=run.run_id,
-        what=f"step {checkpoint.step} of {run.run_id}",
+        description=f"step {checkpoint.step} of {run.run_id}",
         step=checkpoint.step,
         logs=writable_folder(logs),
         model=partial(_export, run, spec, checkpoint),
     )
 
 
-def served_folder(spec: ExperimentSpec, folder: Path, logs: Path, what: str) -> Served:
+def served_folder(spec: ExperimentSpec, folder: Path, logs: Path, description: str) -> Served:
     """The model in a folder, with the other settings of a spec."""
     spec = saved_model(spec, str(folder))
-    return Served(spec, name=spec.name, what=what, step=0, logs=writable_folder(logs), model=lambda _: folder)
+    return Served(
+        spec, name=spec.name, description=description, step=0, logs=writable_folder(logs), model=lambda _: folder
+    )
 
 
 def saved_model(spec: ExperimentSpec, path: str) -> ExperimentSpec:
@@ -127,21 +131,21 @@ class Engines:
 
 def use_engines(
     served: Served,
-    work: Callable[[Engines], Awaitable[T]],
+    use: Callable[[Engines], Awaitable[T]],
     *,
     again: str,
     status: Callable[[str], None],
     warn: Callable[[str], None],
     search_path: Path | None = None,
 ) -> T:
-    """Start engines, and return the result of ``work``, which begins while they start.
+    """Start engines, and return the result of ``use``, which begins while they start.
 
     ``again``: the error's hint if Ray's processes die. ``search_path``: the folder of the user's modules. All started
     processes have ended when this returns. Raises ``Interrupted`` after Ctrl-C or SIGTERM, otherwise ``UserError``.
     """
     spec = without_training(served.spec)
 
-    async def use(stop: Stop) -> T:
+    async def start_and_use(stop: Stop) -> T:
         stop.attach()
         last = ""
 
@@ -181,7 +185,7 @@ def use_engines(
                     kept.append(group.create_task(while_engines_serve(client, limit_s, lambda: last)))
 
                 serving = group.create_task(start())
-                result = await work(
+                result = await use(
                     Engines(folder, tokenizer, client=client, factory=factory, budget=budget, serving=serving)
                 )
                 for task in (serving, *kept):
@@ -203,7 +207,7 @@ def use_engines(
     try:
         actors = Actors(spec.rollout.min_engines, 0)
         with stop_on_signals() as stop, ray_cluster(spec, served.logs, actors):
-            return asyncio.run(use(stop))
+            return asyncio.run(start_and_use(stop))
     except KeyboardInterrupt:  # before an event loop handled signals
         raise Interrupted from None
 

@@ -26,7 +26,7 @@ class TaskActors:
     def __init__(self, experiment: Experiment, factory: ActorFactory, budget: RestartBudget) -> None:
         self._spec = spec = experiment.spec
         self._episodic = experiment.episodic
-        self._loaded = experiment.tasks
+        self._task_objects = experiment.tasks
         self._factory = factory
         self._budget = budget
         self._all_workers: list[EpisodeWorkers] = []
@@ -58,17 +58,17 @@ class TaskActors:
     def held_out(self, name: str, prompts: Sequence[Prompt], tokenizer: Any, warn: Callable[[str], None]) -> HeldOut:
         """The prompts of an evaluation set with the part that scores the responses. ``name`` "": ``data.eval``."""
         episodic = name in self._episodic
-        chosen = self._spec.evaluation.sets.get(name)
-        location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
+        set_spec = self._spec.evaluation.sets.get(name)
+        location = "data.eval" if set_spec is None else f"evaluation.sets.{name}.data"
         encoder = PromptEncoder.of(self._spec, tokenizer, episodic)
         rows = encoded(prompts, encoder=encoder, location=location, warn=warn)
-        if chosen is None or chosen.task is None:
+        if set_spec is None or set_spec.task is None:
             return HeldOut(rows, self.scoring, self.episodes)
-        scoring = self._make_scoring(name, chosen.task)
+        scoring = self._make_scoring(name, set_spec.task)
         if not episodic:
             return HeldOut(rows, scoring)
-        workers = self._make_workers(chosen.task, f"episode-worker-{name}")
-        return HeldOut(rows, scoring, self._playing(chosen.task, workers=workers, scoring=scoring))
+        workers = self._make_workers(set_spec.task, f"episode-worker-{name}")
+        return HeldOut(rows, scoring, self._playing(set_spec.task, workers=workers, scoring=scoring))
 
     async def stop(self) -> None:
         """End all episodes, then the gateway, in bounded time."""
@@ -79,7 +79,7 @@ class TaskActors:
 
     def _make_scoring(self, name: str, task: TaskSpec) -> Scoring:
         make_actor = partial(self._factory.scorer, task)
-        return Scoring(task, make_actor, budget=self._budget, loaded=self._loaded[name])
+        return Scoring(task, make_actor, budget=self._budget, task_object=self._task_objects[name])
 
     def _make_workers(self, task: TaskSpec, name: str) -> EpisodeWorkers:
         make_actor = partial(self._factory.episode_worker, task)

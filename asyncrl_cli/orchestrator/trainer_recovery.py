@@ -60,8 +60,8 @@ class ResilientTrainer:
         # Calls to the ranks are collective. Two at a time could reach the ranks in different orders and deadlock.
         self._turn = asyncio.Lock()
 
-    async def at(self, step: int, work: Callable[[], Awaitable[T]], go_back: str = "") -> T:
-        """Do ``work`` with the weights after ``step`` steps; returns its result. If a rank dies, recover and repeat it.
+    async def at(self, step: int, call: Callable[[], Awaitable[T]], go_back: str = "") -> T:
+        """The result of ``call`` with the weights after ``step`` steps. If a rank dies, recover and repeat the call.
 
         If the weights are behind, recorded batches are trained first. If they are ahead, the ranks return to a
         checkpoint for the reason ``go_back``; without a reason, ``StepPassed`` is raised.
@@ -69,7 +69,7 @@ class ResilientTrainer:
         async with self._turn:
             if self.ready and self.step > step and go_back:  # lost ranks restart from a checkpoint anyway
                 await self._lose("trainer-0", go_back)
-            return await self._at(step, work)
+            return await self._at(step, call)
 
     async def train(self, batch: TrainingBatch) -> StepReport:
         """Train one batch at its step."""
@@ -86,7 +86,7 @@ class ResilientTrainer:
             await asyncio.sleep(GUARD_S)
             await self.catch_up()
 
-    async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
+    async def _at(self, step: int, call: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 if not self.ready or self.step < step:
@@ -94,7 +94,7 @@ class ResilientTrainer:
                         await self._recover(step)
                 if self.step > step:
                     raise StepPassed(f"the weights are at step {self.step}, past step {step}")
-                return await work()
+                return await call()
             except TrainerLost as lost:  # also a rank that dies during the recovery; the budget bounds the attempts
                 await self._lose(lost.name, lost.cause)
 
@@ -102,8 +102,8 @@ class ResilientTrainer:
         if not self.ready:
             # A checkpoint past the step is useless: training cannot be undone. A damaged one is skipped: from an older
             # one the same weights follow, after more repeated steps.
-            newest = await asyncio.to_thread(newest_undamaged, self._run, step)
-            self.step, folder = (newest.step, newest.folder) if newest else (0, None)
+            checkpoint = await asyncio.to_thread(newest_undamaged, self._run, step)
+            self.step, folder = (checkpoint.step, checkpoint.folder) if checkpoint else (0, None)
             await self.ranks.restart(folder)
             self.ready = True
         while self.step < step:

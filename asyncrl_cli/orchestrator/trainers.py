@@ -171,10 +171,10 @@ class TrainerRanks:
 
     async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
         """Write the copied states, while the ranks may train; returns the large files' checksums by their path."""
-        written: list[dict[str, Digest]] = await self._call(
+        rank_digests: list[dict[str, Digest]] = await self._call(
             "write_checkpoint", str(folder), limit_s=self._limit_s + self.saving_s, group=WRITING
         )
-        return {path: digest for files in written for path, digest in files.items()}
+        return {path: digest for files in rank_digests for path, digest in files.items()}
 
     async def save_model(self, folder: Path) -> None:
         """Write the weights as a Hugging Face model."""
@@ -215,14 +215,14 @@ async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[A
         asyncio.ensure_future(wait_for(call, f"trainer-{rank}", limit_s)) for rank, call in enumerate(remote_calls)
     ]
     try:
-        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and not any(isinstance(call.exception(), ActorDied) for call in done):
+        completed_calls, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting and not any(isinstance(call.exception(), ActorDied) for call in completed_calls):
             # A rank may report its peer's death as its own error before Ray reports it to us: the death is the cause.
-            done, _ = await asyncio.wait(calls, timeout=GRACE_S)
+            completed_calls, _ = await asyncio.wait(calls, timeout=GRACE_S)
     finally:
         for call in calls:
             call.cancel()
-    errors = [error for call in done if (error := call.exception()) is not None]
+    errors = [error for call in completed_calls if (error := call.exception()) is not None]
     for error in errors:
         if isinstance(error, ActorDied):
             raise TrainerLost(error.location, error.message)

@@ -29,7 +29,7 @@ class Wait:
     """One wait of a part. ``extra_s``: seconds added to its limit."""
 
     who: str
-    what: str
+    purpose: str
     extra_s: float
     since: float = field(default_factory=time.monotonic)
     warned: bool = False
@@ -41,7 +41,7 @@ class Wait:
     def __str__(self) -> str:
         ago = time.monotonic() - self.since
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
-        return f"{self.who} has waited for {self.what} since {clock} ({ago:.0f} s)"
+        return f"{self.who} has waited for {self.purpose} since {clock} ({ago:.0f} s)"
 
 
 class Watchdog:
@@ -58,19 +58,19 @@ class Watchdog:
         self._waits: list[Wait] = []
 
     @contextmanager
-    def waiting(self, who: str, what: str, extra_s: float = 0.0) -> Iterator[Wait]:
-        """Within the block, ``who`` waits for ``what``. ``extra_s`` extends the limit, for large models."""
-        wait = Wait(who, what, extra_s)
+    def waiting(self, who: str, purpose: str, extra_s: float = 0.0) -> Iterator[Wait]:
+        """Within the block, ``who`` waits for ``purpose``. ``extra_s`` extends the limit, for large models."""
+        wait = Wait(who, purpose, extra_s)
         self._waits.append(wait)
         try:
             yield wait
         finally:
             self._waits.remove(wait)
 
-    async def until(self, work: Awaitable[T], who: str, what: str, extra_s: float = 0.0) -> T:
-        """The result of ``work``; ``who`` waits for it as in ``waiting``."""
-        with self.waiting(who, what, extra_s):
-            return await work
+    async def until(self, call: Awaitable[T], who: str, purpose: str, extra_s: float = 0.0) -> T:
+        """The result of ``call``; ``who`` waits for it as in ``waiting``."""
+        with self.waiting(who, purpose, extra_s):
+            return await call
 
     def progress(self) -> None:
         """Tokens were generated: restart the clocks of waits for generation."""
@@ -89,18 +89,18 @@ class Watchdog:
         async with asyncio.TaskGroup() as recording:  # in tasks: a hanging record must not stop the checks
             while True:
                 await asyncio.sleep(interval)
-                now = time.monotonic()
+                checked_at = time.monotonic()
                 for wait in sorted(self._waits, key=lambda wait: wait.since):
                     limit_s = self._limit_s + wait.extra_s
-                    if now - wait.since > limit_s:
-                        others = [str(other) for other in self._waits if other is not wait]
+                    if checked_at - wait.since > limit_s:
+                        other_waits = [str(other_wait) for other_wait in self._waits if other_wait is not wait]
                         raise RunError(
-                            "; ".join([f"no progress: {wait}", *others]),
+                            "; ".join([f"no progress: {wait}", *other_waits]),
                             location="pipeline",
                             hint="read that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
                             "`asyncrl resume` continues from here",
                         )
-                    if now - wait.since > limit_s / 2 and not wait.warned:
+                    if checked_at - wait.since > limit_s / 2 and not wait.warned:
                         wait.warned = True
                         self._warn(str(wait))
                         recording.create_task(self._record(wait))

@@ -99,7 +99,7 @@ class Checkpoint:
     lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def at(cls, folder: Path) -> Checkpoint:
+    def from_folder(cls, folder: Path) -> Checkpoint:
         """The checkpoint in a folder called ``step-NNNNNN``; nothing is read."""
         match = NAME.fullmatch(folder.name)
         if match is None:
@@ -144,16 +144,22 @@ def complete_checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a run's ``checkpoints`` folder, oldest first."""
     if not folder.is_dir():
         return []
-    last = _last_kept(folder)
-    return [found for found in _all_checkpoints(folder) if last is None or found.step <= last]
+    last_valid_step = _last_valid_step(folder)
+    return [
+        checkpoint
+        for checkpoint in _all_checkpoints(folder)
+        if last_valid_step is None or checkpoint.step <= last_valid_step
+    ]
 
 
 def _all_checkpoints(folder: Path) -> list[Checkpoint]:
-    found = [Checkpoint.at(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    checkpoints = [
+        Checkpoint.from_folder(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()
+    ]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
-def _last_kept(folder: Path) -> int | None:
+def _last_valid_step(folder: Path) -> int | None:
     """The last step that counts if a kill interrupted the archiving of later checkpoints; None if nothing did."""
     try:
         return int((folder / ARCHIVING).read_text())
@@ -166,14 +172,16 @@ def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
 
     Raises ``RunArgumentError``, with the steps that have a checkpoint, if there is none.
     """
-    found = {checkpoint.step: checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints")}
-    if step not in found:
+    by_step = {checkpoint.step: checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints")}
+    if step not in by_step:
         raise RunArgumentError(
             f"there is no checkpoint of step {step}",
             location=run.run_id,
-            hint=f"steps with a checkpoint: {', '.join(map(str, found))}" if found else "the run has no checkpoint yet",
+            hint=f"steps with a checkpoint: {', '.join(map(str, by_step))}"
+            if by_step
+            else "the run has no checkpoint yet",
         )
-    return found[step]
+    return by_step[step]
 
 
 def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool = True) -> Checkpoint | None:
@@ -184,22 +192,29 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool 
     names an older, undamaged one. The user decides, because a run that continues from an older checkpoint repeats
     steps.
     """
-    found = complete_checkpoints(run.path / "checkpoints")
-    if step is None and not found:
+    checkpoints = complete_checkpoints(run.path / "checkpoints")
+    if step is None and not checkpoints:
         return None
-    chosen = found[-1] if step is None else checkpoint_of(run, step)
+    checkpoint = checkpoints[-1] if step is None else checkpoint_of(run, step)
     if lease:
         with suppress(OSError):  # `verify` reports it
-            chosen = replace(chosen, lease=Lease(chosen.folder))
-    if not (damages := verify(chosen)):
-        return chosen
-    if not chosen.folder.is_dir():
+            checkpoint = replace(checkpoint, lease=Lease(checkpoint.folder))
+    if not (damages := verify(checkpoint)):
+        return checkpoint
+    if not checkpoint.folder.is_dir():
         hint = f"choose another: asyncrl checkpoint list {run.argument}"
-        raise RunError(f"the checkpoint of step {chosen.step} was just deleted", location=run.run_id, hint=hint)
-    older = next((other for other in reversed(found) if other.step < chosen.step and not verify(other)), None)
+        raise RunError(f"the checkpoint of step {checkpoint.step} was just deleted", location=run.run_id, hint=hint)
+    older = next(
+        (
+            candidate
+            for candidate in reversed(checkpoints)
+            if candidate.step < checkpoint.step and not verify(candidate)
+        ),
+        None,
+    )
     raise RunError(
         f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
-        location=str(chosen.folder),
+        location=str(checkpoint.folder),
         hint=f"the checkpoint of step {older.step} is undamaged: choose it with --step {older.step}"
         if older
         else "every older checkpoint is damaged: restore this folder from a copy, or start a new run",
@@ -208,38 +223,38 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool 
 
 def newest_undamaged(run: RunDirectory, step: int) -> Checkpoint | None:
     """The newest undamaged checkpoint up to ``step``, for an active run: an older one only repeats more steps."""
-    found = reversed(complete_checkpoints(run.path / "checkpoints"))
-    return next((checkpoint for checkpoint in found if checkpoint.step <= step and not verify(checkpoint)), None)
+    newest_first = reversed(complete_checkpoints(run.path / "checkpoints"))
+    return next((checkpoint for checkpoint in newest_first if checkpoint.step <= step and not verify(checkpoint)), None)
 
 
 class Cancelled(Exception):
     """The result of this work is no longer needed."""
 
 
-def seal(folder: Path, check: Check = lambda: None, written: Mapping[str, Digest] | None = None) -> None:
+def seal(folder: Path, check: Check = lambda: None, rank_digests: Mapping[str, Digest] | None = None) -> None:
     """List every file of a checkpoint with its checksum, and sync all of it to disk.
 
-    ``written``: checksums of files that are already on disk, by their path in the folder; the other files are read.
+    ``rank_digests``: checksums of files that are already on disk, by path in the folder; the other files are read.
     Several threads call ``check`` every few hundred kilobytes, and its errors are raised. Raises ``RunError`` if a
-    ``written`` file is missing here or has another size.
+    ``rank_digests`` file is missing here or has another size.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    digests = dict(written or {})
+    paths = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    digests = dict(rank_digests or {})
     for name, digest in digests.items():
-        if name not in found or found[name].stat().st_size != digest.bytes:
+        if name not in paths or paths[name].stat().st_size != digest.bytes:
             raise RunError(
                 f"a trainer rank wrote {name}, and the driver's host does not have all of it",
                 location=str(folder),
                 hint="put runs_dir where all hosts have the same files, such as NFS",
             )
-    others = [path for name, path in found.items() if name not in digests]
+    unread_paths = [path for name, path in paths.items() if name not in digests]
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        for path, checksum in zip(others, threads.map(partial(_digest, check=check), others), strict=True):
+        for path, checksum in zip(unread_paths, threads.map(partial(_digest, check=check), unread_paths), strict=True):
             digests[path.relative_to(folder).as_posix()] = Digest(path.stat().st_size, checksum)
-    listing = {name: asdict(digests[name]) for name in found}
+    listing = {name: asdict(digests[name]) for name in paths}
     (folder / FILES_FILE).write_text(json.dumps(listing, indent=1) + "\n")
     folders = [path for path in folder.rglob("*") if path.is_dir()]
-    for path in (*others, folder / FILES_FILE, *folders, folder):
+    for path in (*unread_paths, folder / FILES_FILE, *folders, folder):
         check()
         sync(path)
 
@@ -251,16 +266,16 @@ def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda:
     """
     try:
         listing = json.loads((checkpoint.folder / FILES_FILE).read_text())
-        wanted = {name: (int(entry["bytes"]), str(entry["blake3"])) for name, entry in listing.items()}
+        expected_files = {name: (int(entry["bytes"]), str(entry["blake3"])) for name, entry in listing.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return [Damage(FILES_FILE, "cannot be read")]
     damages = []
-    for name, (size, digest) in sorted(wanted.items()):
+    for name, (size, digest) in sorted(expected_files.items()):
         path = checkpoint.folder / name
         try:
-            found = path.stat().st_size
-            if found != size:
-                damages.append(Damage(name, f"has {found} bytes instead of {size}"))
+            size_on_disk = path.stat().st_size
+            if size_on_disk != size:
+                damages.append(Damage(name, f"has {size_on_disk} bytes instead of {size}"))
             elif contents and _digest(path, check) != digest:
                 damages.append(Damage(name, "has changed"))
         except FileNotFoundError:
@@ -282,18 +297,18 @@ def keep_reasons(
     an accuracy is never among the best. ``awaited``: steps with a running evaluation, kept if ``keep_best`` is set. 0
     turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
     """
-    newest = sorted(steps, reverse=True)[: keep.keep_last]
+    newest_steps = sorted(steps, reverse=True)[: keep.keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
-    best = [step for _, step in judged[: keep.keep_best]]
+    best_steps = [step for _, step in judged[: keep.keep_best]]
     reasons: dict[int, tuple[str, ...]] = {}
     for step in sorted(steps):
-        held = {
-            f"last {keep.keep_last}": step in newest,
+        rules = {
+            f"last {keep.keep_last}": step in newest_steps,
             f"every {keep.keep_every}": bool(keep.keep_every) and step % keep.keep_every == 0,
-            f"best {keep.keep_best}": step in best,
+            f"best {keep.keep_best}": step in best_steps,
             "evaluation running": bool(keep.keep_best) and step in awaited and step not in accuracies,
         }
-        reasons[step] = tuple(reason for reason, holds in held.items() if holds)
+        reasons[step] = tuple(reason for reason, holds in rules.items() if holds)
     return reasons
 
 
@@ -329,15 +344,19 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     if not folder.is_dir():
         return None
     marker = folder / ARCHIVING
-    first = min((mark for mark in (step, _last_kept(folder)) if mark is not None), default=None)
-    later = [] if first is None else [found.folder for found in _all_checkpoints(folder) if found.step > first]
+    last_valid_step = min((mark for mark in (step, _last_valid_step(folder)) if mark is not None), default=None)
+    later = (
+        []
+        if last_valid_step is None
+        else [checkpoint.folder for checkpoint in _all_checkpoints(folder) if checkpoint.step > last_valid_step]
+    )
     if not later:
         marker.unlink(missing_ok=True)
         return None
     # Mark before the first rename: a kill between two renames must not leave some of them counting.
     with atomic_write(marker, durable=True) as file:
-        file.write(str(first).encode())
-    archive = next(path for number in count(1) if not (path := folder / f"archived-{number}").exists())
+        file.write(str(last_valid_step).encode())
+    archive = next(path for index in count(1) if not (path := folder / f"archived-{index}").exists())
     archive.mkdir()
     for path in later:
         os.rename(path, archive / path.name)
@@ -360,11 +379,11 @@ def _files(folder: Path) -> Iterator[Path]:
 def _digest(path: Path, check: Check) -> str:
     from blake3 import blake3
 
-    digest, piece = blake3(), memoryview(bytearray(PIECE_BYTES))
+    digest, buffer = blake3(), memoryview(bytearray(PIECE_BYTES))
     with path.open("rb", buffering=0) as file:  # not memory-mapped: a disk error must raise OSError, not a signal
-        while size := file.readinto(piece):
+        while size := file.readinto(buffer):
             check()
-            digest.update(piece[:size])
+            digest.update(buffer[:size])
     return digest.hexdigest()
 
 
@@ -382,7 +401,7 @@ class DigestedFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._file:
             self._file.flush()

@@ -201,9 +201,9 @@ class RunDirectory:
         """Add one complete line to a JSON Lines file, or nothing."""
         line = (json.dumps(row) + "\n").encode()
         with (self.path / name).open("ab", buffering=0) as file:
-            before = file.seek(0, os.SEEK_END)
+            end_offset = file.seek(0, os.SEEK_END)
             if file.write(line) != len(line):  # the disk is full
-                file.truncate(before)
+                file.truncate(end_offset)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -291,10 +291,10 @@ def _state_type() -> TypeAdapter[RunState]:
     return TypeAdapter(RunState)
 
 
-def _locked(descriptor: int, kind: int) -> bool:
+def _locked(descriptor: int, operation: int) -> bool:
     """Try to lock; True if we have the lock. If the file system cannot lock folders, a folder counts as locked."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

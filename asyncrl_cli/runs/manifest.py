@@ -49,13 +49,13 @@ def _origin(model: Path) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """The installed versions of ``PACKAGES``."""
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def changed_versions(manifest: Mapping[str, Any]) -> str:
@@ -76,8 +76,8 @@ def code_checksum() -> str:
     package = Path(__file__).parents[1]
     digest = blake3()
     for path in sorted(package.rglob("*.py")):
-        for part in (str(path.relative_to(package)).encode(), path.read_bytes()):
-            digest.update(len(part).to_bytes(8, "little") + part)
+        for data in (str(path.relative_to(package)).encode(), path.read_bytes()):
+            digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 

@@ -64,24 +64,24 @@ class Recorder:
         return "; ".join(f"{name} is not complete: {cause}" for name, cause in self.failed.items())
 
     def _submit(self, name: str, write: Callable[[], object], replaces: bool = False) -> None:
-        self._submitted = number = self._submitted + 1
+        self._submitted = write_id = self._submitted + 1
 
         def job() -> None:
             try:
                 write()
             except OSError as error:
-                self._note(name, number, error.strerror or str(error))
+                self._note(name, write_id, error.strerror or str(error))
             except Exception as error:
-                self._note(name, number, f"{type(error).__name__}: {error}")
+                self._note(name, write_id, f"{type(error).__name__}: {error}")
             else:
-                if replaces and self._failed_at.get(name, 0) < number:  # otherwise a later write was refused
+                if replaces and self._failed_at.get(name, 0) < write_id:  # otherwise a later write was refused
                     self.failed.pop(name, None)
 
         if not self._background.submit(job):
-            self._note(name, number, "the disk is too slow")
+            self._note(name, write_id, "the disk is too slow")
 
-    def _note(self, name: str, number: int, cause: str) -> None:
-        self.failed[name], self._failed_at[name] = cause, number
+    def _note(self, name: str, write_id: int, cause: str) -> None:
+        self.failed[name], self._failed_at[name] = cause, write_id
         if name not in self._warned:
             self._warned.add(name)
             self._warn(f"{name} cannot be written: {cause}; the run continues, and its journal is complete")

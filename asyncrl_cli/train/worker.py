@@ -154,7 +154,7 @@ class TrainerWorker:
         self._model_dir = model_dir
         sources: dict[str, checkpoints.Source] = {}
         if checkpoint is not None:
-            saved = Checkpoint.at(Path(checkpoint))
+            saved = Checkpoint.from_folder(Path(checkpoint))
             engine_names = ["", checkpoints.CRITIC] if self._spec.algorithm.needs_critic else [""]
             sources = {
                 engine_name: checkpoints.find_source(saved, trainer, engine_name) for engine_name in engine_names

@@ -24,8 +24,8 @@ from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.process_tree import adopt_orphans, descendants, kill_descendants
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.tasks.mix import reward_limit_s, task_name
-from asyncrl_cli.workers.messages import Load, Played, Retry, Work
+from asyncrl_cli.tasks.mix import reward_limit_s
+from asyncrl_cli.workers.messages import Load, Played, Retry, Role
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Answer, Response
 
@@ -43,7 +43,7 @@ class WorkerActor:
         self.spec = spec
         self._search_path = Path(search_path)
         self._blocked_s = blocked_s
-        self._others = [process.pid for process in descendants([os.getpid()])]
+        self._other_pids = [process.pid for process in descendants([os.getpid()])]
         self._processes: list[WorkerProcess] = []
 
     async def ping(self) -> None:
@@ -54,10 +54,10 @@ class WorkerActor:
         for process in list(self._processes):
             process.close("the run ends")
 
-    async def start_process(self, work: Work | None) -> WorkerProcess:
+    async def start_process(self, role: Role | None) -> WorkerProcess:
         """Start a process and have it load the task. Raises ``TaskError``."""
         process = WorkerProcess(
-            Load(self.spec, search_path=self._search_path, work=work, blocked_s=self._blocked_s), self._kill_orphans
+            Load(self.spec, search_path=self._search_path, role=role, blocked_s=self._blocked_s), self._kill_orphans
         )
         self._processes.append(process)
         await process.start()
@@ -66,14 +66,14 @@ class WorkerActor:
     def _kill_orphans(self) -> None:
         """Kill descendants of processes that are gone."""
         self._processes = [process for process in self._processes if not process.closed]
-        kill_descendants([*self._others, *(process.pid for process in self._processes)])
+        kill_descendants([*self._other_pids, *(process.pid for process in self._processes)])
 
 
 class EpisodeActor(WorkerActor):
     """Plays episodes, any number at a time."""
 
-    def __init__(self, *settings: Any, **named: Any) -> None:
-        super().__init__(*settings, **named)
+    def __init__(self, *settings: Any, **options: Any) -> None:
+        super().__init__(*settings, **options)
         self._common: WorkerProcess | None = None
         self._idle: list[WorkerProcess] = []
         """Idle processes that play one episode at a time."""
@@ -82,15 +82,15 @@ class EpisodeActor(WorkerActor):
 
     async def start(self) -> str:
         """Load the task; returns the user's name for it. Raises ``TaskError``."""
-        return (await self._common_process()).loaded.names[""]
+        return (await self._common_process()).task_info.names[""]
 
     async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
         """Play one episode; ``isolated``: without other episodes in its process. ``key`` is for ``cancel``.
 
         Raises ``TaskError`` if the task can no longer be loaded.
         """
-        work = self._play_isolated(prompt, access) if isolated else self._play(prompt, access)
-        playing = self._playing[key] = asyncio.create_task(work)
+        episode = self._play_isolated(prompt, access) if isolated else self._play(prompt, access)
+        playing = self._playing[key] = asyncio.create_task(episode)
         try:
             return await playing
         except asyncio.CancelledError:
@@ -113,7 +113,7 @@ class EpisodeActor(WorkerActor):
     async def _play_isolated(self, prompt: Prompt, access: ModelAccess) -> Played:
         while self._idle and not self._idle[-1].usable:
             self._idle.pop()
-        process = self._idle.pop() if self._idle else await self.start_process(Work.EPISODES)
+        process = self._idle.pop() if self._idle else await self.start_process(Role.EPISODES)
         try:
             played = await process.play(prompt, access)
         except asyncio.CancelledError:
@@ -128,39 +128,22 @@ class EpisodeActor(WorkerActor):
     async def _common_process(self) -> WorkerProcess:
         async with self._starting:
             if self._common is None or self._common.retired:
-                self._common = await self.start_process(Work.EPISODES)
+                self._common = await self.start_process(Role.EPISODES)
             return self._common
 
 
 class RewardActor(WorkerActor):
-    """Scores as many responses at a time as its processes take; others wait.
-
-    A mix's plain and async rewards have separate pools, and do not delay each other.
-    """
+    """Scores as many responses at a time as its processes take; others wait."""
 
     async def start(self) -> None:
         """Start all processes and load the task in each. Raises ``TaskError``."""
-        first = await self.start_process(None)
-        loaded = first.loaded
-        self._async_rewards = loaded.async_rewards
-        self._pools = {
-            work: RewardPool(
-                self.spec, work=work, start_process=self.start_process, first=first if work is loaded.work else None
-            )
-            for work in sorted(map(self._work, loaded.names))
-        }
-        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        process = await self.start_process(None)
+        self._pool = RewardPool(self.spec, process.task_info.role, self.start_process, process)
+        await self._pool.start()
 
     async def score(self, responses: list[Response]) -> list[Answer]:
         """Score responses; the answers are in their order. Raises ``TaskError`` if the task can no longer be loaded."""
-        return list(await asyncio.gather(*map(self._score, responses)))
-
-    async def _score(self, response: Response) -> Answer:
-        name = task_name(response[0]) if self.spec.mix else ""
-        return await self._pools[self._work(name)].score(response)
-
-    def _work(self, name: str) -> Work:
-        return Work.ASYNC if name in self._async_rewards else Work.PLAIN
+        return list(await asyncio.gather(*map(self._pool.score, responses)))
 
 
 class _Slot:
@@ -172,21 +155,21 @@ class _Slot:
 
 
 class RewardPool:
-    """The processes for one kind of reward."""
+    """The processes that compute rewards."""
 
     def __init__(
         self,
         spec: TaskSpec,
-        work: Work,
-        start_process: Callable[[Work], Awaitable[WorkerProcess]],
-        first: WorkerProcess | None,
+        role: Role,
+        start_process: Callable[[Role], Awaitable[WorkerProcess]],
+        process: WorkerProcess,
     ) -> None:
-        """``first``: a process that has loaded the task already."""
+        """``process`` has loaded the task already."""
         self._spec = spec
-        self._work = work
+        self._role = role
         self._start_process = start_process
-        self._at_once = spec.reward_concurrency if work is Work.ASYNC else 1
-        self._slots = [_Slot(first if index == 0 else None) for index in range(spec.reward_workers)]
+        self._concurrency = spec.reward_concurrency if role is Role.ASYNC else 1
+        self._slots = [_Slot(process if index == 0 else None) for index in range(spec.reward_workers)]
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
@@ -197,7 +180,7 @@ class RewardPool:
         """Score one response as soon as a process is free. Raises ``TaskError``."""
 
         def free() -> _Slot | None:
-            usable = (slot for slot in self._slots if not slot.lost and slot.running < self._at_once)
+            usable = (slot for slot in self._slots if not slot.lost and slot.running < self._concurrency)
             return min(usable, key=lambda slot: slot.running, default=None)
 
         slot = await self._take(free)
@@ -240,7 +223,7 @@ class RewardPool:
             if slot.process is None or not slot.process.usable:
                 if slot.process is not None:
                     slot.process.close("it was replaced")
-                slot.process = await self._start_process(self._work)
+                slot.process = await self._start_process(self._role)
             return slot.process
 
     async def _notify(self) -> None:

@@ -2,8 +2,8 @@
 
     WorkerProcess (workers/process.py)  <- a socket ->  python -m asyncrl_cli.workers.child SOCKET OWNER
 
-Plain rewards run in the main thread, one at a time. Async rewards and episodes share an event loop there. The user's
-code may print, hang, or end the process; the owner deals with that.
+Plain rewards run in the main thread, one at a time. Episodes share an event loop there, and so do async rewards. The
+user's code may print, hang, or end the process; the owner deals with that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl_cli.tasks.base import SPEC_FOLDER
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.workers.episode_player import EpisodePlayer, display_name
-from asyncrl_cli.workers.messages import BEAT_S, Beat, Blocked, Cancel, Load, Loaded, Play, Score, Work
+from asyncrl_cli.workers.messages import BEAT_S, Beat, Blocked, Cancel, Load, LoadedTask, Play, Role, Score
 from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
 ORPHANS_S = 60.0
@@ -44,13 +44,13 @@ class Owner:
 
     def receive(self) -> tuple[int, Any]:
         """Wait for the next request and its number. Raises ``EOFError`` once the owner has closed the socket."""
-        number, message = self._connection.recv()
-        return number, message
+        request_id, message = self._connection.recv()
+        return request_id, message
 
-    def send(self, number: int | None, message: object) -> None:
+    def send(self, request_id: int | None, message: object) -> None:
         """Answer the request with this number; None sends a message without a request."""
         with self._sending:
-            self._connection.send((number, message))
+            self._connection.send((request_id, message))
 
 
 class Orphans:
@@ -61,7 +61,7 @@ class Orphans:
     """
 
     def __init__(self) -> None:
-        self._ended: frozenset[int] = frozenset()
+        self._ended_pids: frozenset[int] = frozenset()
         self._looked = time.monotonic()
 
     def reap(self) -> None:
@@ -70,9 +70,9 @@ class Orphans:
             return
         self._looked = time.monotonic()
         me = os.getpid()
-        ended = frozenset(process.pid for process in descendants([me]) if process.is_zombie and process.parent == me)
-        reap(ended & self._ended)
-        self._ended = ended
+        ended_pids = frozenset(process.pid for process in descendants([me]) if process.is_zombie and process.parent == me)
+        reap(ended_pids & self._ended_pids)
+        self._ended_pids = ended_pids
 
 
 class Heartbeat(threading.Thread):
@@ -117,79 +117,82 @@ def main(descriptor: int, owner_pid: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     owner = Owner(descriptor)
-    number, load = owner.receive()
+    request_id, load = owner.receive()
     try:
-        task, loaded = _load(load)
+        task, loaded_task = _load(load)
     except TaskError as error:
-        owner.send(number, error)
+        owner.send(request_id, error)
         return
-    if loaded.work is Work.PLAIN:
-        owner.send(number, loaded)
+    if loaded_task.role is Role.PLAIN:
+        owner.send(request_id, loaded_task)
         _score_in_turn(task, owner)
     else:
-        asyncio.run(_serve(task, work=loaded.work, load=load, owner=owner, ready=lambda: owner.send(number, loaded)))
+        asyncio.run(
+            _serve(
+                task, role=loaded_task.role, load=load, owner=owner, ready=lambda: owner.send(request_id, loaded_task)
+            )
+        )
 
 
-def _load(load: Load) -> tuple[object, Loaded]:
+def _load(load: Load) -> tuple[object, LoadedTask]:
     """Set the memory limit, then load the task. Raises ``TaskError``."""
     spec = load.spec
     os.environ[SPEC_FOLDER] = str(load.search_path.resolve())
     bypass_proxies()  # in a cluster, this process has the environment of `ray start`
-    if load.work is Work.EPISODES:
-        kind, limit_mb = resource.RLIMIT_AS, spec.episode.memory_mb
+    if load.role is Role.EPISODES:
+        rlimit, limit_mb = resource.RLIMIT_AS, spec.episode.memory_mb
     else:
-        kind, limit_mb = resource.RLIMIT_DATA, spec.reward_memory_mb
+        rlimit, limit_mb = resource.RLIMIT_DATA, spec.reward_memory_mb
     if limit_mb is not None:
-        resource.setrlimit(kind, (limit_mb * 2**20, limit_mb * 2**20))
-    task = load_task(spec, load.search_path, connect=load.work is Work.EPISODES)
-    if load.work is Work.EPISODES:
-        return task, Loaded(Work.EPISODES, {"": display_name(task)})
+        resource.setrlimit(rlimit, (limit_mb * 2**20, limit_mb * 2**20))
+    task = load_task(spec, load.search_path, connect=load.role is Role.EPISODES)
+    if load.role is Role.EPISODES:
+        return task, LoadedTask(Role.EPISODES, {"": display_name(task)})
     members = dict(task.tasks) if isinstance(task, MixTask) else {"": task}
-    async_rewards = frozenset(name for name, member in members.items() if awaits(member))
-    work = load.work or (Work.ASYNC if len(async_rewards) == len(members) else Work.PLAIN)
-    return task, Loaded(work, {name: reward_name(member) for name, member in members.items()}, async_rewards)
+    role = load.role or (Role.ASYNC if all(map(awaits, members.values())) else Role.PLAIN)
+    return task, LoadedTask(role, {name: reward_name(member) for name, member in members.items()})
 
 
 def _score_in_turn(task: object, owner: Owner) -> None:
     orphans = Orphans()
     while True:
         try:
-            number, message = owner.receive()
+            request_id, message = owner.receive()
         except EOFError:
             return
         if isinstance(message, Score):
-            owner.send(number, score(*_resolved(task, message.response)))
+            owner.send(request_id, score(*_resolved(task, message.response)))
             orphans.reap()
 
 
-async def _serve(task: object, work: Work, load: Load, owner: Owner, ready: Callable[[], None]) -> None:
+async def _serve(task: object, role: Role, load: Load, owner: Owner, ready: Callable[[], None]) -> None:
     """Answer requests in the event loop. ``ready`` is called when everything is imported and started."""
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
-    player = EpisodePlayer(task, load.spec.episode.timeout_s, load.spec.sandbox) if work is Work.EPISODES else None
+    player = EpisodePlayer(task, load.spec.episode.timeout_s, load.spec.sandbox) if role is Role.EPISODES else None
     Heartbeat(owner, load.blocked_s, None if player is None else player.traces.holder).start()
     ready()  # only now: a failure before, such as an import without enough memory, must fail the start
 
-    async def answer(number: int, message: Score | Play) -> None:
+    async def answer(request_id: int, message: Score | Play) -> None:
         if isinstance(message, Play):
             assert player is not None
-            owner.send(number, await player.play(number, message))
+            owner.send(request_id, await player.play(request_id, message))
         else:
-            owner.send(number, await _score(task, message))
+            owner.send(request_id, await _score(task, message))
 
     def receive() -> None:
         # Reading may block the loop, but only briefly: the owner writes each message in one piece.
         try:
-            number, message = owner.receive()
+            request_id, message = owner.receive()
         except (EOFError, OSError):
             os._exit(0)  # an orderly exit could wait without limit for threads and tasks of user code
         if not isinstance(message, Cancel):
-            running[number] = loop.create_task(answer(number, message))
-            running[number].add_done_callback(lambda _: running.pop(number))
+            running[request_id] = loop.create_task(answer(request_id, message))
+            running[request_id].add_done_callback(lambda _: running.pop(request_id))
         elif player is not None:
-            player.cancel(number)
-        elif number in running:
-            running[number].cancel()
+            player.cancel(request_id)
+        elif request_id in running:
+            running[request_id].cancel()
 
     loop.add_reader(owner.descriptor, receive)
     await asyncio.Event().wait()

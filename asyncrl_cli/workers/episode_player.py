@@ -49,11 +49,14 @@ class _Traces:
         self._calls: defaultdict[int, set[Future[Any]]] = defaultdict(set)
 
     def make_task(
-        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **more: Any
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+        **options: Any,
     ) -> asyncio.Task[Any]:
         """The loop's task factory."""
-        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
-        context = more.get("context")
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
+        context = options.get("context")
         episode = _EPISODE.get(None) if context is None else context.get(_EPISODE)
         if episode is not None:
             self._tasks[episode].add(task)
@@ -79,9 +82,9 @@ class _Traces:
         for task in tasks:
             task.cancel()
         calls = [asyncio.wrap_future(call) for call in list(self._calls.pop(episode, ()))]
-        if not (left := {*tasks, *calls}):
+        if not (leftovers := {*tasks, *calls}):
             return True
-        return not (await asyncio.wait(left, timeout=max(0.0, deadline - time.monotonic())))[1]
+        return not (await asyncio.wait(leftovers, timeout=max(0.0, deadline - time.monotonic())))[1]
 
 
 class _Threads(ThreadPoolExecutor):
@@ -91,8 +94,8 @@ class _Threads(ThreadPoolExecutor):
         super().__init__(THREADS, "episode")
         self._traces = traces
 
-    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
-        call = super().submit(function, *arguments, **named)
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        call = super().submit(function, *arguments, **options)
         self._traces.called(call)
         return call
 
@@ -116,28 +119,28 @@ class EpisodePlayer:
         loop.set_task_factory(self.traces.make_task)
         loop.set_default_executor(_Threads(self.traces))
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, episode_id: int) -> None:
         """Stop an episode, if it has not ended."""
-        if (stop := self._stop.get(number)) is not None:
+        if (stop := self._stop.get(episode_id)) is not None:
             stop.set()
 
-    async def play(self, number: int, message: Play) -> Played:
-        """Play one episode; ``number`` is for ``cancel``."""
+    async def play(self, episode_id: int, message: Play) -> Played:
+        """Play one episode; ``episode_id`` is for ``cancel``."""
         if message.access is not None:
             bypass_proxies(urlsplit(message.access.base_url).hostname or "")
-        stopped = self._stop[number] = asyncio.Event()
+        stopped = self._stop[episode_id] = asyncio.Event()
         context = copy_context()
-        context.run(_EPISODE.set, number)
-        work = self._episode(message.prompt, message.access)
-        episode = asyncio.get_running_loop().create_task(work, context=context)
+        context.run(_EPISODE.set, episode_id)
+        coroutine = self._episode(message.prompt, message.access)
+        episode = asyncio.get_running_loop().create_task(coroutine, context=context)
         stop = asyncio.create_task(stopped.wait())
         first = asyncio.FIRST_COMPLETED
         in_time, _ = await asyncio.wait({episode, stop}, timeout=self._timeout_s, return_when=first)
         stop.cancel()
         ended_itself = episode.done()
         # Before the answer: the owner may use it to close or reuse this process, and leftovers must not disturb others.
-        stuck = not await self.traces.clear(number, GRACE_S)
-        del self._stop[number]
+        stuck = not await self.traces.clear(episode_id, GRACE_S)
+        del self._stop[episode_id]
         if ended_itself and not episode.cancelled():
             played = episode.result()
         elif in_time:

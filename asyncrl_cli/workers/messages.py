@@ -3,7 +3,7 @@
 A message is the pickled ``(number, message)`` after its length, in the format of ``multiprocessing.connection``. The
 owner numbers its requests; the first is ``Load``. Each gets one answer, with the same number:
 
-    Load   -> Loaded or TaskError
+    Load   -> LoadedTask or TaskError
     Score  -> Answer
     Play   -> Played
     Cancel -> no answer: it stops the request with its number, which is then answered
@@ -30,11 +30,11 @@ BEAT_S = 1.0
 """Seconds between two beats."""
 
 
-class Work(StrEnum):
-    """The work of a worker process."""
+class Role(StrEnum):
+    """The requests that a worker process takes."""
 
     PLAIN = "plain"
-    """Plain reward functions, one at a time in the main thread: the only thread that may set alarms."""
+    """Reward functions, one at a time in the main thread: the only thread that may set alarms."""
     ASYNC = "async"
     """Async reward functions, several at a time in one event loop."""
     EPISODES = "episodes"
@@ -56,30 +56,24 @@ class Retry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the task. Without ``work``, load rewards: async if all of the task's rewards are, plain otherwise.
+    """Load the task. Without ``role``, load rewards: ``ASYNC`` if all of the task's rewards are async, else ``PLAIN``.
 
     ``blocked_s``: seconds that an episode may block the event loop.
     """
 
     spec: TaskSpec
     search_path: Path
-    work: Work | None
+    role: Role | None
     blocked_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """The task is loaded.
+class LoadedTask:
+    """The task is loaded. ``names``: the user's name for the task or its reward, by the mix's task ("" without a
+    mix)."""
 
-    Args:
-        work: the kind of requests that the process takes.
-        names: the user's name for the task or its reward, by the mix's task ("" without a mix).
-        async_rewards: tasks with an async reward function.
-    """
-
-    work: Work
+    role: Role
     names: Mapping[str, str]
-    async_rewards: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ Invariants, whatever the user's code does:
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import os
 import pickle
@@ -31,7 +30,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
@@ -47,12 +45,12 @@ from asyncrl_cli.workers.messages import (
     Blocked,
     Cancel,
     Load,
-    Loaded,
+    LoadedTask,
     Play,
     Played,
     Retry,
+    Role,
     Score,
-    Work,
 )
 from asyncrl_cli.workers.scoring import Answer, Response, took_too_long
 
@@ -72,8 +70,6 @@ code holds the interpreter's lock."""
 CHUNK = 2**16
 LARGEST = 2**28
 """Bytes of the longest answer: a number, or a line of text."""
-FOLDER, UNLOCKED = "asyncrl-work-", "asyncrl-new-"
-"""Prefixes of temporary folders, and of folders that are not locked yet."""
 
 
 class ProcessLost(Exception):
@@ -96,13 +92,13 @@ class WorkerProcess:
         self._load = load
         self._quiet = quiet
         self._on_close = on_close
-        self._numbers = itertools.count()
+        self._request_ids = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._readers: list[int] = []
         self._silent_s = 0.0
         self._output = 0
-        self.loaded = Loaded(Work.PLAIN, {})
+        self.task_info = LoadedTask(Role.PLAIN, {})
         self.retired = False
         self.closed = False
         self.pid = 0
@@ -111,12 +107,12 @@ class WorkerProcess:
         """Start the process and have it load the task. Raises ``TaskError`` if the task cannot be loaded."""
         self._loop = asyncio.get_running_loop()
         # A folder for each process: the files of a killed one are removed during the run.
-        self._folder = WorkerFolder()
+        self._folder = tempfile.mkdtemp(prefix="asyncrl-work-")
         mine, theirs = socket.socketpair()
         their_output: int | None = None  # rewards write to the log directly, without a limit
         if self._quiet:
             their_output = subprocess.DEVNULL
-        elif self._load.work is Work.EPISODES:
+        elif self._load.role is Role.EPISODES:
             self._output, their_output = os.pipe()
         # The kernel ends the process together with the thread that starts it, so this thread must outlive it.
         self._process = subprocess.Popen(
@@ -130,7 +126,7 @@ class WorkerProcess:
                 # The child finds the task's modules where this process would.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 GIVEN_PYTHONPATH: os.environ.get("PYTHONPATH", ""),
-                "TMPDIR": str(self._folder.path),
+                "TMPDIR": self._folder,
             },
             start_new_session=True,  # a group that can be killed as a whole
         )
@@ -146,11 +142,11 @@ class WorkerProcess:
         listening = asyncio.create_task(self._listen(reader))
         self._tasks += [listening, asyncio.create_task(self._close_at_end(listening))]
         try:
-            self.loaded = await self._loaded()
+            self.task_info = await self._load_task()
         except BaseException:
             self.close("it was not started")
             raise
-        if self.loaded.work is Work.EPISODES:
+        if self.task_info.role is Role.EPISODES:
             self._tasks.append(asyncio.create_task(self._close_if_silent()))
 
     @property
@@ -166,7 +162,7 @@ class WorkerProcess:
         """
         alone = not self._answers
         try:
-            grace_s = ASYNC_GRACE_S if self.loaded.work is Work.ASYNC else 0.0
+            grace_s = ASYNC_GRACE_S if self.task_info.role is Role.ASYNC else 0.0
             scored: Answer = await self._ask(Score(response, limit_s), limit_s + grace_s)
         except TimeoutError:
             alone = alone and not self._answers
@@ -179,7 +175,7 @@ class WorkerProcess:
     async def play(self, prompt: Prompt, access: ModelAccess | None) -> Played:
         """Play one episode, or try it without a model (``Play``). Cancelling the call stops the episode."""
         limit_s = self._load.spec.episode.timeout_s + 3 * GRACE_S
-        name = self.loaded.names[""]
+        name = self.task_info.names[""]
         try:
             played: Played = await self._ask(Play(prompt, access), limit_s)
         except TimeoutError:
@@ -191,7 +187,7 @@ class WorkerProcess:
 
     def name_for(self, prompt: Prompt) -> str:
         """The user's name for the reward of a prompt."""
-        names = self.loaded.names
+        names = self.task_info.names
         return names.get("") or names.get(task_name(prompt), "the reward")
 
     def close_if_idle(self) -> None:
@@ -213,7 +209,7 @@ class WorkerProcess:
             self._process.wait(EXIT_S)
         # The descendants first: they could still write to the folder.
         self._on_close()
-        self._folder.remove()
+        shutil.rmtree(self._folder, ignore_errors=True)
         if self._output:
             with suppress(OSError):  # the last output
                 while self._copy_output(self._output):
@@ -225,16 +221,16 @@ class WorkerProcess:
             self._writer.transport.abort()
         for task in self._tasks:
             task.cancel()
-        for number in list(self._answers):
-            self._answer(number, ProcessLost(how, retry))
+        for request_id in list(self._answers):
+            self._answer(request_id, ProcessLost(how, retry))
 
-    async def _loaded(self) -> Loaded:
+    async def _load_task(self) -> LoadedTask:
         use = self._load.spec.use
         name, location = (use, "task.use") if use else ("the mix", "task.mix")
         try:
-            answer: Loaded | TaskError = await self._ask(self._load, START_S)
+            answer: LoadedTask | TaskError = await self._ask(self._load, START_S)
         except ProcessLost as lost:
-            log = "episode-worker-*.log" if self._load.work is Work.EPISODES else "scorer.log"
+            log = "episode-worker-*.log" if self._load.role is Role.EPISODES else "scorer.log"
             hint = "import the task's module with Python to see why" if self._quiet else f"see {log} in the run's logs"
             raise TaskError(f"loading {name} failed: {lost}", location=location, hint=hint) from None
         except TimeoutError:
@@ -251,29 +247,29 @@ class WorkerProcess:
         """
         if self.closed:
             raise ProcessLost(self._how, Retry.ISOLATED)
-        number = next(self._numbers)
-        answer = self._answers[number] = self._loop.create_future()
-        self._send(number, message)
+        request_id = next(self._request_ids)
+        answer = self._answers[request_id] = self._loop.create_future()
+        self._send(request_id, message)
         try:
             async with asyncio.timeout(limit_s):
                 result = await asyncio.shield(answer)
         except TimeoutError:
-            self._answers.pop(number, None)
+            self._answers.pop(request_id, None)
             raise
         except asyncio.CancelledError:
             if not self.closed:
-                self._send(number, Cancel())
+                self._send(request_id, Cancel())
             raise
         if isinstance(result, ProcessLost):
             raise result
         return result
 
-    def _send(self, number: int, message: object) -> None:
-        data = pickle.dumps((number, message))
+    def _send(self, request_id: int, message: object) -> None:
+        data = pickle.dumps((request_id, message))
         self._writer.write(len(data).to_bytes(4, "big") + data)
 
-    def _answer(self, number: int, answer: object) -> None:
-        future = self._answers.pop(number, None)
+    def _answer(self, request_id: int, answer: object) -> None:
+        future = self._answers.pop(request_id, None)
         if future is not None and not future.done():
             future.set_result(answer)
 
@@ -281,19 +277,21 @@ class WorkerProcess:
         """Take answers until the process closes the socket or sends something else."""
         try:
             while (size := int.from_bytes(await reader.readexactly(4), "big")) <= LARGEST:
-                number, answer = pickle.loads(await reader.readexactly(size))
+                request_id, answer = pickle.loads(await reader.readexactly(size))
                 self._silent_s = 0.0
                 if isinstance(answer, Beat):
                     continue
                 if isinstance(answer, Blocked):
-                    what = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
-                    if number is not None:
-                        self._answer(number, Played(RewardFailure(f"{self.loaded.names['']}: the episode {what}")))
-                    self.close(f"another episode {what}", Retry.ISOLATED if number is None else Retry.RESUME)
+                    reason = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
+                    if request_id is not None:
+                        self._answer(
+                            request_id, Played(RewardFailure(f"{self.task_info.names['']}: the episode {reason}"))
+                        )
+                    self.close(f"another episode {reason}", Retry.ISOLATED if request_id is None else Retry.RESUME)
                     return
                 if isinstance(answer, Played) and answer.stuck:
                     self.retired = True
-                self._answer(number, answer)
+                self._answer(request_id, answer)
                 self.close_if_idle()
         except (EOFError, OSError):
             return
@@ -308,7 +306,7 @@ class WorkerProcess:
         # Read the last answer first: it may arrive together with the process's end. This wait is bounded, because a
         # descendant may keep the socket open. If a process with rewards closed only its socket, the reward's own limit
         # bounds the wait.
-        waits = self._load.work is not Work.EPISODES and not self._exited.done()
+        waits = self._load.role is not Role.EPISODES and not self._exited.done()
         await asyncio.wait(ends, timeout=None if waits else LAST_S)
         self.close("its process closed its socket", Retry.ISOLATED)
 
@@ -346,43 +344,11 @@ class WorkerProcess:
 
     def _status(self) -> str | None:
         """How the process ended; None if it has not. Does not reap it, so the pid stays valid for ``close``."""
-        ended = os.waitid(os.P_PIDFD, self._exit, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
+        exit_info = os.waitid(os.P_PIDFD, self._exit, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if exit_info is None:
             return None
-        by_signal = ended.si_code != os.CLD_EXITED
-        how = f"signal {signal.Signals(ended.si_status).name}" if by_signal else f"exit status {ended.si_status}"
+        by_signal = exit_info.si_code != os.CLD_EXITED
+        how = (
+            f"signal {signal.Signals(exit_info.si_status).name}" if by_signal else f"exit status {exit_info.si_status}"
+        )
         return f"its process ended ({how})"
-
-
-class WorkerFolder:
-    """The temporary folder of a worker process. The kernel releases its lock when the owner ends, however it ends.
-
-    A run that starts Ray has one folder for all temporary files, which the reaper removes. In a cluster that a run
-    joined, the next worker process on the same host removes folders without an owner.
-    """
-
-    def __init__(self) -> None:
-        remove_abandoned(Path(tempfile.gettempdir()))
-        new = Path(tempfile.mkdtemp(prefix=UNLOCKED))
-        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Renamed once it is locked: another process would remove an unlocked folder as abandoned.
-        self.path = new.rename(new.with_name(FOLDER + new.name.removeprefix(UNLOCKED)))
-
-    def remove(self) -> None:
-        """Remove the folder and its contents; errors are ignored."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Remove this user's worker folders without an owner in ``parent``."""
-    for folder in parent.glob(f"{FOLDER}*"):
-        with suppress(OSError):  # another user's, locked, or just removed
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)

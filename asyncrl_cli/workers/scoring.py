@@ -37,7 +37,7 @@ FORMS = (
 METRIC_NAME = re.compile(r"(?=.{1,120}\Z)(?!\.\.?(/|\Z))[\w.\- ]+(/(?!\.\.?(/|\Z))[\w.\- ]+)*")
 """Names that every monitor accepts: MLflow refuses a whole step for other characters, for an empty part or ``.``
 between slashes, and for more than 250 characters with a task's and an evaluation's name."""
-SHOWN = 200
+MAX_TEXT = 200
 """Messages show so many characters of a value or of an exception's text."""
 
 
@@ -90,8 +90,8 @@ def _checked(value: Any, task: object, response: Response) -> Answer:
     except TypeError:
         values = None
     if values is None or len(values) != len(text):
-        found = _shown(value, repr) if values is None else f"{len(values)} rewards"
-        problem = f"{name} returned {found} for the {len(text)} responses of prompt {prompt.uid!r}"
+        returned = _short_text(value, repr) if values is None else f"{len(values)} rewards"
+        problem = f"{name} returned {returned} for the {len(text)} responses of prompt {prompt.uid!r}"
         return RewardFailure(f"{problem}; return a list with a result for each, in their order: {FORMS}", location)
     scores: list[Scored] = []
     for index, result in enumerate(values):
@@ -111,20 +111,20 @@ def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Sco
 
     result = as_result(value)
     if not isinstance(result.metrics, Mapping):
-        return refused(f"metrics {_shown(result.metrics, repr)}")
-    number = finite(result.reward)
-    if number is None and result.reward is not None:
-        return refused(_shown(result.reward, repr))
-    measured: dict[str, float] = {}
+        return refused(f"metrics {_short_text(result.metrics, repr)}")
+    reward = finite(result.reward)
+    if reward is None and result.reward is not None:
+        return refused(_short_text(result.reward, repr))
+    metrics: dict[str, float] = {}
     for key, item in result.metrics.items():
         figure = finite(item)
         if not isinstance(key, str) or figure is None:
-            return refused(f"the metric {_shown(key, repr)}: {_shown(item, repr)}")
+            return refused(f"the metric {_short_text(key, repr)}: {_short_text(item, repr)}")
         if not METRIC_NAME.fullmatch(key):
-            problem = f"{name} returned the metric name {_shown(key, repr)} for prompt {prompt.uid!r}"
+            problem = f"{name} returned the metric name {_short_text(key, repr)} for prompt {prompt.uid!r}"
             return RewardFailure(f"{problem}, which MLflow refuses; use up to 120 letters, digits and _-./", location)
-        measured[key] = figure
-    return Scored(number, measured)
+        metrics[key] = figure
+    return Scored(reward, metrics)
 
 
 def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
@@ -142,7 +142,7 @@ def failed(error: BaseException, name: str, prompt: Prompt, location: str = "") 
     clause. ``location``: where the reward is defined, for an exception that passed no line of the user's code."""
     traceback.print_exc()
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    text = _shown(error, str)
+    text = _short_text(error, str)
     if isinstance(error, UserError):
         text, location = f"{error.message} ({error.hint})", error.location or location
     if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
@@ -171,11 +171,11 @@ def _function(task: object) -> Any:
     return getattr(task, "rewards" if scores_groups(task) else "reward", None)
 
 
-def _shown(value: object, show: Callable[[object], str]) -> str:
+def _short_text(value: object, show: Callable[[object], str]) -> str:
     """Show a user's value as one short line that every file and terminal can encode."""
     try:
         text = " ".join(show(value).split())
     except Exception:
         text = f"a {type(value).__name__} that cannot be shown"
-    text = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
     return text.encode(errors="replace").decode()

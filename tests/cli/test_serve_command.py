@@ -48,7 +48,7 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
     assert (final.name, final.version) == (run.run_id, 5)
 
     run.update(phase="interrupted", step=12)  # the final model is of step 10
-    checkpoint = Checkpoint.at(tmp_path / "step-000012")
+    checkpoint = Checkpoint.from_folder(tmp_path / "step-000012")
     with patch("asyncrl_cli.orchestrator.serving.verified_checkpoint", return_value=checkpoint) as newest:
         assert (served(run).what, served(run).version) == (f"step 12 of {run.run_id}", 6)
         run.update(phase="finished")

@@ -87,7 +87,7 @@ async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
 
 def scoring_with(*actors: StandIn, max_restarts: int = 10, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:
     notes = Notes()
-    return Scoring(spec, iter(actors).__next__, budget=notes.budget(max_restarts), loaded=None), notes
+    return Scoring(spec, iter(actors).__next__, budget=notes.budget(max_restarts), task_object=None), notes
 
 
 def test_a_group_is_one_response_with_a_score_for_each_of_its_texts(killed: list[Any]) -> None:
@@ -296,7 +296,7 @@ def real(cluster: None, tmp_path: Path) -> tuple[Scoring, Notes]:
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     task = TaskSpec(use="user_rewards:reward", reward_timeout_s=1.0)
     notes = Notes()
-    return Scoring(task, actors(task, tmp_path), budget=notes.budget(), loaded=None), notes
+    return Scoring(task, actors(task, tmp_path), budget=notes.budget(), task_object=None), notes
 
 
 @pytest.mark.stack
@@ -311,7 +311,7 @@ def test_a_group_that_kills_its_process_costs_other_groups_no_reward(cluster: No
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(source))
     task = TaskSpec(use="user_rewards:rewards")
     loaded = load_task(task, tmp_path)
-    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), loaded=loaded)
+    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), task_object=loaded)
     assert asked.sees_group(Prompt("a", "?"))
     groups: list[Response] = [
         (Prompt(name, "?"), texts, (True,) * len(texts)) for name, texts in (("a", ("x", "")), ("b", ("die", "y")))
@@ -381,6 +381,6 @@ def test_the_actor_itself_may_be_killed_at_any_time(
 @pytest.mark.stack
 def test_a_missing_task_is_an_error_at_the_start(cluster: None, tmp_path: Path) -> None:
     task = TaskSpec(use="absent:reward")
-    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), loaded=None)
+    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), task_object=None)
     with pytest.raises(TaskError, match="no module 'absent'"):
         asyncio.run(asked.start())

@@ -156,7 +156,7 @@ def test_rows_that_cannot_be_used_are_skipped_counted_and_named() -> None:
     stream = PromptSource(
         PromptLoader(Rows([*rows]), 0, shuffle=False),
         PromptEncoder(REFUSING, 10, apply_chat_template=False),
-        first=(CHAT,),
+        unused_prompts=(CHAT,),
         warn=warnings.append,
     )
     assert [stream.next()[0].uid for _ in range(20)] == ["a"] * 20

@@ -180,7 +180,7 @@ def test_a_wait_may_change_its_text() -> None:
     async def check() -> None:
         harness = Harness()
         with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
-            wait.what = "the batch of step 3 (only 1 of 2 groups have finished)"
+            wait.purpose = "the batch of step 3 (only 1 of 2 groups have finished)"
             with pytest.raises(RunError, match=r"the trainer has waited for the batch of step 3 \(only 1 of 2 groups"):
                 await harness.look()
 

@@ -150,9 +150,9 @@ def test_complete_checkpoints_are_listed_by_step(run: RunDirectory) -> None:
     (folder / "step-000077").write_text("a file")
     assert complete_checkpoints(folder) == made[::-1]
     assert complete_checkpoints(run.path / "missing") == []
-    assert Checkpoint.at(made[1].folder) == made[1]
+    assert Checkpoint.from_folder(made[1].folder) == made[1]
     with pytest.raises(ValueError, match="not called like a checkpoint"):
-        Checkpoint.at(folder / "notes")
+        Checkpoint.from_folder(folder / "notes")
 
 
 def test_the_state_and_layout_of_a_checkpoint(run: RunDirectory) -> None:

@@ -57,7 +57,7 @@ def train(
     layout = TrainerLayout(ranks, zero_stage, "float32")
     (target / "run.json").write_text(json.dumps({"step": 3, "trainer": asdict(layout)}))
     seal(target)
-    return result, Checkpoint.at(target)
+    return result, Checkpoint.from_folder(target)
 
 
 def differs(one: dict[str, Any], other: dict[str, Any]) -> float:

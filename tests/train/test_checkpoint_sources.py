@@ -25,7 +25,7 @@ def empty_checkpoint(folder: Path, ranks: int, zero_stage: int, **further: int) 
     layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"} | further
     (folder / "step-000007/run.json").write_text(json.dumps({"trainer": layout}))
     (folder / "step-000007/state/trainer.json").write_text('{"updates": 7, "optimizer_steps": 5}')
-    return Checkpoint.at(folder / "step-000007")
+    return Checkpoint.from_folder(folder / "step-000007")
 
 
 def test_an_export_overwrites_nothing(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def saved_by(trainer: dict[str, Any], folder: Path) -> Checkpoint:
     layout = TrainerLayout(trainer["ranks"], trainer["zero_stage"], dtype, experts)
     (folder / "run.json").write_text(json.dumps({"step": 2, "trainer": asdict(layout)}))
     seal(folder)
-    return Checkpoint.at(folder)
+    return Checkpoint.from_folder(folder)
 
 
 def train(

@@ -111,7 +111,7 @@ def test_one_process_scores_until_it_is_closed(start: Callable[..., Harness]) ->
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGUSR1))  # as in Ray's workers
     process = start()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    assert process.process.loaded.names == {"": "user_rewards:reward"}
+    assert process.process.task_info.names == {"": "user_rewards:reward"}
     pid = process.pid()
     assert pid != os.getpid()
     assert process.score("pid again") == pid
