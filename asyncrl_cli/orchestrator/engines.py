@@ -58,7 +58,7 @@ class EngineProcess(SupervisedActor):
 
     async def room(self) -> None:
         """Wait until Ray has room for the engine. A restart waits without a limit: other engines generate."""
-        await self._group.held(self._warn, None if self.node else START_TIMEOUT_S)
+        await self._group.wait_for_room(self._warn, None if self.node else START_TIMEOUT_S)
 
     async def join(self, waits: Callable[[str], None]) -> None:
         """Start once, in a run that can do without it. Room is waited for without a limit, because an autoscaler may
@@ -67,7 +67,7 @@ class EngineProcess(SupervisedActor):
         If the call is cancelled or raises ``UserError``, nothing of the engine remains.
         """
         try:
-            await self._group.held(waits, limit_s=None)
+            await self._group.wait_for_room(waits, limit_s=None)
             await self.start_once()
         except BaseException:
             self.release()

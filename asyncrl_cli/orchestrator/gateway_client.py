@@ -236,7 +236,7 @@ class GatewayClient:
         self._keeping.add_done_callback(lambda task: task.cancelled() or task.exception())  # sessions raise its error
         return self._link.result().url
 
-    async def kept(self) -> None:
+    async def wait_until_lost(self) -> None:
         """Wait forever; raises the error after which the gateway cannot be replaced."""
         assert self._keeping is not None
         await asyncio.shield(self._keeping)

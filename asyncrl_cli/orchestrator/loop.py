@@ -221,7 +221,7 @@ class Orchestrator:
             if not in_background:
                 await self._checkpoints.write(step, state)
 
-        await self._until_saved(step, self._trainer.at(step, save))
+        await self._until_saved(step, self._trainer.at_step(step, save))
         stall_s = time.monotonic() - started
         self._steps.extra_metrics["checkpoint/stall_s"] = stall_s
         # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
@@ -311,7 +311,7 @@ class Orchestrator:
         await self._finish_evaluation("the evaluation after training")
         await self.checkpoint()
         self._reporter.status("saving the model")
-        await self._trainer.at(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
+        await self._trainer.at_step(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
 
     def _unhealthy(self, idle_steps: int) -> RunError:
         findings = [finding for finding in self.health.open_findings if finding.stops_learning]

@@ -150,7 +150,7 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
 
     Returns a text about the room; raises ``RunError`` with the missing resources. A run that fits is never refused. A
     run whose engines and ranks fit separately and in total, but not together, is accepted: then Ray finds no room, and
-    ``PlacementGroup.held`` says so.
+    ``PlacementGroup.wait_for_room`` says so.
     """
     cluster = spec.cluster
     if cluster.autoscaling:

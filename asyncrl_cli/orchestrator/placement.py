@@ -119,7 +119,7 @@ class PlacementGroup:
             return False
         return True
 
-    async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
+    async def wait_for_room(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
         """Wait until Ray holds the resources on usable nodes; ``warn`` gets texts about the missing resources. Raises
         ``RunError`` after ``limit_s`` seconds; None: no limit."""
         started = time.monotonic()
@@ -143,12 +143,12 @@ class PlacementGroup:
             self.ask()
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
-        """Wait for the first answer of actors in the group. Warns and raises like ``held`` if their node dies first:
-        Ray notices this only after some seconds, and until then the group counts as held."""
+        """Wait for the first answer of actors in the group. Warns and raises like ``wait_for_room`` if their node dies
+        first: Ray notices this only after some seconds, and until then the group counts as created."""
         call = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait({call}, timeout=LOOK_S))[0]:
-                await self.held(warn)
+                await self.wait_for_room(warn)
             return call.result()
         finally:
             call.cancel()

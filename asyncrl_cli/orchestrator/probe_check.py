@@ -11,9 +11,9 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 two. In fp32 they agree to about 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
 NOISE = {"float32": 1e-4, "bfloat16": 0.02}
 """By dtype: two versions can be told apart if their probes differ by more nats than this."""
-USUAL, LEAST = 5.0, 0.1
-"""In bfloat16 an engine's gap may be ``USUAL`` times the gap of the first engine that proved a version, and always at
-least ``LEAST`` nats."""
+GAP_FACTOR, MIN_TOLERANCE = 5.0, 0.1
+"""In bfloat16 an engine's gap may be ``GAP_FACTOR`` times the gap of the first engine that proved a version, and always
+at least ``MIN_TOLERANCE`` nats."""
 
 
 class ProbeCheck:
@@ -65,6 +65,6 @@ class ProbeCheck:
             return gap, f"{differ}; at most {tolerance:.3g} are allowed, and less than from the previous version's"
         if not self._learned:
             self._learned = True
-            self.tolerance = min(tolerance, max(LEAST, USUAL * gap))
+            self.tolerance = min(tolerance, max(MIN_TOLERANCE, GAP_FACTOR * gap))
             self._noise = max(self._noise, 3 * gap)
         return gap, ""

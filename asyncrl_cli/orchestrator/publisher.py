@@ -27,7 +27,7 @@ import numpy as np
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.probe_check import ProbeCheck
-from asyncrl_cli.orchestrator.replicas import AgentLost, Replicas, Written
+from asyncrl_cli.orchestrator.replicas import AgentLost, Replicas, WrittenVersion
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer, StepPassed
 from asyncrl_cli.orchestrator.watchdog import DRIVER, Watchdog
 from asyncrl_cli.records.generation import Attestation
@@ -175,19 +175,19 @@ class Publisher:
                 await self.restore(go_back=not self._client.serving())
                 await self._trainer.catch_up(step)
 
-    async def _write(self, version: int, go_back: bool = True) -> Written:
+    async def _write(self, version: int, go_back: bool = True) -> WrittenVersion:
         """Raises ``StepPassed`` if the trainer is at a later step; with ``go_back`` it returns to a checkpoint."""
 
-        async def write() -> Written:
+        async def write() -> WrittenVersion:
             self._replicas.keep({*self._trainer.ranks.nodes, *(engine.process.node for engine in self._client.engines)})
             served = None if self._current is None else self._current.manifest
             writing = self._replicas.write(self._trainer.ranks, version, served)
             return await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
 
         cause = f"every host has lost version {version}, so the trainer writes it again"
-        return await self._trainer.at(version * self._publish_every, write, go_back=cause if go_back else "")
+        return await self._trainer.at_step(version * self._publish_every, write, go_back=cause if go_back else "")
 
-    async def _deliver_and_record(self, written_version: Written, waited_s: float) -> None:
+    async def _deliver_and_record(self, written_version: WrittenVersion, waited_s: float) -> None:
         purpose = f"every engine to load version {written_version.version}"
         record = await self._watchdog.until(self._deliver(written_version), DRIVER, purpose)
         record = replace(record, waited_s=waited_s)
@@ -197,7 +197,7 @@ class Publisher:
         self._record = record
         self._client.room.set()  # the ledger has room for groups at the new version
 
-    async def _deliver(self, written_version: Written) -> PublishRecord:
+    async def _deliver(self, written_version: WrittenVersion) -> PublishRecord:
         """Have all serving engines load and prove a version. The ranks may train during the call.
 
         An engine that fails is marked as dead. If an engine's host does not get the version in time, the engine stops
@@ -285,7 +285,7 @@ class Publisher:
     ) -> Update | None:
         actor, version = engine.process.actor, publication.manifest.version
         try:
-            await _first(pull, too_late)
+            await _wait_for_any(pull, too_late)
             if not pull.done():
                 raise PullFailed(f"its host did not get weight version {version} in time", location=engine.name)
             pulled = pull.result()
@@ -324,7 +324,7 @@ class Publisher:
             replaced = asyncio.ensure_future(publication.replaced.wait())
             try:
                 # A host slower than the publishes skips versions; otherwise it would never have the current one.
-                await _first(pull, replaced)
+                await _wait_for_any(pull, replaced)
                 if not pull.done():
                     continue
                 await self._prove(engine, publication, pull.result().path)
@@ -368,5 +368,5 @@ class Publisher:
         return answer, gap
 
 
-async def _first(*either: asyncio.Future[Any]) -> None:
+async def _wait_for_any(*either: asyncio.Future[Any]) -> None:
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -127,7 +127,7 @@ class AgentProcess(SupervisedActor):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class WrittenVersion:
     """A version that the ranks have written into their hosts' replicas."""
 
     version: int
@@ -168,7 +168,7 @@ class Replicas:
         for node in self._agents.keys() - set(nodes):
             self._agents.pop(node).release()
 
-    async def write(self, ranks: TrainerRanks, version: int, keep: Manifest | None = None) -> Written:
+    async def write(self, ranks: TrainerRanks, version: int, keep: Manifest | None = None) -> WrittenVersion:
         """Have every rank write its shard of ``version``, again if an agent dies during the write.
 
         ``keep``: the version that engines serve; agents must not overwrite it. Raises ``TrainerLost``.
@@ -192,7 +192,9 @@ class Replicas:
                 )
                 started = time.monotonic()
                 probe = await ranks.write(version, [paths[node] for node in nodes])
-                return Written(version, probe, ranks=ranks_by_node, losses=losses, seconds=time.monotonic() - started)
+                return WrittenVersion(
+                    version, probe, ranks=ranks_by_node, losses=losses, seconds=time.monotonic() - started
+                )
             except ReplicaGone:
                 await self._look()
                 if losses == [self._agent(node).losses for node in ranks_by_node]:
@@ -205,7 +207,7 @@ class Replicas:
                 if not isinstance(error, AgentLost):
                     raise
 
-    async def manifest(self, written_version: Written) -> Manifest:
+    async def manifest(self, written_version: WrittenVersion) -> Manifest:
         """Have the agents compute the written version's digests. Raises ``AgentLost`` if a part of it is lost."""
         agents = [self._agent(node) for node in written_version.ranks]
         try:

@@ -63,12 +63,12 @@ class Scoring:
         scored: list[Answer] = [RewardFailure("")] * len(responses)
         starts = iter(range(0, len(responses), self._per_call))
 
-        async def work(starts: Iterator[int]) -> None:
+        async def score_slices(starts: Iterator[int]) -> None:
             for start in starts:
                 end = start + self._per_call
                 scored[start:end] = await self._score_some(responses[start:end])
 
-        workers = [asyncio.ensure_future(work(starts)) for _ in range(min(self._calls, len(responses)))]
+        workers = [asyncio.ensure_future(score_slices(starts)) for _ in range(min(self._calls, len(responses)))]
         try:
             await asyncio.gather(*workers)
         finally:

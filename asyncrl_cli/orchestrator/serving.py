@@ -147,11 +147,11 @@ def use_engines(
 
     async def start_and_use(stop: Stop) -> T:
         stop.attach()
-        last = ""
+        last_warning = ""
 
         def note(text: str) -> None:
-            nonlocal last
-            last = text
+            nonlocal last_warning
+            last_warning = text
             warn(text)
 
         budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, note)
@@ -173,22 +173,22 @@ def use_engines(
             decode = decoder(tokenizer, end_tokens(folder, tokenizer), spec.task.special_tokens == "shown")
             client = client_of(spec, engines, decode)
             keeper = EngineKeeper(client, _OwnWeights())
-            kept: list[asyncio.Task[Any]] = []
+            keeper_tasks: list[asyncio.Task[Any]] = []
             async with asyncio.TaskGroup() as group:
 
                 async def start() -> None:
                     status("starting engines")
                     model.set_result(folder)
                     await asyncio.gather(*(engine.running() for engine in engines))
-                    kept.extend(group.create_task(keeper.keep(engine)) for engine in client.engines)
+                    keeper_tasks.extend(group.create_task(keeper.keep(engine)) for engine in client.engines)
                     limit_s = spec.pipeline.stall_minutes * 60
-                    kept.append(group.create_task(while_engines_serve(client, limit_s, lambda: last)))
+                    keeper_tasks.append(group.create_task(while_engines_serve(client, limit_s, lambda: last_warning)))
 
                 serving = group.create_task(start())
                 result = await use(
                     Engines(folder, tokenizer, client=client, factory=factory, budget=budget, serving=serving)
                 )
-                for task in (serving, *kept):
+                for task in (serving, *keeper_tasks):
                     task.cancel()
             return result
 
@@ -223,7 +223,7 @@ def serve(
     """Serve until Ctrl-C or SIGTERM. ``ready`` is called when clients can connect. ``check`` returns a warning about
     the tokenizer, or an empty text. Raises like ``use_engines``."""
 
-    async def work(engines: Engines) -> None:
+    async def serve_requests(engines: Engines) -> None:
         if warning := await asyncio.to_thread(check, engines.tokenizer):
             warn(warning)
         api_key = secrets.token_urlsafe(32)
@@ -235,11 +235,11 @@ def serve(
         try:
             await engines.serving
             ready(Address(f"{url}/v1", api_key, served.name))
-            await gateway.kept()
+            await gateway.wait_until_lost()
         finally:
             await gateway.stop()
 
-    use_engines(served, work, again="start the server again", status=status, warn=warn)
+    use_engines(served, serve_requests, again="start the server again", status=status, warn=warn)
 
 
 async def while_engines_serve(client: GenerationClient, limit_s: float, cause: Callable[[], str]) -> NoReturn:

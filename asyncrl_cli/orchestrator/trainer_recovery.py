@@ -60,7 +60,7 @@ class ResilientTrainer:
         # Calls to the ranks are collective. Two at a time could reach the ranks in different orders and deadlock.
         self._turn = asyncio.Lock()
 
-    async def at(self, step: int, call: Callable[[], Awaitable[T]], go_back: str = "") -> T:
+    async def at_step(self, step: int, call: Callable[[], Awaitable[T]], go_back: str = "") -> T:
         """The result of ``call`` with the weights after ``step`` steps. If a rank dies, recover and repeat the call.
 
         If the weights are behind, recorded batches are trained first. If they are ahead, the ranks return to a
@@ -69,16 +69,16 @@ class ResilientTrainer:
         async with self._turn:
             if self.ready and self.step > step and go_back:  # lost ranks restart from a checkpoint anyway
                 await self._lose("trainer-0", go_back)
-            return await self._at(step, call)
+            return await self._retry_at_step(step, call)
 
     async def train(self, batch: TrainingBatch) -> StepReport:
         """Train one batch at its step."""
-        return await self.at(batch.step, lambda: self._train(batch))
+        return await self.at_step(batch.step, lambda: self._train(batch))
 
     async def catch_up(self, step: int = 0) -> None:
         """Restart the ranks if one has died, and train recorded batches until at least ``step`` steps are done."""
         async with self._turn:
-            await self._at(max(step, self.step), self.ranks.check)
+            await self._retry_at_step(max(step, self.step), self.ranks.check)
 
     async def guard(self) -> None:
         """Recover ranks that die while they are idle, before the next step needs them. Never ends."""
@@ -86,7 +86,7 @@ class ResilientTrainer:
             await asyncio.sleep(GUARD_S)
             await self.catch_up()
 
-    async def _at(self, step: int, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_at_step(self, step: int, call: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 if not self.ready or self.step < step:

@@ -95,7 +95,7 @@ class TrainerRanks:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        await self._group.held(self._warn)
+        await self._group.wait_for_room(self._warn)
         self._actors = actors = [self._make_actor(self._group, index) for index in range(self._group.count)]
         visits = _all([actor.visit.remote(str(self._search_path)) for actor in actors], START_TIMEOUT_S)
         locations = await self._group.first_answer(visits, self._warn)

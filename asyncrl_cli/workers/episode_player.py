@@ -134,8 +134,8 @@ class EpisodePlayer:
         coroutine = self._episode(message.prompt, message.access)
         episode = asyncio.get_running_loop().create_task(coroutine, context=context)
         stop = asyncio.create_task(stopped.wait())
-        first = asyncio.FIRST_COMPLETED
-        in_time, _ = await asyncio.wait({episode, stop}, timeout=self._timeout_s, return_when=first)
+        when_first = asyncio.FIRST_COMPLETED
+        in_time, _ = await asyncio.wait({episode, stop}, timeout=self._timeout_s, return_when=when_first)
         stop.cancel()
         ended_itself = episode.done()
         # Before the answer: the owner may use it to close or reuse this process, and leftovers must not disturb others.

@@ -83,7 +83,7 @@ class Harness:
         ranks: Any = SimpleNamespace(
             write=self._write, layout=self._layout, check=self._check_ranks, nodes=("trainer",)
         )
-        trainer: Any = SimpleNamespace(at=lambda step, work, go_back: work(), ranks=ranks)
+        trainer: Any = SimpleNamespace(at_step=lambda step, work, go_back: work(), ranks=ranks)
         self.publisher = Publisher(
             spec(),
             opening=SimpleNamespace(version=-1, checksum=None),  # type: ignore[arg-type]

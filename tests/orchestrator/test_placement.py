@@ -95,14 +95,14 @@ def test_missing_resources_are_reported_until_there_is_room() -> None:
         reported.append(text)
         group.room = len(reported) == 2
 
-    run(group.held(warn, limit_s=None))
+    run(group.wait_for_room(warn, limit_s=None))
     assert reported == [f"engine-0 waits until Ray has room for it: {NEEDS}"] * 2
 
 
 @pytest.mark.usefixtures("one_node")
 def test_a_wait_for_room_ends_with_the_numbers() -> None:
     with pytest.raises(RunError, match=rf"Ray found no room for engine-0 within 0 s: {NEEDS}") as error:
-        run(FullGroup().held(pytest.fail, limit_s=0.0))
+        run(FullGroup().wait_for_room(pytest.fail, limit_s=0.0))
     assert error.value.location == "cluster"
     assert error.value.hint
 
@@ -110,7 +110,7 @@ def test_a_wait_for_room_ends_with_the_numbers() -> None:
 def test_a_group_with_room_causes_no_warning() -> None:
     group = FullGroup()
     group.room = True
-    run(group.held(pytest.fail))
+    run(group.wait_for_room(pytest.fail))
 
 
 @pytest.mark.usefixtures("one_node")
@@ -181,7 +181,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, selector=NodeSelector(labels={"role": "rollout"}))
         engine.ask()
         engine.ask()
-        await engine.held(pytest.fail, limit_s=60.0)
+        await engine.wait_for_room(pytest.fail, limit_s=60.0)
         assert engine.nodes() == (worker,)
         first = Somewhere.options(**engine.options()).remote()
         assert await first.where.remote() == worker
@@ -200,7 +200,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
             reported.append(text)
 
         assert not await trainer.ready(0.0), "it was not requested"
-        await trainer.held(warn, limit_s=60.0)
+        await trainer.wait_for_room(warn, limit_s=60.0)
         assert "it needs 3 × 1 CPU, each on one node; free:" in reported[0]
         assert reported[0].count(" of 1 CPUs on ") == reported[0].count(" of 2 CPUs on ") == 1
         assert sorted(trainer.nodes()) == sorted([head, worker, worker])
@@ -212,7 +212,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
 
         # By id, and not by label.
         on_head = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={placement.NODE_ID: head}))
-        await on_head.held(pytest.fail, limit_s=60.0)
+        await on_head.wait_for_room(pytest.fail, limit_s=60.0)
         assert on_head.nodes() == (head,)
         on_head.remove()
         nowhere = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={"role": "none"}))
@@ -221,7 +221,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         nowhere.remove()
         # A node that the examiner refuses is released, and another node is found.
         elsewhere = PlacementGroup("engine-3", {"CPU": 1}, selector=NodeSelector(), examiner=Examiner({head}))
-        await elsewhere.held(pytest.fail, limit_s=60.0)
+        await elsewhere.wait_for_room(pytest.fail, limit_s=60.0)
         assert elsewhere.nodes() == (worker,)
         elsewhere.remove()
         # After a cancelled wait, a group can be removed and requested again.
@@ -237,7 +237,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         # Engines that share GPUs with ranks: each pair has one GPU, and each rank another one.
         factory = ActorFactory(sharing(2), Path(), Path())
         trainer = factory.trainer_group()
-        await trainer.held(pytest.fail, limit_s=60.0)
+        await trainer.wait_for_room(pytest.fail, limit_s=60.0)
         share = engine_wants(factory.spec)
         engines = [Somewhere.options(**trainer.options(index, share)).remote() for index in range(2)]
         ranks = [Somewhere.options(**trainer.options(index, rank_wants(factory.spec))).remote() for index in range(2)]

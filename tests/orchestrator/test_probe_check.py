@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_ins import spec
 
-from asyncrl_cli.orchestrator.probe_check import LEAST, TOLERANCE, ProbeCheck
+from asyncrl_cli.orchestrator.probe_check import MIN_TOLERANCE, TOLERANCE, ProbeCheck
 
 TOKENS = 24
 
@@ -59,7 +59,7 @@ def test_in_bfloat16_the_first_gap_limits_later_gaps() -> None:
     off = np.float32(0.3)
     assert judge.tolerance == TOLERANCE["bfloat16"]
     assert not judge.judge(logprobs(0) + small, logprobs(0))[1]
-    assert judge.tolerance == LEAST
+    assert judge.tolerance == MIN_TOLERANCE
     assert "in the median; at most 0.1 are allowed" in judge.judge(logprobs(0) + off, logprobs(0))[1]
     noisy = check()
     noisy.judge(logprobs(0) + np.float32(0.08), logprobs(0), None)

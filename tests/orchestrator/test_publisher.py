@@ -142,7 +142,7 @@ class Harness:
         """The checksum of a version."""
         return checksum(self.shard(version, rank) for rank in range(RANKS))
 
-    async def at(self, step: int, work: Any, go_back: str) -> Any:
+    async def at_step(self, step: int, work: Any, go_back: str) -> Any:
         """Like ``ResilientTrainer.at``."""
         if self.step_now > step and not go_back:
             raise StepPassed

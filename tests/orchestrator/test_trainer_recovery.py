@@ -96,7 +96,7 @@ class Harness:
 
     async def at(self, step: int, method: str, go_back: str = "") -> Any:
         """Call a method of the ranks when they have trained this many steps."""
-        return await self.trainer.at(step, lambda: self.ranks.call(method), go_back)
+        return await self.trainer.at_step(step, lambda: self.ranks.call(method), go_back)
 
     @property
     def losses(self) -> list[str]:
@@ -153,7 +153,7 @@ def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> 
             done.append(harness.ranks.weights)
             return "done"
 
-        assert await harness.trainer.at(5, work) == "done"
+        assert await harness.trainer.at_step(5, work) == "done"
         assert done == [(0, 1, 2, 3, 4)], "only at the right step"
         assert harness.read == harness.trained == [2, 3, 4]
         assert harness.trainer.step == 5
@@ -222,7 +222,7 @@ def test_an_error_that_is_not_a_death_is_raised() -> None:
             raise RunError("the loss is not finite")
 
         with pytest.raises(RunError, match="not finite"):
-            await harness.trainer.at(2, work)
+            await harness.trainer.at_step(2, work)
         assert harness.losses == []
         await harness.trainer.train(batch(2))
 
@@ -303,7 +303,7 @@ def test_one_piece_of_work_at_a_time() -> None:
             assert active == 1
             active -= 1
 
-        await asyncio.gather(*(harness.trainer.at(2, work) for _ in range(5)))
+        await asyncio.gather(*(harness.trainer.at_step(2, work) for _ in range(5)))
         assert harness.ranks.weights == (0, 1)
 
     run(check())
@@ -326,7 +326,7 @@ def test_weights_follow_from_the_batches_in_order_whichever_call_dies(data: st.D
         ranks.checkpoints[len(ranks.weights)] = ranks.weights
         harness = Harness(ranks)
         saved = {**ranks.checkpoints}
-        await harness.trainer.at(behind, lambda: ranks.call("look"))
+        await harness.trainer.at_step(behind, lambda: ranks.call("look"))
         for step in range(behind, behind + data.draw(st.integers(1, 5))):
             await harness.trainer.train(batch(step))
             assert ranks.weights == tuple(range(step + 1))
