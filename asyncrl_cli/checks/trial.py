@@ -149,8 +149,8 @@ class Trial:
         _refuse(result.score, self._location, "called with an empty reply")
         return result.opening
 
-    def _load(self, work: Role) -> Load:
-        return Load(self._spec, search_path=self._search_path, work=work, blocked_s=BLOCKED_S)
+    def _load(self, role: Role) -> Load:
+        return Load(self._spec, search_path=self._search_path, role=role, blocked_s=BLOCKED_S)
 
 
 def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:

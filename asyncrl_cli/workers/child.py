@@ -70,7 +70,9 @@ class Orphans:
             return
         self._looked = time.monotonic()
         me = os.getpid()
-        ended_pids = frozenset(process.pid for process in descendants([me]) if process.is_zombie and process.parent == me)
+        ended_pids = frozenset(
+            process.pid for process in descendants([me]) if process.is_zombie and process.parent == me
+        )
         reap(ended_pids & self._ended_pids)
         self._ended_pids = ended_pids
 
