@@ -50,9 +50,9 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
     run.update(phase="interrupted", step=12)  # the final model is of step 10
     checkpoint = Checkpoint.from_folder(tmp_path / "step-000012")
     with patch("asyncrl_cli.orchestrator.serving.verified_checkpoint", return_value=checkpoint) as newest:
-        assert (served(run).what, served(run).version) == (f"step 12 of {run.run_id}", 6)
+        assert (served(run).description, served(run).version) == (f"step 12 of {run.run_id}", 6)
         run.update(phase="finished")
-        assert served(run, 12).what.startswith("step 12"), "an explicit step has priority over the final model"
+        assert served(run, 12).description.startswith("step 12"), "an explicit step has priority over the final model"
         newest.assert_called_with(run, 12)
 
 

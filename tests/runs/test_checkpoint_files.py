@@ -122,7 +122,7 @@ def test_files_that_ranks_have_digested_are_not_read_again(run: RunDirectory, mo
         read = []
         digest = checkpoints._digest
         patched.setattr(checkpoints, "_digest", lambda path, check: (read.append(path.name), digest(path, check))[1])
-        seal(folder, written={SHARD: file.digest})
+        seal(folder, rank_digests={SHARD: file.digest})
     assert read == ["run.json"]
     assert verify(Checkpoint(folder, 40)) == []
     (folder / SHARD).write_bytes(b"shard of 41")
@@ -135,7 +135,7 @@ def test_a_shard_that_does_not_reach_the_drivers_host_is_refused(tmp_path: Path,
     if content is not None:
         (tmp_path / SHARD).write_bytes(content)
     with pytest.raises(RunError, match=f"wrote {SHARD}"):
-        seal(tmp_path, written={SHARD: Digest(11, "0" * 64)})
+        seal(tmp_path, rank_digests={SHARD: Digest(11, "0" * 64)})
     assert not (tmp_path / "files.json").exists()
 
 
