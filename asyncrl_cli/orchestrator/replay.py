@@ -88,7 +88,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         if plan.repeats_warm_start:
             await _repeat_warm_start(plan, budget, progress)
         spec = with_its_result(spec, run)
-    if not plan.last:
+    if not plan.end_step:
         return
     factory = ActorFactory(spec, run_path=run.path, search_path=search_path, log_folder=plan.logs)
     limit_s = spec.pipeline.stall_minutes * 60
