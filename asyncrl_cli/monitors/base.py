@@ -83,20 +83,14 @@ class Monitor:
     def started(self, run: RunInfo) -> None:
         """The first call: the run starts, or resumes."""
 
-    def status(self, text: str) -> None:
-        """The run's activity while it starts or ends."""
-
-    def doing(self, text: str, counts: Counts) -> None:
-        """The loop's activity, and the number of groups in the buffer by state."""
+    def status(self, text: str, counts: Counts | None = None) -> None:
+        """The run's activity; from the loop also the number of groups in the buffer by state."""
 
     def engines(self, serving: int, wanted: int) -> None:
         """The number of serving or wanted engines has changed."""
 
     def warn(self, text: str) -> None:
         """Something failed or takes long; the run continues."""
-
-    def stalled(self, text: str) -> None:
-        """A part has been waiting for half of ``pipeline.stall_minutes``. ``warn`` is called, too."""
 
     def faulted(self, kind: str) -> None:
         """A fault is recorded; its kind is the journal's, such as ``engine``."""

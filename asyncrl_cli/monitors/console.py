@@ -55,10 +55,10 @@ class PlainView(Monitor):
     def started(self, run: RunInfo) -> None:
         self._spec = run.spec
 
-    def status(self, text: str) -> None:
-        # Progress inside a stage ("warm start: 12 of 1000 updates") would flood a log.
+    def status(self, text: str, counts: Counts | None = None) -> None:
+        # Progress inside a stage ("warm start: 12 of 1000 updates") and of the loop would flood a log.
         stage = text.split(":")[0]
-        if stage != self._stage:
+        if counts is None and stage != self._stage:
             self._stage = stage
             self._print(stage)
 
@@ -139,11 +139,8 @@ class LiveView(Monitor):
             self._height = len(lines)
             self._out.draw(start + warning + "".join(f"{line}\n" for line in lines), warning.count("\n"))
 
-    def status(self, text: str) -> None:
+    def status(self, text: str, counts: Counts | None = None) -> None:
         self._activity = text  # the thread shows it: the loop may call this often
-
-    def doing(self, text: str, counts: Counts) -> None:
-        self.status(text)
 
     def warn(self, text: str) -> None:
         self._draw(f"! {printable(hide(text))}\n")

@@ -21,21 +21,17 @@ from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.spec.sections import TrackingSpec, WandbSpec
 
 PROTOCOL = f"{Monitor.__module__}.{Monitor.__name__}"
-INIT_S = 60.0
-"""Seconds that Weights & Biases may take to begin a run."""
-UPLOAD_S = 10.0
-"""Seconds that its last uploads may take; `wandb sync` sends the rest."""
 
 
 def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
     """Make the monitors, without starting them. ``search_path``: the folder of the user's modules. Raises
     ``ConfigError`` with the spec's key if a monitor cannot be made."""
-    monitors: list[Monitor] = []
-    if tracking.tensorboard:
-        _require("tensorboard", "tracking.tensorboard")
-        monitors.append(TensorBoard())
+    for package, setting in (("tensorboard", tracking.tensorboard), ("wandb", tracking.wandb)):
+        if setting and find_spec(package) is None:
+            hint = f"pip install 'asyncrl[{package}]'"
+            raise ConfigError(f"the package {package} is not installed", location=f"tracking.{package}", hint=hint)
+    monitors: list[Monitor] = [TensorBoard()] if tracking.tensorboard else []
     if tracking.wandb is not None:
-        _require("wandb", "tracking.wandb")
         netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))  # where `wandb login` stores the key
         if tracking.wandb.mode == "online" and not os.environ.get("WANDB_API_KEY") and not netrc.exists():
             raise ConfigError(  # otherwise W&B would ask for it in the terminal
@@ -47,13 +43,6 @@ def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
     for index, name in enumerate(tracking.monitors):
         monitors.append(_custom(name, search_path, f"tracking.monitors.{index}"))
     return monitors
-
-
-def _require(package: str, location: str) -> None:
-    if find_spec(package) is None:
-        raise ConfigError(
-            f"the package {package} is not installed", location=location, hint=f"pip install 'asyncrl[{package}]'"
-        )
 
 
 def _custom(name: str, search_path: Path, location: str) -> Monitor:
@@ -117,9 +106,9 @@ class WeightsAndBiases(Monitor):
             disable_git=True,
             disable_code=True,
             x_disable_stats=True,  # MLflow's monitor measures the machine
-            init_timeout=INIT_S,
+            init_timeout=60.0,
             # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0020).
-            finish_timeout=UPLOAD_S,
+            finish_timeout=10.0,
         )
         self._run = wandb.init(
             project=self._spec.project,

@@ -35,14 +35,11 @@ class Outlet:
     Invariant: ``write`` neither waits nor raises. Lines that cannot be written are dropped and counted.
     """
 
-    def __init__(self, descriptor: int, notices: bool = True) -> None:
-        """``notices``: print how many lines are missing as soon as writing works again; otherwise only at the end."""
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._notices = notices
         self._background = Background("output", LINES + FRAMES)
         self._dropped = 0  # lines that did not fit into the queue; changed by the threads that call `write`
         self._failed = 0  # lines that could not be written; changed by the thread that writes
-        self._noticed = 0
 
     @property
     def lost_lines(self) -> int:
@@ -74,8 +71,9 @@ class Outlet:
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Finish writing. Returns True if that took less than ``timeout_s`` seconds and the descriptor would take more
         without blocking."""
-        self._notices = True
-        self.draw("")  # prints the notice
+        if lost := self.lost_lines:
+            notice = f"! {lost} lines of output are missing: they were not read in time\n"
+            self._background.submit(partial(self._write, notice, 0))
         if not self._background.close(timeout_s):
             return False
         poll = select.poll()
@@ -83,16 +81,12 @@ class Outlet:
         return [event for _, event in poll.poll(0)] == [select.POLLOUT]
 
     def _write(self, text: str, line_count: int) -> None:
-        lost = self.lost_lines - self._noticed if self._notices else 0
-        notice = f"! {lost} lines of output are missing here: they were not read in time\n" if lost else ""
         try:
-            _write_all(self._descriptor, (notice + text).encode(errors="backslashreplace"))
+            _write_all(self._descriptor, text.encode(errors="backslashreplace"))
         except OSError:
             # The reader is gone, the terminal hung up, or the disk is full. The run must continue, so only count the
             # lines.
             self._failed += line_count
-        else:
-            self._noticed += lost
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -124,8 +118,7 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     terminals = [os.dup(descriptor) for descriptor in STANDARD]
     log_dir.mkdir(parents=True, exist_ok=True)
     redirect_output(str(log_dir), "driver")
-    # A terminal gets no notices: the panel is redrawn in place, so the next frame replaces missing frames.
-    outlets = [Outlet(descriptor, notices=not os.isatty(descriptor)) for descriptor in terminals]
+    outlets = [Outlet(descriptor) for descriptor in terminals]
     try:
         yield Terminal(*outlets)
     finally:

@@ -1,8 +1,7 @@
 """Publishes the run's numbers as Ray metrics. Prometheus, and so Grafana, reads them from Ray's agents.
 
-Names: a step's metric ``area/quantity`` becomes the gauge ``ray_asyncrl_area_quantity`` (Ray adds ``ray_``), counters
-end in ``_total``, and all metrics have the tag ``run_id``. docs/watching.md lists the metrics that do not belong to a
-step.
+A step's metric ``area/quantity`` becomes the gauge ``ray_asyncrl_area_quantity`` (Ray adds ``ray_``), counters end in
+``_total``, and all have the tag ``run_id``. docs/watching.md lists the metrics that do not belong to a step.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ class RayMetrics(Monitor):
 
     def __init__(self, run: RunDirectory, spec: ExperimentSpec) -> None:
         self._run = run
-        self._limits = {"stop_steps": spec.stop.total, "max_staleness": spec.pipeline.max_staleness}
+        self._spec = spec
         self._has_own_cluster = spec.cluster.address is None  # users tell Prometheus about clusters that runs join
         self._ray_metrics: dict[str, Any] = {}  # by Ray's name
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # values and tags, by name and tags
         self._ended = Event()
 
     def started(self, run: RunInfo) -> None:
-        for name, value in self._limits.items():
-            self._set(name, value)
+        self._set("stop_steps", self._spec.stop.total)
+        self._set("max_staleness", self._spec.pipeline.max_staleness)
         if self._has_own_cluster:
             import ray
 
@@ -68,8 +67,8 @@ class RayMetrics(Monitor):
             for (name, _), (value, tags) in tuple(self._values.items()):
                 self._ray_metrics[name].set(value, tags)
 
-    def doing(self, text: str, counts: Counts) -> None:
-        for state, groups in asdict(counts).items():
+    def status(self, text: str, counts: Counts | None = None) -> None:
+        for state, groups in (asdict(counts) if counts else {}).items():
             self._set(f"buffer/groups_{state}", groups)
 
     def engines(self, serving: int, wanted: int) -> None:
@@ -99,20 +98,20 @@ class RayMetrics(Monitor):
     def _set(self, metric: str, value: float, **tags: str) -> None:
         from ray.util.metrics import Gauge
 
-        tags = {"run_id": self._run.run_id, **tags}
-        self._ray_metric(Gauge, metric, tags).set(value, tags)
+        gauge, tags = self._ray_metric(Gauge, metric, tags)
+        gauge.set(value, tags)
         self._values[ray_name(metric), str(tags)] = value, tags
 
     def _add(self, metric: str, value: float, **tags: str) -> None:
         from ray.util.metrics import Counter
 
-        tags = {"run_id": self._run.run_id, **tags}
         if value > 0:  # Ray refuses to add 0
-            self._ray_metric(Counter, metric, tags).inc(value, tags)
+            counter, tags = self._ray_metric(Counter, metric, tags)
+            counter.inc(value, tags)
 
-    def _ray_metric(self, metric_type: Callable[..., Any], metric: str, tags: Mapping[str, str]) -> Any:
-        """Ray's metric, made when it is first used."""
-        name = ray_name(metric)
+    def _ray_metric(self, metric_type: Callable[..., Any], metric: str, tags: Mapping[str, str]) -> tuple[Any, Any]:
+        """Ray's metric, made when it is first used, and all its tags."""
+        name, tags = ray_name(metric), {"run_id": self._run.run_id, **tags}
         if name not in self._ray_metrics:
             self._ray_metrics[name] = metric_type(name, description=f"asyncrl: {metric}", tag_keys=tuple(tags))
-        return self._ray_metrics[name]
+        return self._ray_metrics[name], tags

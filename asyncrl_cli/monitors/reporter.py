@@ -2,13 +2,13 @@
 
 Invariant: nothing here delays the run or ends it. A thread writes the files. The console returns immediately, because
 it only queues its output; every other monitor is called in its own thread. A monitor that raises, or that is too slow,
-is switched off with one warning and a row in ``LOG`` (decision 0020).
+is switched off with one warning; the driver's log has the traceback (decision 0020).
 """
 
 from __future__ import annotations
 
+import logging
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
@@ -22,8 +22,8 @@ from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.system.logs import bound_log
 
-LOG = "logs/monitors.jsonl"
-"""File in the run's folder that says why monitors were switched off, with tracebacks."""
+log = logging.getLogger(__name__)
+
 CALLS = 1000
 """Largest number of calls that wait for a monitor's thread."""
 GRACE_S = 1.0
@@ -35,7 +35,7 @@ Call = Callable[[Monitor], object]
 class _Member:
     """A monitor that is called in its own thread, or without one in the caller's."""
 
-    def __init__(self, monitor: Monitor, thread: Background | None, warn: Callable[[str, str, str], None]) -> None:
+    def __init__(self, monitor: Monitor, thread: Background | None, warn: Callable[[str], None]) -> None:
         self.name = monitor.name or type(monitor).__name__
         self.note = ""
         self._monitor = monitor
@@ -66,12 +66,14 @@ class _Member:
         try:
             call(self._monitor)
         except (Exception, SystemExit) as error:
-            self._switch_off(f"{type(error).__name__}: {error}", traceback.format_exc())
+            log.warning("the monitor %s failed", self.name, exc_info=True)
+            self._switch_off(f"{type(error).__name__}: {error}")
 
-    def _switch_off(self, reason: str, trace: str = "") -> None:
+    def _switch_off(self, reason: str) -> None:
         if not self._is_off:  # a call that was too slow may also fail later
             self._is_off = True  # before the warning, which goes to all monitors, including this one
-            self._warn(self.name, reason, trace)
+            text = f"the monitor {self.name} is switched off: {reason}; the run continues (see logs/driver.log)"
+            self._warn(hide(text))
 
 
 class Reporter:
@@ -82,7 +84,7 @@ class Reporter:
         run, spec = recorder.run, resolved_spec(recorder.run)
         steps = setting(spec, "stop.steps", recorder.state.steps)
         self._run = RunInfo(run.run_id, folder=run.path, steps=steps, spec=spec)
-        self._console = _Member(console, None, self._warn_of_monitor)
+        self._console = _Member(console, None, self.warn)
         self._members: list[_Member] = []
         self._console.tell(lambda monitor: monitor.started(self._run))
         self.accuracy_before: dict[str, float] = dict(recorder.state.accuracy_before)
@@ -93,7 +95,7 @@ class Reporter:
     def join(self, monitor: Monitor) -> None:
         """Notify a monitor from now on, in its own thread."""
         name = f"monitor-{monitor.name or type(monitor).__name__}"
-        member = _Member(monitor, Background(name, CALLS), self._warn_of_monitor)
+        member = _Member(monitor, Background(name, CALLS), self.warn)
         self._members.append(member)
         member.tell(lambda monitor: monitor.started(self._run))
 
@@ -107,21 +109,14 @@ class Reporter:
             member.close(max(GRACE_S, deadline - time.monotonic()))
         self.notes |= {member.name: member.note for member in members if member.note}
 
-    def status(self, text: str) -> None:
-        self._tell(lambda monitor: monitor.status(text))
-
-    def doing(self, text: str, counts: Counts) -> None:
-        self._tell(lambda monitor: monitor.doing(text, counts))
+    def status(self, text: str, counts: Counts | None = None) -> None:
+        self._tell(lambda monitor: monitor.status(text, counts))
 
     def warn(self, text: str) -> None:
         self._tell(lambda monitor: monitor.warn(text))
 
     def faulted(self, kind: str) -> None:
         self._tell(lambda monitor: monitor.faulted(kind))
-
-    def stalled(self, text: str) -> None:
-        self.warn(text)
-        self._tell(lambda monitor: monitor.stalled(text))
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""
@@ -157,8 +152,3 @@ class Reporter:
     def _tell(self, call: Call) -> None:
         for member in (self._console, *self._members):
             member.tell(call)
-
-    def _warn_of_monitor(self, name: str, reason: str, trace: str) -> None:
-        row = {"time": time.time(), "monitor": name, "reason": hide(reason), "traceback": hide(trace)}
-        self._recorder.append(LOG, row)
-        self.warn(hide(f"the monitor {name} is switched off: {reason}; the run continues (see {LOG})"))

@@ -285,7 +285,7 @@ async def _start(
     encoder = PromptEncoder.of(spec, tokenizer, "" in experiment.episodic)
     if "" not in experiment.episodic:
         ranks.probe_prompt_ids = prompt_tokens(first_prompts(experiment.train_prompts, encoder))
-    watchdog = Watchdog(limit_s, warn=reporter.stalled, record=lambda wait: buffer.failed(STALL, wait.who, str(wait)))
+    watchdog = Watchdog(limit_s, warn=reporter.warn, record=lambda wait: buffer.failed(STALL, wait.who, str(wait)))
     decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), spec.task.special_tokens == "shown")
     client = client_of(
         spec, engines=engines, decode=decode, on_progress=watchdog.progress, on_engine_request=buffer.note_request

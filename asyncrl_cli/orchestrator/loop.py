@@ -340,10 +340,10 @@ class Orchestrator:
                     continue
                 running = self._pool.shortage() or f"{self._client.running} rollouts are running"
                 wait.purpose = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
-                self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
+                self._reporter.status(f"waiting: {answer.reason}", answer.counts)
 
     async def _train(self, taken_batch: TakenBatch) -> StepReport:
-        self._reporter.doing("training", taken_batch.counts)
+        self._reporter.status("training", taken_batch.counts)
         training = asyncio.create_task(self._trainer.train(taken_batch.batch))
         self._in_flight = (taken_batch, training)
         # Shielded from Ctrl-C, which cannot stop the ranks: ``settle`` waits for their step.

@@ -113,7 +113,6 @@ def test_a_quiet_view_prints_no_steps() -> None:
     err = io.StringIO()
     view: Any = QuietView(err)
     view.status("starting")
-    view.doing("training", None)
     view.stepped(1, 1, {})
     view.evaluated(None)
     assert err.getvalue() == ""

@@ -75,7 +75,7 @@ def test_the_plain_view_prints_a_line_per_event() -> None:
     for done in range(3):
         view.status(f"warm start: {done} of 1000 updates")
     view.status("starting engines")
-    view.doing(LONG, COUNTS)
+    view.status(LONG, COUNTS)
     view.warn("engine-0: the process died")
     view.evaluated(evaluated("greedy", 0, 0.125))
     view.stepped(1, 1, METRICS)
@@ -149,7 +149,7 @@ def test_the_panel_shows_the_run_and_the_activity_of_the_loop(
     run: RunDirectory, recorded: RecordedRun, width: int
 ) -> None:
     view, lines = live_view(run, width)
-    view.doing(LONG, COUNTS)
+    view.status(LONG, COUNTS)
     shown = lines()
     assert all(len(line) <= width for line in shown)
     assert [label for line in shown if (label := re.split(r"  +", line)[0])] == LABELS

@@ -109,12 +109,12 @@ def test_a_version_is_made_only_after_all_files_have_arrived(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    def cut_off(client: Any, run_id: str, path: str, artifact_path: str | None = None) -> None:
+    def cut_off(client: Any, run_id: str, folder: str, artifact_path: str | None = None) -> None:
         raise ConnectionError("cut off")
 
     target = local(tmp_path, NAME)
     with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_artifact", cut_off)
+        patch.setattr(MlflowClient, "log_artifacts", cut_off)
         with pytest.raises(ConnectionError):
             Sender(run, target).send("FINISHED")
     assert Logged(target.uri).client.search_registered_models() == []

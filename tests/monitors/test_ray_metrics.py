@@ -94,7 +94,7 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
     reporter.join(RayMetrics(run, SPEC))
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, STARTED)
-    reporter.doing("training", COUNTS)
+    reporter.status("training", COUNTS)
     reporter.evaluated(EvaluationResult("chain:greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
     for kind in ("engine", "engine", "weights"):
         reporter.faulted(kind)
@@ -175,7 +175,7 @@ def exported(noted: Noted, run: RunDirectory) -> set[str]:
     metrics.finish(Ending("finished"))
     documented = re.findall(r"`([a-z]+/[a-z0-9_]+)`", (ROOT / "docs/metrics.md").read_text())
     metrics.stepped(1, 1, dict.fromkeys(documented, 1.0))
-    metrics.doing("training", COUNTS)
+    metrics.status("training", COUNTS)
     metrics.evaluated(EvaluationResult("greedy", 2, 0.75, 0.5, 9.0, 4, 1, 2))
     metrics.faulted("engine")
     return {f"ray_{series.split()[0]}{'_total' * series.endswith(' total')}" for series in noted.values}

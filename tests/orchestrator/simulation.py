@@ -477,10 +477,7 @@ class View(Monitor):
     def __init__(self) -> None:
         self.shown: list[str] = []
 
-    def status(self, text: str) -> None:
-        self.shown.append(text)
-
-    def doing(self, text: str, counts: Counts) -> None:
+    def status(self, text: str, counts: Counts | None = None) -> None:
         self.shown.append(text)
 
     def warn(self, text: str) -> None:

@@ -24,8 +24,6 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 
 RUN_TAG, STEP_TAG = "asyncrl_run", "asyncrl_step"
-WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""Suffixes of files with weights, and of their index."""
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 UPLOAD_S = 600
 """Seconds that a server may take to store one of the model's files."""
@@ -52,13 +50,15 @@ def register(client: Any, mlflow_run_id: str, run: RunDirectory, name: str) -> s
     # A server needs more time for a large file than for the requests before.
     os.environ[TIMEOUT] = str(max(int(os.environ[TIMEOUT]), UPLOAD_S))
     artifact = f"models/step-{step:06d}"
-    with TemporaryDirectory() as description:
-        _describe(json.loads(config.read_text()), Path(description))
-        client.log_artifacts(mlflow_run_id, description, artifact_path=artifact)
-    client.log_artifacts(mlflow_run_id, str(config.parent), artifact_path=f"{artifact}/model")
-    for file in config.parent.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHTS):
-            client.log_artifact(mlflow_run_id, str(file), artifact_path=f"{artifact}/components/tokenizer")
+    with TemporaryDirectory() as folder:
+        model_folder, tokenizer_folder = Path(folder, "model"), Path(folder, "components/tokenizer")
+        for copy in (model_folder, tokenizer_folder):
+            copy.mkdir(parents=True)
+            for file in config.parent.iterdir():
+                if copy is model_folder or ".safetensors" not in file.name:
+                    (copy / file.name).symlink_to(file.absolute())  # a link, because weights are large
+        _describe(json.loads(config.read_text()), Path(folder, "MLmodel"))
+        client.log_artifacts(mlflow_run_id, folder, artifact_path=artifact)
     try:
         client.create_registered_model(name)
     except MlflowException as error:
@@ -70,7 +70,7 @@ def register(client: Any, mlflow_run_id: str, run: RunDirectory, name: str) -> s
     return str(created.version)
 
 
-def _describe(config: dict[str, Any], folder: Path) -> None:
+def _describe(config: dict[str, Any], file: Path) -> None:
     """Write MLflow's description of a model, as its transformers flavor would."""
     from mlflow.models import Model
 
@@ -78,14 +78,12 @@ def _describe(config: dict[str, Any], folder: Path) -> None:
     description.add_flavor(
         "transformers",
         transformers_version=installed_version("transformers"),
-        code=None,
         task="text-generation",
         instance_type="TextGenerationPipeline",
         pipeline_model_type=config["architectures"][0],
         source_model_name=config.get("_name_or_path", ""),
         model_binary="model",
-        torch_dtype=None,
         tokenizer_type="AutoTokenizer",
         components=["tokenizer"],
     )
-    description.save(str(folder / "MLmodel"))
+    description.save(str(file))

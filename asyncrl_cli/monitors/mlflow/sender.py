@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,11 @@ SPEC, EVALUATIONS = "spec.yaml", "evaluations/*.jsonl"
 FINISHED = "FINISHED"
 STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
 """MLflow's status by the phase of an ended run."""
-HEALTH_TAG = "health"
-"""MLflow's tag with the rules of health that are broken now, or `ok`."""
 BLOCK = 2**18
 """Bytes of a file's lines that are sent before the progress is noted."""
-TAIL = 100
-"""Bytes before the noted offset that tell whether the file is still the same."""
-METRICS_AT_ONCE = 1000
-PARAMETERS_AT_ONCE = 100
-PARAMETER_LENGTH = 6000
-"""MLflow's limits: entries in one request, and characters in a parameter's value."""
+METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
+METRIC_LENGTH, PARAMETER_LENGTH = 250, 6000
+"""MLflow's limits: entries in one request, and characters in a metric's name and in a parameter's value."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -61,10 +57,8 @@ class Target:
 
     uri: str
     experiment: str
-    artifacts: str | None = None
-    """Where a new experiment stores its files; None leaves the choice to MLflow."""
-    model: str | None = None
-    """Name of the registered model that gets a finished run's model as a version, if any."""
+    artifacts: str | None = None  # where a new experiment stores its files; None leaves the choice to MLflow
+    model: str | None = None  # the registered model that gets a finished run's model as a version
 
 
 def target_of(spec: ExperimentSpec) -> Target:
@@ -83,8 +77,8 @@ class Progress:
     run_id: str = ""
     """MLflow's id of the run. The other fields belong to this MLflow run."""
     sent: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """Byte offset up to which a file's lines were sent, and the last bytes before it, by the file's name. A resume may
-    replace a file; then these bytes differ, and the file is sent from its beginning."""
+    """Byte offset up to which a file's lines were sent, and the last bytes before it, by the file's name. If a resume
+    has replaced the file, these bytes differ, and it is sent from its beginning."""
 
     @classmethod
     def of(cls, run: RunDirectory) -> Progress:
@@ -106,8 +100,7 @@ class Sender:
         self._sent_files: dict[str, int] = {}  # modification time (ns) by purpose and path
         self._status = self._health = ""
         self.progress = Progress.of(run)
-        self.model_version = ""
-        """The version of the registered model that the run's model is, if this object has registered it."""
+        self.model_version = ""  # the registered model's version that the run's model is, if it is registered
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
@@ -123,9 +116,8 @@ class Sender:
         for path in self._new_files("metrics", EVALUATIONS):
             with path.open() as file:
                 result = json.loads(file.readline())
-            time = path.stat().st_mtime
-            row = {"step": result["step"], "time": time, **dict(evaluation_metrics(result))}
-            self._log(_metrics(row))
+            row = {"step": result["step"], "time": path.stat().st_mtime, **dict(evaluation_metrics(result))}
+            self._log(_metrics(json.dumps(row).encode()))
         self._send_status(status)
         # Files come last: numbers arrive even if the artifact store does not work.
         for path in self._new_files("artifact", SPEC):
@@ -140,12 +132,8 @@ class Sender:
 
         client, name = MlflowClient(tracking_uri=self._target.uri), self._target.experiment
         experiment = client.get_experiment_by_name(name)
-        experiment_id = (
-            experiment.experiment_id
-            if experiment
-            else client.create_experiment(name, artifact_location=self._target.artifacts)
-        )
-        run_id = self._run.run_id
+        create = partial(client.create_experiment, name, artifact_location=self._target.artifacts)
+        experiment_id, run_id = experiment.experiment_id if experiment else create(), self._run.run_id
         tagged_runs = client.search_runs([experiment_id], f"tags.{RUN_TAG} = '{run_id}'", max_results=1)
         if tagged_runs:
             mlflow_run = tagged_runs[0]
@@ -176,27 +164,13 @@ class Sender:
                 lines = [line for line in file.readlines(BLOCK) if line.endswith(b"\n")]
                 if not lines:
                     return
-                self._log([metric for line in lines for metric in _metrics(_row(line))])
+                self._log([metric for line in lines for metric in _metrics(line)])
                 offset += sum(map(len, lines))
-                self._note({**self.progress.sent, name: (offset, lines[-1][-TAIL:].decode("latin-1"))})
+                self._note({**self.progress.sent, name: (offset, lines[-1][-100:].decode("latin-1"))})
 
     def _log(self, metrics: Sequence[Any]) -> None:
-        """Send metrics. One that MLflow refuses, for example for its name, must not keep the others from arriving: it
-        is found by halving, and left out."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            for batch in _chunks(metrics, METRICS_AT_ONCE):
-                self._client.log_batch(self.progress.run_id, metrics=batch, synchronous=True)
-        except MlflowException as error:
-            run_is_active = self._client.get_run(self.progress.run_id).info.lifecycle_stage == "active"
-            if error.error_code != "INVALID_PARAMETER_VALUE" or not run_is_active:
-                raise
-            if len(metrics) == 1:
-                print(f"MLflow refuses {metrics[0].key} of step {metrics[0].step}: {error}", flush=True)
-                return
-            for half in _chunks(metrics, -(-len(metrics) // 2)):
-                self._log(half)
+        for batch in _chunks(metrics, METRICS_AT_ONCE):
+            self._client.log_batch(self.progress.run_id, metrics=batch, synchronous=True)
 
     def _send_parameters(self) -> None:
         """MLflow keeps a parameter's first value. A resumed run's changes are in its spec.yaml."""
@@ -211,16 +185,15 @@ class Sender:
 
     def _send_status(self, status: str) -> None:
         state = self._run.state
-        if status != self._status:
-            if status == "RUNNING":
-                self._client.update_run(self.progress.run_id, status=status)
-            else:
-                ended_at = int(state.updated * 1000) or None
-                self._client.set_terminated(self.progress.run_id, status=status, end_time=ended_at)
-            self._status = status
+        if status == "RUNNING" != self._status:
+            self._client.update_run(self.progress.run_id, status=status)
+        elif status != self._status:
+            end_time = int(state.updated * 1000) or None
+            self._client.set_terminated(self.progress.run_id, status=status, end_time=end_time)
+        self._status = status
         health = ", ".join(state.findings) or "ok" if state.step else ""
         if health != self._health:
-            self._client.set_tag(self.progress.run_id, HEALTH_TAG, health)
+            self._client.set_tag(self.progress.run_id, "health", health)
             self._health = health
 
     def _new_files(self, purpose: str, pattern: str) -> Iterator[Path]:
@@ -242,42 +215,39 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
         raise
     except Exception as error:
         raise RunError(
-            f"MLflow did not accept everything: {failure(error, target.uri)}",
+            f"MLflow did not accept everything: {failure(error)}",
             location=run.run_id,
             hint=f"everything is kept in the run's folder; try again later: asyncrl track {run.argument}",
         ) from error
     return sender
 
 
-def failure(error: Exception, uri: str) -> str:
+def failure(error: Exception) -> str:
     """Return the cause of a failed request in one line."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if type(cause).__module__.startswith("requests"):
-            return f"no answer from {hide(uri)}"
-        cause = cause.__cause__ or cause.__context__
-    lines = str(error).splitlines()
-    return hide(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
+    return hide(" ".join(f"{type(error).__name__}: {error}".split())[:300])
 
 
-def _row(line: bytes) -> dict[str, Any]:
-    """A line's values; empty if it is incomplete, which a kill or a full disk can cause."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    is_whole = isinstance(row, dict) and all(isinstance(row.get(key), int | float) for key in ("step", "time"))
-    return row if is_whole else {}
-
-
-def _metrics(row: Mapping[str, Any]) -> list[Any]:
+def _metrics(line: bytes) -> list[Any]:
+    """The metrics in a line; none if it is incomplete, which a kill or a full disk can cause."""
     from mlflow.entities import Metric
 
+    try:
+        row = json.loads(line)
+        step, timestamp = int(row["step"]), int(row["time"] * 1000)
+    except (ValueError, TypeError, KeyError):
+        return []
     return [
-        Metric(name, float(value), timestamp=int(row["time"] * 1000), step=row["step"])
+        Metric(metric_name(name), float(value), timestamp=timestamp, step=step)
         for name, value in row.items()
         if name not in ("step", "version", "time") and isinstance(value, int | float)
     ]
+
+
+def metric_name(name: str) -> str:
+    """Return a name that MLflow accepts: it would refuse a whole step for one name with other characters, an empty
+    part, or a part of dots."""
+    parts = (re.sub(r"[^\w. -]", "_", part) for part in name.split("/") if part.strip("."))
+    return "/".join(parts)[:METRIC_LENGTH] or "_"
 
 
 def _chunks(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -11,6 +11,7 @@ any time. The next step starts a new child; a resume or `asyncrl track` sends th
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 from select import select
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl_cli.monitors.base import FINISH_S, Ending, Monitor, RunInfo
 from asyncrl_cli.monitors.mlflow.sender import SAMPLES, STATUS, Progress, Sender, Target, failure, target_of
@@ -28,15 +29,10 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
-if TYPE_CHECKING:
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
 PAUSE_S = 2.0
 """Seconds between two looks at the run's folder."""
 SAMPLE_S = 10.0
 """Seconds between two samples of the machine, as in MLflow."""
-RESTARTS = 10
-"""Largest number of restarts in one run: a child that cannot work would die at every step."""
 
 
 class Mlflow(Monitor):
@@ -48,7 +44,7 @@ class Mlflow(Monitor):
         self._run = run
         self._target = target_of(spec)
         self._system_metrics = spec.tracking.system_metrics
-        self._restarts = RESTARTS
+        self._restarts = 10  # limited, because a child that cannot work would die at every step
 
     def started(self, run: RunInfo) -> None:
         # In its own session, because Ctrl-C in the terminal must not end it. The reaper finds it by the run's mark in
@@ -93,19 +89,19 @@ def send_until_end(run: RunDirectory, target: Target, commands: FileIO, system_m
 
     sender = Sender(run, target)
     # Not started: its own thread would end at the first request that a server does not answer.
-    machine = SystemMetricsMonitor(run.run_id, tracking_uri=target.uri)
-    status, problem, sampled_at = "RUNNING", "", time.monotonic()
-    sample(machine)  # shares of time count since the previous sample
+    machine = SystemMetricsMonitor(run.run_id, tracking_uri=target.uri) if system_metrics else None
+    status, problem, sampled_at = "RUNNING", "", -math.inf
     while True:
-        if system_metrics and status == "RUNNING" and time.monotonic() >= sampled_at + SAMPLE_S:
-            sampled_at = time.monotonic()
-            with suppress(OSError):  # the disk is full
-                run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **sample(machine)})
+        if machine is not None and status == "RUNNING" and time.monotonic() >= sampled_at + SAMPLE_S:
+            metrics, is_first, sampled_at = sample(machine), sampled_at < 0, time.monotonic()
+            if not is_first:  # shares of time count since the previous sample
+                with suppress(OSError):  # the disk is full
+                    run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **metrics})
         last_problem, problem = problem, ""
         try:
             sender.send(status)
         except Exception as error:
-            problem = failure(error, target.uri)
+            problem = failure(error)
         if problem != last_problem:
             print(problem or "everything is sent again", flush=True)
         if not problem and status != "RUNNING":
@@ -116,8 +112,8 @@ def send_until_end(run: RunDirectory, target: Target, commands: FileIO, system_m
             status = json.loads(line)
 
 
-def sample(machine: SystemMetricsMonitor) -> dict[str, float]:
-    """Measure processors, memory, disk, network and GPUs, under MLflow's names."""
+def sample(machine: Any) -> dict[str, float]:
+    """Measure processors, memory, disk, network and GPUs with MLflow's ``SystemMetricsMonitor``."""
     machine.collect_metrics()
     metrics = {f"system/{name}": value for name, value in machine.aggregate_metrics().items()}
     for monitor in machine.monitors:
