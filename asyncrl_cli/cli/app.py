@@ -50,7 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
+BEFORE_RUN, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
 """The sections of the help, as in docs/commands.md."""
 add(
     app,
@@ -58,7 +58,7 @@ add(
     ("validate-spec", validate_spec.validate_spec, "Check a spec.", "validate-spec specs/quickstart.yaml"),
     ("plan", plan.plan, "Predict the step time of a spec.", "plan SPEC --calibrate-from latest"),
     ("doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "doctor"),
-    section=BEFORE,
+    section=BEFORE_RUN,
 )
 add(
     app,
@@ -83,7 +83,7 @@ add(
     ("replay", replay.replay, "Train recorded batches again, compare weights.", "replay latest --to 20"),
     section=USE,
 )
-app.add_typer(convert.app, name="convert", rich_help_panel=BEFORE)
+app.add_typer(convert.app, name="convert", rich_help_panel=BEFORE_RUN)
 app.add_typer(inspect.app, name="inspect", rich_help_panel=LOOK)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=USE)
 

@@ -88,7 +88,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['step']}/{row['steps']}",
         health_text(row["findings"]) if row["step"] else "-",
         f"{engines['serving']}/{engines['wanted']}" if engines and row["phase"] in ACTIVE else "-",
-        *(f"{accuracy[kind]:.3f}" if kind in accuracy else "-" for kind in ("greedy", "sampled")),
+        *(f"{accuracy[name]:.3f}" if name in accuracy else "-" for name in ("greedy", "sampled")),
         "-" if row["took_s"] is None else duration(row["took_s"]),
         row["started"].replace("T", " ").removesuffix("+00:00"),
         " ".join(row["settings"]),

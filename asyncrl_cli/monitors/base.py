@@ -24,18 +24,12 @@ evaluations by `asyncrl evaluate` the set is ``offline`` or ``offline-<set>``.""
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """The run that is monitored.
-
-    Args:
-        folder: the run's folder; a monitor may write files there.
-        steps: the run stops at this step.
-        spec: the resolved spec as plain values, without secrets.
-    """
+    """The run that is monitored. A monitor may write files to its ``folder``."""
 
     run_id: str
     folder: Path
-    steps: int
-    spec: Mapping[str, Any]
+    steps: int  # the run stops at this step
+    spec: Mapping[str, Any]  # the resolved spec as plain values, without secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +66,8 @@ class Ending:
 
 
 class Monitor:
-    """Base class of monitors. A subclass overrides the methods it needs; the others do nothing.
-
-    Calls come in the order of events. A monitor that raises is switched off for the rest of the run.
-    """
+    """Base class of monitors. A subclass overrides the methods it needs. Calls come in the order of events. A monitor
+    that raises is switched off for the rest of the run."""
 
     name = ""
     """The monitor's name in warnings and in a run's closing lines. If empty, the class's name is shown."""
@@ -86,13 +78,13 @@ class Monitor:
     def status(self, text: str, counts: Counts | None = None) -> None:
         """The run's activity; from the loop also the number of groups in the buffer by state."""
 
-    def engines(self, serving: int, wanted: int) -> None:
+    def engines(self, serving: int, wanted_engines: int) -> None:
         """The number of serving or wanted engines has changed."""
 
     def warn(self, text: str) -> None:
         """Something failed or takes long; the run continues."""
 
-    def faulted(self, kind: str) -> None:
+    def faulted(self, fault_kind: str) -> None:
         """A fault is recorded; its kind is the journal's, such as ``engine``."""
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:

@@ -100,7 +100,7 @@ class LiveView(Monitor):
         self._view = RunView("")
         self._height = 0  # lines of the frame on the screen
         self._drawing = Lock()
-        self._ended = Event()
+        self._end_event = Event()
         self._thread = Thread(target=self._redraw, name="live-view", daemon=True)
 
     def __enter__(self) -> LiveView:
@@ -108,13 +108,13 @@ class LiveView(Monitor):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
+        self._end_event.set()
         self._thread.join(REFRESH_S)
         if not self._thread.is_alive():  # otherwise the disk hangs
             self._look_and_draw()  # this frame stays on the screen
 
     def _redraw(self) -> None:
-        while not self._ended.wait(REFRESH_S):
+        while not self._end_event.wait(REFRESH_S):
             self._look_and_draw()
 
     def _look_and_draw(self) -> None:

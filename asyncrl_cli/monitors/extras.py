@@ -20,8 +20,6 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo, evaluation_metrics
 from asyncrl_cli.spec.sections import TrackingSpec, WandbSpec
 
-PROTOCOL = f"{Monitor.__module__}.{Monitor.__name__}"
-
 
 def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
     """Make the monitors, without starting them. ``search_path``: the folder of the user's modules. Raises
@@ -46,10 +44,12 @@ def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
 
 
 def _custom(name: str, search_path: Path, location: str) -> Monitor:
-    hint = f"name a subclass of {PROTOCOL} with a constructor that needs no arguments"
+    hint = "name a subclass of asyncrl_cli.monitors.base.Monitor with a constructor that needs no arguments"
     monitor_class = import_named(name, folder=search_path, location=location, hint=hint)
     if not (isinstance(monitor_class, type) and issubclass(monitor_class, Monitor)):
-        raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)
+        raise ConfigError(
+            f"{name} is not a subclass of asyncrl_cli.monitors.base.Monitor", location=location, hint=hint
+        )
     try:
         return monitor_class()
     except Exception as error:

@@ -25,8 +25,6 @@ CLOSE_S = 3.0
 """Seconds that a run waits at its end for a stalled reader."""
 LINES, FRAMES = 10_000, 100
 """Largest number of lines, or of a panel's frames, that wait for a reader."""
-STANDARD = (1, 2)
-"""Standard output and standard error."""
 
 
 class Outlet:
@@ -115,7 +113,7 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     Afterwards each descriptor leads to the terminal again, unless writing would block: then it stays with the log,
     because any later output would keep the process from ending.
     """
-    terminals = [os.dup(descriptor) for descriptor in STANDARD]
+    terminals = [os.dup(descriptor) for descriptor in (1, 2)]
     log_dir.mkdir(parents=True, exist_ok=True)
     redirect_output(str(log_dir), "driver")
     outlets = [Outlet(descriptor) for descriptor in terminals]
@@ -126,7 +124,7 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
             if stream is not None:  # None if it was closed before Python started
                 with suppress(OSError):  # the log's disk may be full
                     stream.flush()
-        for descriptor, terminal, outlet in zip(STANDARD, terminals, outlets, strict=True):
+        for descriptor, terminal, outlet in zip((1, 2), terminals, outlets, strict=True):
             if outlet.close():
                 os.dup2(terminal, descriptor)
                 os.close(terminal)

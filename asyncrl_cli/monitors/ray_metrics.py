@@ -20,8 +20,6 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 TARGETS = "prometheus.json"
 """File in a run's folder with the addresses that Prometheus asks (its ``file_sd_configs``)."""
-COUNTERS = {"tokens/trained": "trained_tokens", "tokens/generated": "generated_tokens"}
-"""A step's metrics that are also added up over steps."""
 AGAIN_S = 5.0
 """Seconds after which a gauge is set again. Ray forgets a gauge that is not set during two of its reports (20 s), and a
 step may take longer."""
@@ -43,7 +41,7 @@ class RayMetrics(Monitor):
         self._has_own_cluster = spec.cluster.address is None  # users tell Prometheus about clusters that runs join
         self._ray_metrics: dict[str, Any] = {}  # by Ray's name
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # values and tags, by name and tags
-        self._ended = Event()
+        self._end_event = Event()
 
     def started(self, run: RunInfo) -> None:
         self._set("stop_steps", self._spec.stop.total)
@@ -58,12 +56,12 @@ class RayMetrics(Monitor):
         Thread(target=self._set_again, name="ray-metrics", daemon=True).start()
 
     def finish(self, ending: Ending) -> None:
-        self._ended.set()
+        self._end_event.set()
         if self._has_own_cluster:  # the cluster ends with the run
             (self._run.path / TARGETS).unlink(missing_ok=True)
 
     def _set_again(self) -> None:
-        while not self._ended.wait(AGAIN_S):
+        while not self._end_event.wait(AGAIN_S):
             for (name, _), (value, tags) in tuple(self._values.items()):
                 self._ray_metrics[name].set(value, tags)
 
@@ -71,15 +69,15 @@ class RayMetrics(Monitor):
         for state, groups in (asdict(counts) if counts else {}).items():
             self._set(f"buffer/groups_{state}", groups)
 
-    def engines(self, serving: int, wanted: int) -> None:
+    def engines(self, serving: int, wanted_engines: int) -> None:
         self._set("engines/serving", serving)
-        self._set("engines/wanted", wanted)
+        self._set("engines/wanted", wanted_engines)
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         for name, value in {"step": step, "version": version, **metrics}.items():
             self._set(name, value)
-        for name, counter in COUNTERS.items():
-            self._add(counter, metrics.get(name, 0.0))
+        for tokens in ("trained", "generated"):
+            self._add(f"{tokens}_tokens", metrics.get(f"tokens/{tokens}", 0.0))
         self._add("steps", 1)
         if "publish/seconds" in metrics:
             self._add("publishes", 1)
@@ -89,8 +87,8 @@ class RayMetrics(Monitor):
         self._set("eval/reward_mean", result.mean_reward, kind=result.kind)
         self._set("eval/tokens_mean", result.mean_length, kind=result.kind)
 
-    def faulted(self, kind: str) -> None:
-        self._add("faults", 1, kind=kind)
+    def faulted(self, fault_kind: str) -> None:
+        self._add("faults", 1, kind=fault_kind)
 
     def health(self, finding: HealthFinding) -> None:
         self._set("health/findings", float(finding.last_step is None), rule=finding.rule)

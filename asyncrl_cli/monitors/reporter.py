@@ -115,12 +115,12 @@ class Reporter:
     def warn(self, text: str) -> None:
         self._tell(lambda monitor: monitor.warn(text))
 
-    def faulted(self, kind: str) -> None:
-        self._tell(lambda monitor: monitor.faulted(kind))
+    def faulted(self, fault_kind: str) -> None:
+        self._tell(lambda monitor: monitor.faulted(fault_kind))
 
-    def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float], unix_time: float) -> None:
         """A step is done, at the unix time ``at``."""
-        self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
+        self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": unix_time, **metrics})
         self._recorder.update(phase="running", step=step, version=version)
         bound_log()  # monitors and data sources print to the driver's log
         self._tell(lambda monitor: monitor.stepped(step, version, metrics))
@@ -132,10 +132,10 @@ class Reporter:
             self.warn(f"step {step}: {finding.text}")
             self._tell(methodcaller("health", finding))
 
-    def engines(self, serving: int, wanted: int, wait: str) -> None:
+    def engines(self, serving: int, wanted_engines: int, wait: str) -> None:
         """Report how many engines serve and are wanted; ``wait`` says why engines are missing."""
-        self._recorder.update(engines={"serving": serving, "wanted": wanted}, engines_wait=wait)
-        self._tell(lambda monitor: monitor.engines(serving, wanted))
+        self._recorder.update(engines={"serving": serving, "wanted": wanted_engines}, engines_wait=wait)
+        self._tell(lambda monitor: monitor.engines(serving, wanted_engines))
 
     def evaluated(self, result: EvaluationResult) -> None:
         if result.step == 0:
@@ -144,9 +144,9 @@ class Reporter:
         self._recorder.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
         self._tell(lambda monitor: monitor.evaluated(result))
 
-    def unevaluated(self, kind: EvaluationKind) -> None:
+    def unevaluated(self, evaluation_kind: EvaluationKind) -> None:
         """Forget a kind's accuracy: its newest evaluation has none, and an older value must not be shown as newest."""
-        self.accuracy.pop(kind, None)
+        self.accuracy.pop(evaluation_kind, None)
         self._recorder.update(accuracy=dict(self.accuracy))
 
     def _tell(self, call: Call) -> None:

@@ -5,28 +5,17 @@ Constants are measured (plan/from_journal.py). Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
 
 
 @dataclass(frozen=True, slots=True)
-class LinearIteration:
-    """Seconds of a decode iteration of n sequences, without their contexts: ``fixed_s + per_sequence_s·n``."""
+class EngineCost:
+    """An engine. A decode iteration of n sequences with C tokens of context takes
+    ``fixed_s + per_sequence_s·n + per_context_token_s·C``."""
 
     fixed_s: float
     per_sequence_s: float
-
-    def __call__(self, sequences: int) -> float:
-        return self.fixed_s + self.per_sequence_s * sequences
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCost:
-    """An engine. A decode iteration of n sequences with C tokens of context takes
-    ``iteration(n) + per_context_token_s·C``."""
-
-    iteration: Callable[[int], float]
     per_context_token_s: float = 0.0
     beside_trainer: float = 0.0  # relative slowdown of an iteration while the trainer trains on the same processors
 

@@ -46,7 +46,6 @@ class Engine:
     tokens: float = 0.0
     occupied: float = 0.0  # integral of the running sequences over time
     _ends: list[tuple[float, int]] = field(default_factory=list)
-    _bases: dict[int, float] = field(default_factory=dict)
     _next_key: int = 0
 
     @property
@@ -133,9 +132,7 @@ class Engine:
         self.tokens += sequence_count * iterations
 
     def _rates(self, sequence_count: int) -> tuple[float, float]:
-        base = self._bases.get(sequence_count)
-        if base is None:
-            base = self._bases[sequence_count] = self.cost.iteration(sequence_count)
+        base = self.cost.fixed_s + self.cost.per_sequence_s * sequence_count
         per_token = self.cost.per_context_token_s
         slower = 1 + self.cost.beside_trainer if self.beside_trainer else 1.0
         return (base + per_token * self.context) * slower, per_token * sequence_count * slower

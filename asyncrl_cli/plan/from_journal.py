@@ -30,7 +30,7 @@ from asyncrl_cli.journal.history import (
     step_spans,
 )
 from asyncrl_cli.journal.progress import progress
-from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
+from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
 from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength
 from asyncrl_cli.records.generation import EngineRequest
@@ -116,10 +116,9 @@ class _Measurement:
         observed = self._observed(with_engines=engine is not None)
         beside = engine.beside_trainer if engine is not None else 0.0
         alone = _Alone(beside, observed.engines_idle or 0.0, self._training)
-        engine_cost = EngineCost(LinearIteration(0.0, 0.0))
+        engine_cost = EngineCost(0.0, 0.0)
         if engine is not None:
-            iteration = LinearIteration(engine.fixed_s, engine.per_sequence_s)
-            engine_cost = EngineCost(iteration, engine.per_context_token_s, beside_trainer=beside)
+            engine_cost = EngineCost(engine.fixed_s, engine.per_sequence_s, engine.per_context_token_s, beside)
         return Calibration(
             settings=self._settings,
             groups=groups,

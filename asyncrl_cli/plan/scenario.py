@@ -66,7 +66,7 @@ def planned_scenario(
     if max_tokens < measured_max_tokens:
         groups = scaled(groups, 1.0, max_tokens)
     elif max_tokens > measured_max_tokens and any(
-        one.response >= measured_max_tokens for group in groups for one in group.rollouts
+        rollout.response >= measured_max_tokens for group in groups for rollout in group.rollouts
     ):
         guesses.append(f"rollouts that were cut at {measured_max_tokens} tokens are assumed to end there")
     return PlannedScenario(scenario_of(spec, settings=settings, groups=groups, costs=costs), tuple(guesses))

@@ -61,7 +61,7 @@ class Outcome:
     def share(self, *activities: str) -> float:
         """Return these parts' share of the trainer's time."""
         total = sum(self.trainer.values())
-        return sum(self.trainer.get(part, 0.0) for part in activities) / total if total else 0.0
+        return sum(self.trainer.get(activity, 0.0) for activity in activities) / total if total else 0.0
 
 
 def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
 
-from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
+from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.lengths import GroupLengths, Groups, RolloutLength
 from asyncrl_cli.plan.simulator import Scenario, WeightUpdate
 from asyncrl_cli.records.groups import BufferSettings
@@ -65,7 +65,7 @@ def lengths(mean: float = 60.0, sigma: float = 0.8, cut: int = 300, number: int 
 
 
 COSTS = Costs(
-    EngineCost(LinearIteration(0.005, 1e-4)),
+    EngineCost(0.005, 1e-4),
     TrainerCost(0.1, 1e-4),
     PublishCost(0.05, 0.1, 0.03),
     Overheads(0.01, 0.02, 0.01),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration
+from asyncrl_cli.plan.costs import Costs, EngineCost
 from asyncrl_cli.plan.engine_model import Engine, Sequence
 from asyncrl_cli.plan.fit import MOST_SHARED, EngineFit, Request, fit_engine, fit_trainer, nonnegative
 from asyncrl_cli.plan.simulator import Simulation
@@ -63,7 +63,7 @@ def recorded(engine: EngineCost, bound: int = 2) -> Recorded:
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_an_engines_constants_are_recovered(bound: int) -> None:
-    found = recorded(EngineCost(LinearIteration(0.005, 2e-4)), bound).run_and_fit(shared_host=False)
+    found = recorded(EngineCost(0.005, 2e-4), bound).run_and_fit(shared_host=False)
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
     assert found.per_sequence_s == pytest.approx(2e-4, rel=0.02)
     assert found.beside_trainer == 0
@@ -84,7 +84,7 @@ class Evaluated(Recorded):
 
 
 def test_evaluations_are_work_like_any_other() -> None:
-    costs: Costs = replace(COSTS, engine=EngineCost(LinearIteration(0.005, 2e-4)))
+    costs: Costs = replace(COSTS, engine=EngineCost(0.005, 2e-4))
     run = Evaluated(scenario(settings(8, 2), lengths(120, 0.6, 600), costs, slots=128), 40)
     found = run.run_and_fit(shared_host=False)
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
@@ -92,7 +92,7 @@ def test_evaluations_are_work_like_any_other() -> None:
 
 
 def test_pauses_belong_to_their_engine() -> None:
-    run = recorded(EngineCost(LinearIteration(0.005, 2e-4)))
+    run = recorded(EngineCost(0.005, 2e-4))
     run.run_and_fit(shared_host=False)
     # The same requests on an engine that is paused later: the constants of each engine follow from its own pauses.
     other = [replace(one, start_time=one.start_time + 0.5, end_time=one.end_time + 0.5) for one in run.requests]
@@ -104,19 +104,19 @@ def test_pauses_belong_to_their_engine() -> None:
 
 
 def test_the_slowdown_during_training_is_recovered() -> None:
-    found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=0.4)).run_and_fit(shared_host=True)
+    found = recorded(EngineCost(0.005, 2e-4, beside_trainer=0.4)).run_and_fit(shared_host=True)
     assert found.beside_trainer == pytest.approx(0.4, rel=0.1)
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
 
 
 def test_the_cost_of_contexts_is_recovered() -> None:
-    found = recorded(EngineCost(LinearIteration(0.005, 0.0), 2e-6)).run_and_fit(shared_host=False)
+    found = recorded(EngineCost(0.005, 0.0, 2e-6)).run_and_fit(shared_host=False)
     assert found.per_context_token_s == pytest.approx(2e-6, rel=0.05)
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
 
 
 def test_a_slowdown_beyond_half_comes_from_another_process() -> None:
-    found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=4.0)).run_and_fit(shared_host=True)
+    found = recorded(EngineCost(0.005, 2e-4, beside_trainer=4.0)).run_and_fit(shared_host=True)
     assert found.beside_trainer == pytest.approx(MOST_SHARED / (1 - MOST_SHARED))
 
 

@@ -13,7 +13,6 @@ from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.costs import (
     Costs,
     EngineCost,
-    LinearIteration,
     Overheads,
     PublishCost,
     TrainerCost,
@@ -52,7 +51,7 @@ scenarios = st.builds(
 
 def exact(seconds: list[float], batch: int, bound: int, places: int, **changes: object) -> Scenario:
     """Groups of one rollout with these durations, whatever else runs; 4 s of training, no other costs."""
-    costs = Costs(EngineCost(LinearIteration(1.0, 0.0)), TrainerCost(4.0, 0.0))
+    costs = Costs(EngineCost(1.0, 0.0), TrainerCost(4.0, 0.0))
     groups = [GroupLengths((RolloutLength(0, 0, each),)) for each in seconds]
     return replace(
         Scenario(settings(batch, bound, group_size=1), groups, costs, 1, places),
@@ -84,7 +83,7 @@ def test_places_bound_what_runs() -> None:
 
 def test_sequences_of_an_engine_advance_together() -> None:
     # Two sequences: an iteration takes 1 + 2 s. The first has 2 tokens, the other 5: 2·3 s, and then 3·2 s alone.
-    costs = Costs(EngineCost(LinearIteration(1.0, 1.0)), TrainerCost(4.0, 0.0))
+    costs = Costs(EngineCost(1.0, 1.0), TrainerCost(4.0, 0.0))
     groups = [GroupLengths((RolloutLength(0, 2), RolloutLength(0, 5)))]
     outcome = simulate(Scenario(settings(1, 0, group_size=2), groups, costs, 1, 2), 1, warm_up=0)
     assert outcome.trainer["groups"] == pytest.approx(12)
@@ -93,7 +92,7 @@ def test_sequences_of_an_engine_advance_together() -> None:
 
 def test_contexts_make_iterations_longer() -> None:
     # One sequence with a prompt of 10: iterations of 1 + 10·0.1 s, and each 0.1 s longer; the model is fluid.
-    costs = Costs(EngineCost(LinearIteration(1.0, 0.0), per_context_token_s=0.1), TrainerCost(4.0, 0.0))
+    costs = Costs(EngineCost(1.0, 0.0, per_context_token_s=0.1), TrainerCost(4.0, 0.0))
     groups = [GroupLengths((RolloutLength(10, 4),))]
     outcome = simulate(Scenario(settings(1, 0, group_size=1), groups, costs, 1, 2), 1, warm_up=0)
     assert outcome.trainer["groups"] == pytest.approx(4 * 2 + 0.1 * 16 / 2)
@@ -192,7 +191,7 @@ def test_without_staleness_draining_changes_nothing(of: Scenario) -> None:
 @examples(max_examples=60, deadline=None)
 def test_more_never_slows_a_run(of: Scenario, what: str) -> None:
     # Waiting sequences fill additional places. More sequences slow each other down, but not all of them together.
-    of = replace(of, costs=replace(of.costs, engine=EngineCost(LinearIteration(0.005, 0.0))))
+    of = replace(of, costs=replace(of.costs, engine=EngineCost(0.005, 0.0)))
     more = {
         "engines": replace(of, engines=2 * of.engines),
         "bound": with_bound(of, of.settings.max_staleness + 2),
