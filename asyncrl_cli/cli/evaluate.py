@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,6 +27,22 @@ if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.offline import Choose
     from asyncrl_cli.orchestrator.serving import Served
     from asyncrl_cli.spec.load import LoadedSpec
+
+
+class TargetSpec(NamedTuple):
+    """The spec with which a target is evaluated, the folder of the user's modules, and the run if the target is one."""
+
+    loaded: LoadedSpec
+    modules: Path
+    run: RunDirectory | None
+
+
+class EvaluationRun(NamedTuple):
+    """The first lines of the evaluations' files, each with its ``file`` (None if it could not be written), and a text
+    about MLflow."""
+
+    heads: list[dict[str, Any]]
+    mlflow: str
 
 
 def evaluate(
@@ -65,16 +81,14 @@ def evaluate(
         raise typer.BadParameter("there is only one greedy response per prompt", param_hint="--samples")
     with refusing():
         changes = [*(overrides or ()), *(() if samples is None else (f"evaluation.samples={samples}",))]
-        loaded_spec, base, run = _read_target(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
+        loaded_spec, modules, run = _read_target(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
         settings = loaded_spec.spec
         if step is not None and run is None:
             raise typer.BadParameter("only a run has steps", param_hint="--step")
         evaluation_kind = "greedy" if greedy else None if greedy is None and samples is None else "sampled"
-        set_changes = (
-            {}
-            if evaluation_kind is None
-            else {"greedy": evaluation_kind == "greedy", **({"samples": samples} if samples else {})}
-        )
+        set_changes: dict[str, Any] = {"samples": samples} if samples else {}
+        if evaluation_kind is not None:
+            set_changes["greedy"] = evaluation_kind == "greedy"
         evaluation = settings.evaluation
         sets = {
             name: section.model_copy(update=set_changes) for name, section in evaluation.sets.items() if data is None
@@ -93,7 +107,7 @@ def evaluate(
         if run is not None:
             served = served_run(run, settings, step, "evaluate")
         checked = without_training(settings if run is None else served.spec)
-        with start_checks(checked, base, training=False) as checks:
+        with start_checks(checked, modules, training=False) as checks:
             experiment = checks.experiment()
         folder = run
         if folder is None:
@@ -103,12 +117,11 @@ def evaluate(
             model = initial_model(checked)
             # MLflow needs the form of a run's folder. It must not be in `runs`, where it would be listed as a run.
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
-            manifest = describe_start(base / "spec.yaml") | {EVALUATED: target}
+            manifest = describe_start(modules / "spec.yaml") | {EVALUATED: target}
             folder.begin(dump_spec(settings, loaded_spec.references), 0, manifest)
             served = served_folder(settings, model, logs=folder.path / "logs", description=f"the model of {target}")
     choose = partial(offline, sampling=evaluation_kind, data=_name(data or ""))
-    results, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)
-    heads = [json.loads(result.text.partition("\n")[0]) | {"file": file} for result, file in results]
+    heads, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)
     if as_json:
         echo_json({"model": served.description, "step": served.step, "evaluations": heads, "mlflow": mlflow or None})
     else:
@@ -122,8 +135,7 @@ def evaluate(
 
 def _read_target(
     target: str, *, spec_file: Path | None, data: str | None, changes: Sequence[str], runs_dir: Path
-) -> tuple[LoadedSpec, Path, RunDirectory | None]:
-    """Return the spec for ``target``, the folder of the user's modules, and the run if the target is one."""
+) -> TargetSpec:
     from asyncrl_cli.orchestrator.serving import saved_model
     from asyncrl_cli.spec.load import load_recorded, load_spec
 
@@ -140,9 +152,9 @@ def _read_target(
     else:
         run = owner = find_run(runs_dir, target)
     if spec_file is not None:
-        load, base = partial(load_spec, spec_file), spec_file.absolute().parent
+        load, modules = partial(load_spec, spec_file), spec_file.absolute().parent
     elif owner is not None:
-        load, base = partial(load_recorded, owner.path), search_path(owner)
+        load, modules = partial(load_recorded, owner.path), search_path(owner)
     else:
         hint = f"name the spec that has them: asyncrl evaluate {target} --spec SPEC"
         raise ConfigError("a saved model has no task and no data", location=target, hint=hint)
@@ -153,7 +165,9 @@ def _read_target(
         prompt_source = split if split is not None and split.path else loaded_spec.spec.data.train
         row_format = prompt_source.model_dump(exclude={"path", "size", "config", "split"})
         loaded_spec = load([f"data.eval={json.dumps({'path': data, **row_format})}", *changes])
-    return loaded_spec if model is None else replace(loaded_spec, spec=saved_model(loaded_spec.spec, model)), base, run
+    if model is not None:
+        loaded_spec = replace(loaded_spec, spec=saved_model(loaded_spec.spec, model))
+    return TargetSpec(loaded_spec, modules, run)
 
 
 def _name(data: str) -> str:
@@ -163,9 +177,7 @@ def _name(data: str) -> str:
 
 def _run(
     experiment: Experiment, served: Served, choose: Choose, *, folder: RunDirectory, is_new: bool
-) -> tuple[list[tuple[Evaluation, str | None]], str]:
-    """Run the evaluations. Returns each with its file's path (None if it could not be written), and a text about
-    MLflow."""
+) -> EvaluationRun:
     from asyncrl_cli.checks.hosts.examine import check_cluster
     from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
     from asyncrl_cli.monitors.outlet import run_terminal
@@ -175,7 +187,7 @@ def _run(
     from asyncrl_cli.orchestrator.offline import store
 
     spec = experiment.spec
-    results: list[tuple[Evaluation, str | None]] = []
+    heads: list[dict[str, Any]] = []
     mlflow = ""
     with run_terminal(served.logs) as terminal:
 
@@ -196,7 +208,7 @@ def _run(
                 file = str(store(folder, evaluation))
             except OSError as error:
                 say(f"! {folder.path / evaluation.file} cannot be written: {error.strerror}")
-            results.append((evaluation, file))
+            heads.append(json.loads(evaluation.text.partition("\n")[0]) | {"file": file})
 
         def progress(ended_responses: int, total: int) -> None:
             show(f"{ended_responses:,} of {total:,} responses")
@@ -223,7 +235,7 @@ def _run(
                 say(f"! {error}")
             finally:
                 folder.unlock()
-    return sorted(results, key=lambda result: result[0].file), mlflow
+    return EvaluationRun(sorted(heads, key=lambda head: head["kind"]), mlflow)
 
 
 def _result_table(heads: Sequence[dict[str, Any]]) -> list[str]:
