@@ -1,14 +1,12 @@
-"""Short words spelled backward: a task learned in seconds, for real runs in tests.
+"""Short words spelled backward, for tests.
 
 The prompt is the word and ``>``, the response its letters from last to first:
 
     sun>    nus
 
-Most demonstrations copy the word unchanged, so a warm-started model can write a word backward but rarely does.
-Reinforcement makes it do so. Palindromes are excluded, because a copy of one would get the reward.
+Palindromes are excluded, because a copy of one would get the reward.
 
-Invariant: the word itself decides whether it is held out (``prompts.is_held_out``), in prompts and in demonstrations.
-Only ``_draw`` draws words.
+Invariant: the word itself decides whether it is held out (``prompts.is_held_out``). Only ``_draw`` draws words.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ from asyncrl_cli.tasks.ready.gym import ROWS
 class SpellBackward:
     """Uses reasoning-gym's words, in lower case."""
 
-    def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.3) -> None:
-        """``careful`` is the share of correct demonstrations in the mixture."""
+    def __init__(self, min_letters: int = 3, max_letters: int = 5) -> None:
         self._letters = (min_letters, max_letters)
-        self._careful = careful
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """Return ``size`` rows of the split; row ``i`` is the same for every size. A word may fill several rows."""
@@ -46,12 +42,6 @@ class SpellBackward:
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """Return 1.0 if the sequence ended and is the word backward, else 0.0."""
         return float(finished and response == prompt.fields["answer"])
-
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
-        """Return a word of the train split with its letters backward (``clean``), or a draw from the mixture."""
-        word = self._draw(rng, "train")
-        right = clean or rng.random() < self._careful
-        return f"{word}>", word[::-1] if right else word
 
     @cached_property
     def _words(self) -> list[str]:
@@ -71,7 +61,7 @@ class SpellBackward:
 
 
 class AnyResponse(SpellBackward):
-    """Rewards that differ within a group also without a warm start."""
+    """Rewards that differ within a group also with random weights."""
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """Return one of five values between 0 and 1."""

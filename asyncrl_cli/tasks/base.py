@@ -4,12 +4,11 @@
 - ``GroupTask``: scores the responses of a group together;
 - ``AgentTask``: plays an episode by calling the model itself;
 - ``EnvironmentTask``: makes an environment, which the model plays turn by turn;
-- ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: optional methods for any of them.
+- ``PromptTask``, ``CheckingTask``: optional methods for any of them.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -186,21 +185,6 @@ class CheckingTask(Protocol):
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise an exception that says why no response to this prompt could be scored."""
-        ...
-
-
-@runtime_checkable
-class DemonstrationTask(Protocol):
-    """A task with demonstrations for a supervised warm start."""
-
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message] | Prompt:
-        """Return a prompt's text and a response without the end token; or a conversation that ends with the response,
-        an assistant message; or, if there are images, a ``Prompt`` with the conversation. The prompt must not belong to
-        the ``eval`` split.
-
-        ``clean`` asks for a faultless response. Otherwise the response comes from the task's mixture of good and bad
-        ones.
-        """
         ...
 
 

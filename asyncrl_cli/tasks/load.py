@@ -51,8 +51,8 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect
     """Load the task of ``spec``: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
 
     ``search_path`` is the spec file's folder; modules are first searched there, as Python does for a script.
-    ``location``: the section's key. ``connect``: connect to the task's MCP servers, which rewards and demonstrations do
-    not need. Raises ``TaskError``.
+    ``location``: the section's key. ``connect``: connect to the task's MCP servers, which rewards do not need.
+    Raises ``TaskError``.
     """
 
     def load(section: TaskSpec | TaskMember, use: str, location: str) -> Any:
@@ -80,8 +80,7 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect
             for index, (name, member) in enumerate(members.items()):
                 if scores_groups(member):
                     raise TaskError(
-                        f"{name} scores whole groups, but {episodic[0]} plays episodes: then all rollouts of the mix "
-                        "are episodes, which are scored one by one",
+                        f"{name} scores whole groups, but {episodic[0]} plays episodes: {EPISODES_ARE_SINGLE}",
                         location=f"{location}.mix.{index}.use",
                         hint="give it reward(prompt, response, finished), or train on it in another run",
                     )

@@ -36,7 +36,6 @@ CLOSED = -32000
 TIMED_OUT = -32001
 """The package's error code for a call that takes too long."""
 
-
 Content = str | list[dict[str, Any]]
 """A tool's result: text, or the parts of a message."""
 

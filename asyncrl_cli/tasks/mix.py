@@ -8,7 +8,6 @@ task has its share, up to a few rows (``interleave``). A prompt's uid begins wit
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.data.chat_template import chat_of
-from asyncrl_cli.records.prompt import Message, Prompt, with_data_urls
+from asyncrl_cli.records.prompt import Prompt, with_data_urls
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
-from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, ScoreLater, Split, Task, is_episodic
+from asyncrl_cli.tasks.base import ModelAccess, ScoreLater, Split, Task, is_episodic
 from asyncrl_cli.tasks.mcp_tools import McpServers
 from asyncrl_cli.tasks.play import ask, play
 from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
@@ -105,10 +103,8 @@ class MixTask:
             source = (member.train if split == "train" else member.eval) or SplitSpec()
             if source.path is None and source.size is None:
                 source = source.model_copy(update={"size": max(1, row_counts[index])})
-            prompts = load_prompts(
-                split, source, self.tasks[member.name], base=self._base, location=f"task.mix.{index}.{split}"
-            )
-            member_prompts.append(prompts)
+            location = f"task.mix.{index}.{split}"
+            member_prompts.append(load_prompts(split, source, self.tasks[member.name], self._base, location))
         if split == "eval":
             lengths = np.array([len(prompts) for prompts in member_prompts])
             again = np.flatnonzero(rows_before >= lengths[strata])
@@ -121,21 +117,6 @@ class MixTask:
         task, its_prompt = self.scored_by(prompt)
         return task.reward(its_prompt, response, finished)
 
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message] | Prompt:
-        """A demonstration of one of the tasks, chosen by weight. Raises ``TaskError`` if no task has any."""
-        tasks = list(self.tasks.values())
-        weights = [
-            member.weight if isinstance(task, DemonstrationTask) else 0.0
-            for member, task in zip(self._spec.mix, tasks, strict=True)
-        ]
-        if not any(weights):
-            raise TaskError(
-                "no task of the mix has demonstrations", location="task.mix", hint="remove model.warm_start"
-            )
-        (task,) = rng.choices(tasks, weights)
-        shown: tuple[str, str] | Sequence[Message] | Prompt = task.demonstration(rng, clean)
-        return shown
-
 
 class OneCall:
     """Plays a task of single responses as an episode: one call of the policy or, with MCP servers, calls until a reply
@@ -144,7 +125,7 @@ class OneCall:
     def __init__(self, task: Task, servers: McpServers | None = None) -> None:
         self.task = task
         self._servers = servers
-        for name in ("prompts", "check_prompt", "demonstration"):
+        for name in ("prompts", "check_prompt"):
             if hasattr(task, name):
                 setattr(self, name, getattr(task, name))
 

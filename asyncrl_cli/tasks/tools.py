@@ -230,14 +230,14 @@ def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
 
 
 def call_message(call_index: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:
-    """A reply that calls a tool, for demonstrations. The calls of a conversation are numbered from 0."""
+    """A reply that calls a tool, for rows of `model.warm_start.data`. A conversation's calls are numbered from 0."""
     function = {"name": tool, "arguments": json.dumps(arguments)}
     call = {"id": f"call{call_index}", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def result_message(call_index: int, content: str) -> Message:
-    """The result of call ``number``, for demonstrations."""
+    """The result of call ``call_index``, for such rows."""
     return {"role": "tool", "tool_call_id": f"call{call_index}", "content": content}
 
 

@@ -81,7 +81,7 @@ WRONG = [
         "http://",
     ),
     ("task={use: command, options: {command: [nosuchprogram]}}", "task.options.command", "install it"),
-    ("task={use: command, options: {command: [./nosuch]}}", "task.options.command", "cwd"),
+    ("task={use: command, options: {command: [./nosuch]}}", "task.options.command", "ASYNCRL_FOLDER"),
     ("task.reward_memory_mb=1", "task.reward_memory_mb", ""),
     ("data.train={path: missing.jsonl}", "data.train.path", ""),
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),

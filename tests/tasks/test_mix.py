@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskMember, TaskSpec
@@ -60,9 +57,6 @@ class Letters:
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         return self.letter, prompt.uid, response
-
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
-        return self.letter, ""
 
 
 class Silent:
@@ -134,15 +128,6 @@ def test_rows_of_members_are_repeated_in_training_and_never_in_an_evaluation(tmp
     }
     held_out = [prompt.uid for prompt in load_prompts("eval", SplitSpec(size=256), mix)]
     assert len(held_out) == len(set(held_out)) == 17, "four rows of the file are a quarter, and the fifth would repeat"
-
-
-def test_demonstrations_come_from_members_that_have_any() -> None:
-    rng = random.Random(0)
-    mix = mix_of(a=(Letters("a"), 3), b=(Letters("b"), 1), c=(Silent(), 9))
-    shown = Counter(mix.demonstration(rng, True)[0] for _ in range(2000))
-    assert 0.7 < shown["a"] / 2000 < 0.8 and shown["a"] + shown["b"] == 2000
-    with pytest.raises(TaskError, match="no task of the mix has demonstrations"):
-        mix_of(c=(Silent(), 1)).demonstration(rng, True)
 
 
 def test_in_a_mix_with_an_agent_every_rollout_is_an_episode() -> None:
