@@ -66,11 +66,17 @@ class Runs:
     folder: Path
 
     def write_spec(self, **sections: Any) -> Path:
-        """Write the base spec with some sections changed (merged one level deep), with its task next to it."""
+        """Write the base spec with some sections changed (merged one level deep), next to a module with tasks.
+
+        Another task or model replaces the base spec's.
+        """
         shutil.copy(ROOT / "tests/spell_backward.py", self.folder)
         spec = {**BASE_SPEC, "runs_dir": str(self.folder)}
         for name, value in sections.items():
-            spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
+            base = {} if isinstance(value, dict) and value.keys() & {"use", "mix"} else spec.get(name, {})
+            spec[name] = {**base, **value} if isinstance(value, dict) else value
+        if spec["model"].get("init"):
+            spec["model"]["path"] = None
         path = self.folder / f"{spec['name']}.yaml"
         path.write_text(yaml.safe_dump(spec))
         return path

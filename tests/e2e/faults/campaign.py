@@ -32,6 +32,7 @@ from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violati
 STEPS = 200
 FAULTS_A_RUN = 5
 LONG_SUMS: dict[str, Any] = {
+    "model": {},
     "task": {"options": {"min_terms": 5, "max_terms": 6}},
     "journal": {"segment_seconds": 0.05},
 }
