@@ -133,10 +133,10 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
     """Warn if this machine lacks the sandbox: the spec is valid, but a run can only start on another machine."""
     if (settings := loaded.spec.task.sandbox) is None:
         return
-    from asyncrl_cli.sandbox.trial import HINTS, missing
+    from asyncrl_cli.sandbox.trial import HINTS, missing_program
     from asyncrl_cli.spec.problems import Problem
 
-    if reason := missing(settings.kind):
+    if reason := missing_program(settings.kind):
         message = f"this machine cannot start the sandbox: {reason}"
         yield Problem("task.sandbox", message=message, hint=HINTS[settings.kind], severity="warning", file=spec)
 

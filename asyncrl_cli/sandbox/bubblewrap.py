@@ -23,20 +23,20 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 
 WORK_FOLDER = "/sandbox"
 """Working folder of commands inside. No folder of Python's packages may be below it, because it would show there."""
-OWN = "/box"
+PACKAGE_ROOT_INSIDE = "/box"
 """The folder that holds this package inside."""
-PACKAGES = Path(__file__).parents[2]
+PACKAGE_ROOT = Path(__file__).parents[2]
 """The folder that holds this package outside."""
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
-DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 """System files that Python needs."""
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-DATA_OF_PROGRAMS = (
+PROGRAM_FILES = (
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/mime.types",
 )  # fmt: skip
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN")
 """If the run is root's, the first process needs these to take its user id and own its folder; then it drops them."""
-OWN_IDS = range(0x70000000, 0x78000000)
+SANDBOX_UIDS = range(0x70000000, 0x78000000)
 """User ids that no machine assigns."""
 END_S = 10.0
 """Seconds that the kernel has to end a process after SIGKILL."""
@@ -54,7 +54,7 @@ class Process:
         command: Sequence[str],
         bwrap: Sequence[str] = (),
         *,
-        passed: Sequence[int],
+        inherited_descriptors: Sequence[int],
         environment: Mapping[str, str],
         stdin: int = subprocess.DEVNULL,
     ) -> None:
@@ -73,7 +73,7 @@ class Process:
                 stdin=stdin,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=[*passed, info] if bwrap else passed,
+                pass_fds=[*inherited_descriptors, info] if bwrap else inherited_descriptors,
                 env=environment,
                 cwd="/",
                 start_new_session=True,
@@ -113,8 +113,8 @@ class Process:
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            doomed = [] if self._in_namespaces else [*processes.below(self.pid)]
-            for pid in (self.pid, *doomed):
+            descendants = [] if self._in_namespaces else [*processes.descendants(self.pid)]
+            for pid in (self.pid, *descendants):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not self._in_namespaces:
@@ -146,8 +146,8 @@ def python(module: str, root: str, words: Sequence[str] = ()) -> list[str]:
 def file_of(data: bytes) -> int:
     """Return the descriptor of a file in memory, positioned at its beginning."""
     file = os.memfd_create("sandbox")
-    with os.fdopen(os.dup(file), "wb") as writing:
-        writing.write(data)
+    with os.fdopen(os.dup(file), "wb") as writer:
+        writer.write(data)
     os.lseek(file, 0, os.SEEK_SET)
     return file
 
@@ -156,11 +156,11 @@ def unused_uid() -> int:
     """The user id that root's sandbox must take; 0 for an ordinary user. Raises ``SandboxError`` if none is free."""
     if os.getuid() != 0:
         return 0
-    ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    for uid in (secrets.choice(OWN_IDS), confine.SHARED_UID):
-        if any(first <= uid < first + size for first, _, size in ranges):
+    ranges = [[int(bound) for bound in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for uid in (secrets.choice(SANDBOX_UIDS), confine.SHARED_UID):
+        if any(start <= uid < start + size for start, _, size in ranges):
             return uid
-    if any(first == 0 == outside for first, outside, _ in ranges):
+    if any(start == 0 == outside_start for start, outside_start, _ in ranges):
         raise SandboxError("root cannot become another user in this user namespace")
     return 0  # an ordinary user who is root only in its own namespace
 
@@ -168,16 +168,16 @@ def unused_uid() -> int:
 @functools.cache
 def packages() -> Sequence[str]:
     """Folders of installed packages. Other folders of Python's path, such as the project's, stay hidden."""
-    named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
-    return [os.path.realpath(path) for path in named if os.path.isdir(path)]
+    folders = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    return [os.path.realpath(path) for path in folders if os.path.isdir(path)]
 
 
 @functools.cache
 def readable() -> Sequence[str]:
     """Files and folders that the interpreter needs."""
-    own = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
-    own.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
-    return [path for path in (*LIBRARIES, *DATA, *own) if os.path.exists(path)]
+    interpreter_paths = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
+    interpreter_paths.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
+    return [path for path in (*LIBRARIES, *SYSTEM_FILES, *interpreter_paths) if os.path.exists(path)]
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def for_code(disk_mb: int) -> Sequence[str]:
         *_namespaces(as_first_process=False),
         *_devices(),
         *_memory_folder("/tmp", disk_mb),
-        *_bindings({path: path for path in (*readable(), *packages())} | _own_modules()),
+        *_bindings({path: path for path in (*readable(), *packages())} | _package_modules()),
         *("--remount-ro", "/", "--chdir", "/tmp"),
     ]
 
@@ -210,15 +210,15 @@ def for_commands(settings: SandboxSpec, visible: Mapping[str, str], accounts: Ma
 
 def visible_to_commands(settings: SandboxSpec) -> dict[str, str]:
     """Files and folders that commands may read: their path inside, mapped to their path on this machine."""
-    own = (sys.prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
-    bound = {path: path for path in (*PROGRAMS, *DATA_OF_PROGRAMS, *own) if os.path.exists(path)}
-    bound |= {os.path.abspath(path): os.path.realpath(path) for path in settings.readable}
-    return bound | _own_modules()
+    interpreter_paths = (sys.prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
+    sources = {path: path for path in (*PROGRAMS, *PROGRAM_FILES, *interpreter_paths) if os.path.exists(path)}
+    sources |= {os.path.abspath(path): os.path.realpath(path) for path in settings.readable}
+    return sources | _package_modules()
 
 
-def _own_modules() -> dict[str, str]:
+def _package_modules() -> dict[str, str]:
     package = Path(__file__).parent
-    return {f"{OWN}/{package.relative_to(PACKAGES)}": str(package)}
+    return {f"{PACKAGE_ROOT_INSIDE}/{package.relative_to(PACKAGE_ROOT)}": str(package)}
 
 
 def _namespaces(as_first_process: bool) -> list[str]:
@@ -253,15 +253,19 @@ def _memory_folder(path: str, size_mb: int) -> tuple[str, ...]:
     return "--perms", "1777", "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path
 
 
-def _bindings(bound: Mapping[str, str]) -> Iterable[str]:
+def _bindings(sources: Mapping[str, str]) -> Iterable[str]:
     """Bind files and folders of this machine read-only: path inside, mapped to path on this machine."""
-    for target in sorted(bound):
-        if any(os.path.commonpath([target, other]) == other for other in bound if other != target):  # bound above it
+    for target in sorted(sources):
+        if any(
+            os.path.commonpath([target, other_target]) == other_target
+            for other_target in sources
+            if other_target != target
+        ):  # bound above it
             continue
         for parent in reversed(Path(target).parents):
             if str(parent) not in ("/", "/tmp"):
                 yield from ("--perms", "0755", "--dir", str(parent))
-        if os.path.islink(source := bound[target]) and source == target:
+        if os.path.islink(source := sources[target]) and source == target:
             yield from ("--symlink", os.readlink(source), target)
         else:
             yield from ("--ro-bind", source, target)

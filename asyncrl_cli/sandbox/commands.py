@@ -26,7 +26,7 @@ from asyncrl_cli.sandbox import bubblewrap, confine, filters, supervisor, wire, 
 from asyncrl_cli.sandbox.bubblewrap import WORK_FOLDER, SandboxError
 from asyncrl_cli.spec.inputs import SandboxSpec
 
-__all__ = ["WORK_FOLDER", "BlockingSandbox", "CommandResult", "Kind", "ShellSandbox", "Stopped", "open_sandbox"]
+__all__ = ["WORK_FOLDER", "BlockingSandbox", "CommandResult", "SandboxKind", "ShellSandbox", "Stopped", "open_sandbox"]
 
 GATEWAY_PORT = 18181
 """Port of 127.0.0.1 that leads to the gateway from inside."""
@@ -38,9 +38,9 @@ GRACE_S = 30.0
 """Seconds that a command's result may be late on a busy machine, after the command's time limit."""
 FILE_S = 60.0
 END_S = 10.0
-PIECE = 2**16
+CHUNK_BYTES = 2**16
 
-Kind = Literal["bubblewrap", "none"]
+SandboxKind = Literal["bubblewrap", "none"]
 Stopped = Literal["", "time", "memory", "disk", "processes"]
 T = TypeVar("T")
 
@@ -78,9 +78,9 @@ class ShellSandbox:
         """Start the process. Raises ``SandboxError``."""
         self.base_url = gateway
         """The gateway's base URL inside; None without a gateway."""
-        inside = settings.kind != "none"
+        is_sandboxed = settings.kind != "none"
         self._settings = settings
-        self._relay = Relay(gateway) if gateway is not None and inside else None
+        self._relay = Relay(gateway) if gateway is not None and is_sandboxed else None
         self._turn = asyncio.Lock()
         self._sending = asyncio.Lock()
         self._current: asyncio.Task[list[bytes]] | None = None
@@ -91,12 +91,12 @@ class ShellSandbox:
             "memory_mb": settings.memory_mb,
             "processes": settings.processes,
             "port": GATEWAY_PORT if self._relay else 0,
-            "folder": WORK_FOLDER if inside else tempfile.mkdtemp(prefix="asyncrl-sandbox-"),
+            "folder": WORK_FOLDER if is_sandboxed else tempfile.mkdtemp(prefix="asyncrl-sandbox-"),
         }
-        self._order["environment"] = _environment() | ({} if inside else {"HOME": self._order["folder"]})
+        self._order["environment"] = _environment() | ({} if is_sandboxed else {"HOME": self._order["folder"]})
         if gateway is not None:
             url = urlsplit(gateway)._replace(scheme="http", netloc=f"127.0.0.1:{GATEWAY_PORT}")
-            self.base_url = urlunsplit(url) if inside else gateway
+            self.base_url = urlunsplit(url) if is_sandboxed else gateway
             self._order["environment"]["OPENAI_BASE_URL"] = self.base_url
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
@@ -111,9 +111,9 @@ class ShellSandbox:
     def _started(self, control: int) -> bubblewrap.Process:
         """Start bwrap, or without a sandbox the supervisor itself."""
         if self._settings.kind == "none":
-            root = str(bubblewrap.PACKAGES)
+            root = str(bubblewrap.PACKAGE_ROOT)
             command = bubblewrap.python(supervisor.__name__, root, [str(control)])
-            return bubblewrap.Process(command, passed=[control], environment={})
+            return bubblewrap.Process(command, inherited_descriptors=[control], environment={})
         if shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed")
         uid = bubblewrap.unused_uid()
@@ -125,14 +125,14 @@ class ShellSandbox:
         )
         self._order["confinement"] = asdict(confinement)
         visible = bubblewrap.visible_to_commands(self._settings)
-        command = bubblewrap.python(supervisor.__name__, bubblewrap.OWN, [str(control)])
+        command = bubblewrap.python(supervisor.__name__, bubblewrap.PACKAGE_ROOT_INSIDE, [str(control)])
         files: dict[str, int] = {}
         try:
             for path, text in _accounts(uid or 1000).items():
                 files[path] = bubblewrap.file_of(text.encode())
             bwrap = bubblewrap.for_commands(self._settings, visible, files)
             # In the event loop's thread: bwrap ends with the thread that starts it.
-            return bubblewrap.Process(command, bwrap, passed=[control, *files.values()], environment={})
+            return bubblewrap.Process(command, bwrap, inherited_descriptors=[control, *files.values()], environment={})
         finally:
             for file in files.values():
                 os.close(file)
@@ -158,12 +158,12 @@ class ShellSandbox:
         readable.add_done_callback(lambda _: loop.remove_reader(self._control))
         await readable
         message = wire.packed([supervisor.LISTENING])
-        first, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
+        message_start, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
         listening = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        rest = await self._read(len(message) - len(first)) if first else b""
-        if first + rest != message or not listening:
-            for one in listening:
-                one.close()
+        message_rest = await self._read(len(message) - len(message_start)) if message_start else b""
+        if message_start + message_rest != message or not listening:
+            for listener in listening:
+                listener.close()
             raise SandboxError("it has ended")
         return listening[0]
 
@@ -191,9 +191,9 @@ class ShellSandbox:
 
         Raises ``OSError`` if the path leaves the work folder or passes a link, or if no space is left.
         """
-        work_files.parts_of(path)
-        if len(data) > work_files.MOST_BYTES:
-            raise OSError(f"larger than {work_files.MOST_BYTES >> 20} MiB: {path}")
+        work_files.path_names(path)
+        if len(data) > work_files.MAX_BYTES:
+            raise OSError(f"larger than {work_files.MAX_BYTES >> 20} MiB: {path}")
         await self._ask([b"write", os.fsencode(path), data], FILE_S)
 
     async def read_file(self, path: str) -> bytes:
@@ -201,7 +201,7 @@ class ShellSandbox:
 
         Raises ``OSError`` if the path leaves the work folder, passes a link, or is not a regular file.
         """
-        work_files.parts_of(path)
+        work_files.path_names(path)
         (data,) = await self._ask([b"read", os.fsencode(path)], FILE_S)
         return data
 
@@ -233,7 +233,7 @@ class ShellSandbox:
             try:
                 async with asyncio.timeout(time_s):
                     await self._send(order)
-                    kind, *fields = await self._receive()
+                    answer_type, *fields = await self._receive()
             except asyncio.CancelledError:
                 self._shut()  # a part of the answer may be left in the socket, where the next order would read it
                 raise
@@ -242,7 +242,7 @@ class ShellSandbox:
                 raise SandboxError(f"the sandbox has ended: {error or 'no answer'}") from error
             finally:
                 self._current = None
-        if kind == b"error":
+        if answer_type == b"error":
             raise OSError(int(fields[0]), fields[1].decode(errors="replace"))
         return fields
 
@@ -256,9 +256,9 @@ class ShellSandbox:
     async def _read(self, size: int) -> bytes:
         loop, data = asyncio.get_running_loop(), bytearray()
         while len(data) < size:
-            if not (piece := await loop.sock_recv(self._control, min(size - len(data), wire.PIECE))):
+            if not (chunk := await loop.sock_recv(self._control, min(size - len(data), wire.CHUNK_BYTES))):
                 raise SandboxError("it has ended")
-            data += piece
+            data += chunk
         return bytes(data)
 
     def _shut(self) -> None:
@@ -293,22 +293,22 @@ class BlockingSandbox:
 
     def run(self, command: str, *, time_s: float | None = None, env: Mapping[str, str] = NO_VARIABLES) -> CommandResult:
         """As ``ShellSandbox.run``."""
-        return self._done(self._sandbox.run(command, time_s=time_s, env=env))
+        return self._result(self._sandbox.run(command, time_s=time_s, env=env))
 
     def write_file(self, path: str, data: bytes) -> None:
         """As ``ShellSandbox.write_file``."""
-        self._done(self._sandbox.write_file(path, data))
+        self._result(self._sandbox.write_file(path, data))
 
     def read_file(self, path: str) -> bytes:
         """As ``ShellSandbox.read_file``."""
-        return self._done(self._sandbox.read_file(path))
+        return self._result(self._sandbox.read_file(path))
 
-    def _done(self, work: Coroutine[Any, Any, T]) -> T:
+    def _result(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-        work.close()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        coroutine.close()
         raise RuntimeError(f"call this in a thread: here it would block the event loop {running!r}")
 
 
@@ -344,21 +344,21 @@ class Relay:
             pass  # the client sees that its connection ends
         finally:
             self._connections.discard(task)
-            for one in writers:
-                one.close()
+            for open_writer in writers:
+                open_writer.close()
 
     async def close(self) -> None:
         """End all connections."""
         if self._server is not None:
             self._server.close()
-        for task in (left := list(self._connections)):
+        for task in (open_connections := list(self._connections)):
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*open_connections, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while piece := await reader.read(PIECE):
-        writer.write(piece)
+    while chunk := await reader.read(CHUNK_BYTES):
+        writer.write(chunk)
         await writer.drain()
     with suppress(OSError, NotImplementedError):  # TLS has no half-closed connections
         writer.write_eof()

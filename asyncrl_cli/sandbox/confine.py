@@ -52,8 +52,8 @@ class Confinement:
 
 def confine(order: Confinement) -> None:
     """Confine this process. Raises ``OSError`` if a step fails; the caller must then run nothing."""
-    for name, most in (LIMITS | order.limits).items():
-        limit(getattr(resource, name), most)
+    for name, maximum in (LIMITS | order.limits).items():
+        limit(getattr(resource, name), maximum)
     # The order matters (decision 0021). The user id changes first, while the process has the capabilities for it. The
     # filter comes last, because it refuses most system calls that these lines make.
     if order.uid:
@@ -70,14 +70,14 @@ def confine(order: Confinement) -> None:
         # Without it, the kernel accepts filters only from privileged processes.
         _prctl("NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
         program = base64.b64decode(order.filter)
-        loaded = _FilterProgram(len(program) // 8, program)
-        _prctl("SECCOMP", option=PR_SET_SECCOMP, value=SECCOMP_MODE_FILTER, further=ctypes.byref(loaded))
+        filter_program = _FilterProgram(len(program) // 8, program)
+        _prctl("SECCOMP", option=PR_SET_SECCOMP, value=SECCOMP_MODE_FILTER, extra=ctypes.byref(filter_program))
 
 
-def limit(kind: int, most: int) -> None:
+def limit(resource_id: int, maximum: int) -> None:
     """Set a resource limit of this process and its later children."""
     with suppress(ValueError):  # the hard limit is lower already
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(resource_id, (maximum, maximum))
 
 
 def hide_memory() -> None:
@@ -90,8 +90,8 @@ def adopt_orphans() -> None:
     _prctl("CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(name: str, option: int, value: int, further: object = 0) -> None:
-    _call(f"prctl {name}", _libc.prctl(option, value, further, 0, 0))
+def _prctl(name: str, option: int, value: int, extra: object = 0) -> None:
+    _call(f"prctl {name}", _libc.prctl(option, value, extra, 0, 0))
 
 
 def _call(name: str, result: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 
 from asyncrl_cli.sandbox import confine, wire
 
-LARGEST = 2**26
+MAX_MESSAGE_BYTES = 2**26
 """Bytes of the longest message."""
 SEQUENCES: dict[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 BYTES: dict[str, type[Any]] = {"bytes": bytes, "bytearray": bytearray}
@@ -85,42 +85,42 @@ class Codec:
         """Return a reference to a value that is not plain data. Raises ``TypeError`` if the value may not be shared."""
         raise NotImplementedError
 
-    def resolve(self, kind: str, rest: list[Any]) -> Any:
+    def resolve(self, reference_type: str, fields: list[Any]) -> Any:
         """Return the value behind a reference. Raises ``ValueError`` for anything else."""
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
         """Encode a value as JSON."""
-        kind: type[Any] = type(value)
-        if value is None or kind in (bool, str, float):
+        value_type: type[Any] = type(value)
+        if value is None or value_type in (bool, str, float):
             return value
-        if kind is int:
+        if value_type is int:
             return value if value.bit_length() <= INTEGER_BITS else ["int", hex(value)]
-        if kind in SEQUENCES.values():
-            return [kind.__name__, *map(self.encode, value)]
-        if kind in (dict, collections.defaultdict):
+        if value_type in SEQUENCES.values():
+            return [value_type.__name__, *map(self.encode, value)]
+        if value_type in (dict, collections.defaultdict):
             return ["dict", *([self.encode(key), self.encode(item)] for key, item in value.items())]
-        if kind in BYTES.values():
-            return [kind.__name__, value.hex()]
-        if (recipe := RECIPES.get(name := _full_name(kind))) is not None:
+        if value_type in BYTES.values():
+            return [value_type.__name__, value.hex()]
+        if (recipe := RECIPES.get(name := _full_name(value_type))) is not None:
             return ["new", name, *map(self.encode, recipe(value))]
         if isinstance(value, BaseException):
             plain = (bool, int, float, str, type(None), list, tuple, dict)
             attributes = [[key, self.encode(item)] for key, item in vars(value).items() if isinstance(item, plain)]
-            return ["raised", self.encode(kind), str(value), self.encode(list(value.args)), attributes]
-        if isinstance(value, type) and _is_shared(name := _full_name(value)) and _named(name) is value:
+            return ["raised", self.encode(value_type), str(value), self.encode(list(value.args)), attributes]
+        if isinstance(value, type) and _is_shared(name := _full_name(value)) and _imported(name) is value:
             return ["type", name]
-        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        if value_type.__module__ == "numpy" and hasattr(value, "dtype"):
             if not (hasattr(value, "tolist") and ARRAY_TYPE.fullmatch(value.dtype.str)):
                 return self.refer(value)
             plain_array = self.encode(value.tolist())
-            return ["array", value.dtype.str, plain_array] if kind.__name__ == "ndarray" else plain_array
+            return ["array", value.dtype.str, plain_array] if value_type.__name__ == "ndarray" else plain_array
         for base in (int, float, str):  # members of an enumeration, NumPy's numbers
             if isinstance(value, base):
                 return self.encode(getattr(base, f"__{base.__name__}__")(value))
-        fields = getattr(kind, "_fields", None)
+        fields = getattr(value_type, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
-            return ["named", kind.__name__, list(fields), *map(self.encode, value)]
+            return ["named", value_type.__name__, list(fields), *map(self.encode, value)]
         return self.refer(value)
 
     def decode(self, data: Any) -> Any:
@@ -129,29 +129,29 @@ class Codec:
             raise ValueError("not a value")
         if not isinstance(data, list):
             return data
-        kind, *rest = data
-        if kind in SEQUENCES:
-            return SEQUENCES[kind](map(self.decode, rest))
-        if kind == "dict":
-            return {self.decode(key): self.decode(item) for key, item in rest}
-        if kind in BYTES:
-            return BYTES[kind].fromhex(rest[0])
-        if kind == "int":
-            return int(rest[0], 16)
-        if kind == "new" and rest[0] in RECIPES:
-            return _named(rest[0])(*map(self.decode, rest[1:]))
-        if kind == "type" and _is_shared(rest[0]) and isinstance(found := _named(rest[0]), type):
-            return found
-        if kind == "named":
-            return collections.namedtuple(rest[0], rest[1])(*map(self.decode, rest[2:]))
-        if kind == "array" and ARRAY_TYPE.fullmatch(rest[0]):
-            return importlib.import_module("numpy").array(self.decode(rest[1]), dtype=rest[0])
-        if kind == "raised":
-            return self._decode_exception(*rest)
-        return self.resolve(kind, rest)
+        tag, *fields = data
+        if tag in SEQUENCES:
+            return SEQUENCES[tag](map(self.decode, fields))
+        if tag == "dict":
+            return {self.decode(key): self.decode(item) for key, item in fields}
+        if tag in BYTES:
+            return BYTES[tag].fromhex(fields[0])
+        if tag == "int":
+            return int(fields[0], 16)
+        if tag == "new" and fields[0] in RECIPES:
+            return _imported(fields[0])(*map(self.decode, fields[1:]))
+        if tag == "type" and _is_shared(fields[0]) and isinstance(shared_type := _imported(fields[0]), type):
+            return shared_type
+        if tag == "named":
+            return collections.namedtuple(fields[0], fields[1])(*map(self.decode, fields[2:]))
+        if tag == "array" and ARRAY_TYPE.fullmatch(fields[0]):
+            return importlib.import_module("numpy").array(self.decode(fields[1]), dtype=fields[0])
+        if tag == "raised":
+            return self._decode_exception(*fields)
+        return self.resolve(tag, fields)
 
-    def _decode_exception(self, kind: Any, text: str, arguments: Any, attributes: list[Any]) -> BaseException:
-        type_ = self.decode(kind)
+    def _decode_exception(self, encoded_type: Any, text: str, arguments: Any, attributes: list[Any]) -> BaseException:
+        type_ = self.decode(encoded_type)
         if not (isinstance(type_, type) and issubclass(type_, BaseException)):
             raise ValueError("not an exception")
         try:
@@ -168,57 +168,57 @@ class Peer(Codec):
     def __init__(self, order: dict[str, Any]) -> None:
         self._reading, self._writing = order["reading"], order["writing"]
         self._lock = threading.RLock()
-        self._mine: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self._exported_values: list[Any] = []
+        self._references: dict[int, int] = {}
         self._broken = False
 
-    def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+    def answer(self, action: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Answer a question of the other side, by its decoded arguments."""
         raise NotImplementedError
 
     def export(self, value: Any) -> int:
         """Number a value that stays on this side; the same object keeps its number."""
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._mine)
-            self._mine.append(value)  # kept alive: Python may give the id of a freed object to another one
-        return self._numbers[id(value)]
+        if id(value) not in self._references:
+            self._references[id(value)] = len(self._exported_values)
+            self._exported_values.append(value)  # kept alive: Python may give the id of a freed object to another one
+        return self._references[id(value)]
 
-    def own(self, number: int) -> Any:
+    def exported(self, reference: int) -> Any:
         """Return the exported value with this number. Raises ``IndexError``."""
-        if number < 0:
-            raise IndexError(number)
-        return self._mine[number]
+        if reference < 0:
+            raise IndexError(reference)
+        return self._exported_values[reference]
 
-    def ask(self, action: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, action: str, *arguments: Any, **keywords: Any) -> Any:
         """Ask the other side, and return its answer. Its changes to mutable arguments are made here, too.
 
         Raises the exception that the other side raised, and ``ProtocolError``.
         """
         with self._lock:
-            self.send(["ask", action, self.encode(list(arguments)), self.encode(named)])
+            self.send(["ask", action, self.encode(list(arguments)), self.encode(keywords)])
             while (message := self.receive())[0] == "ask":
                 self.reply(*message[1:])
             try:
-                kind, value, changed = message
+                answer_type, value, changed_arguments = message
                 result = self.decode(value)
-                if changed is not None:
-                    update([list(arguments), named], self.decode(changed))
+                if changed_arguments is not None:
+                    update([list(arguments), keywords], self.decode(changed_arguments))
             except Exception as error:
                 raise ProtocolError(f"an invalid answer: {error}") from None
-        if kind == "error" and isinstance(result, BaseException):
+        if answer_type == "error" and isinstance(result, BaseException):
             if isinstance(result, (StopIteration, StopAsyncIteration)) and action != "next":
                 # Unchanged, it would end a test's own loop early, as if every item had been compared.
                 raise RuntimeError(f"the other side raised {type(result).__name__}")
             raise result
         return result
 
-    def reply(self, action: str, arguments: Any, named: Any) -> None:
+    def reply(self, action: str, arguments: Any, keywords: Any) -> None:
         """Answer a question, with the exception if answering it raises one."""
         try:
-            values = [self.decode(arguments), self.decode(named)]
+            values = [self.decode(arguments), self.decode(keywords)]
             value = self.encode(self.answer(action, *values))
-            after = self.encode(values)
-            message = ["value", value, after if after != ["list", arguments, named] else None]
+            changed_values = self.encode(values)
+            message = ["value", value, changed_values if changed_values != ["list", arguments, keywords] else None]
         except BaseException as error:
             try:
                 message = ["error", self.encode(error), None]
@@ -245,7 +245,7 @@ class Peer(Codec):
         try:
             if self._broken:
                 raise ProtocolError("no message")
-            (text,) = wire.received(partial(os.read, self._reading), LARGEST)
+            (text,) = wire.received(partial(os.read, self._reading), MAX_MESSAGE_BYTES)
             message = json.loads(text)
             if not isinstance(message, list) or not message:
                 raise ProtocolError("not a message")
@@ -291,28 +291,36 @@ def is_builtin(value: Any) -> bool:
     return isinstance(name, str) and name in vars(builtins) and vars(builtins)[name] is value
 
 
-def update(old: Any, new: Any) -> Any:
+def update(target: Any, replacement: Any) -> Any:
     """Make a mutable value equal to ``new`` in place and return it; return ``new`` for other values."""
-    if type(old) is not type(new):
-        return new
-    if isinstance(old, list):
-        old[:] = [update(*pair) for pair in zip(old, new, strict=True)] if len(old) == len(new) else new
-    elif isinstance(old, dict):
-        items = {key: update(old[key], item) if key in old else item for key, item in new.items()}
-        old.clear()
-        old.update(items)
-    elif isinstance(old, (set, collections.deque)):
-        old.clear()
-        old.update(new) if isinstance(old, set) else old.extend(new)
-    elif isinstance(old, bytearray):
-        old[:] = new
-    elif isinstance(old, tuple) and len(old) == len(new):
-        return tuple(update(*pair) for pair in zip(old, new, strict=True)) if type(old) is tuple else new
-    elif type(old).__name__ == "ndarray" and old.shape == new.shape:
-        old[...] = new
+    if type(target) is not type(replacement):
+        return replacement
+    if isinstance(target, list):
+        target[:] = (
+            [update(*pair) for pair in zip(target, replacement, strict=True)]
+            if len(target) == len(replacement)
+            else replacement
+        )
+    elif isinstance(target, dict):
+        items = {key: update(target[key], item) if key in target else item for key, item in replacement.items()}
+        target.clear()
+        target.update(items)
+    elif isinstance(target, (set, collections.deque)):
+        target.clear()
+        target.update(replacement) if isinstance(target, set) else target.extend(replacement)
+    elif isinstance(target, bytearray):
+        target[:] = replacement
+    elif isinstance(target, tuple) and len(target) == len(replacement):
+        return (
+            tuple(update(*pair) for pair in zip(target, replacement, strict=True))
+            if type(target) is tuple
+            else replacement
+        )
+    elif type(target).__name__ == "ndarray" and target.shape == replacement.shape:
+        target[...] = replacement
     else:
-        return new
-    return old
+        return replacement
+    return target
 
 
 def _is_shared(full_name: str) -> bool:
@@ -325,6 +333,6 @@ def _full_name(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _named(full_name: str) -> Any:
+def _imported(full_name: str) -> Any:
     module, _, name = full_name.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -13,7 +13,7 @@ import stat
 import tempfile
 from collections.abc import Iterable
 
-ALLOWED = frozenset(
+ALLOWED_CALLS = frozenset(
     """
 access alarm brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat dup dup2 dup3
 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd eventfd2 exit exit_group faccessat faccessat2
@@ -77,7 +77,7 @@ def for_code() -> bytes:
     priorities, memory outside the address space, changes to the owner, mode and times of files, disk space that is
     taken without writing (fallocate), namespaces, keys, tracing and io_uring.
     """
-    rules = [_rule(name) for name in ALLOWED]
+    rules = [_rule(name) for name in ALLOWED_CALLS]
     rules += [_rule("fcntl", _equal(1, value)) for value in FCNTL]
     rules += [_rule("ioctl", _equal(1, value)) for value in IOCTL]
     rules += [_rule("prctl", _equal(0, value)) for value in THREAD_NAME]
@@ -103,7 +103,7 @@ def for_commands() -> bytes:
     modules. It also refuses memory that belongs to no process (memfd, System V, message queues), because the
     supervisor could not count it.
     """
-    rules = [_rule(name) for name in ALLOWED | FOR_COMMANDS]
+    rules = [_rule(name) for name in ALLOWED_CALLS | FOR_COMMANDS]
     rules += [_rule("ioctl", _equal(1, value)) for value in (*IOCTL, *FURTHER_IOCTL)]
     rules.append(_rule("clone", _masked(0, CLONE_NAMESPACES, 0)))
     rules.append(_rule("prlimit64", _equal(0, 0)))
@@ -120,12 +120,12 @@ def _rule(name: str, *conditions: Condition) -> Rule:
     return name, conditions
 
 
-def _equal(number: int, value: int) -> Condition:
-    return number, SCMP_CMP_EQ, value, 0
+def _equal(argument: int, value: int) -> Condition:
+    return argument, SCMP_CMP_EQ, value, 0
 
 
-def _masked(number: int, mask: int, value: int) -> Condition:
-    return number, SCMP_CMP_MASKED_EQ, mask, value
+def _masked(argument: int, mask: int, value: int) -> Condition:
+    return argument, SCMP_CMP_MASKED_EQ, mask, value
 
 
 def _compiled(rules: Iterable[Rule]) -> bytes:
@@ -137,11 +137,13 @@ def _compiled(rules: Iterable[Rule]) -> bytes:
         raise OSError("seccomp_init failed")
     try:
         for name, conditions in rules:
-            number = library.seccomp_syscall_resolve_name(name.encode())
-            if number < 0:  # this architecture or this version of libseccomp lacks the call
+            call_number = library.seccomp_syscall_resolve_name(name.encode())
+            if call_number < 0:  # this architecture or this version of libseccomp lacks the call
                 continue
             compared = (_Argument * len(conditions))(*(_Argument(*condition) for condition in conditions))
-            if status := library.seccomp_rule_add_array(context, SCMP_ACT_ALLOW, number, len(conditions), compared):
+            if status := library.seccomp_rule_add_array(
+                context, SCMP_ACT_ALLOW, call_number, len(conditions), compared
+            ):
                 raise OSError(-status, f"seccomp_rule_add_array {name}: {os.strerror(-status)}")
         with tempfile.TemporaryFile() as file:
             if status := library.seccomp_export_bpf(context, file.fileno()):

@@ -31,16 +31,16 @@ from typing import Any, Literal
 from asyncrl_cli.sandbox import bubblewrap, confine, filters, judged_code, judging_tests
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 
-__all__ = ["Check", "Kind", "Limits", "SandboxError", "run"]
+__all__ = ["Check", "Limits", "SandboxError", "SandboxKind", "run"]
 
-Kind = Literal["bubblewrap", "none"]
+SandboxKind = Literal["bubblewrap", "none"]
 START_S = 30.0
 """Seconds that a start may take on a busy machine."""
-LOOK_S = 0.05
+LIMIT_CHECK_S = 0.05
 """Seconds between two checks of the number of threads and the size of files."""
 OPEN_FILES = 64
 """Descriptors that the code may open. Their pipes hold up to 2 MiB, in addition to the memory limit."""
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Files and folders that the code may make."""
 
 
@@ -62,26 +62,26 @@ class Check:
     call: str | None = None
 
 
-def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[bool]:
+def run(code: str, tests: Sequence[Check], limits: Limits, sandbox_kind: SandboxKind) -> list[bool]:
     """Run ``code``, then each test; True for a test that ends without an exception before a limit is reached.
 
     Raises ``SandboxError`` if the sandbox does not start.
     """
-    report, their_report = os.pipe()
-    (asked, asking), (answered, answering) = os.pipe(), os.pipe()
-    for_code: dict[str, Any] = {"reading": asked, "writing": answering}
-    for_tests: dict[str, Any] = {"reading": answered, "writing": asking, "report": their_report}
-    for_tests |= {"code": code, "tests": [[test.code, test.call] for test in tests]}
+    report, report_writer = os.pipe()
+    (question_reader, question_writer), (answer_reader, answer_writer) = os.pipe(), os.pipe()
+    code_order: dict[str, Any] = {"reading": question_reader, "writing": answer_writer}
+    tests_order: dict[str, Any] = {"reading": answer_reader, "writing": question_writer, "report": report_writer}
+    tests_order |= {"code": code, "tests": [[test.code, test.call] for test in tests]}
     processes: list[_Process] = []
     with ExitStack() as stack:
         stack.callback(os.close, report)
         try:
-            for module, order in ((judged_code, for_code), (judging_tests, for_tests)):
+            for module, order in ((judged_code, code_order), (judging_tests, tests_order)):
                 folder = ""
-                if kind != "bubblewrap":  # bwrap makes one in memory
+                if sandbox_kind != "bubblewrap":  # bwrap makes one in memory
                     temporary = tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
                     folder = stack.enter_context(temporary)
-                process = _Process(module.__name__, order, kind=kind, limits=limits, folder=folder)
+                process = _Process(module.__name__, order, sandbox_kind=sandbox_kind, limits=limits, folder=folder)
                 # The stack ends the process before it removes the folder: a living process could still write there.
                 stack.callback(process.close)
                 stack.callback(process.end)
@@ -89,44 +89,46 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
         except OSError as error:
             raise SandboxError(f"the sandbox cannot be started: {error}") from error
         finally:
-            for descriptor in (their_report, asked, asking, answered, answering):
+            for descriptor in (report_writer, question_reader, question_writer, answer_reader, answer_writer):
                 os.close(descriptor)
         results = _watch(report, processes=processes, limits=limits, tests=len(tests))
         if results is None:
             errors = [process.failure() for process in processes]
             reason = "; ".join(filter(None, errors)) or f"no answer within {START_S:.0f} s"
-            raise SandboxError(f"the {kind} sandbox did not start: {reason}")
+            raise SandboxError(f"the {sandbox_kind} sandbox did not start: {reason}")
     return [results[index : index + 1] == judging_tests.PASSED for index in range(len(tests))]
 
 
 def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: int) -> bytes | None:
     """Read the report until the tests' process ends, its time is over or a process exceeds a limit; None if the report
     does not begin."""
-    received, deadline, looked = b"", time.monotonic() + START_S, 0.0
+    received, deadline, limits_checked_s = b"", time.monotonic() + START_S, 0.0
     readable = select.poll()  # select.select refuses descriptors from 1024 on
     readable.register(report, select.POLLIN)
-    while (left := deadline - (now := time.monotonic())) > 0 and len(received) <= tests:
-        if received and now - looked >= LOOK_S:
-            looked = now
+    while (remaining_s := deadline - (now_s := time.monotonic())) > 0 and len(received) <= tests:
+        if received and now_s - limits_checked_s >= LIMIT_CHECK_S:
+            limits_checked_s = now_s
             if any(process.exceeds_limits() for process in processes):
                 break
-        if not readable.poll(1000 * min(left, LOOK_S)):
+        if not readable.poll(1000 * min(remaining_s, LIMIT_CHECK_S)):
             continue
-        if not (piece := os.read(report, 2**16)):
+        if not (chunk := os.read(report, 2**16)):
             break
         if not received:
             deadline = time.monotonic() + limits.time_s
-        received += piece
-    return received.removeprefix(judging_tests.BEGAN) if received.startswith(judging_tests.BEGAN) else None
+        received += chunk
+    return received.removeprefix(judging_tests.STARTED) if received.startswith(judging_tests.STARTED) else None
 
 
 class _Process(bubblewrap.Process):
     """The process of the code or of the tests."""
 
-    def __init__(self, module: str, order: dict[str, Any], *, kind: Kind, limits: Limits, folder: str) -> None:
+    def __init__(
+        self, module: str, order: dict[str, Any], *, sandbox_kind: SandboxKind, limits: Limits, folder: str
+    ) -> None:
         """``folder``: the writable folder, "" with bubblewrap."""
-        in_memory = kind == "bubblewrap"
-        uid = 0 if kind == "none" else bubblewrap.unused_uid()
+        in_memory = sandbox_kind == "bubblewrap"
+        uid = 0 if sandbox_kind == "none" else bubblewrap.unused_uid()
         folder = folder or "/tmp"
         confinement = confine.Confinement(
             limits={
@@ -136,18 +138,20 @@ class _Process(bubblewrap.Process):
             },
             uid=uid,
             processes=limits.processes if uid else 0,  # the kernel would also count an ordinary user's other processes
-            filter="" if kind == "none" else base64.b64encode(filters.for_code()).decode(),
+            filter="" if sandbox_kind == "none" else base64.b64encode(filters.for_code()).decode(),
         )
-        passed = [order[name] for name in ("reading", "writing", "report") if name in order]
+        inherited_descriptors = [order[name] for name in ("reading", "writing", "report") if name in order]
         order |= {"confinement": asdict(confinement), "folder": folder, "packages": [*bubblewrap.packages()]}
         order["memory"] = limits.memory_mb * confine.MEGABYTE
         self._limits = limits
         stdin = bubblewrap.file_of(json.dumps(order).encode())
         try:
             super().__init__(
-                bubblewrap.python(module, bubblewrap.OWN if in_memory else str(bubblewrap.PACKAGES)),
+                bubblewrap.python(
+                    module, bubblewrap.PACKAGE_ROOT_INSIDE if in_memory else str(bubblewrap.PACKAGE_ROOT)
+                ),
                 bubblewrap.for_code(limits.disk_mb) if in_memory else (),
-                passed=passed,
+                inherited_descriptors=inherited_descriptors,
                 environment={
                     "HOME": folder,
                     "TMPDIR": folder,
@@ -176,5 +180,5 @@ class _Process(bubblewrap.Process):
         if self._in_namespaces:  # the size of its file system is limited, but empty files use further memory
             with suppress(OSError):
                 files = os.statvfs(f"/proc/{self.pid}/root/tmp")
-                return files.f_files - files.f_ffree > MOST_FILES
+                return files.f_files - files.f_ffree > MAX_FILES
         return False

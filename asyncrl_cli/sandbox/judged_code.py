@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncrl_cli.sandbox.exchange import BINARY, IN_PLACE, KEYED, OPERATORS, UNARY, Peer, run_confined, silence, update
 
-MOST_PRINTED = 2**20
+MAX_PRINTED = 2**20
 """Characters printed during one call that the tests can see."""
 
 
@@ -44,13 +44,13 @@ class Code(Peer):
         self._actions = ACTIONS | {"run": self._run, "input": self._take_input}
         self._out = sys.stdout = _text_file("")
 
-    def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+    def answer(self, action: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Do one of ``ACTIONS``, run the code, or replace standard input. Output is passed to the tests' process."""
         try:
-            return self._actions[action](*arguments, **named)
+            return self._actions[action](*arguments, **keywords)
         finally:
             self._out.seek(0)
-            text = self._out.read(MOST_PRINTED)
+            text = self._out.read(MAX_PRINTED)
             self._out.seek(0)
             self._out.truncate()
             if text:
@@ -58,19 +58,19 @@ class Code(Peer):
 
     def refer(self, value: Any) -> list[Any]:
         """Refer to any value except modules."""
-        if isinstance(value, Given):
-            return ["yours", value.number]
+        if isinstance(value, RemoteFunction):
+            return ["yours", value.reference]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", self.export(value), value.__name__, self.encode(value.__base__)]
         if isinstance(value, types.ModuleType) and value is not sys.modules.get("solution"):
             raise TypeError(f"the code's module {value.__name__} is not shared: tests import modules themselves")
         return ["coroutine" if isinstance(value, types.CoroutineType) else "object", self.export(value)]
 
-    def resolve(self, kind: str, rest: list[Any]) -> Any:
+    def resolve(self, reference_type: str, fields: list[Any]) -> Any:
         """Find a value of this side, a function of the tests, or a builtin."""
-        if kind == "builtin":
-            return getattr(builtins, rest[0])
-        return self.own(rest[0]) if kind == "yours" else Given(self, rest[0])
+        if reference_type == "builtin":
+            return getattr(builtins, fields[0])
+        return self.exported(fields[0]) if reference_type == "yours" else RemoteFunction(self, fields[0])
 
     def _run(self, source: str) -> types.ModuleType:
         sys.modules["solution"] = self._solution
@@ -81,16 +81,16 @@ class Code(Peer):
         sys.stdin = _text_file(text)
 
 
-class Given:
+class RemoteFunction:
     """Stand-in for a function or an iterator of a test."""
 
-    def __init__(self, peer: Peer, number: int) -> None:
-        self._peer, self.number = peer, number
+    def __init__(self, peer: Peer, reference: int) -> None:
+        self._peer, self.reference = peer, reference
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._peer.ask("call", self, *arguments, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._peer.ask("call", self, *arguments, **keywords)
 
-    def __iter__(self) -> Given:
+    def __iter__(self) -> RemoteFunction:
         return self
 
     def __next__(self) -> Any:

@@ -27,11 +27,11 @@ from asyncrl_cli.sandbox.exchange import (
 )
 
 MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest"}
-KNOWN = sys.stdlib_module_names | MODULES.keys()
+IMPLICIT_MODULES = sys.stdlib_module_names | MODULES.keys()
 """Modules that a test may use without importing them."""
-BEGAN, PASSED, FAILED = b"b", b"1", b"0"
+STARTED, PASSED, FAILED = b"b", b"1", b"0"
 """The report's bytes: the first says that both processes are confined, then comes one for each test."""
-MOST_LENT = 8
+MAX_WATCHED_ATTRIBUTES = 8
 """Number of attributes watched for changes by a test: the last ones that it asked for."""
 
 
@@ -45,22 +45,20 @@ def _run_tests(order: dict[str, Any]) -> None:
     peer = Tests(order)
     if peer.receive() != ["ready"]:
         raise ProtocolError("the process of the code has not started")
-    os.write(report, BEGAN)  # until here a failure is the sandbox's; from here on it counts as the code's
+    os.write(report, STARTED)  # until here a failure is the sandbox's; from here on it counts as the code's
     silence(order)
     try:
         solution = peer.ask("run", order["code"])
     except BaseException:
         return
     sys.modules["solution"] = solution
-    for number, (source, call) in enumerate(order["tests"]):
+    for index, (source, call) in enumerate(order["tests"]):
         peer.failed = False
         # A test without a function to call may be guarded by `if __name__ == "__main__"`.
-        names = _Names("__main__" if call is None else f"test_{number}", solution, source)
+        names = _Names("__main__" if call is None else f"test_{index}", solution, source)
         os.write(
             report,
-            PASSED
-            if _passes(names, source=source, file=f"test_{number}.py", call=call) and not peer.failed
-            else FAILED,
+            PASSED if _passes(names, source=source, file=f"test_{index}.py", call=call) and not peer.failed else FAILED,
         )
 
 
@@ -69,42 +67,42 @@ class Tests(Peer):
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(order)
-        self._seen: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
         self._stdin: Any = sys.__stdin__
-        self._lent: dict[tuple[int, str], tuple[tuple[Any, ...], Any, Any]] = {}
+        self._watched_attributes: dict[tuple[int, str], tuple[tuple[Any, ...], Any, Any]] = {}
         self.failed = False
         """True if an assertion failed in a test's function that the code called: the code may hide the exception."""
 
-    def ask(self, action: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, action: str, *arguments: Any, **keywords: Any) -> Any:
         """As in ``Peer``. If a test replaced ``sys.stdin``, the code reads the rest of it. If a test changed a list,
         dict or set that it got as an attribute of the code's object, the object's attribute changes, too."""
         if action == "call":
-            before, self._stdin = self._stdin, sys.stdin
+            previous_stdin, self._stdin = self._stdin, sys.stdin
             text = "" if sys.stdin is sys.__stdin__ else sys.stdin.read()
-            if text or self._stdin is not before:
+            if text or self._stdin is not previous_stdin:
                 super().ask("input", text)
-        lent, self._lent = self._lent, {}
-        for key, (path, value, encoded) in lent.items():
-            after = self.encode(value)
-            if after != encoded:
+        watched_attributes, self._watched_attributes = self._watched_attributes, {}
+        for key, (path, value, encoded) in watched_attributes.items():
+            encoded_now = self.encode(value)
+            if encoded_now != encoded:
                 super().ask("update", *path, value)
-            self._lent[key] = path, value, after
-        result = super().ask(action, *arguments, **named)
+            self._watched_attributes[key] = path, value, encoded_now
+        result = super().ask(action, *arguments, **keywords)
         if action == "getattr" and isinstance(result, (list, dict, set)):
             key = arguments[0]._number, arguments[1]  # hashing a Remote would run the code's __hash__
-            self._lent.pop(key, None)
-            self._lent[key] = arguments, result, self.encode(result)
-            if len(self._lent) > MOST_LENT:
-                self._lent.pop(next(iter(self._lent)))
+            self._watched_attributes.pop(key, None)
+            self._watched_attributes[key] = arguments, result, self.encode(result)
+            if len(self._watched_attributes) > MAX_WATCHED_ATTRIBUTES:
+                self._watched_attributes.pop(next(iter(self._watched_attributes)))
         return result
 
-    def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+    def answer(self, action: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         """Print, call a function that a test passed to the code, or take the next value of such an iterator."""
         if action == "print":
             return sys.stdout.write(str(arguments[0]))  # a test may have redirected it
-        if id(arguments[0]) in self._numbers and action in ("call", "next"):
+        if id(arguments[0]) in self._references and action in ("call", "next"):
             try:
-                return next(arguments[0]) if action == "next" else arguments[0](*arguments[1:], **named)
+                return next(arguments[0]) if action == "next" else arguments[0](*arguments[1:], **keywords)
             except AssertionError:  # recorded, because the code may catch it; its text could show the expected value
                 self.failed = True
                 raise AssertionError from None
@@ -114,29 +112,29 @@ class Tests(Peer):
         """Refer to the code's own values, and to functions and iterators of a test, which the code may call."""
         if isinstance(value, Remote):
             return ["yours", value._number]
-        if isinstance(number := getattr(value, "__asyncrl_number__", None), int):
-            return ["yours", number]
+        if isinstance(reference := getattr(value, "__asyncrl_number__", None), int):
+            return ["yours", reference]
         if is_builtin(value):
             return ["builtin", value.__name__]
         if callable(value) or hasattr(value, "__next__"):
             return ["given", self.export(value)]
         raise TypeError(f"a test cannot pass a {type(value).__name__} to the code: pass plain values or functions")
 
-    def resolve(self, kind: str, rest: list[Any]) -> Any:
+    def resolve(self, reference_type: str, fields: list[Any]) -> Any:
         """Return a value of this side, or a stand-in for a value of the code."""
-        number = rest[0]
-        if kind == "yours":
-            return self.own(number)
-        if kind == "coroutine":
-            return self._coroutine(Remote(self, number))
-        if number not in self._seen:
-            if kind == "object":
-                self._seen[number] = Remote(self, number)
-            elif kind == "exception" and issubclass(base := self.decode(rest[2]), BaseException):
-                self._seen[number] = type(str(rest[1]), (base,), {"__asyncrl_number__": number})
+        reference = fields[0]
+        if reference_type == "yours":
+            return self.exported(reference)
+        if reference_type == "coroutine":
+            return self._coroutine(Remote(self, reference))
+        if reference not in self._values:
+            if reference_type == "object":
+                self._values[reference] = Remote(self, reference)
+            elif reference_type == "exception" and issubclass(base := self.decode(fields[2]), BaseException):
+                self._values[reference] = type(str(fields[1]), (base,), {"__asyncrl_number__": reference})
             else:
-                raise ValueError(f"not a value: {kind}")
-        return self._seen[number]
+                raise ValueError(f"not a value: {reference_type}")
+        return self._values[reference]
 
     async def _coroutine(self, remote: Remote) -> Any:
         return self.ask("await", remote)
@@ -152,9 +150,9 @@ class Remote:
     __slots__ = ("_number", "_peer")
     _number: int
 
-    def __init__(self, peer: Peer, number: int) -> None:
+    def __init__(self, peer: Peer, reference: int) -> None:
         object.__setattr__(self, "_peer", peer)
-        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_number", reference)
 
     def __getattr__(self, name: str) -> Any:
         """Ask for an attribute; ``__name__`` is the only special one."""
@@ -169,21 +167,21 @@ class Remote:
         """Plain values are never instances of the code's classes."""
         return isinstance(instance, Remote) and _ask(instance, "isinstance", self) is True
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
+    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> Any:
         """Leave a context of the code, without the traceback, because it leads to the tests.
 
         The code may suppress an exception that the test raises on purpose. It may not suppress a failed assertion or an
         error that its own values can cause: the rest of the test would be skipped.
         """
-        if kind is None or (not issubclass(kind, AssertionError) and _is_meant(traceback)):
-            return _ask(self, "exit", kind, error, None)
+        if error_type is None or (not issubclass(error_type, AssertionError) and _is_meant(traceback)):
+            return _ask(self, "exit", error_type, error, None)
         _ask(self, "exit", None, None, None)
         return False
 
 
-def _ask(remote: Remote, action: str, *arguments: Any, **named: Any) -> Any:
+def _ask(remote: Remote, action: str, *arguments: Any, **keywords: Any) -> Any:
     peer: Peer = object.__getattribute__(remote, "_peer")
-    return peer.ask(action, remote, *arguments, **named)
+    return peer.ask(action, remote, *arguments, **keywords)
 
 
 def _forwarded(action: str) -> Any:
@@ -191,7 +189,9 @@ def _forwarded(action: str) -> Any:
 
 
 def _between_remotes(action: str) -> Any:
-    return lambda self, other: _ask(self, action, other) if isinstance(other, Remote) else NotImplemented
+    return lambda self, other_remote: (
+        _ask(self, action, other_remote) if isinstance(other_remote, Remote) else NotImplemented
+    )
 
 
 for _name in ("call", "enter", *UNARY, *OPERATORS, *KEYED):
@@ -226,7 +226,7 @@ class _Names(dict[str, Any]):
         """Look up a name of the code. Builtins and modules come first: the code must not replace a test's tools."""
         if name.startswith("__") or hasattr(builtins, name):
             raise KeyError(name)
-        if name in KNOWN and _is_used_as_module(name, self._source):
+        if name in IMPLICIT_MODULES and _is_used_as_module(name, self._source):
             try:
                 return importlib.import_module(MODULES.get(name, name))
             except ImportError:
@@ -268,9 +268,9 @@ def _call(names: _Names, call: str) -> bool:
         result = unittest.TestResult()
         unittest.TestSuite([target(method)]).run(result)
         return result.testsRun == 1 and result.wasSuccessful() and not result.skipped and not result.expectedFailures
-    one = target()
+    instance = target()
     steps = ("setup_class", "setup_method", method, "teardown_method", "teardown_class")
-    for step in (getattr(one, step) for step in steps if hasattr(one, step)):
+    for step in (getattr(instance, step) for step in steps if hasattr(instance, step)):
         _finish(step(*[None] * len(inspect.signature(step).parameters)))
     return True
 

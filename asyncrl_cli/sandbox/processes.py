@@ -13,19 +13,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-MOST_SOCKETS = 2000
+MAX_SOCKETS = 2000
 """Limit on the sockets of all processes, because their buffers count as no process's memory."""
-MOST_FILES = 100_000
+MAX_FILES = 100_000
 """Limit on the files and folders of a file system: each takes about a KiB in addition to its content."""
-FEWEST_FREE = 16
+MIN_FREE_PAGES = 16
 """A disk with fewer free pages is full."""
-AGAIN_S = 0.002
+KILL_INTERVAL_S = 0.002
 
 
-def exceeded(alone: bool, memory: int, most: int) -> bytes:
+def exceeded(in_namespace: bool, memory: int, max_processes: int) -> bytes:
     """Return the limit that has been reached, or b"": ``memory`` in bytes, ``most`` processes and threads."""
     resident, threads, pids = 0, 0, []
-    for pid in _others(alone):
+    for pid in _other_pids(in_namespace):
         try:
             fields = _file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         except OSError:  # it has just ended
@@ -33,77 +33,77 @@ def exceeded(alone: bool, memory: int, most: int) -> bytes:
         pids.append(pid)
         threads += int(fields[17])
         resident += int(fields[21]) * PAGE
-    if threads >= most:
+    if threads >= max_processes:
         return b"processes"
     # Resident sizes count shared pages several times. Proportional sizes do not, but cost more, so they come second.
     if resident > memory and sum(map(_proportional, pids)) > memory:
         return b"memory"
-    if alone and int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MOST_SOCKETS:
+    if in_namespace and int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MAX_SOCKETS:
         return b"memory"
     return b""
 
 
 def full(disks: Sequence[str]) -> bool:
     """True if one of the file systems has no space left, or too many files."""
-    found = map(os.statvfs, disks)
-    return any(disk.f_bavail < FEWEST_FREE or disk.f_files - disk.f_ffree > MOST_FILES for disk in found)
+    file_systems = map(os.statvfs, disks)
+    return any(disk.f_bavail < MIN_FREE_PAGES or disk.f_files - disk.f_ffree > MAX_FILES for disk in file_systems)
 
 
 def reap(pid: int) -> int | None:
     """Reap all children that have ended. Returns the exit status of ``pid`` if it is one of them."""
     status = None
     try:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == pid:
-                status = _status(ended[1])
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            if child[0] == pid:
+                status = _status(child[1])
     except ChildProcessError:
         pass
     return status
 
 
-def end_all(alone: bool, pid: int) -> int:
+def end_all(in_namespace: bool, pid: int) -> int:
     """Kill all processes and wait until they are gone. Returns the exit status of ``pid`` if it was one of them, or 0.
 
     Without a namespace a process may start another one after they were listed, so the loop kills until none is left.
     """
     status = 0
     while True:
-        for other in [-1] if alone else list(_others(alone)):
+        for other_pid in [-1] if in_namespace else list(_other_pids(in_namespace)):
             with suppress(ProcessLookupError):
-                os.kill(other, signal.SIGKILL)
+                os.kill(other_pid, signal.SIGKILL)
         try:
             # In a namespace kill(-1) reached every process, so waiting may block.
-            ended, how = os.waitpid(-1, 0 if alone else os.WNOHANG)
+            ended_pid, wait_status = os.waitpid(-1, 0 if in_namespace else os.WNOHANG)
         except ChildProcessError:
             return status
-        if ended == pid:
-            status = _status(how)
-        elif not ended:
-            time.sleep(AGAIN_S)
+        if ended_pid == pid:
+            status = _status(wait_status)
+        elif not ended_pid:
+            time.sleep(KILL_INTERVAL_S)
 
 
-def _status(how: int) -> int:
-    code = os.waitstatus_to_exitcode(how)
+def _status(wait_status: int) -> int:
+    code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
 
-def _others(alone: bool) -> Iterator[int]:
-    if alone:
+def _other_pids(in_namespace: bool) -> Iterator[int]:
+    if in_namespace:
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         return
-    yield from below(os.getpid())
+    yield from descendants(os.getpid())
 
 
-def below(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
     """Ids of a process's descendants."""
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
-                found += map(int, _file(f"/proc/{parent}/task/{thread}/children").split())
+                pids += map(int, _file(f"/proc/{parent}/task/{thread}/children").split())
         except OSError:  # it has just ended
             continue
-    yield from found[1:]
+    yield from pids[1:]
 
 
 def _proportional(pid: int) -> int:

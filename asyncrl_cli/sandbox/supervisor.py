@@ -30,42 +30,42 @@ CANNOT_RUN = 126
 """A shell's exit status for a command that it cannot run."""
 CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 """Python changes the handlers of these signals when it starts; commands get the defaults."""
-KEPT = 2**15
+OUTPUT_BYTES = 2**15
 """Bytes kept from the beginning of an output, and as many from its end."""
 
 
 class Output:
     """Collects a command's output in memory of a fixed size."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
-        self._first, self._last = b"", b""
+    def __init__(self, limit: int = OUTPUT_BYTES) -> None:
+        self._limit = limit
+        self._head, self._tail = b"", b""
         self._total = 0
 
-    def add(self, piece: bytes) -> None:
+    def add(self, chunk: bytes) -> None:
         """Append bytes."""
-        self._total += len(piece)
-        missing = self._kept - len(self._first)
-        self._first += piece[:missing]
-        if piece := piece[missing:]:
-            self._last = (self._last + piece)[-self._kept :]
+        self._total += len(chunk)
+        head_room = self._limit - len(self._head)
+        self._head += chunk[:head_room]
+        if chunk := chunk[head_room:]:
+            self._tail = (self._tail + chunk)[-self._limit :]
 
     def text(self) -> bytes:
         """The output in UTF-8. If bytes were omitted, a line in the middle says how many.
 
         Characters cut there are omitted as a whole; bytes that are not UTF-8 become U+FFFD.
         """
-        first, last = self._first, self._last
-        if self._total == len(first) + len(last):
-            return (first + last).decode(errors="replace").encode()
-        last = last.lstrip(bytes(range(0x80, 0xC0)))
-        begins = first.rstrip(bytes(range(0x80, 0xC0)))
-        lead = begins[-1] if begins else 0
-        whole = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-        if len(first) - len(begins) + 1 < whole:
-            first = begins[:-1]
-        omitted = b"\n[%d bytes omitted]\n" % (self._total - len(first) - len(last))
-        return first.decode(errors="replace").encode() + omitted + last.decode(errors="replace").encode()
+        head, tail = self._head, self._tail
+        if self._total == len(head) + len(tail):
+            return (head + tail).decode(errors="replace").encode()
+        tail = tail.lstrip(bytes(range(0x80, 0xC0)))
+        whole_characters = head.rstrip(bytes(range(0x80, 0xC0)))
+        lead_byte = whole_characters[-1] if whole_characters else 0
+        character_bytes = 1 if lead_byte < 0xC0 else 2 if lead_byte < 0xE0 else 3 if lead_byte < 0xF0 else 4
+        if len(head) - len(whole_characters) + 1 < character_bytes:
+            head = whole_characters[:-1]
+        omitted = b"\n[%d bytes omitted]\n" % (self._total - len(head) - len(tail))
+        return head.decode(errors="replace").encode() + omitted + tail.decode(errors="replace").encode()
 
 
 class Supervisor:
@@ -76,16 +76,16 @@ class Supervisor:
         order: dict[str, Any] = json.loads(self._message()[0])
         self._folder: str = order["folder"]
         self._memory = order["memory_mb"] * confine.MEGABYTE
-        self._most: int = order["processes"]
-        self._alone = order["kind"] != "none"
+        self._max_processes: int = order["processes"]
+        self._in_namespace = order["kind"] != "none"
         self._environment: dict[str, str] = order["environment"]
         self._shell = next(path for path in SHELLS if os.path.exists(path))
-        self._disks = (self._folder, "/tmp") if self._alone else ()
-        self._woken = _wake_when_children_end()
+        self._disks = (self._folder, "/tmp") if self._in_namespace else ()
+        self._child_ended = _wake_when_children_end()
         os.chdir(self._folder)
         if order["port"]:
             _hand_over(control, order["port"])
-        if self._alone:
+        if self._in_namespace:
             confinement = confine.Confinement(**order["confinement"])
             if confinement.uid:
                 os.chown(self._folder, confinement.uid, confinement.uid)
@@ -109,8 +109,8 @@ class Supervisor:
 
     def clear(self) -> None:
         """End all processes. Without a namespace the work folder is on the machine's disk, and is removed."""
-        processes.end_all(self._alone, 0)
-        if not self._alone:
+        processes.end_all(self._in_namespace, 0)
+        if not self._in_namespace:
             import shutil
 
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -130,74 +130,78 @@ class Supervisor:
         return []  # a stop that arrived after its command had ended
 
     def _run(self, command: str, time_s: float, environment: dict[str, str]) -> list[bytes]:
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
+        output_reader, output_writer = os.pipe()
+        os.set_blocking(output_reader, False)
         output = Output()
         status, stopped = CANNOT_RUN, b""
         full_before = processes.full(self._disks)  # before the start: a quick command could fill it first
         try:
-            pid = self._started([self._shell, "-c", command], environment, writing)
+            pid = self._started([self._shell, "-c", command], environment, output_writer)
         except (OSError, ValueError) as error:  # the command is too long, or contains a NUL
             output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
-            os.close(writing)
+            os.close(output_writer)
         else:
-            os.close(writing)
-            ended, stopped = self._watch(
-                pid, reading=reading, output=output, deadline=time.monotonic() + time_s, full_before=full_before
+            os.close(output_writer)
+            watched_status, stopped = self._watch(
+                pid,
+                output_reader=output_reader,
+                output=output,
+                deadline=time.monotonic() + time_s,
+                full_before=full_before,
             )
             # Before the rest of the output is read: a background process could keep writing.
-            last = processes.end_all(self._alone, pid)
-            status = last if ended is None else ended
-            while piece := _some(reading):
-                output.add(piece)
+            killed_status = processes.end_all(self._in_namespace, pid)
+            status = killed_status if watched_status is None else watched_status
+            while chunk := _read_available(output_reader):
+                output.add(chunk)
         finally:
-            os.close(reading)
+            os.close(output_reader)
         return [b"done", b"%d" % status, stopped, output.text()]
 
     def _started(self, command: list[str], environment: dict[str, str], output: int) -> int:
-        null = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
-        both = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
+        null_input = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
+        output_actions = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
         return os.posix_spawn(
             self._shell,
             command,
             environment,
-            file_actions=[null, *both],
+            file_actions=[null_input, *output_actions],
             setsid=True,
             setsigmask=(),
             setsigdef=CHANGED_BY_PYTHON,
         )
 
     def _watch(
-        self, pid: int, reading: int, output: Output, deadline: float, *, full_before: bool
+        self, pid: int, output_reader: int, output: Output, deadline: float, *, full_before: bool
     ) -> tuple[int | None, bytes]:
         """Wait until a command ends or reaches a limit; return its exit status, if it ended, and the limit."""
         poll = select.poll()
-        for descriptor in (self._woken, reading, self._control.fileno()):
+        for descriptor in (self._child_ended, output_reader, self._control.fileno()):
             poll.register(descriptor, select.POLLIN)
-        look = time.monotonic() + WATCH_S
+        next_check = time.monotonic() + WATCH_S
         while True:
-            left = max(0.0, min(look, deadline) - time.monotonic())
-            ready = {descriptor for descriptor, _ in poll.poll(1000 * left)}
-            if reading in ready:
-                if piece := _some(reading):
-                    output.add(piece)
+            remaining_s = max(0.0, min(next_check, deadline) - time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * remaining_s)}
+            if output_reader in ready:
+                if chunk := _read_available(output_reader):
+                    output.add(chunk)
                 else:
-                    poll.unregister(reading)
+                    poll.unregister(output_reader)
             if self._control.fileno() in ready:
                 self._message()
                 return None, CANCELLED
-            if self._woken in ready:
-                _some(self._woken)
+            if self._child_ended in ready:
+                _read_available(self._child_ended)
                 if (status := processes.reap(pid)) is not None:
                     return status, b""
-            if (now := time.monotonic()) >= deadline:
+            if (now_s := time.monotonic()) >= deadline:
                 return None, b"time"
-            if now >= look:
-                if limit := processes.exceeded(self._alone, self._memory, self._most):
+            if now_s >= next_check:
+                if limit := processes.exceeded(self._in_namespace, self._memory, self._max_processes):
                     return None, limit
                 if not full_before and processes.full(self._disks):
                     return None, b"disk"
-                look = time.monotonic() + WATCH_S
+                next_check = time.monotonic() + WATCH_S
 
 
 def _hand_over(control: socket.socket, port: int) -> None:
@@ -211,15 +215,15 @@ def _hand_over(control: socket.socket, port: int) -> None:
 
 def _wake_when_children_end() -> int:
     """Return a descriptor that becomes readable when a child ends."""
-    reading, writing = os.pipe()
-    for descriptor in (reading, writing):
+    reader, writer = os.pipe()
+    for descriptor in (reader, writer):
         os.set_blocking(descriptor, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    return reading
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    return reader
 
 
-def _some(descriptor: int) -> bytes:
+def _read_available(descriptor: int) -> bytes:
     """Read without waiting; b"" if there is nothing."""
     try:
         return os.read(descriptor, 2**16)

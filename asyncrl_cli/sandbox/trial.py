@@ -13,15 +13,15 @@ from asyncrl_cli.sandbox import commands, filters, judge
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.spec.inputs import SandboxSpec
 
-HINTS: dict[commands.Kind, str] = {
+HINTS: dict[commands.SandboxKind, str] = {
     "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces",
 }
 COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
 
 
-def missing(kind: commands.Kind) -> str:
+def missing_program(sandbox_kind: commands.SandboxKind) -> str:
     """Name the part that this machine lacks for a kind of sandbox; "" if nothing is known to be missing."""
-    if kind == "none":
+    if sandbox_kind == "none":
         return ""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
@@ -32,27 +32,27 @@ def missing(kind: commands.Kind) -> str:
     return ""
 
 
-def problem(kind: commands.Kind) -> str:
+def problem(sandbox_kind: commands.SandboxKind) -> str:
     """Why a kind of sandbox for commands does not work on this machine; "" if a command ran in one."""
-    if (reason := missing(kind)) or kind == "none":
+    if (reason := missing_program(sandbox_kind)) or sandbox_kind == "none":
         return reason
     # In another thread, because this one may already run an event loop.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, _tried(kind)).result()
+        return thread.submit(asyncio.run, _try_command(sandbox_kind)).result()
 
 
 @functools.cache
-def check_judge(kind: judge.Kind) -> None:
+def check_judge(sandbox_kind: judge.SandboxKind) -> None:
     """Try a kind of sandbox for judged code. Raises ``TaskError`` if it does not work."""
-    if kind not in get_args(judge.Kind):
+    if sandbox_kind not in get_args(judge.SandboxKind):
         raise TaskError(
-            f"there is no sandbox {kind!r}",
+            f"there is no sandbox {sandbox_kind!r}",
             location="task.options.sandbox",
-            hint=f"choose one of {', '.join(get_args(judge.Kind))}",
+            hint=f"choose one of {', '.join(get_args(judge.SandboxKind))}",
         )
-    if not (reason := missing(kind)):
+    if not (reason := missing_program(sandbox_kind)):
         try:
-            judge.run("", tests=[judge.Check("")], limits=judge.Limits(), kind=kind)
+            judge.run("", tests=[judge.Check("")], limits=judge.Limits(), sandbox_kind=sandbox_kind)
             return
         except SandboxError as error:
             reason = str(error)
@@ -63,9 +63,9 @@ def check_judge(kind: judge.Kind) -> None:
     )
 
 
-async def _tried(kind: commands.Kind) -> str:
+async def _try_command(sandbox_kind: commands.SandboxKind) -> str:
     try:
-        async with commands.open_sandbox(SandboxSpec(kind=kind, network="none")) as sandbox:
+        async with commands.open_sandbox(SandboxSpec(kind=sandbox_kind, network="none")) as sandbox:
             result = await sandbox.run(f"pwd; {COMMAND}")
     except OSError as error:
         return str(error)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-MOST_FIELDS = 1000
+MAX_FIELDS = 1000
 HEAD = 4
-LONGEST = 2**30
+MAX_BYTES = 2**30
 """Bytes of the longest message."""
-PIECE = 2**20
+CHUNK_BYTES = 2**20
 
 
 class WireError(ValueError):
@@ -25,43 +25,43 @@ def packed(fields: Sequence[bytes]) -> bytes:
     """Encode a message. Raises ``WireError`` if it is too long."""
     lengths = [len(field) for field in fields]
     size = HEAD * (1 + len(lengths)) + sum(lengths)
-    if len(lengths) > MOST_FIELDS or size > LONGEST:
+    if len(lengths) > MAX_FIELDS or size > MAX_BYTES:
         raise WireError("the message is too long")
     return b"".join((struct.pack(f"!II{len(lengths)}I", size, len(lengths), *lengths), *fields))
 
 
-def size_of(head: bytes, most: int = LONGEST) -> int:
+def size_of(head: bytes, max_bytes: int = MAX_BYTES) -> int:
     """Number of bytes after a message's first 4. Raises ``WireError`` if the message is too long."""
     size = int.from_bytes(head, "big")
-    if size > most:
+    if size > max_bytes:
         raise WireError("the message is too long")
     return size
 
 
-def unpacked(rest: bytes) -> list[bytes]:
+def unpacked(data: bytes) -> list[bytes]:
     """Decode a message without its first 4 bytes. Raises ``WireError``."""
-    count = int.from_bytes(rest[:HEAD], "big")
+    count = int.from_bytes(data[:HEAD], "big")
     start = HEAD * (1 + count)
-    if count > MOST_FIELDS or start > len(rest):
+    if count > MAX_FIELDS or start > len(data):
         raise WireError("too many fields")
     fields = []
-    for length in struct.unpack_from(f"!{count}I", rest, HEAD):
-        fields.append(rest[start : start + length])
+    for length in struct.unpack_from(f"!{count}I", data, HEAD):
+        fields.append(data[start : start + length])
         start += length
-    if len(rest) != start:
+    if len(data) != start:
         raise WireError("not a message")
     return fields
 
 
-def received(read: Callable[[int], bytes], most: int = LONGEST) -> list[bytes]:
+def received(read: Callable[[int], bytes], max_bytes: int = MAX_BYTES) -> list[bytes]:
     """Receive a message; ``read(n)`` returns up to n bytes. Raises ``WireError``, and ``EOFError`` at the end."""
 
     def exactly(size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            if not (piece := read(min(size - len(data), PIECE))):
+            if not (chunk := read(min(size - len(data), CHUNK_BYTES))):
                 raise EOFError("the other side has ended")
-            data += piece
+            data += chunk
         return bytes(data)
 
-    return unpacked(exactly(size_of(exactly(HEAD), most)))
+    return unpacked(exactly(size_of(exactly(HEAD), max_bytes)))

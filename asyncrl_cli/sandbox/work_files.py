@@ -12,13 +12,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 """Bytes of the largest file that is read or written. A sparse file can be larger than any disk."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a named pipe must not wait for a peer
 
 
-def parts_of(path: str) -> list[str]:
+def path_names(path: str) -> list[str]:
     """Split a relative path. Raises ``OSError`` if it is absolute or empty, or contains ``..`` or NUL."""
     names = [name for name in path.split("/") if name not in ("", ".")]
     if path.startswith("/") or not names or ".." in names or "\0" in path:
@@ -38,32 +38,32 @@ def write(root: str, path: str, data: bytes) -> None:
 def read(root: str, path: str) -> bytes:
     """Read a file below ``root``. Raises ``OSError``."""
     with _opened(root, path, os.O_RDONLY) as file:
-        if os.fstat(file).st_size > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"larger than {MOST_BYTES >> 20} MiB", path)
-        pieces = []
-        while piece := os.read(file, 2**20):
-            pieces.append(piece)
-        return b"".join(pieces)
+        if os.fstat(file).st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {MAX_BYTES >> 20} MiB", path)
+        chunks = []
+        while chunk := os.read(file, 2**20):
+            chunks.append(chunk)
+        return b"".join(chunks)
 
 
 @contextmanager
 def _opened(root: str, path: str, flags: int) -> Iterator[int]:
     """Open a file below ``root``; with ``O_CREAT`` make its folders, too."""
-    *folders, name = parts_of(path)
+    *folders, name = path_names(path)
     with ExitStack() as stack:
 
-        def opened(name: str, flags: int, within: int | None) -> int:
-            descriptor = os.open(name, flags, 0o644, dir_fd=within)
+        def open_below(name: str, flags: int, parent: int | None) -> int:
+            descriptor = os.open(name, flags, 0o644, dir_fd=parent)
             stack.callback(os.close, descriptor)
             return descriptor
 
-        folder = opened(root, _FOLDER, None)
-        for part in folders:
+        folder = open_below(root, _FOLDER, None)
+        for folder_name in folders:
             if flags & os.O_CREAT:
                 with suppress(FileExistsError):
-                    os.mkdir(part, 0o755, dir_fd=folder)
-            folder = opened(part, _FOLDER, folder)
-        file = opened(name, flags | _FILE, folder)
+                    os.mkdir(folder_name, 0o755, dir_fd=folder)
+            folder = open_below(folder_name, _FOLDER, folder)
+        file = open_below(name, flags | _FILE, folder)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.EINVAL, "not a file", path)
         yield file

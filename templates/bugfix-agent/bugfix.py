@@ -28,7 +28,7 @@ from repository import BUG_KINDS, EXAMPLES, MODULE, README, BugKind, Repository,
 
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult, ShellSandbox
-from asyncrl_cli.sandbox.judge import Check, Kind, Limits, SandboxError, run
+from asyncrl_cli.sandbox.judge import Check, Limits, SandboxError, SandboxKind, run
 from asyncrl_cli.sandbox.trial import check_judge
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
@@ -84,7 +84,7 @@ class Bugfix(ToolTask):
         instruction: str | None = None,
         partial: bool = False,
         time_s: float = 10.0,
-        sandbox: Kind = "bubblewrap",
+        sandbox: SandboxKind = "bubblewrap",
     ) -> None:
         """Args:
             functions: number of functions in a repository.
@@ -276,7 +276,7 @@ def _is_module(name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)  # a group's rollouts often leave the same files
 def _passing(
-    files: tuple[tuple[str, str], ...], tests: tuple[str, ...], limits: Limits, kind: Kind
+    files: tuple[tuple[str, str], ...], tests: tuple[str, ...], limits: Limits, kind: SandboxKind
 ) -> tuple[bool, ...]:
     """Run the tests on these modules in a new sandbox; True for each test that passes.
 
@@ -284,4 +284,6 @@ def _passing(
     functions. So no text in a file can read or change a test, or report that it passed.
     """
     with SLOTS:
-        return tuple(run(PROGRAM.format(files=dict(files)), [Check(test) for test in tests], limits=limits, kind=kind))
+        return tuple(
+            run(PROGRAM.format(files=dict(files)), [Check(test) for test in tests], limits=limits, sandbox_kind=kind)
+        )

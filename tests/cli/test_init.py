@@ -10,7 +10,7 @@ import pytest
 from asyncrl_cli.cli.init import Template, templates
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.orchestrator.experiment import Experiment
-from asyncrl_cli.sandbox.trial import missing
+from asyncrl_cli.sandbox.trial import missing_program
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.schema import FILE, json_schema
 
@@ -67,7 +67,7 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
     code, out, err = asyncrl("validate-spec", "new/my task/spec.yaml")
     assert code == 0 and "is valid: my-task runs" in out
     spec = load_spec("new/my task/spec.yaml").spec
-    if spec.task.sandbox is not None and (reason := missing(spec.task.sandbox.kind)):
+    if spec.task.sandbox is not None and (reason := missing_program(spec.task.sandbox.kind)):
         assert err.startswith(f"warning: task.sandbox: this machine cannot start the sandbox: {reason}\n")
         return
     assert err == "", "no warning"

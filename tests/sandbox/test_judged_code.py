@@ -19,7 +19,7 @@ import pytest
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
-from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
+from asyncrl_cli.sandbox.judge import Check, Limits, SandboxKind, run
 from asyncrl_cli.sandbox.trial import check_judge
 from tests.sandbox import attacks as hostile
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
@@ -31,7 +31,7 @@ SHORT = Limits(time_s=0.5, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(hostile.__file__)
 
 
-def passes(code: str, *tests: str, limits: Limits = LIMITS, kind: Kind = "bubblewrap") -> list[bool]:
+def passes(code: str, *tests: str, limits: Limits = LIMITS, kind: SandboxKind = "bubblewrap") -> list[bool]:
     return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits, kind)
 
 
@@ -156,7 +156,9 @@ CHEATS = {
     "an array at any address": "class Array:\n    __array_interface__ = {'data': (4096, False), 'shape': (1,),"
     " 'typestr': '<i8', 'version': 3}\ndef f(): return Array()",
     "JSON of its own": 'import json\njson.dumps = lambda *a, **k: \'["value", {"a": 1}, null, ""]\'\ndef f(): return 0',
-    "functions that it was not given": "import asyncrl_cli.sandbox.judged_code as c\ndef f(): return c.Given(None, 0)",
+    "functions that it was not given": (
+        "import asyncrl_cli.sandbox.judged_code as c\ndef f(): return c.RemoteFunction(None, 0)"
+    ),
 }
 TESTS = (
     "EXPECTED = 1\nassert f() == EXPECTED",

@@ -23,7 +23,7 @@ PATHS = st.lists(NAMES, max_size=6).map("/".join) | st.text(max_size=12)
 @given(PATHS)
 def test_a_path_that_is_taken_is_below_the_folder(path: str) -> None:
     try:
-        parts = work_files.parts_of(path)
+        parts = work_files.path_names(path)
     except OSError:
         assert path.startswith("/") or "\0" in path or ".." in path.split("/") or not path.strip("./")
         return
@@ -47,7 +47,7 @@ def test_files_are_written_in_the_folder_or_nowhere(path: str, data: bytes) -> N
             pass
         else:
             assert work_files.read(str(root), path) == data
-            target = root.joinpath(*work_files.parts_of(path))
+            target = root.joinpath(*work_files.path_names(path))
             assert target.resolve() == target
             assert target.read_bytes() == data
         assert [(one.name, one.read_bytes()) for one in outside.iterdir()] == [("file", b"outside")]
@@ -98,7 +98,7 @@ def test_messages_without_bound_are_refused() -> None:
     with pytest.raises(wire.WireError):
         wire.received(io.BytesIO(b"\0\0\0\x08" + b"\xff" * 8).read)
     with pytest.raises(wire.WireError):
-        wire.packed([b""] * (wire.MOST_FIELDS + 1))
+        wire.packed([b""] * (wire.MAX_FIELDS + 1))
 
 
 @given(st.binary(max_size=40))

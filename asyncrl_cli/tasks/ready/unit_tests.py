@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
+from asyncrl_cli.sandbox.judge import Check, Limits, SandboxKind, run
 from asyncrl_cli.sandbox.trial import check_judge
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.ready.matching import texts_field
@@ -41,7 +41,7 @@ class UnitTests:
         partial: bool = False,
         time_s: float = 10.0,
         memory_mb: int = 1024,
-        sandbox: Kind = "bubblewrap",
+        sandbox: SandboxKind = "bubblewrap",
     ) -> None:
         """docs/tasks.md describes the options. ``time_s``, the limit for the code and all its tests, should be below
         ``task.reward_timeout_s``.
@@ -68,7 +68,7 @@ class UnitTests:
             return
         started = time.monotonic()
         limits = replace(self._limits, time_s=min(self._limits.time_s, self._try_s))
-        passed = run("", tests, limits=limits, kind=self._sandbox)
+        passed = run("", tests, limits=limits, sandbox_kind=self._sandbox)
         self._to_try, self._try_s = self._to_try - 1, self._try_s - (time.monotonic() - started)
         if all(passed):
             raise UnusableTests("the tests pass without any code")
@@ -81,7 +81,7 @@ class UnitTests:
         """
         tests = self._tests(prompt)
         code = code_in(response)
-        passed = run(code, tests, limits=self._limits, kind=self._sandbox) if _compiles(code) else [False]
+        passed = run(code, tests, limits=self._limits, sandbox_kind=self._sandbox) if _compiles(code) else [False]
         share = sum(passed) / len(passed)
         return RewardResult(share if self._partial else float(all(passed)), {"tests_passed": share})
 
