@@ -76,7 +76,7 @@ def pattern(expression: str, message: str) -> AfterValidator:
 
 @cache
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field as one line, or nothing if there is no source.
+    """Return the docstring below each field as one line, also of inherited fields, or nothing if there is no source.
 
     The source is parsed only when a description is shown: pydantic's way costs every start 30 to 80 ms (decision 0027).
     """
@@ -85,7 +85,9 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
     except OSError:
         return {}
     assert isinstance(definition, ast.ClassDef)
-    return {
+    base = section.__base__
+    inherited = descriptions(base) if base is not None and issubclass(base, Section) else {}
+    return inherited | {
         field.target.id: " ".join(str(text.value.value).split())
         for field, text in pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -31,7 +31,7 @@ from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.suggestions import explain
+from asyncrl_cli.spec.validation_errors import explain
 from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, Node
 
 

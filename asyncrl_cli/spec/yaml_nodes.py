@@ -17,7 +17,6 @@ import yaml
 
 from asyncrl_cli.core.secrets import hide, remember
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.yaml_syntax import explain_syntax
 
 MAX_VALUES = 10_000
 """Largest number of values in a document, with aliases expanded. Without this limit, a kilobyte of nested aliases could
@@ -34,7 +33,6 @@ SCALARS = {
         r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
-    _TAG + "merge": re.compile(r"<<\Z"),
 }
 # The lookbehind and the excluded brace keep the search linear in texts with many dollars or unfinished variables.
 _REFERENCE = re.compile(r"(?<!\$)(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\})?")
@@ -157,11 +155,17 @@ def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = 
         message = f"not valid YAML: the character {character} is not allowed"
         reader.report(path, message, reader.location(line, column), "remove it, or save the file as UTF-8 text")
     except yaml.MarkedYAMLError as error:
-        mistake = explain_syntax(error, text)
-        location = origin if mistake.line is None else reader.location(mistake.line, mistake.column or 0)
-        toml = origin.file.endswith(".toml")
-        hint = f"prime-rl's TOML becomes a spec with: asyncrl convert prime-rl {origin.file}" if toml else mistake.hint
-        reader.report(path, f"not valid YAML: {mistake.message}", location, hint)
+        mark = error.problem_mark or error.context_mark
+        location = reader.location(mark.line, mark.column) if mark else origin
+        hint = (
+            "write `key: value`, indent with spaces, close brackets and quotes, and quote text with special characters"
+        )
+        if origin.file.endswith(".toml"):
+            hint = f"prime-rl's TOML becomes a spec with: asyncrl convert prime-rl {origin.file}"
+        context = f" {error.context}" if error.context else ""
+        if error.context_mark and mark and error.context_mark.line != mark.line:
+            context += f" that begins in line {error.context_mark.line + 1}"
+        reader.report(path, f"not valid YAML{context}: {error.problem}", location, hint)
     except _TooLarge as error:
         location = reader.location(error.mark.line, error.mark.column)
         reader.report(path, str(error), location, "use fewer levels and aliases, or put data into files")
@@ -203,35 +207,21 @@ class _Reader:
             self.open.pop()
 
     def mapping(self, source: yaml.MappingNode, path: str) -> dict[str, Node]:
-        merged: dict[str, Node] = {}
-        own: dict[str, Node] = {}
+        entries: dict[str, Node] = {}
         for key, value in source.value:
             location = self.location(key.start_mark.line, key.start_mark.column)
-            if key.tag == _TAG + "merge":
-                merged = {**dict(self.merged(value, path)), **merged}
-            elif key.tag != _TAG + "str":
-                if isinstance(key, yaml.ScalarNode):
-                    shown, hint = f"`{key.value}`", "put it in quotes, or remove it"
-                else:
-                    shown, hint = "a list or mapping", "remove one pair of brackets, or put the whole value in quotes"
-                self.report(path, message=f"keys must be text, not {shown}", location=location, hint=hint)
-            else:
-                name = self.characters(key.value, path, location)
-                below = f"{path}.{name}" if path else name
-                if name in own:
-                    message = f"duplicate key, first at {own[name].key_location}"
-                    self.report(below, message=message, location=location, hint="remove one of the two")
-                own[name] = replace(self.node(value, below), key_location=location)
-        return {**merged, **own}
-
-    def merged(self, source: yaml.Node, path: str) -> Iterator[tuple[str, Node]]:
-        """The entries that `<<` merges in. Reversed, because in a list earlier mappings take precedence."""
-        for part in reversed(source.value) if isinstance(source, yaml.SequenceNode) else [source]:
-            node = self.node(part, path)
-            if isinstance(node.value, dict):
-                yield from node.value.items()
-            else:
-                self.report(path, "`<<` needs a mapping, or a list of mappings", node.location)
+            if key.tag != _TAG + "str":
+                display_text = f"`{key.value}`" if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                hint = "put it in quotes; a list or mapping has a pair of brackets too many"
+                self.report(path, message=f"keys must be text, not {display_text}", location=location, hint=hint)
+                continue
+            name = self.characters(key.value, path, location)
+            key_path = f"{path}.{name}" if path else name
+            if name in entries:
+                message = f"duplicate key, first at {entries[name].key_location}"
+                self.report(key_path, message=message, location=location, hint="remove one of the two")
+            entries[name] = replace(self.node(value, key_path), key_location=location)
+        return entries
 
     def scalar(self, tag: str, text: str, path: str, location: Location) -> tuple[Scalar, bool]:
         """A scalar's value, and True if environment variables were replaced in it."""

@@ -18,7 +18,7 @@ from asyncrl_cli.spec.load import dump_spec, load_spec
 from asyncrl_cli.spec.other_trainers import other_names
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.suggestions import suggest
+from asyncrl_cli.spec.validation_errors import suggest
 from tests.spec.conftest import SMALLEST
 
 pytestmark = pytest.mark.slow
@@ -291,8 +291,6 @@ def test_evaluation_is_switched_off(write: Write, off: str) -> None:
     again = write(dump_spec(loaded.spec, loaded.references), "again.yaml")
     assert load_spec(again).spec == loaded.spec
     assert load_spec(again, ["data.eval.size=8"]).spec.data.eval == SplitSpec(size=8), "and on again"
-    (warned,) = load_spec(write(f"{SMALLEST}evaluation: {{every: 5}}\n"), ["data.eval=null"]).warnings
-    assert (warned.path, warned.message) == ("evaluation.every", "has no effect: there are no held-out prompts")
 
 
 def test_paths_are_relative_to_their_file(write: Write, tmp_path: Path, monkeypatch: Any) -> None:

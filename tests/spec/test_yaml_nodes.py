@@ -78,7 +78,6 @@ def test_locations_of_keys_and_values() -> None:
         ("a: &x [*x]\n", "a.0", 1, 4, "contains itself"),
         ("a: !mine 3\n", "a", 1, 4, "tag `!mine`"),
         ("a: !!int five\n", "a", 1, 4, "cannot be read as int"),
-        ("<<: 3\n", "", 1, 5, "`<<` needs a mapping"),
         ("a: ${env:NO_SUCH_THING}\n", "a", 1, 4, "NO_SUCH_THING is not set"),
         ("a: ${env:}\n", "a", 1, 4, "unfinished variable"),
     ],
@@ -90,53 +89,32 @@ def test_mistakes_have_a_location(text: str, path: str, line: int, column: int, 
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "hint"),
+    ("text", "line", "column", "message"),
     [
-        ('name: "x\nseed: 1\nmodel:\n  a: 2\n', 1, 7, "add the closing quote"),
-        ('name: "x\nseed: 1\nother: "y"\n', 1, 7, "add the closing quote on this line"),
-        ("a: 'x\n# c\n---\n", 1, 4, "add the closing quote"),
-        ("a: 1\nb: [1, 2\nc: 3\n", 2, 4, "add `]` after its last entry"),
-        ("a: {b: 1\nc: 2\n", 1, 4, "add `}` after its last entry"),
-        ("a: {\n  b: 1\n  c: 2\n}\n", 3, 4, "separate entries with commas"),
-        ("a: {b: 1 c: 2}\n", 1, 11, "separate entries with commas"),
-        ("a: [1, 2}\n", 1, 9, "close `[` with `]`"),
-        ("a: [1, 2]]\n", 1, 10, "put the value in quotes"),
-        ("a: {b: ${env:HOME}}\n", 1, 9, '"${env:NAME}"'),
-        ("a: b: c\n", 1, 5, 'write `a: {b: c}` for a section, or `a: "b: c"` for a text'),
-        ("stop: steps: 140\n", 1, 12, "write `stop: {steps: 140}`"),
-        ("model:\n  path: x\n   max_length: 3\n", 3, 4, "indent it like the other keys"),
-        ("model:\n    path: x\n  max_length: 3\n", 3, 3, "indent it like the other keys"),
-        ("rollout:\n  engines=1\n  group_size: 8\n", 2, 3, "write `engines: 1`"),
-        ("rollout:\n  group_size: 8\n  engines=1\n", 3, 3, "write `engines: 1`"),
-        ("seed 0\nname: x\n", 1, 1, "write `seed: 0`"),
-        ("name: x\nseed:0\nstop: 1\n", 2, 1, "write `seed: 0`"),
-        ("a: 1\n" + "k" * 2000 + ": 1\n", 2, 1, "shorten it"),
-        ("a:\n\tb: 1\n", 2, 1, "indent with spaces"),
-        ("a:\n  b: 1\n\tc: 2\n", 3, 1, "indent with spaces"),
-        ("a: @x\n", 1, 4, "put the value in quotes"),
-        ("a: `x`\n", 1, 4, "put the value in quotes"),
-        ("a: *x\n", 1, 4, "if it is text, put it in quotes"),
-        ("a: **\n", 1, 4, "put the value in quotes"),
-        ("a: & b\n", 1, 4, "put the value in quotes"),
-        ("a: !x!y 1\n", 1, 4, "put the value in quotes"),
-        ("a: &x 1\nb: &x 2\n", 2, 4, "use another name"),
-        ("a: |x\n", 1, 4, "start the text on the next line"),
-        ("a: - 1\n", 1, 4, "write the list as `[a, b]`"),
-        ("a: 1\n---\nb: 2\n", 2, 1, "remove the `---`"),
-        ("a: 1\n...\nb\n", 3, 1, "remove lines that start with"),
-        ('a: "x" y\n', 1, 8, "put the whole value in one pair of quotes"),
-        ("a: 'it's'\n", 1, 8, "write '' for an apostrophe"),
-        ('a: "\\d"\n', 1, 6, "write two backslashes"),
-        ("a:\n  b: 2\n  - 1\n", 3, 3, "put it under a separate key"),
-        ("a: , b\n", 1, 4, "put the value in quotes"),
-        (": 1\n", 1, 1, "write the key before it"),
+        (
+            'name: "x\nseed: 1\n',
+            3,
+            1,
+            "while scanning a quoted scalar that begins in line 1: found unexpected end of stream",
+        ),
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, 2, "while parsing a flow sequence that begins in line 2: expected ',' or ']'"),
+        ("a: {b: 1 c: 2}\n", 1, 11, "while parsing a flow mapping: expected ',' or '}'"),
+        ("a: b: c\n", 1, 5, ": mapping values are not allowed here"),
+        ("seed 0\nname: x\n", 2, 5, ": mapping values are not allowed here"),
+        ("a:\n\tb: 1\n", 2, 1, "while scanning for the next token: found character '\\t'"),
+        ("a: @x\n", 1, 4, "while scanning for the next token: found character '@'"),
+        ("a: *x\n", 1, 4, ": found undefined alias 'x'"),
+        ("a: 1\n---\nb: 2\n", 2, 1, "expected a single document in the stream"),
+        ('a: "\\d"\n', 1, 6, "while scanning a double-quoted scalar: found unknown escape character 'd'"),
     ],
 )
-def test_yaml_mistakes_are_explained(text: str, line: int, column: int, hint: str) -> None:
+def test_yaml_mistakes_have_pyyamls_message_with_location_and_hint(
+    text: str, line: int, column: int, message: str
+) -> None:
     _, problems = read(text)
     assert [(p.path, p.line, p.column) for p in problems] == [("", line, column)]
-    assert problems[0].message.startswith("not valid YAML: ") and "while " not in problems[0].message
-    assert hint in problems[0].hint
+    assert problems[0].message.startswith("not valid YAML") and message in problems[0].message
+    assert "write `key: value`, indent with spaces" in problems[0].hint
 
 
 def test_aliases_are_not_written_out_without_limit() -> None:
@@ -166,11 +144,6 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GONE", raising=False)
     text = "a: ${env:RATE}\nb: x-${env:RATE}\nc: ${env:GONE:-7}\nd: ${env:EMPTY}\ne: '${env:GONE:-}'\nf: $${env:RATE}"
     assert plain(text) == {"a": 1e-3, "b": "x-1e-3", "c": 7, "d": None, "e": None, "f": "${env:RATE}"}
-
-
-def test_merge_keys() -> None:
-    text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc:\n  <<: [*a, *b]\n  y: 3\n"
-    assert plain(text) == {"a": {"x": 1, "y": 1}, "b": {"x": 2, "z": 2}, "c": {"x": 1, "y": 3, "z": 2}}
 
 
 def test_a_change_to_none_removes_an_entry_from_a_list_too() -> None:

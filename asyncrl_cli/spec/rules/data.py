@@ -200,18 +200,6 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
-def held_out(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Without held-out prompts, settings of their evaluation have no effect."""
-    if spec.data.eval is not None:
-        return
-    if spec.evaluation.every and not spec.evaluation.sets:
-        hint = "set data.eval, or remove this"
-        yield warning("evaluation.every", "has no effect: there are no held-out prompts", hint)
-    if spec.checkpoints.keep_best:
-        yield warning("checkpoints.keep_best", "has no effect without held-out prompts", "set data.eval, or remove it")
-
-
-@rule
 def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
     """An evaluation set's task has the same `special_tokens` as the run: engines decode all responses alike."""
     for name, chosen in spec.evaluation.sets.items():

@@ -112,14 +112,6 @@ def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
-def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.kv_cache_mb` applies to CPU engines only."""
-    if spec.rollout.kv_cache_mb is not None and spec.rollout.gpus_per_engine:
-        hint = "use rollout.engine_args.gpu_memory_utilization"
-        yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", hint)
-
-
-@rule
 def threads(spec: ExperimentSpec) -> Iterator[Problem]:
     """If ranks and engines run on this machine's CPUs, there is a core for each of their threads."""
     trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()

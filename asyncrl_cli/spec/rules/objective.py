@@ -29,8 +29,6 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
         message = "the clipped ratio is already relative to the behaviour policy; weights would correct twice"
         yield Problem(f"{key}.level", message, f"set it to null, or {key}.proximal to recomputed")
     bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(chosen, bound) is not None]
-    if bounds and chosen.level is None:
-        yield Problem(f"{key}.{bounds[0]}", "has no effect without level", f"set {key}.level, or remove it")
     if chosen.level is not None and not bounds:
         yield warning(f"{key}.cap", "missing: without a bound, one token can dominate a batch", "set it to 2.0")
     if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
@@ -41,9 +39,6 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem(f"{key}.reject_over", "k1 has no maximum: it can be negative", "set reject_by to k2 or k3")
     if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
         yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound except 0", "remove it")
-    if chosen.reject_by is None and (chosen.reject_low is not None or chosen.reject_high is not None):
-        bound = "reject_high" if chosen.reject_low is None else "reject_low"
-        yield Problem(f"{key}.{bound}", "has no effect without reject_by", f"set {key}.reject_by, or remove it")
     if chosen.reject_by == "k1" and chosen.reject_high is not None:
         low = chosen.reject_low or 1.0 / chosen.reject_high
         if low >= chosen.reject_high:
@@ -108,8 +103,6 @@ def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
     for name, weight in algorithm.reward_parts.items():
         if not weight:
             yield Problem(f"algorithm.reward_parts.{name}", "has no effect with weight 0", "raise it, or remove it")
-    if algorithm.reward_aggregation == "normalize_then_sum" and not algorithm.reward_parts:
-        yield Problem(key, "has no effect without algorithm.reward_parts", "set algorithm.reward_parts, or remove it")
     if not algorithm.parts_apart:
         return
     if algorithm.advantage != "group_norm":
@@ -127,14 +120,11 @@ def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A KL penalty in the loss has a gradient. `reference_update_every` needs a reference, so it needs `kl_coef`."""
+    """A KL penalty in the loss has a gradient."""
     algorithm = spec.algorithm
     if algorithm.kl_coef and algorithm.kl_placement == "loss" and algorithm.kl_estimator == "k1":
         message = "k1 in the loss has an expected gradient of zero"
         yield warning("algorithm.kl_estimator", message, "use k2 or k3, or kl_placement: reward")
-    if algorithm.reference_update_every and not algorithm.kl_coef:
-        message = "has no effect: kl_coef is 0, so there is no reference"
-        yield warning("algorithm.reference_update_every", message, "set algorithm.kl_coef, or remove it")
 
 
 @rule
@@ -144,8 +134,6 @@ def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
     algorithm, key = spec.algorithm, "algorithm.reference_path"
     if algorithm.reference_path is None and algorithm.preset == "distill":
         yield Problem(key, "missing: distill learns from a teacher", "name the teacher's folder or hub id")
-    if algorithm.reference_path is not None and not algorithm.kl_coef:
-        yield Problem(key, "has no effect: kl_coef is 0", "set algorithm.kl_coef, or preset: distill, or remove it")
     if algorithm.reference_path is not None and algorithm.reference_update_every:
         message = "would replace the model in reference_path by the policy"
         yield Problem("algorithm.reference_update_every", message, "remove one of the two keys")
@@ -167,17 +155,28 @@ def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
-def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Keys of one loss, aggregation or advantage are set only with it."""
-    algorithm = spec.algorithm
-    for key, belongs, there in (
-        ("dual_clip", "loss: clip or gspo", algorithm.loss not in ("cispo", "sapo")),
-        ("sapo_temperatures", "loss: sapo", algorithm.loss not in ("clip", "gspo", "cispo")),
-        ("sequence_divisor", "aggregation: sequence_sum", algorithm.aggregation == "sequence_sum"),
-        ("critic", f"advantage: {GAE}", algorithm.advantage == GAE),
-        ("baseline_half_life", f"advantage: {RUNNING_BASELINE}", algorithm.advantage == RUNNING_BASELINE),
-        ("gae_lambda", f"advantage: {GAE}", algorithm.advantage == GAE),
+def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Keys that another key makes meaningful are set only with it: of one loss, aggregation or advantage, of a
+    correction, of parts of the reward, and of a reference model."""
+    algorithm, correction = spec.algorithm, spec.algorithm.correction
+    has_parts, has_reference = bool(algorithm.reward_parts), bool(algorithm.kl_coef)
+    for key, is_meaningful, required in (
+        ("dual_clip", algorithm.loss not in ("cispo", "sapo"), "loss: clip or gspo"),
+        ("sapo_temperatures", algorithm.loss not in ("clip", "gspo", "cispo"), "loss: sapo"),
+        ("sequence_divisor", algorithm.aggregation == "sequence_sum", "aggregation: sequence_sum"),
+        ("critic", algorithm.advantage == GAE, f"advantage: {GAE}"),
+        ("gae_lambda", algorithm.advantage == GAE, f"advantage: {GAE}"),
+        ("baseline_half_life", algorithm.advantage == RUNNING_BASELINE, f"advantage: {RUNNING_BASELINE}"),
+        ("reward_aggregation", has_parts or algorithm.reward_aggregation == "sum_then_normalize", "reward_parts"),
+        ("reference_path", has_reference, "kl_coef, or preset: distill"),
+        ("reference_update_every", has_reference, "kl_coef"),
     ):
         default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
-        if not there and getattr(algorithm, key) != default:
-            yield warning(f"algorithm.{key}", f"has no effect without {belongs}", "remove it")
+        if not is_meaningful and getattr(algorithm, key) != default:
+            report = Problem if key in ("reward_aggregation", "reference_path") else warning
+            yield report(f"algorithm.{key}", f"has no effect without {required}", "set that, or remove this key")
+    for choice, keys in {"level": ("cap", "mask_low", "mask_high"), "reject_by": ("reject_low", "reject_high")}.items():
+        for key in keys if getattr(correction, choice) is None else ():
+            if getattr(correction, key) is not None:
+                message, hint = f"has no effect without {choice}", f"set algorithm.correction.{choice}, or remove it"
+                yield Problem(f"algorithm.correction.{key}", message, hint)

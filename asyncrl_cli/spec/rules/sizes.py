@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
@@ -187,87 +186,24 @@ def partial_rollouts(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("pipeline.max_staleness", message, "set it to 1, or remove it")
 
 
-@rule
-def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Engines can run at most the rollouts that staleness admits: (max_staleness + 1) · publish_every ·
-    groups_per_step · group_size."""
-    pipeline, rollout = spec.pipeline, spec.rollout
-    capacity = rollout.max_engines * rollout.max_running_rollouts
-    admitted = (pipeline.max_staleness + 1) * pipeline.publish_every * pipeline.groups_per_step * rollout.group_size
-    share = max(-(-admitted // rollout.max_engines), rollout.group_size)
-    if rollout.max_running_rollouts > share:
-        message = f"the engines can run {capacity} rollouts, but staleness admits at most {admitted}"
-        staleness = -(-capacity * (pipeline.max_staleness + 1) // admitted) - 1
-        hint = f"lower it to {share}"
-        hint += f", or raise pipeline.max_staleness to {staleness}" if pipeline.mode == "async" else ""
-        yield warning("rollout.max_running_rollouts", message, hint)
-
-
 TRIAL_STEPS = 8
-"""A run of fewer steps is a trial: it gets no warnings about asynchrony."""
-
-
-@rule
-def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Intervals in steps are not longer than `stop.steps`."""
-    steps = spec.stop.total
-    if not steps:
-        return
-    for path, every, event in (
-        ("evaluation.every", spec.evaluation.every, "nothing is evaluated during training"),
-        ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
-    ):
-        if every > steps:
-            yield warning(path, f"{event}: {every} is more than the run's {steps} steps", f"use {steps} or less")
+"""A run of fewer steps is a trial: it gets no warning about asynchrony."""
 
 
 @rule
 def versions(spec: ExperimentSpec) -> Iterator[Problem]:
-    """New weights are published before the run ends, and `max_staleness` is small enough to have an effect."""
-    steps, every, staleness = spec.stop.total, spec.pipeline.publish_every, spec.pipeline.max_staleness
-    if steps < TRIAL_STEPS:
-        return
-    if every >= steps:
+    """New weights are published before the run ends."""
+    steps, every = spec.stop.total, spec.pipeline.publish_every
+    if every >= steps >= TRIAL_STEPS:
         message = f"{every} is not less than stop.steps {steps}: all steps train on rollouts of the initial weights"
         yield warning("pipeline.publish_every", message, "lower it")
-    elif staleness * every >= steps:
-        message = f"has no effect: all {steps} steps may train on the first rollouts"
-        yield warning("pipeline.max_staleness", message, f"use less than {-(-steps // every)}, or more steps")
-
-
-@rule
-def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`checkpoints.keep_best` needs checkpoints at steps with an evaluation."""
-    checkpoints, evaluated = spec.checkpoints, spec.evaluation.every
-    if not checkpoints.keep_best or spec.data.eval is None:
-        return
-    for path, every in (("checkpoints.every", checkpoints.every), ("evaluation.every", evaluated)):
-        if not every:
-            yield warning("checkpoints.keep_best", f"has no effect: {path} is 0", f"set {path}, or remove it")
-            return
-    common = math.lcm(checkpoints.every, evaluated)
-    if common >= spec.stop.total > 0:
-        message = f"has no effect: checkpoints (every {checkpoints.every} steps) and evaluations (every {evaluated}) "
-        hint = "make checkpoints.every a multiple of evaluation.every"
-        yield warning("checkpoints.keep_best", f"{message}first coincide at step {common}", hint)
 
 
 @rule
 def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
-    """The learning rate's warm-up fits into its schedule, and a schedule's length has an effect."""
+    """The learning rate's warm-up fits into its schedule."""
     schedule = spec.trainer.schedule
-    if schedule.steps is not None and schedule.kind == "constant":
-        yield warning("trainer.schedule.steps", "has no effect on a constant rate", "remove it, or set kind")
     updates = (schedule.steps or spec.stop.total) * spec.trainer.epochs * spec.trainer.minibatches
     if schedule.warmup_updates > updates > 0:
         message = f"longer than the schedule, which has {updates} updates"
         yield warning("trainer.schedule.warmup_updates", message, f"use fewer than {updates}")
-
-
-@rule
-def evaluation_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`evaluation.prompts` is at most `data.eval.size`."""
-    wanted, there = spec.evaluation.prompts, spec.data.eval.size if spec.data.eval is not None else None
-    if wanted is not None and there is not None and wanted > there:
-        hint = f"raise data.eval.size to {wanted}, or lower this"
-        yield warning("evaluation.prompts", f"{wanted} is more than the {there} held-out prompts", hint)
