@@ -41,9 +41,7 @@ AlgorithmName = Literal[
     "distill",
     "single_rollout",
 ]
-CorrectionName = Literal[
-    "truncated", "sequence_truncated", "icepop", "geometric", "decoupled", "decoupled_log_linear", "off"
-]
+CorrectionName = Literal["truncated", "sequence_truncated", "icepop", "geometric", "decoupled", "off"]
 GAE = "gae"
 """The advantage estimator that needs a critic."""
 RUNNING_BASELINE = "running_baseline"
@@ -81,7 +79,6 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "icepop": {"level": "token", "mask_low": 0.5, "mask_high": 5.0},
     "geometric": {"reject_by": "k1", "reject_low": 0.999, "reject_high": 1.001},
     "decoupled": {},
-    "decoupled_log_linear": {"proximal": "log_linear", "level": "token", "cap": 2.0},
     "off": {"proximal": "behaviour"},
 }
 """The keys that each correction preset sets; every other key has its field's default."""
@@ -125,12 +122,11 @@ class CorrectionSpec(Section):
     preset: CorrectionName = "truncated"
     """`truncated`: token weights, truncated at 2. `sequence_truncated`: sequence weights, truncated at 2. `icepop`:
     tokens with a weight outside 0.5 to 5 are masked. `geometric`: sequences with a mean ratio outside 0.999 to 1.001
-    are rejected. `decoupled`: no weights. `decoupled_log_linear`: as `truncated`, without the extra forward pass.
-    `off`: the clipped ratio is relative to the behaviour policy."""
-    proximal: Literal["recomputed", "log_linear", "behaviour"] = _correction("proximal", "recomputed")
+    are rejected. `decoupled`: no weights. `off`: the clipped ratio is relative to the behaviour policy."""
+    proximal: Literal["recomputed", "behaviour"] = _correction("proximal", "recomputed")
     """The policy in the denominator of the clipped ratio. `recomputed`: the trainer's policy at the start of the step
-    (decoupled PPO; one more forward pass if a step has several updates). `log_linear`: interpolated between behaviour
-    policy and current policy by the token's age. `behaviour`: the policy that sampled the token."""
+    (decoupled PPO; one more forward pass if a step has several updates). `behaviour`: the policy that
+    sampled the token."""
     level: Literal["token", "sequence", "geometric"] | None = _correction("level", None)
     """The importance weight of a token: the token's ratio, the product of its sequence's ratios, or their geometric
     mean. null: every weight is 1."""

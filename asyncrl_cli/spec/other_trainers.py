@@ -13,6 +13,8 @@ VALUES = {
     "reinforce_plus_plus": ("reinforce_pp",),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline",),
     "vanilla": ("clip",),
+    "log_linear": ("recomputed",),
+    "decoupled_log_linear": ("truncated",),
 }
 """Values of other trainers, each with the values to use instead."""
 CONVERTIBLE = dict.fromkeys(("actor_rollout_ref", "async_training"), "verl")

@@ -3,12 +3,12 @@ arXiv 2204.02311, appendix B).
 
 A multiplication and an addition are two operations. We count matrix products, attention at the true lengths, and the
 experts that a router chooses. We do not count padding and recomputed activations, which are not useful work, nor norms,
-softmax, the optimizer and the recurrence of linear attention, which are small. Pure.
+softmax, the optimizer, vision towers and the recurrence of linear attention, which are small. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -53,9 +53,6 @@ class Amounts(NamedTuple):
     predicted: float = 0.0  # tokens in the output head
     pairs: float = 0.0  # a query and a visible key, in every layer with full attention
     window_pairs: float = 0.0  # the same in layers with a sliding window
-    image_tokens: float = 0.0  # in the vision tower's projector
-    patches: float = 0.0  # in the vision tower
-    patch_pairs: float = 0.0  # a patch and a visible patch, in every layer of the tower with full attention
 
     def times(self, rates: Amounts) -> float:
         """Return the operations: one of the two has amounts, the other one operations per unit."""
@@ -75,7 +72,6 @@ class ModelFlops:
     forward: Amounts
     update: Amounts  # forward and backward
     window: int = 0  # tokens visible to layers with a sliding window
-    patches: float = 0.0  # per image token
 
     @classmethod
     def of(cls, model: Any) -> ModelFlops:
@@ -88,7 +84,7 @@ class ModelFlops:
 
         from asyncrl_cli.train.model.images import PROJECTORS, TOWERS
 
-        text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
+        text = model.config.get_text_config()
         embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         head = getattr(model.get_output_embeddings(), "weight", None)
         used, trained = (dict.fromkeys(Amounts._fields, 0.0) for _ in range(2))
@@ -97,45 +93,28 @@ class ModelFlops:
             shape = getattr(weight, "ds_shape", weight.shape)
             if len(shape) < 2 or name.endswith("bias") or (weight in embeddings and weight is not head):
                 continue
+            if any(module in name for module in (*PROJECTORS, *TOWERS)):
+                continue
             amount_name = "predicted" if weight is head else "tokens"
-            if any(projector in name for projector in PROJECTORS):
-                amount_name = "image_tokens"
-            elif any(f"{tower}." in name for tower in TOWERS):
-                if ".head." in name:  # SigLIP's pooled output; no language model reads it
-                    continue
-                amount_name = "patches"
             weight_count = prod(shape) * (share if ".experts." in name else 1.0)
             used[amount_name] += weight_count
             trained[amount_name] += weight_count * weight.requires_grad
-        patches, tower = _tower(model.config, vision) if used["patches"] else (0.0, {})
-        attention = _attention(text) | tower
-        frozen = {"patches", "patch_pairs"} if used["patches"] and not trained["patches"] else set()
+        attention = _attention(text)
         forward = {name: 2 * used[name] + attention.get(name, 0.0) for name in used}
         backward = {name: 2 * (used[name] + trained[name]) + 2 * attention.get(name, 0.0) for name in used}
-        update = {name: forward[name] + (0.0 if name in frozen else backward[name]) for name in used}
-        return cls(Amounts(**forward), Amounts(**update), int(getattr(text, "sliding_window", None) or 0), patches)
+        update = {name: forward[name] + backward[name] for name in used}
+        return cls(Amounts(**forward), Amounts(**update), int(getattr(text, "sliding_window", None) or 0))
 
-    def amounts(
-        self, lengths: Iterable[int], predicted: int, images: Sequence[int] = (), shared: Iterable[int] = ()
-    ) -> Amounts:
-        """Return the amounts of causal sequences. ``images``: tokens of each image in them. ``shared``: lengths of
-        prefixes that are already computed for another sequence."""
-        lengths, shared_lengths, patches = list(lengths), list(shared), [self.patches * tokens for tokens in images]
+    def amounts(self, lengths: Sequence[int], predicted: int, shared: Sequence[int] = ()) -> Amounts:
+        """Return the amounts of causal sequences. ``shared``: lengths of prefixes that are already computed for another
+        sequence."""
 
         def pairs(window: int) -> int:
-            return sum(causal_pairs(length, window) for length in lengths) - sum(
-                causal_pairs(length, window) for length in shared_lengths
-            )
+            computed, known = (sum(causal_pairs(length, window) for length in each) for each in (lengths, shared))
+            return computed - known
 
-        return Amounts(
-            tokens=sum(lengths) - sum(shared_lengths),
-            predicted=predicted,
-            pairs=pairs(0),
-            window_pairs=pairs(self.window),
-            image_tokens=sum(images),
-            patches=sum(patches),
-            patch_pairs=sum(count * count for count in patches),
-        )
+        tokens = sum(lengths) - sum(shared)
+        return Amounts(tokens, predicted=predicted, pairs=pairs(0), window_pairs=pairs(self.window))
 
 
 def expert_share(text: Any) -> float:
@@ -157,16 +136,3 @@ def _attention(text: Any) -> dict[str, float]:
     layer_types = list(getattr(text, "layer_types", None) or usual)
     names = {"pairs": "full_attention", "window_pairs": "sliding_attention"}
     return {name: 2.0 * heads * ends * layer_types.count(layer_type) for name, layer_type in names.items()}
-
-
-def _tower(config: Any, vision: Any) -> tuple[float, dict[str, float]]:
-    """Patches per image token, and attention's operations per patch and per pair of patches."""
-    if (side := getattr(vision, "image_size", None)) is not None:  # every image gets this size
-        patches = (side // vision.patch_size) ** 2 / config.mm_tokens_per_image
-    else:
-        patches = float(vision.spatial_merge_size**2)
-    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
-    windowed = layers - len(getattr(vision, "fullatt_block_indexes", None) or range(layers))
-    window = (vision.window_size // vision.patch_size) ** 2 if windowed else 0
-    pair = 4.0 * vision.hidden_size
-    return patches, {"patches": pair * windowed * window, "patch_pairs": pair * (layers - windowed)}

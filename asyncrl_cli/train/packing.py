@@ -78,7 +78,6 @@ class PaddedRows:
     input_ids: Tensor  # int64; 0 after a row's end
     response_mask: Tensor  # bool; true where a token counts in the loss
     behaviour_logprobs: Tensor  # float32; log-prob that a token was sampled with
-    versions_behind: Tensor  # int16; a token's age in versions when it is trained; 0 outside the mask
     on_policy: Tensor  # bool; true where the token was sampled with the weights at the start of the step
     rollouts: Tensor  # int64, [rows]; 0 in the row of an empty micro-batch
     turns: Tensor  # int64, [rows, T]; the index of a token's turn in its rollout
@@ -256,7 +255,6 @@ def pad_rows(
     input_ids = np.zeros(shape, np.int64)
     response_mask = np.zeros(shape, np.bool_)
     behaviour_logprobs = np.zeros(shape, np.float32)
-    versions_behind = np.zeros(shape, np.int16)
     on_policy = np.zeros(shape, np.bool_)
     rollouts = np.zeros(shape[0], np.int64)
     turns = np.zeros(shape, np.int64)
@@ -273,7 +271,6 @@ def pad_rows(
         input_ids[index, :end] = tokens.ids
         response_mask[index, :end] = sampled
         behaviour_logprobs[index, :end] = tokens.logprobs
-        versions_behind[index, :end] = np.where(sampled, row.version - tokens.versions, 0)
         on_policy[index, :end] = row.on_policy & (tokens.versions == row.version)
         rollouts[index] = row.rollout
         turns[index, :end] = row.turns
@@ -291,7 +288,6 @@ def pad_rows(
         input_ids=torch.from_numpy(input_ids),
         response_mask=torch.from_numpy(response_mask),
         behaviour_logprobs=torch.from_numpy(behaviour_logprobs),
-        versions_behind=torch.from_numpy(versions_behind),
         on_policy=torch.from_numpy(on_policy),
         rollouts=torch.from_numpy(rollouts),
         turns=torch.from_numpy(turns),

@@ -18,7 +18,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
-from asyncrl_cli.train.flops import Amounts, ModelFlops, data_sheet
+from asyncrl_cli.train.flops import data_sheet
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.packing import TrainingRow, count_tokens, microbatch, plan_microbatches, training_rows
 from asyncrl_cli.train.precompute import Learner, Minibatch, precompute
@@ -67,7 +67,9 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         # a rank that skipped alone would miss collective calls.
         if not minibatch.rows:
             continue
-        amounts = _amounts(learner.engine.module.flops, minibatch)
+        lengths = [len(row) - 1 for row in minibatch.rows]  # a row's last token is predicted, but not read
+        shared = [length for tree in minibatch.trees for length in tree.shared]
+        amounts = learner.engine.module.flops.amounts(lengths, count_tokens(minibatch.rows), shared)
         if learner.critic is not None:
             # After ``precompute``: this step's advantages must come from the critic before its update.
             metrics |= update_critic(learner.critic, spec=spec, minibatch=minibatch, factor=factor)
@@ -101,19 +103,6 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         peak_flops=_peak(spec, learner.engine.device),
     )
     return report, updates
-
-
-def _amounts(model: ModelFlops, minibatch: Minibatch) -> Amounts:
-    """Amounts of a pass over these rows. A row's last token is predicted, but not read."""
-    rows, trees = minibatch.rows, minibatch.trees
-    shared = {row: shared_length for tree in trees for row, shared_length in zip(tree.rows, tree.shared, strict=True)}
-    images = [
-        placed_image.length
-        for index, row in enumerate(rows)
-        for placed_image in row.images
-        if placed_image.offset >= shared[index]
-    ]
-    return model.amounts([len(row) - 1 for row in rows], count_tokens(rows), images, shared.values())
 
 
 def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:

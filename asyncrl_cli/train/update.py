@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncrl_cli.spec.algorithm import CorrectionSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import nonfinite_guard
-from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct, log_linear_proximal
+from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct
 from asyncrl_cli.train.algorithms.policy_loss import LossInputs, LossSums, policy_loss
 from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, reduce_over_ranks
 from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
@@ -142,13 +142,7 @@ def _corrected(
     if spec.trainer.dtype == spec.rollout.dtype == "float32":
         rounding = comparable & ((trainer - behaviour).abs() <= ROUNDING_NATS)
         behaviour = torch.where(rounding, trainer, behaviour)
-    proximal = (
-        log_linear_proximal(current_logprobs, behaviour, microbatch.versions_behind)
-        if old_logprobs is None
-        else old_logprobs
-    )
     at_behaviour = correction.proximal == "behaviour"
-    weights, corrections = correct(
-        current_logprobs if at_behaviour else proximal, behaviour_logprobs=behaviour, mask=mask, correction=correction
-    )
-    return behaviour if at_behaviour else proximal, weights, corrections, engine_gap
+    compared = current_logprobs if at_behaviour else trainer
+    weights, corrections = correct(compared, behaviour_logprobs=behaviour, mask=mask, correction=correction)
+    return behaviour if at_behaviour else trainer, weights, corrections, engine_gap

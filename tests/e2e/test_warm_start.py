@@ -64,7 +64,7 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
 
 
 def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: Runs) -> None:
-    run = shared_runs.train(**settings(shared_runs, stop={"steps": 2}, evaluation={"prompts": 16}))
+    run = shared_runs.train(**settings(shared_runs, stop={"steps": 2}, algorithm={"uniform_groups": "train"}))
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(1 - UPDATES, 3))
     assert rows(run, "metrics.jsonl")[-1]["correction/logprob_gap_max"] < 1e-3
     replayed = shared_runs.run("replay", run)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors, with_garbage
 
 from asyncrl_cli.spec.algorithm import CorrectionSpec
-from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct, log_linear_proximal
+from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct
 
 LEVELS = ("token", "sequence", "geometric")
 REJECTIONS: list[dict[str, Any]] = [
@@ -190,24 +190,6 @@ def test_sums_say_by_their_names_how_they_add() -> None:
     added = sums + sums
     maxima = {field.name for field in fields(added) if getattr(added, field.name).item() == 1.0}
     assert maxima == {"weight_max", "gap_max"}
-
-
-@settings(deadline=None)
-@given(**SIZES)
-def test_the_log_linear_guess_lies_by_age_between_behaviour_and_current(
-    seed: int, rows: int, tokens: int, spread: float
-) -> None:
-    case = matrices(seed, rows, tokens, spread)
-    behind = np.random.default_rng(seed).integers(-1, 5, (rows, tokens))
-    logprobs, behaviour = tensors(case, "logprobs", "behaviour")
-    found = log_linear_proximal(logprobs.requires_grad_(), behaviour, torch.from_numpy(behind))
-    double = exact(case)
-    v_behaviour, v_proximal, v_current = -np.maximum(0, behind), 0, 1
-    alpha = (v_proximal - v_behaviour) / (v_current - v_behaviour)
-    wanted = double["behaviour"] + alpha * (double["logprobs"] - double["behaviour"])
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-6)
-    assert found[torch.from_numpy(behind <= 0)].equal(behaviour[torch.from_numpy(behind <= 0)])
-    assert not found.requires_grad
 
 
 def test_refuses_inputs_that_do_not_fit() -> None:

@@ -65,43 +65,14 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     assert ModelFlops.of(model).update.tokens < 0.8 * full
 
 
-@pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_tower_has_the_operations_that_torch_counts(architecture: str, frozen: bool) -> None:
+def test_a_tower_is_not_counted() -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(architecture, **IMAGE_MODELS[architecture])
-    if architecture == "gemma3":
-        pooled = ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward  # nothing reads it
-        config.vision_config.vision_use_head = False
-        assert pooled == ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    for parameter in tower_parameters(model):
-        parameter.requires_grad_(not frozen)
-    backbone, tokens = model.base_model, 4
-    pixels: dict[str, Any] = {"pixel_values": torch.rand(1, 3, 56, 56)}
-    if architecture != "gemma3":
-        grid = torch.tensor([[1, 4, 4]])
-        pixels = {"pixel_values": torch.rand(16, 3 * 2 * 14 * 14), "image_grid_thw": grid}
-
-    def features() -> torch.Tensor:
-        found = backbone.get_image_features(**pixels, return_dict=True)
-        deeper = getattr(found, "deepstack_features", None) or ()
-        return torch.cat([part.flatten() for layer in (found.pooler_output, *deeper) for part in layer])
-
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("qwen3_vl", **IMAGE_MODELS["qwen3_vl"]))
     flops = ModelFlops.of(model)
-    amounts = flops.amounts([], 0, [tokens])
-    assert (amounts.patches, amounts.patch_pairs, amounts.image_tokens) == (16, 256, tokens)
-    forward, both = counted(features)
-    assert amounts.times(flops.forward) == forward
-    if not frozen:
-        # Gradients of pixels, which are not needed, are a part of our backward pass.
-        pixel_gradient = 2 * amounts.patches * 3 * 14 * 14 * config.vision_config.hidden_size
-        pixel_gradient *= 1 if architecture == "gemma3" else 2
-        assert amounts.times(flops.update) == both + pixel_gradient
-    else:
-        assert amounts.times(flops.update) < forward + 4 * amounts.image_tokens * flops.forward.image_tokens
-        assert flops.update.patches == flops.forward.patches
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(False)
+    assert ModelFlops.of(model) == flops
 
 
 @given(st.integers(0, 40), st.integers(0, 50))

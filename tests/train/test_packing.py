@@ -118,7 +118,6 @@ def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
     shape = (len(rows), max(map(len, rows)))
     assert padded.input_ids.dtype == padded.rollouts.dtype == torch.int64
     assert padded.behaviour_logprobs.dtype == torch.float32
-    assert padded.versions_behind.dtype == torch.int16
     assert padded.response_mask.dtype == padded.on_policy.dtype == torch.bool
     for index, (one, (prompt, _)) in enumerate(zip(rows, sizes, strict=True)):
         ids, versions = padded.input_ids[index], one.tokens.versions[prompt:]
@@ -129,7 +128,6 @@ def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
         assert mask.nonzero().flatten().tolist() == list(range(prompt, len(one)))
         for name, expected in (
             ("behaviour_logprobs", one.tokens.logprobs[prompt:]),
-            ("versions_behind", 9 - versions),
             ("on_policy", one.on_policy & (versions == 9)),
         ):
             values = getattr(padded, name)[index]
@@ -141,7 +139,6 @@ def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
 def test_tokens_the_policy_did_not_sample_do_not_count() -> None:
     padded = pad_rows([row(2, 3, sampled=[True, False, True])])
     assert padded.response_mask.tolist() == [[False, False, True, False, True]]
-    assert padded.versions_behind[0, 3] == 0
     assert not padded.on_policy[0, 3]
 
 

@@ -132,27 +132,6 @@ def correct(
         )
 
 
-def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, versions_behind: Tensor) -> Tensor:
-    """Interpolate the proximal log-probs between behaviour and current policy, without another forward pass.
-
-        log π_proximal ≈ log π_behaviour + α·(log π_current − log π_behaviour)
-        α = (v_proximal − v_behaviour) / (v_current − v_behaviour)
-
-    AReaL's log-linear approximation (its docs/algorithms/prox_approx.md) assumes that weights move evenly from version
-    to version. The current policy is on its way to the version after the step's start, so a token that is n versions
-    behind has α = n / (n + 1), and a token of the newest version keeps its recorded log-prob. (AReaL's code uses the
-    version at the step's start as current, and the version before it as proximal.)
-
-    At a step's first update current and proximal are equal, and the interpolation would be off by 1 / (n + 1) of the
-    distance; there the trainer's own log-probs cost nothing.
-
-    All tensors are [rows, tokens]. ``logprobs``: the current policy's; the result has their dtype, and is detached.
-    ``versions_behind``: the token's age in versions at the start of the step; below 0 counts as 0.
-    """
-    behind = versions_behind.clamp(min=0).to(logprobs.dtype)
-    return torch.lerp(behaviour_logprobs.to(logprobs.dtype), logprobs.detach(), behind / (behind + 1.0))
-
-
 def _log_weights(gap: Tensor, mask: Tensor, level: str) -> Tensor:
     """Clamped log-weights, [rows, tokens]. ``gap`` must be 0 where the mask is false."""
     if level == "token":
