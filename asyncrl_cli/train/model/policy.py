@@ -92,15 +92,7 @@ class Policy(nn.Module):
             experts = None if experts is None else experts.flatten(0, 1)
             self.replay.use(experts)
         targets = input_ids[response_mask]
-        hidden, local_mask = predicting_states(
-            self.model.base_model,
-            input_ids,
-            response_mask,
-            packing=self.packing,
-            sequence=self.sequence,
-            images=images,
-            trees=trees,
-        )
+        hidden, local_mask = predicting_states(self, self.model.base_model, input_ids, response_mask, images, trees)
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
             hidden,
@@ -141,15 +133,7 @@ class ValueModel(nn.Module):
 
         Arguments are as in ``Policy``.
         """
-        hidden, local_mask = predicting_states(
-            self.backbone,
-            input_ids,
-            response_mask,
-            packing=self.packing,
-            sequence=self.sequence,
-            images=images,
-            trees=trees,
-        )
+        hidden, local_mask = predicting_states(self, self.backbone, input_ids, response_mask, images, trees)
         values = self.head(hidden)[:, 0].float()
         if self.sequence is not None and local_mask is not None:
             values = self.sequence.joined(values, local_mask)
@@ -157,18 +141,17 @@ class ValueModel(nn.Module):
 
 
 def predicting_states(
+    model: Policy | ValueModel,
     backbone: Any,
     input_ids: Tensor,
     response_mask: Tensor,
-    packing: bool,
-    sequence: SequenceGroup | None = None,
-    images: ImageInputs | None = None,
-    trees: TreeLayout | None = None,
+    images: ImageInputs | None,
+    trees: TreeLayout | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return hidden states of the positions before response tokens, row by row: [response tokens, width], and None.
 
-    With ``sequence`` the states are only those in this rank's slice, and the second result, bool [response tokens],
-    marks them. ``backbone``: a transformers model without its head; the other arguments are as in ``Policy``.
+    If ranks share rows, the states are only the ones in this rank's slice, and the second result, bool [response
+    tokens], marks them. ``backbone``: the transformers model in ``model``, without its head.
     """
     ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
     positions: Tensor | None = None
@@ -178,18 +161,17 @@ def predicting_states(
         if images is not None:
             tree_states = states(backbone, ids=ids, positions=trees.positions, images=images, **arguments)
         else:
-            tree_states = backbone(
-                input_ids=ids, position_ids=trees.positions, use_cache=False, **arguments
-            ).last_hidden_state
+            output = backbone(input_ids=ids, position_ids=trees.positions, use_cache=False, **arguments)
+            tree_states = output.last_hidden_state
         return trees.of_rows(tree_states, predicts), None
-    if packing:
+    if model.packing:
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         packed = _packed_positions(response_mask)
         ids, predicts, positions = ids[packed][None], predicts[packed][None], columns[packed][None]
-    if sequence is not None:
-        return sequence.predicting_states(backbone, ids=ids, predicts=predicts, positions=positions)
+    if model.sequence is not None:
+        return model.sequence.predicting_states(backbone, ids=ids, predicts=predicts, positions=positions)
     if images is not None:
-        read_images = images.without_last_tokens(packed if packing else None)
+        read_images = images.without_last_tokens(packed if model.packing else None)
         return states(backbone, ids=ids, positions=positions, images=read_images)[predicts], None
     # Positions only for packed rows: from given positions a model makes a mask.
     arguments = {} if positions is None else {"position_ids": positions, **row_lengths(backbone, positions)}
