@@ -250,7 +250,7 @@ class _History:
         uniform, estimator = (value_at(spec, f"algorithm.{key}") for key in ("uniform_groups", "advantage"))
         self.compares_groups = self.has_rewards and (uniform != "train" or estimator in (None, *GROUP_BASELINES))
         # Otherwise different steps have different kinds of prompts.
-        prompts_change = value_at(spec, "data.curriculum") or value_at(spec, "data.filter")
+        prompts_change = value_at(spec, "data.filter")
         self.is_comparable = self.has_rewards and not prompts_change and uniform != "reject"
 
     def add(self, metrics: Mapping[str, float]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.data.loader import PromptLoader, Stage, stages_of
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.orchestrator.placement import ExaminerFactory
 from asyncrl_cli.records.prompt import Prompt
@@ -25,7 +24,6 @@ class Experiment:
     search_path: Path  # the folder of the user's own modules
     train_prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
-    stages: Sequence[Stage] = ()  # of the curriculum
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """The prompts of further evaluation sets, by name."""
     episodic: frozenset[str] = frozenset()
@@ -76,28 +74,23 @@ class Experiment:
                 sets[name] = load_prompts(
                     split, split_spec=set_spec.data, task=tasks[name], base=search_path, location=location
                 )
-            stages = stages_of(train_prompts, spec.data.curriculum)
             return cls(
-                _counted(spec, train_prompts, stages, notice),
+                _counted(spec, len(train_prompts), notice),
                 search_path,
                 train_prompts,
                 eval_prompts,
-                stages,
                 sets,
                 frozenset(name for name, set_task in tasks.items() if is_episodic(set_task)),
                 tasks,
             )
 
 
-def _counted(
-    spec: ExperimentSpec, prompts: Sequence[Prompt], stages: Sequence[Stage], notice: Callable[[str], None]
-) -> ExperimentSpec:
+def _counted(spec: ExperimentSpec, prompt_count: int, notice: Callable[[str], None]) -> ExperimentSpec:
     """The spec with `stop.steps` in place of `stop.epochs`. ``notice`` gets warnings that follow from the number."""
     if spec.stop.epochs is None:
         return spec
-    loader = PromptLoader(prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=stages)
     every = spec.pipeline.publish_every
-    steps = -(-loader.prompts_in(spec.stop.epochs) // (spec.pipeline.groups_per_step * every)) * every
+    steps = -(-prompt_count * spec.stop.epochs // (spec.pipeline.groups_per_step * every)) * every
     stop = spec.stop.model_copy(update={"steps": min(steps, spec.stop.total), "epochs": None})
     counted = spec.model_copy(update={"stop": stop})
     known_problems = {problem for rule in RULES for problem in rule(spec)}

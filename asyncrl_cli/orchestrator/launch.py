@@ -290,7 +290,7 @@ async def _start(
     client = client_of(
         spec, engines=engines, decode=decode, on_progress=watchdog.progress, on_engine_request=buffer.note_request
     )
-    loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=experiment.stages)
+    loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle)
     prompt_filter = None
     if (settings := spec.data.filter) is not None:
         prompt_filter = PromptFilter(settings.solved_streak, settings.revisit_fraction, spec.seed)

@@ -171,7 +171,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
     """
     path = run.path / FILE
     spec = experiment.spec
-    loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=experiment.stages)
+    loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle)
     base = plan.start.base or {}
     if plan.without_journal or not path.is_file() or not is_begun(path):
         if base.get("loader"):

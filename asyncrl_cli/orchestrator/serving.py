@@ -110,7 +110,6 @@ def without_training(spec: ExperimentSpec) -> ExperimentSpec:
         "model": spec.model.model_copy(update={"lora": None}),
         "algorithm": spec.algorithm.model_copy(update={"router_replay": False}),
         "trainer": TrainerSpec(),
-        "data": spec.data.model_copy(update={"curriculum": None}),
         "stop": StopSpec(steps=1),
     }
     return spec.model_copy(update=changes)

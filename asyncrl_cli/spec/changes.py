@@ -21,7 +21,6 @@ FIXED = {
     "model": "checkpoints and recorded log-probs belong to this model",
     "task": "recorded rewards belong to this task",
     "data.train": "the journal records the position in this data",
-    "data.curriculum": "the journal records the position in it",
     "data.shuffle": "the journal records the position in this order",
     "data.apply_chat_template": "recorded prompts were rendered like this",
     "data.special_tokens": "recorded prompts were tokenized like this",

@@ -226,27 +226,6 @@ class EpisodeSpec(Section):
     """Address space, in MiB, that a process may use. Each process that it starts has the same limit."""
 
 
-class CurriculumStage(Section):
-    """One stage of a curriculum: the difficulty range of its training prompts."""
-
-    until_prompt: Count | None = None
-    """The stage ends when this many prompts have been drawn since the run began. Only the last stage may have no end.
-    """
-    min: float | None = None
-    """Lowest difficulty. Default: no bound."""
-    max: float | None = None
-    """Highest difficulty. Default: no bound."""
-
-
-class CurriculumSpec(Section):
-    """Training prompts in stages of difficulty. After the last stage they come from all rows."""
-
-    field: str
-    """The column (or the field of a task's own prompts) with the difficulty, a number."""
-    stages: Annotated[list[CurriculumStage], Field(min_length=1)]
-    """The stages, in order."""
-
-
 class PromptFilterSpec(Section):
     """Online filtering: solved training prompts are excluded."""
 
@@ -269,8 +248,6 @@ class DataSpec(Section):
     `data.train` has a path, otherwise 256 prompts that the task makes."""
     shuffle: bool = True
     """Shuffle the training prompts in every epoch; the order follows from the seed."""
-    curriculum: CurriculumSpec | None = None
-    """Stages of difficulty."""
     apply_chat_template: bool = True
     """Render a text prompt as a user message with the model's chat template. `false`: use it as plain text, for base
     models and for texts that already have the template's tokens. Models without a chat template always get plain text,

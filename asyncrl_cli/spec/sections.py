@@ -426,7 +426,7 @@ class StopSpec(Section):
     epochs: Count | None = None
     """Passes over the training prompts. At the start, the prompts are counted and `stop.steps` is recorded: epochs ·
     prompts / `pipeline.groups_per_step`, rounded up to a published version. Skipped prompts and rejected groups give
-    their places to the next prompts. With a curriculum an epoch has the prompts of one stage (docs/data.md)."""
+    their places to the next prompts."""
 
     on_unhealthy: Literal["never"] | Count = 50
     """End the run, with a checkpoint and exit code 1, after this many steps in a row in which nothing was learned. In

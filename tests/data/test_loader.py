@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.loader import PromptLoader, Stage
+from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.records.prompt import Prompt
 
 
@@ -25,23 +25,6 @@ def test_every_epoch_visits_every_prompt_once(size: int, seed: int, shuffle: boo
     loader = PromptLoader(rows(size), seed, shuffle)
     for _ in range(epochs):
         assert sorted(taken(loader, size), key=int) == [str(row) for row in range(size)]
-
-
-@given(
-    size=st.integers(1, 9),
-    stages=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=3),
-    epochs=st.integers(1, 6),
-)
-def test_the_prompts_of_epochs_are_counted_as_they_are_drawn(
-    size: int, stages: list[tuple[int, int]], epochs: int
-) -> None:
-    curriculum = [Stage(range(min(rows_, size)), prompts) for rows_, prompts in stages]
-    loader = PromptLoader(rows(size), 0, True, curriculum)
-    counted = loader.prompts_in(epochs)
-    taken(loader, counted)
-    assert loader.epoch == epochs - 1
-    loader.next()
-    assert loader.epoch == epochs
 
 
 @given(st.integers(1, 20), st.integers(0, 9), st.booleans(), st.integers(0, 70), st.integers(0, 70))

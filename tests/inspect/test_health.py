@@ -159,8 +159,8 @@ GOOD: dict[str, tuple[dict[str, Any], Callable[[int], Changes]]] = {
         spec(model={"init": {}, "warm_start": None}),
         lambda _: rewards(0.03, std=0.05, correct=0.0) | {"response/truncated_ratio": 0.95},
     ),
-    "curriculum": (
-        spec(data={"curriculum": {"stages": []}}),
+    "filter": (
+        spec(data={"filter": {"solved_streak": 1}}),
         lambda step: rewards(0.9 - 0.7 * (step > 20)) | {"response/tokens_mean": 20.0 + 100 * (step > 20)},
     ),
     "rejected groups": (

@@ -152,7 +152,6 @@ def test_few_steps_are_inconclusive_and_shown() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ({"data": {"curriculum": {"stages": 3}}}, "data.curriculum"),
         ({"data": {"filter": {"solved_streak": 3}}}, "data.filter"),
         ({"algorithm": {"uniform_groups": "reject"}}, "uniform_groups: reject"),
     ],

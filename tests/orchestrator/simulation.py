@@ -23,7 +23,7 @@ import numpy as np
 from stand_in_hosts import StandInAgent, StandInHosts, layout
 from stand_ins import Actor, Here, ReadyGroup, StandInProcess, kill, prompts, remote, watchdog
 
-from asyncrl_cli.data.loader import PromptLoader, stages_of
+from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE
@@ -468,7 +468,7 @@ class Scorer:
 def loader_of(spec: ExperimentSpec) -> PromptLoader:
     """The training prompts of a simulated run; prompt ``p7`` has the difficulty 7."""
     data = prompts(PROMPTS)
-    return PromptLoader(data, spec.seed, spec.data.shuffle, stages_of(data, spec.data.curriculum))
+    return PromptLoader(data, spec.seed, spec.data.shuffle)
 
 
 class View(Monitor):

@@ -32,7 +32,6 @@ FIXED = (
     "model",
     "task",
     "data.train",
-    "data.curriculum",
     "data.shuffle",
     "data.apply_chat_template",
     "data.special_tokens",

@@ -39,28 +39,6 @@ HEAD = "model: {path: a/b}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
         ("data: {train: {path: rows.csv, template: 'Q: {}'}}", "data.train.template", "{} names no column"),
         ("data: {train: {path: rows.csv, template: 'Q: {a'}}", "data.train.template", "invalid template"),
         ("data: {train: {path: rows.csv, template: 'Q'}}", "data.train.template", "names no column"),
-        (
-            "data: {curriculum: {field: a, stages: [{max: 1}, {until_prompt: 5}]}}",
-            "data.curriculum.stages.0.until_prompt",
-            "the later stages are never reached",
-        ),
-        (
-            "data: {curriculum: {field: a, stages: [{until_prompt: 5}, {until_prompt: 5}]}}",
-            "data.curriculum.stages.1.until_prompt",
-            "use more than 5",
-        ),
-        (
-            "data: {curriculum: {field: a, stages: [{min: 3, max: 2}]}}",
-            "data.curriculum.stages.0.min",
-            "3 is more than the stage's max 2",
-        ),
-        (
-            "data: {curriculum: {field: a, stages: [{til: 3}]}}",
-            "data.curriculum.stages.0.til",
-            "until_prompt",
-        ),
-        ("data: {curriculum: {field: a, stages: []}}", "data.curriculum.stages", "at least 1 item"),
-        ("data: {curriculum: {stages: [{}]}}", "data.curriculum.field", "add `field`: the column"),
         ("evaluation: {sets: {a: {every: 2}}}", "evaluation.sets.a.data", "add `data`"),
         ("evaluation: {sets: {a: {data: {}}}}", "evaluation.sets.a.data", "missing"),
         ("evaluation: {sets: {a: {data: {size: 1}, samples: 4}}}", "evaluation.sets.a.samples", "set greedy to false"),

@@ -228,7 +228,7 @@ def other_costs(
         "other": "Other waits cost time, mostly for evaluations (`evaluation.every`, `evaluation.prompts`, "
         "`evaluation.fix_version`); `asyncrl events` lists what happened between two steps.",
         "rejected": "were rejected (`asyncrl inspect buffer` has the reasons). Prompts with both right and wrong "
-        "rollouts waste less (`data.curriculum`, `data.filter`).",
+        "rollouts waste less (`data.filter`).",
         "requeued": "were cancelled and started again (`on_stale: requeue`): a larger `pipeline.max_staleness` avoids "
         "that.",
     }
@@ -383,7 +383,6 @@ def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any]) -> tuple[str, 
 def not_comparable(spec: Mapping[str, Any]) -> list[str]:
     """Return the reasons why different steps use different kinds of prompts, so their rewards cannot be compared."""
     reasons = {
-        "data.curriculum changes the prompts": value_at(spec, "data.curriculum"),
         "data.filter leaves out solved prompts": value_at(spec, "data.filter"),
         "algorithm.uniform_groups: reject leaves out groups that are all correct or all wrong": value_at(
             spec, "algorithm.uniform_groups"

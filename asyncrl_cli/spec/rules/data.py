@@ -171,26 +171,6 @@ def mcp_servers(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
-def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
-    """The stages of a curriculum end one after another, and only the last may have no end. `min` is at most `max`."""
-    stages = spec.data.curriculum.stages if spec.data.curriculum else []
-    before = 0
-    for index, stage in enumerate(stages):
-        key = f"data.curriculum.stages.{index}"
-        if stage.until_prompt is None:
-            if index < len(stages) - 1:
-                hint = "set it: without an end, the later stages are never reached"
-                yield Problem(f"{key}.until_prompt", "missing", hint)
-        elif stage.until_prompt <= before:
-            hint = f"it counts from the run's first prompt: use more than {before}"
-            yield Problem(f"{key}.until_prompt", f"the stage before already ends at {before}", hint)
-        else:
-            before = stage.until_prompt
-        if stage.min is not None and stage.max is not None and stage.min > stage.max:
-            yield Problem(f"{key}.min", f"{stage.min:g} is more than the stage's max {stage.max:g}", "lower it")
-
-
-@rule
 def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
     """In an evaluation set, `samples` above 1 needs `greedy: false`: all greedy responses are equal."""
     for name, chosen in spec.evaluation.sets.items():
