@@ -72,8 +72,8 @@ def generation_alone(folder: Path, steps: int) -> float:
     print("generating", file=sys.stderr, flush=True)
     with snapshot(async_vs_sync.run_of(folder, settings) / FILE) as connection:
         known = list(events(connection, ("admit", "finish")))
-    last_admission = max(event.at for event in known if event.kind == "admit")
-    finished = sorted((event.at, int(event.facts["tokens"])) for event in known if event.kind == "finish")
+    last_admission = max(event.at for event in known if event.name == "admit")
+    finished = sorted((event.at, int(event.facts["tokens"])) for event in known if event.name == "finish")
     full = [(at, tokens) for at, tokens in finished if at <= last_admission]
     sums = list(accumulate(tokens for _, tokens in full))
     first = int(WARM * len(full))

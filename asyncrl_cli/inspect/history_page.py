@@ -102,7 +102,7 @@ LOOK_S = 0.5
 
 def as_json(event: Event) -> str:
     """Return ``event`` (its kind), ``at`` (Unix time in seconds) and its fields as JSON."""
-    return json.dumps({"event": event.kind, "at": event.at, **event.facts})
+    return json.dumps({"event": event.name, "at": event.at, **event.facts})
 
 
 def as_line(event: Event) -> str:
@@ -118,7 +118,7 @@ def as_line(event: Event) -> str:
         for name, value in facts.items()
     ]
     local_time = f"{datetime.fromtimestamp(event.at):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"{local_time}  {event.kind:10}  {', '.join(texts)}"
+    return f"{local_time}  {event.name:10}  {', '.join(texts)}"
 
 
 def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:

@@ -64,7 +64,7 @@ class Disk:
         self._path = path
         self._limit_s = limit_s
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        Thread(target=self._work, name="journal", daemon=True).start()
+        Thread(target=self._run_jobs, name="journal", daemon=True).start()
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         """Run a function that reads or writes the journal. Raises ``JournalError`` after ``limit_s`` seconds."""
@@ -84,7 +84,7 @@ class Disk:
         """End the thread once its jobs are done."""
         self._jobs.put(None)
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, function = item
             if job.set_running_or_notify_cancel():
@@ -131,10 +131,12 @@ class Buffer:
         self._path = path
         self._book = book
         self._disk = disk
-        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done after the next commit
+        self._next_commit: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # done after the next commit
         self._committing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # a waiting ``take`` must look again
-        self._asked = False
+        self._commit_requested = False
         self._urgent = asyncio.Event()
         self._broken: Exception | None = None
         self._busy_s = 0.0
@@ -240,7 +242,7 @@ class Buffer:
         """Delete tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint on disk needs. The
         commits are small, and other calls' commits come between them."""
         await self._commit()
-        before_step = await self._disk.run(self._needed_from, checkpoints)
+        before_step = await self._disk.run(self._first_needed_step, checkpoints)
         while await self._disk.run(self._book.journal.prune, before_step):
             await self._commit()
 
@@ -258,35 +260,35 @@ class Buffer:
             finally:
                 self._disk.stop()
 
-    def _needed_from(self, checkpoints: int) -> int:
+    def _first_needed_step(self, checkpoints: int) -> int:
         on_disk = [checkpoint.step for checkpoint in complete_checkpoints(self._path.parent / "checkpoints")]
-        return self._book.journal.needed_from(checkpoints, on_disk)
+        return self._book.journal.first_needed_step(checkpoints, on_disk)
 
     async def _commit(self, urgent: bool = True) -> None:
         """Return once everything noted so far is on disk. Unless ``urgent``, the commit waits up to ``LAZY_S`` for
         other calls to share it."""
         if self._broken is not None:
             raise self._broken
-        self._asked = True
+        self._commit_requested = True
         if urgent or self._book.journal.notes >= MANY:
             self._urgent.set()
-        next_commit = self._next
+        next_commit = self._next_commit
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit_all())
         # Shielded, because other calls wait for the same commit: a cancelled call must not cancel it for them.
         await asyncio.shield(next_commit)
 
     async def _commit_all(self) -> None:
-        while self._asked:
+        while self._commit_requested:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAZY_S):
                     await self._urgent.wait()
             self._urgent.clear()
-            self._asked = False
+            self._commit_requested = False
             # Take the notes together with the calls that wait for them. A call that notes something from now on waits
             # for the next commit: this one does not contain its notes.
             statements = self._book.journal.noted()
-            this_commit, self._next = self._next, asyncio.get_running_loop().create_future()
+            this_commit, self._next_commit = self._next_commit, asyncio.get_running_loop().create_future()
             try:
                 if statements:
                     self._busy_s += await self._disk.run(self._timed_commit, statements)
@@ -294,7 +296,7 @@ class Buffer:
                 # Memory is ahead of the disk now. A later answer could depend on the lost notes, so this buffer answers
                 # no further call (decision 0013).
                 self._broken = error
-                for waiting in (this_commit, self._next):
+                for waiting in (this_commit, self._next_commit):
                     waiting.set_exception(error)
                     waiting.exception()  # marks the error as retrieved; without a caller, asyncio would log it
                 self._changed.set()

@@ -191,11 +191,11 @@ class DurableLedger:
             self._forget(group_id)
             if reason:
                 self.ledger.reject(group_id, reason)
-                self.journal.ended(group_id, "rejected", reason)
+                self.journal.group_ended(group_id, "rejected", reason)
                 rejected.append((group_id, reason))
             else:
                 self.ledger.finish(group_id)
-                self.journal.ended(group_id, "finished")
+                self.journal.group_ended(group_id, "finished")
                 finished.append(group_id)
         return Settled(tuple(finished), rejected=tuple(rejected), counts=self.ledger.counts(), solved=tuple(solved))
 
@@ -221,7 +221,7 @@ class DurableLedger:
             return Waiting(str(upcoming), self.ledger.overdue(), self.ledger.counts())
         earlier_late_count = self.ledger.counts().late
         self.ledger.take(upcoming)
-        self.journal.taken(upcoming, self.ledger.counts().late - earlier_late_count)
+        self.journal.batch_taken(upcoming, self.ledger.counts().late - earlier_late_count)
         return None
 
     def batch(self, step: int) -> TrainingBatch:
@@ -264,7 +264,7 @@ class DurableLedger:
 
     def _recorded_scores(self, group_id: int) -> dict[int, Scored]:
         rollouts = self.journal.read(read_rollouts, group_id)
-        return {index: Scored(row.reward, row.measured()) for index, row in rollouts.items() if row.judged}
+        return {index: Scored(row.reward, row.decoded_metrics()) for index, row in rollouts.items() if row.judged}
 
     def _rejection_of(self, rewarded: Sequence[Scored]) -> str:
         """Why a group with these rewards is rejected; empty if it is not."""

@@ -57,7 +57,7 @@ and may skip groups before ``:group`` and steps before ``:step``."""
 class Event(NamedTuple):
     """An event at the unix time ``at``; ``facts`` are its fields as JSON values."""
 
-    kind: str
+    name: str
     at: float
     facts: dict[str, Any]
 
@@ -83,9 +83,9 @@ class Reader:
 
     def read(self, connection: sqlite3.Connection) -> Iterator[Event]:
         """Yield the events since the last call. Take all of them before the next call."""
-        streams = [_of_kind(connection, kind, since, self._open) for kind, since in self._since.items()]
+        streams = [_events_named(connection, name, since, self._open) for name, since in self._since.items()]
         for event in merge(*streams, key=attrgetter("at")):
-            self._since[event.kind] = event.at
+            self._since[event.name] = event.at
             yield event
         # Only now: the queries above had to include groups that have ended since the last call.
         self._open = connection.execute(
@@ -95,12 +95,14 @@ class Reader:
         ).fetchone()
 
 
-def _of_kind(connection: sqlite3.Connection, kind: str, since: float, first_open: tuple[int, int]) -> Iterator[Event]:
+def _events_named(
+    connection: sqlite3.Connection, name: str, since: float, first_open: tuple[int, int]
+) -> Iterator[Event]:
     group_id, step = first_open
-    rows = connection.execute(f"{QUERIES[kind]} ORDER BY 1", {"since": since, "group": group_id, "step": step})
-    names = [column for column, *_ in rows.description[1:]]
+    rows = connection.execute(f"{QUERIES[name]} ORDER BY 1", {"since": since, "group": group_id, "step": step})
+    columns = [column for column, *_ in rows.description[1:]]
     for event_time, *values in rows:
-        facts = dict(zip(names, values, strict=True))
+        facts = dict(zip(columns, values, strict=True))
         if "metrics" in facts:
             facts["metrics"] = metrics_of(facts["metrics"])
-        yield Event(kind, event_time, facts)
+        yield Event(name, event_time, facts)

@@ -73,7 +73,7 @@ class JournalFile:
             self._connection.close()
             self._files = {}
 
-    def needed_from(self, checkpoints: int, on_disk: Collection[int]) -> int:
+    def first_needed_step(self, checkpoints: int, on_disk: Collection[int]) -> int:
         """Return the first step with tokens that are still needed, by the newest ``checkpoints`` checkpoints or by any
         checkpoint ``on_disk``. Returns 0 if all tokens are needed."""
         recorded = {step for (step,) in self._rows("SELECT step FROM checkpoints")}

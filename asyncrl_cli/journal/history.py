@@ -77,7 +77,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Totals:
     """Totals over the trained steps, from their metrics.
 
     Args:
@@ -103,7 +103,7 @@ class History:
     starts: tuple[Start, ...]
     failures: tuple[Fault, ...]
     failures_by_kind: Mapping[str, int]
-    work: Work
+    work: Totals
     checkpoints: tuple[Checkpoint, ...]
     evaluations: tuple[Evaluation, ...]
 
@@ -117,7 +117,7 @@ def history(connection: sqlite3.Connection) -> History:
         starts=starts(connection),
         failures=failures(connection, NEWEST_FAILURES)[::-1],
         failures_by_kind=dict(counts.fetchall()),
-        work=_work(connection),
+        work=_totals(connection),
         checkpoints=checkpoints(connection),
         evaluations=evaluations(connection),
     )
@@ -240,7 +240,7 @@ def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
         yield {"step": step, "version": version, "time": at, **metrics_of(metrics)}
 
 
-def _work(connection: sqlite3.Connection) -> Work:
+def _totals(connection: sqlite3.Connection) -> Totals:
     sums: defaultdict[str, float] = defaultdict(float)
     step_count = 0
     for metrics in metrics_rows(connection):
@@ -251,7 +251,7 @@ def _work(connection: sqlite3.Connection) -> Work:
         for name in SHARES:
             sums[name] += metrics.get(name, 0.0) * seconds
     total_s = sums["time/step_s"]
-    return Work(
+    return Totals(
         steps=step_count,
         seconds=total_s,
         trained_tokens=int(sums["tokens/trained"]),

@@ -118,32 +118,34 @@ class Batch:
 class Blocker(StrEnum):
     """The reason why the next batch cannot be taken."""
 
-    DONE = "done"  # all steps are taken
+    ALL_TAKEN = "done"  # all steps are taken
     PUBLISH = "publish"  # a publish is in flight, and the next version is due
     GROUPS = "groups"  # fewer than B groups have finished
-    MISSING = "missing"  # running groups would otherwise miss their deadline
+    OVERDUE_GROUPS = "missing"  # running groups would otherwise miss their deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why there is no next batch yet; ``str()`` gives a sentence. ``finished`` counts groups, ``needed`` is B."""
+    """Why there is no next batch yet; ``str()`` gives a sentence. ``finished`` counts groups, ``batch_size`` is B."""
 
-    kind: Blocker
+    blocker: Blocker
     finished: int
-    needed: int
-    missing: tuple[int, ...] = ()
-    """Running groups that the batch waits for (``Blocker.MISSING``), in admission order."""
+    batch_size: int
+    missing_groups: tuple[int, ...] = ()
+    """Running groups that the batch waits for (``Blocker.OVERDUE_GROUPS``), in admission order."""
 
     def __str__(self) -> str:
-        match self.kind:
-            case Blocker.DONE:
+        match self.blocker:
+            case Blocker.ALL_TAKEN:
                 return "all steps are taken"
             case Blocker.PUBLISH:
                 return "the previous weight version must be published first"
             case Blocker.GROUPS:
-                return f"only {self.finished} of {self.needed} groups have finished"
-            case Blocker.MISSING:
-                return "groups that would miss their deadline have not finished: " + ", ".join(map(str, self.missing))
+                return f"only {self.finished} of {self.batch_size} groups have finished"
+            case Blocker.OVERDUE_GROUPS:
+                return "groups that would miss their deadline have not finished: " + ", ".join(
+                    map(str, self.missing_groups)
+                )
 
 
 class LedgerError(RuntimeError):
@@ -179,7 +181,7 @@ class Ledger:
         self._version_of: dict[int, int] = {}  # the outstanding groups' versions
         self._rejections: dict[str, int] = {}
         self._requeued = 0
-        self._late = 0
+        self._late_groups = 0
 
     # -- state
 
@@ -229,7 +231,7 @@ class Ledger:
         return self._version + 1 < self.trainer_version
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True once ``total_steps`` batches are taken."""
         return self._step >= self.settings.total_steps
 
@@ -247,7 +249,7 @@ class Ledger:
             taken=self._step * self.settings.groups_per_step,
             rejected=sum(self._rejections.values()),
             requeued=self._requeued,
-            late=self._late,
+            late=self._late_groups,
         )
 
     # -- admission
@@ -292,7 +294,7 @@ class Ledger:
         if self.settings.on_stale != "requeue" or self.settings.max_staleness == 0:
             return ()
         upcoming = self.next_batch()
-        return upcoming.missing if isinstance(upcoming, Blocked) else ()
+        return upcoming.missing_groups if isinstance(upcoming, Blocked) else ()
 
     def requeue(self, group_id: int) -> GroupEntry:
         """Abandon an overdue group and start its prompt again, at the current version.
@@ -312,14 +314,14 @@ class Ledger:
     def next_batch(self) -> Batch | Blocked:
         """Return the batch of step t, or the reason why there is none yet. Changes nothing."""
         finished, batch_size = len(self._finished), self.settings.groups_per_step
-        if self.done:
-            return Blocked(Blocker.DONE, finished, batch_size)
+        if self.is_done:
+            return Blocked(Blocker.ALL_TAKEN, finished, batch_size)
         if self._publish_overdue:
             return Blocked(Blocker.PUBLISH, finished, batch_size)
         if finished < batch_size:
             return Blocked(Blocker.GROUPS, finished, batch_size)
-        if missing_ids := self._missing():
-            return Blocked(Blocker.MISSING, finished=finished, needed=batch_size, missing=missing_ids)
+        if missing_ids := self._missing_groups():
+            return Blocked(Blocker.OVERDUE_GROUPS, finished=finished, batch_size=batch_size, missing_groups=missing_ids)
         return self._batch(self._finished[:batch_size])
 
     def take(self, batch: Batch) -> None:
@@ -329,7 +331,7 @@ class Ledger:
         rejected: then ask for the next batch again. Raises ``LedgerError`` if the batch belongs to another step, two
         versions are due, a group in it has not finished, or a group left behind would miss its deadline.
         """
-        if self.done or self._publish_overdue:
+        if self.is_done or self._publish_overdue:
             raise LedgerError(f"no batch can be taken: {self.next_batch()}")
         if batch.step != self._step:
             raise LedgerError(f"the next batch belongs to step {self._step}, not {batch.step}")
@@ -338,7 +340,7 @@ class Ledger:
         self._finished = [group_id for group_id in self._finished if group_id not in leaving]
         for group_id in batch.group_ids:
             del self._version_of[group_id]
-        self._late += sum(staleness > self.settings.max_staleness for staleness in batch.staleness)
+        self._late_groups += sum(staleness > self.settings.max_staleness for staleness in batch.staleness)
         self._step += 1
 
     def publish(self) -> None:
@@ -364,7 +366,7 @@ class Ledger:
             finished=tuple((group_id, self._version_of[group_id]) for group_id in self._finished),
             rejections=dict(self._rejections),
             requeued=self._requeued,
-            late=self._late,
+            late=self._late_groups,
         )
 
     @classmethod
@@ -377,7 +379,7 @@ class Ledger:
         ledger._running = sorted(group_id for group_id, _ in state.running)
         ledger._finished = sorted(group_id for group_id, _ in state.finished)
         ledger._rejections = dict(state.rejections)
-        ledger._requeued, ledger._late = state.requeued, state.late
+        ledger._requeued, ledger._late_groups = state.requeued, state.late
         ledger._check_restored(len(state.running) + len(state.finished))
         return ledger
 
@@ -391,7 +393,7 @@ class Ledger:
         ahead, batch_size = self.settings.ahead, self.settings.groups_per_step
         if ahead is None or self.settings.max_staleness == 0 or len(self._finished) < ahead * batch_size:
             return False
-        return not self._missing()
+        return not self._missing_groups()
 
     def _start(self) -> GroupEntry:
         group_id = self._next_id
@@ -424,7 +426,7 @@ class Ledger:
             worst = max(worst, start - places)
         return worst
 
-    def _missing(self) -> tuple[int, ...]:
+    def _missing_groups(self) -> tuple[int, ...]:
         """Running groups that the next batch must wait for, although B groups have finished."""
         if self.settings.max_staleness == 0:
             # The oldest B groups in admission order, finished or not: finish order must not decide the batch.

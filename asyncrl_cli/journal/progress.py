@@ -65,17 +65,17 @@ def base(connection: sqlite3.Connection) -> dict[str, Any]:
 
 def steps_taken(connection: sqlite3.Connection) -> int:
     """Return the step after the last batch."""
-    return _number(connection, "SELECT coalesce(max(step) + 1, 0) FROM batches")
+    return _integer(connection, "SELECT coalesce(max(step) + 1, 0) FROM batches")
 
 
 def steps_trained(connection: sqlite3.Connection) -> int:
     """Return the step after the last step that was reported as trained."""
-    return _number(connection, "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL")
+    return _integer(connection, "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL")
 
 
 def newest_version(connection: sqlite3.Connection) -> int:
     """Return the newest published weight version; 0 without one."""
-    return _number(connection, "SELECT coalesce(max(version), 0) FROM publishes")
+    return _integer(connection, "SELECT coalesce(max(version), 0) FROM publishes")
 
 
 def checksum(connection: sqlite3.Connection, version: int) -> str | None:
@@ -103,7 +103,7 @@ def ledger_state(connection: sqlite3.Connection) -> LedgerState:
         finished=tuple(outstanding["finished"]),
         rejections=dropped["rejected"],
         requeued=sum(dropped["requeued"].values()),
-        late=_number(connection, "SELECT coalesce(sum(late), 0) FROM batches"),
+        late=_integer(connection, "SELECT coalesce(sum(late), 0) FROM batches"),
     )
 
 
@@ -119,7 +119,7 @@ def dropped_groups(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
 
 def next_group(connection: sqlite3.Connection) -> int:
     """Return the next group's index."""
-    return _number(connection, "SELECT coalesce(max(id) + 1, 0) FROM groups")
+    return _integer(connection, "SELECT coalesce(max(id) + 1, 0) FROM groups")
 
 
 def newest_serial(connection: sqlite3.Connection) -> int:
@@ -185,5 +185,5 @@ def solved_streaks(connection: sqlite3.Connection) -> dict[str, int]:
     return in_a_row
 
 
-def _number(connection: sqlite3.Connection, query: str) -> int:
+def _integer(connection: sqlite3.Connection, query: str) -> int:
     return int(connection.execute(query).fetchone()[0])

@@ -373,7 +373,7 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
             reward=rollout.reward,
             failure=rollout.failure,
             masked=bool(rollout.masked),
-            metrics=rollout.measured(),
+            metrics=rollout.decoded_metrics(),
             recorded_at=rollout.recorded_at,
             turns=rollout.rewarded_turns(),
             segments=tuple(

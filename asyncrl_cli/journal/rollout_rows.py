@@ -60,7 +60,7 @@ class RolloutRow(NamedTuple):
         """True if the task has returned a reward, or None."""
         return self.reward is not None or bool(self.masked)
 
-    def measured(self) -> dict[str, float]:
+    def decoded_metrics(self) -> dict[str, float]:
         """Decode ``metrics``."""
         metrics: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
         return metrics
@@ -112,7 +112,7 @@ def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tup
         (uid, step, MOST_VISITS),
     )
     checked_rows = (_checked(group_id, index=0, crc=crc, columns=columns) for group_id, crc, *columns in rows)
-    return tuple(Scored(row.reward, row.measured()) for row in checked_rows)
+    return tuple(Scored(row.reward, row.decoded_metrics()) for row in checked_rows)
 
 
 def _training_group(
@@ -127,7 +127,7 @@ def _training_group(
     lacks_tokens = any(row.tokens and index not in tokens.segments for index, row in rows.items())
     if lacks_tokens and _is_pruned(connection, group_id):
         raise LookupError(f"the tokens of step {step} are pruned")
-    metrics = tuple(row.measured() for row in rows.values())
+    metrics = tuple(row.decoded_metrics() for row in rows.values())
     turns = tuple(row.rewarded_turns() for row in rows.values())
     return TrainingGroup(
         group_id,

@@ -159,7 +159,7 @@ def next_rollout(
 
 
 Extreme = Literal["best", "worst", "stalest", "longest"]
-_FIRST: dict[Extreme, str] = {
+_ORDER: dict[Extreme, str] = {
     "best": "r.reward DESC",
     "worst": "r.reward",
     "stalest": "b.version - r.oldest DESC",
@@ -192,7 +192,7 @@ def extreme_rollouts(
         "SELECT r.group_id, r.rollout_index, r.reward, b.version - r.oldest, g.step "
         "FROM rollouts r JOIN groups g ON g.id = r.group_id JOIN batches b ON b.step = g.step "
         "WHERE r.reward IS NOT NULL AND r.oldest IS NOT NULL AND g.step >= ? AND g.step < ? "
-        f"ORDER BY {_FIRST[extreme]}, r.group_id DESC LIMIT ?",
+        f"ORDER BY {_ORDER[extreme]}, r.group_id DESC LIMIT ?",
         (steps.start, steps.stop, count),
     )
     return map(TrainedRollout._make, rows)

@@ -240,14 +240,14 @@ class Journal(JournalFile):
         marks = ", ".join("?" * len(values))
         self._note(f"INSERT OR IGNORE INTO engine_requests ({REQUEST_COLUMNS}) VALUES ({marks})", *values)
 
-    def ended(self, group_id: int, state: str, reason: str = "") -> None:
+    def group_ended(self, group_id: int, state: str, reason: str = "") -> None:
         """Note that a group is ``finished`` or ``rejected``."""
         self._prefixes.pop(group_id, None)
         self._note(
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE id = ?", state, reason, time.time(), group_id
         )
 
-    def taken(self, batch: Batch, late_groups: int) -> None:
+    def batch_taken(self, batch: Batch, late_groups: int) -> None:
         """Note that a batch is taken for training."""
         self._insert("batches", step=batch.step, version=batch.version, late=late_groups, taken_at=time.time())
         for group_id in batch.group_ids:

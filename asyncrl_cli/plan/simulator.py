@@ -165,7 +165,7 @@ class Simulation:
                 for group_id in overdue:
                     self._requeue(group_id)
             else:
-                yield from self._wait(upcoming.kind)
+                yield from self._wait(upcoming.blocker)
         return upcoming
 
     def _publish(self) -> Iterator[float | None]:

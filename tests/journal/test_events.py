@@ -72,7 +72,7 @@ def test_every_event_is_yielded_once_and_in_order(recorded: RecordedRun, tmp_pat
             "publish": 6,
             **dict.fromkeys(("request", "join", "leave", "checkpoint", "eval", "fault", "stall"), 1),
         }
-    assert Counter(event.kind for event in found) == expected
+    assert Counter(event.name for event in found) == expected
     assert [event.at for event in found] == sorted(event.at for event in found)
     assert expected["score"] > 20
 
@@ -82,7 +82,7 @@ def test_a_rollout_is_admitted_finished_and_scored_in_this_order(recorded: Recor
     with snapshot(path_of(tmp_path)) as connection:
         found = list(events(connection))
     of_first = [
-        (event.kind, event.facts) for event in found if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
+        (event.name, event.facts) for event in found if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
     ]
     assert [name for name, _ in of_first] == ["admit", "segment", "finish", "score", "group"]
     facts = dict(of_first)
@@ -122,7 +122,7 @@ def test_a_following_reader_gets_the_same_events_as_a_reader_at_the_end(recorded
 def test_only_requested_kinds_of_events_are_yielded(recorded: RecordedRun, tmp_path: Path) -> None:
     five_steps(recorded, tmp_path)
     with snapshot(path_of(tmp_path)) as connection:
-        assert {event.kind for event in events(connection, ["step", "fault"])} == {"step", "fault"}
+        assert {event.name for event in events(connection, ["step", "fault"])} == {"step", "fault"}
         late = list(events(connection, since=STARTED + 60))
         assert late
         assert min(event.at for event in late) > STARTED + 60

@@ -391,11 +391,11 @@ def test_pruning_keeps_the_tokens_that_a_checkpoint_on_disk_needs(path: Path) ->
     for step in (4, 6):
         book.journal.checkpointed(step, folder_of(path, step).name, 1.0)
     commit(book)
-    assert book.journal.needed_from(3, [4, 6]) == 0, "there are fewer checkpoints yet"
-    assert book.journal.needed_from(2, [6]) == 4
-    assert book.journal.needed_from(1, [4, 6]) == 4
-    assert book.journal.needed_from(1, [2, 4, 6]) == 2
-    while book.journal.prune(book.journal.needed_from(1, [2, 6])):
+    assert book.journal.first_needed_step(3, [4, 6]) == 0, "there are fewer checkpoints yet"
+    assert book.journal.first_needed_step(2, [6]) == 4
+    assert book.journal.first_needed_step(1, [4, 6]) == 4
+    assert book.journal.first_needed_step(1, [2, 4, 6]) == 2
+    while book.journal.prune(book.journal.first_needed_step(1, [2, 6])):
         pass
     assert book.journal.batch(2).step == 2
     with pytest.raises(LookupError, match="pruned"):

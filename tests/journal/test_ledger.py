@@ -97,7 +97,7 @@ def test_engines_get_new_groups_while_a_batch_waits_for_a_running_one() -> None:
         train(ledger)
     admit(ledger, 1)
     finish(ledger, 3)
-    assert blocked(ledger).missing == (0,)
+    assert blocked(ledger).missing_groups == (0,)
     assert ledger.room() == 1
 
 
@@ -106,7 +106,7 @@ def test_a_running_group_that_would_be_late_is_waited_for() -> None:
     assert blocked(ledger) == Blocked("missing", finished=2, needed=2, missing=(0, 1))
     assert "0, 1" in str(blocked(ledger))
     ledger.finish(0)
-    assert blocked(ledger).missing == (1,)
+    assert blocked(ledger).missing_groups == (1,)
     ledger.finish(3)  # any two of the four are enough
     batch = train(ledger)
     assert batch.group_ids == (0, 3)
@@ -142,7 +142,7 @@ def test_nothing_is_requeued_while_the_batch_is_not_full_anyway() -> None:
     train(ledger)
     admit(ledger, 2)
     ledger.finish(6)
-    assert blocked(ledger).kind == "groups"
+    assert blocked(ledger).blocker == "groups"
     assert ledger.overdue() == ()
     assert "1 of 2" in str(blocked(ledger))
     ledger.finish(7)
@@ -184,7 +184,7 @@ def test_batches_are_taken_while_one_publish_is_in_flight() -> None:
     assert take(ledger).staleness == (1,), "the trainer has the new version before the engines have it"
     ledger.finish(4)
     assert take(ledger).staleness == (1,)
-    assert blocked(ledger).kind == "publish"
+    assert blocked(ledger).blocker == "publish"
     with pytest.raises(LedgerError, match="published first"):
         ledger.take(Batch(4, 2, (5,), (0,)))
     ledger.publish()
@@ -199,7 +199,7 @@ def test_without_staleness_there_is_no_batch_while_a_publish_is_in_flight() -> N
     take(ledger)
     take(ledger)
     assert ledger.room() == 0
-    assert blocked(ledger).kind == "groups"
+    assert blocked(ledger).blocker == "groups"
     ledger.publish()
     finish(ledger, *admit(ledger, 2))
     assert take(ledger).staleness == (0,)
@@ -219,8 +219,8 @@ def test_total_steps_limit_room_and_a_rejection_returns_it() -> None:
     finish(ledger, 0, 1, *admit(ledger, 2))
     assert train(ledger).group_ids == (0, 1)
     assert train(ledger).group_ids == (4, 5)
-    assert ledger.done
-    assert blocked(ledger).kind == "done"
+    assert ledger.is_done
+    assert blocked(ledger).blocker == "done"
     assert ledger.room() == 0
     assert ledger.counts().taken == 4
 

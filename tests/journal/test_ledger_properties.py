@@ -122,7 +122,7 @@ class Histories(RuleBasedStateMachine):
         while restored.room():
             restored.finish(restored.admit().group_id)
         upcoming = restored.next_batch()
-        assert isinstance(upcoming, Batch) or upcoming.kind == "done", str(upcoming)
+        assert isinstance(upcoming, Batch) or upcoming.blocker == "done", str(upcoming)
 
     def _fill(self, count: int) -> None:
         for _ in range(min(count, self.ledger.room())):
@@ -182,7 +182,7 @@ class Histories(RuleBasedStateMachine):
             bound = min(bound, self.T * self.B)
         assert self.ledger.admitted <= bound
         upcoming = self.ledger.next_batch()
-        held_back = isinstance(upcoming, Blocked) and upcoming.kind == "missing"
+        held_back = isinstance(upcoming, Blocked) and upcoming.blocker == "missing"
         waiting = len(self.ledger.finished) // self.B
         if self.ahead is None or self.S == 0 or waiting < self.ahead or held_back:
             assert self.ledger.room() == bound - self.ledger.admitted
@@ -211,7 +211,7 @@ class Histories(RuleBasedStateMachine):
     def a_batch_is_taken_exactly_when_the_design_page_allows_it(self) -> None:
         ledger = self.ledger
         upcoming = ledger.next_batch()
-        if self.S == 0 or (isinstance(upcoming, Blocked) and upcoming.kind in ("done", "publish")):
+        if self.S == 0 or (isinstance(upcoming, Blocked) and upcoming.blocker in ("done", "publish")):
             return
         met = ledger.settings.on_stale == "train" or all(
             self._due(ledger.finished, d)
@@ -224,8 +224,8 @@ class Histories(RuleBasedStateMachine):
         if isinstance(upcoming, Batch):
             first = sorted(ledger.finished, key=lambda g: (self.entries[g].deadline, g))[: self.B]
             assert list(upcoming.group_ids) == first
-        elif upcoming.kind == "missing":
-            assert set(upcoming.missing) <= set(ledger.running)
+        elif upcoming.blocker == "missing":
+            assert set(upcoming.missing_groups) <= set(ledger.running)
 
     def _due(self, group_ids: tuple[int, ...], deadline: int) -> int:
         return sum(self.entries[g].deadline <= deadline for g in group_ids)
@@ -241,7 +241,7 @@ def batches_without_staleness(every: int, uniform: set[int], order: list[float])
     """The batches when rollouts finish in the given order and the groups in ``uniform`` are rejected."""
     ledger = made_ledger(groups_per_step=3, publish_every=every, max_staleness=0, total_steps=6)
     batches: list[tuple[int, ...]] = []
-    while not ledger.done:
+    while not ledger.is_done:
         while ledger.room():
             ledger.admit()
         upcoming = ledger.next_batch()
