@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 from asyncrl_cli.core.errors import RunArgumentError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.decoding import Decoder, message_text, open_decoder
-from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, record_table, table
+from asyncrl_cli.inspect.pages import WIDTH, Page, cell, duration, number, paragraph, record_table, table
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
     RECENT_GROUPS,
     GroupFilter,
     GroupRecord,
-    GroupRow,
     RolloutRecord,
     group_record,
     groups_called,
@@ -39,6 +38,7 @@ CONTEXT_MARGIN = "  > "
 """The margin of context, which is text that the policy did not sample."""
 ENDS = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
 """Meanings of finish reasons."""
+EPISODE_PROMPT = "of an episode: see the context of its rollouts"
 Value = TypeVar("Value")
 
 
@@ -81,8 +81,6 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
         lines.append(f"({sum(due.running + due.finished for due in newer)} groups have newer versions)")
     for title, distributions in (("lengths in tokens", buffer.lengths), ("rewards", buffer.rewards)):
         lines += ["", *record_table(title, distributions)] if distributions else []
-    if masked := [f"{state} {count:,}" for state, count in buffer.masked.items() if count]:
-        lines += ["", f"masked rollouts (the reward is None): {', '.join(masked)}"]
     if buffer.lengths:
         lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
     return Page(document, lines)
@@ -144,7 +142,7 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> 
             location=run.run_id,
             hint=f"list groups, or use --min-reward or --stale-over: asyncrl inspect buffer {run.argument} --limit 20",
         )
-    page = _group_page(run, connection, group_record(connection, group_ids[-1]))
+    page = _group_page(run, group_record(connection, group_ids[-1]))
     if len(group_ids) > 1:
         earlier = ", ".join(map(str, group_ids[:-1]))
         page.lines.insert(0, f"(the prompt was admitted {len(group_ids)} times; earlier groups: {earlier})\n")
@@ -169,21 +167,17 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
             location=run.run_id,
             hint=f"see the records of its group: asyncrl inspect buffer {run.argument} --group {group_id}",
         )
-    return _group_page(run, connection, replace(record, rollouts=rollouts))
+    return _group_page(run, replace(record, rollouts=rollouts))
 
 
-def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord) -> Page:
+def _group_page(run: RunDirectory, record: GroupRecord) -> Page:
     decoder = open_decoder(run)
-    row, settings = record.row, progress(connection).settings
+    row = record.row
     with_tokens = len(record.rollouts) == 1
-    reward = _cell(row.reward, lambda mean: f", mean reward {number(mean)}")
-    size = f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see the context of its rollouts"
-    lines = [
-        f"group    {row.group_id}, prompt {row.uid}: {row.state}{f' ({row.reason})' if row.reason else ''}",
-        f"when     {_when(row, settings.max_staleness)}",
-        f"rollouts {row.rollouts} of {settings.group_size} ended, {row.tokens:,} tokens{reward}",
-        f"prompt   {size}",
-    ]
+    lines = [f"{name:12}{cell(name, value)}" for name, value in asdict(row).items() if value not in (None, "")]
+    lines.append(
+        f"prompt      {len(record.prompt_ids)} tokens" if record.prompt_ids else f"prompt      {EPISODE_PROMPT}"
+    )
     content = record.prompt.content
     if isinstance(content, str):
         lines += paragraph(content, "    ")
@@ -211,16 +205,6 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
         "rollouts": documents,
     }
     return Page(document, lines)
-
-
-def _when(row: GroupRow, bound: int) -> str:
-    text = f"admitted {moment(row.admitted_at)} at version {row.version}"
-    if row.staleness is None:
-        return text
-    age = counted(row.staleness, "version")
-    if row.step is not None:
-        return f"{text}; taken in step {row.step}, {age} later (bound {bound})"
-    return f"{text}, {age} ago; to be taken by version {row.version + bound}"
 
 
 @dataclass(frozen=True, slots=True)

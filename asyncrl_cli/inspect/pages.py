@@ -28,12 +28,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Co
 
     Line breaks in a cell are shown as escapes.
     """
-    rows = [[printable(cell).replace("\n", r"\n") for cell in row] for row in rows]
+    rows = [[printable(text).replace("\n", r"\n") for text in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column in left_aligned else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            text.ljust(width) if column in left_aligned else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in (header, *rows)
     ]
@@ -44,12 +44,13 @@ def record_table(title: str, records: Sequence[Any], omit: Collection[str] = ())
     if not records:
         return []
     names = [field.name for field in fields(records[0]) if field.name not in omit]
-    rows = [[_cell(name, getattr(record, name)) for name in names] for record in records]
+    rows = [[cell(name, getattr(record, name)) for name in names] for record in records]
     return [title, *(f"  {line}" for line in table(names, rows))]
 
 
-def _cell(name: str, value: Any) -> str:
-    if name == "at":
+def cell(name: str, value: Any) -> str:
+    """Format a field of a record. Fields called ``at`` or ``…_at`` are Unix times."""
+    if value is not None and (name == "at" or name.endswith("_at")):
         return moment(value)
     return "-" if value is None else number(value) if isinstance(value, float) else str(value)
 

@@ -139,8 +139,7 @@ class Distribution:
 @dataclass(frozen=True, slots=True)
 class Overview:
     """The buffer at the unix time ``at``. ``rejected`` counts groups by reason; ``due`` starts with the oldest
-    version. ``lengths`` (sampled tokens), ``rewards`` and the number of ``masked`` rollouts describe each state's
-    ``RECENT_GROUPS`` newest groups."""
+    version. ``lengths`` (sampled tokens) and ``rewards`` describe each state's ``RECENT_GROUPS`` newest groups."""
 
     at: float
     progress: Progress
@@ -149,7 +148,6 @@ class Overview:
     due: tuple[Due, ...]
     lengths: tuple[Distribution, ...]
     rewards: tuple[Distribution, ...]
-    masked: dict[GroupState, int]
 
 
 def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Overview:
@@ -157,12 +155,11 @@ def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Ove
     now_s = time.time() if time_s is None else time_s
     run_progress = progress(connection)
     dropped = dropped_groups(connection)
-    lengths, rewards, masked = [], [], {}
+    lengths, rewards = [], []
     for state in _WITH_ROLLOUTS:
         rollouts = _recent_rollouts(connection, state)
-        lengths += _distribution(state, [tokens for tokens, *_ in rollouts])
-        rewards += _distribution(state, [reward for _, reward, _ in rollouts if reward is not None])
-        masked[state] = sum(is_masked for *_, is_masked in rollouts)
+        lengths += _distribution(state, [tokens for tokens, _ in rollouts])
+        rewards += _distribution(state, [reward for _, reward in rollouts if reward is not None])
     # All taken groups minus the few untrained groups: both counts are fast, unlike a count by step.
     taken_or_trained, untrained = (
         connection.execute(f"SELECT count(*) FROM groups g WHERE {condition}").fetchone()[0]
@@ -183,7 +180,6 @@ def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Ove
         due=due_groups(connection, run_progress),
         lengths=tuple(lengths),
         rewards=tuple(rewards),
-        masked=masked,
     )
 
 
@@ -210,12 +206,12 @@ def due_groups(connection: sqlite3.Connection, run_progress: Progress) -> tuple[
     return tuple(Due(version, run_progress.version - version, version + bound, *counts) for version, *counts in rows)
 
 
-def _recent_rollouts(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None, int]]:
-    """Length (so far), reward and ``masked`` for each rollout in a state's newest groups, without rollouts that failed
-    before their first token."""
+def _recent_rollouts(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
+    """Length (so far) and reward of each rollout in a state's newest groups, without rollouts that failed before their
+    first token."""
     order = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
-        f"SELECT tokens, reward, masked FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
+        f"SELECT tokens, reward FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
         f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {order} LIMIT {RECENT_GROUPS})"
     ).fetchall()
 

@@ -23,12 +23,12 @@ import json
 import sqlite3
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl_cli.journal.progress import Progress, progress
-from asyncrl_cli.records.generation import CONTEXT, branch_id, training_rollout_id
+from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import BufferSettings
 
 
@@ -146,9 +146,14 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         if step is not None:
             groups_with_tokens.add(group_id)
             steps[step].tokens[batch_versions[step] - version] += count
-        is_wrong = version < segment_group.version or (step is not None and version > batch_versions[step])
-        if is_wrong and len(violations) < MOST_VIOLATIONS:
-            violations += _token_violations(connection, group_id, segment_group, version)
+        fault = ""
+        if version < segment_group.version:
+            fault = f"older than its group, which was admitted at version {segment_group.version}"
+        elif step is not None and version > batch_versions[step]:
+            fault = "newer than its batch"
+        if fault:
+            text = f"{count} tokens of version {version}, {fault}"
+            violations.append(Violation(None if step is None else step + 1, group_id, text))
     for group_id, rollouts, crossed in connection.execute(
         "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
     ):
@@ -178,22 +183,6 @@ def _settings_at(connection: sqlite3.Connection, run_progress: Progress) -> Call
         return starts[earlier_starts - 1][1] if earlier_starts else run_progress.settings
 
     return settings_at
-
-
-def _token_violations(
-    connection: sqlite3.Connection, group_id: int, group: _Group, version: int
-) -> Iterator[Violation]:
-    fault = "newer than its batch"
-    if version < group.version:
-        fault = f"older than its group, which was admitted at version {group.version}"
-    for index, branch, start, count in connection.execute(
-        "SELECT rollout_index, branch, start, length(tokens) / 4 FROM segments "
-        "WHERE group_id = ? AND version = ? ORDER BY rollout_index, branch, start",
-        (group_id, version),
-    ):
-        name = branch_id(training_rollout_id(group_id, index), branch)
-        text = f"rollout {name}, tokens {start} to {start + count - 1}: version {version}, {fault}"
-        yield Violation(None if group.step is None else group.step + 1, group_id, text)
 
 
 def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStaleness, ...]:

@@ -69,7 +69,7 @@ class Panel(NamedTuple):
     smooth: bool = True
 
 
-LEARNING, OPTIMIZATION, SPEED = "Learning", "Optimization", "Staleness and speed"
+LEARNING, UPDATES, SPEED = "Learning", "Optimization", "Staleness and speed"
 STALENESS = "Staleness of groups (versions)"
 LEARNING_RATE = "Learning rate"
 PANELS = (
@@ -78,11 +78,11 @@ PANELS = (
     Panel(LEARNING, "Response length (tokens)", {"response/tokens_mean": "mean", "response/tokens_max": "longest"}),
     Panel(LEARNING, "Truncated responses (share)", {"response/truncated_ratio": ""}),
     Panel(LEARNING, "Entropy (nats)", {"train/entropy": ""}),
-    Panel(OPTIMIZATION, "Loss", {"train/loss": ""}),
-    Panel(OPTIMIZATION, "Gradient norm", {"train/gradient_norm": ""}),
-    Panel(OPTIMIZATION, LEARNING_RATE, {"train/learning_rate": ""}, smooth=False),
+    Panel(UPDATES, "Loss", {"train/loss": ""}),
+    Panel(UPDATES, "Gradient norm", {"train/gradient_norm": ""}),
+    Panel(UPDATES, LEARNING_RATE, {"train/learning_rate": ""}, smooth=False),
     Panel(
-        OPTIMIZATION,
+        UPDATES,
         "KL divergence (nats)",
         {
             "correction/kl_behaviour": "to the sampling policy",
@@ -90,17 +90,9 @@ PANELS = (
             "train/kl_reference": "to the reference",
         },
     ),
-    Panel(
-        OPTIMIZATION,
-        "Importance weights",
-        {"correction/importance_mean": "mean", "correction/importance_max": "largest"},
-    ),
-    Panel(
-        OPTIMIZATION,
-        "Clipped tokens (share)",
-        {"train/clip_low_fraction": "below", "train/clip_high_fraction": "above"},
-    ),
-    Panel(OPTIMIZATION, "Log-prob gap to the sampling policy (nats)", {"correction/logprob_gap_mean": ""}),
+    Panel(UPDATES, "Importance weights", {"correction/importance_mean": "mean", "correction/importance_max": "max"}),
+    Panel(UPDATES, "Clipped tokens (share)", {"train/clip_low_fraction": "below", "train/clip_high_fraction": "above"}),
+    Panel(UPDATES, "Log-prob gap to the sampling policy (nats)", {"correction/logprob_gap_mean": ""}),
     Panel(SPEED, STALENESS, {"staleness/groups_max": "max", "staleness/groups_mean": "mean"}, smooth=False),
     Panel(SPEED, "Tokens per second", {"tokens/generated_per_s": "generated", "tokens/trained_per_s": "trained"}),
     Panel(SPEED, "Model FLOPs utilization (MFU)", {"mfu/update": "updates", "mfu/end_to_end": "end to end"}),
