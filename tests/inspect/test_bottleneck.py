@@ -32,7 +32,7 @@ def test_discarded_groups_are_mentioned(tmp_path: Path, monkeypatch: pytest.Monk
     for _ in range(12):
         run.step()
     with snapshot(tmp_path / FILE) as connection:
-        text = " ".join(other_costs(connection, list(step_spans(connection, 1)), spending("training")))
+        text = " ".join(other_costs(connection, list(step_spans(connection, 1)), spending("training"), 2))
     assert "were cancelled and started again" in text and "rejected" not in text
 
 
@@ -44,7 +44,7 @@ def test_costs_outside_the_simulation_are_mentioned_if_large(tmp_path: Path, mon
 
     def text(shares: Mapping[TrainerPart, float]) -> str:
         with snapshot(tmp_path / FILE) as connection:
-            return " ".join(other_costs(connection, list(step_spans(connection, 1)), shares))
+            return " ".join(other_costs(connection, list(step_spans(connection, 1)), shares, 2))
 
     assert text(spending("training")) == text(spending("groups")) == ""
     assert "checkpoints.every" in text(spending("saving"))

@@ -103,7 +103,7 @@ def test_engines_get_new_groups_while_a_batch_waits_for_a_running_one() -> None:
 
 def test_a_running_group_that_would_be_late_is_waited_for() -> None:
     ledger = four_long_groups("wait")
-    assert blocked(ledger) == Blocked("missing", finished=2, needed=2, missing=(0, 1))
+    assert blocked(ledger) == Blocked("missing", finished=2, batch_size=2, missing_groups=(0, 1))
     assert "0, 1" in str(blocked(ledger))
     ledger.finish(0)
     assert blocked(ledger).missing_groups == (1,)

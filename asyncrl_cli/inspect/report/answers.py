@@ -215,7 +215,10 @@ def limited(
 
 
 def other_costs(
-    connection: sqlite3.Connection, spans: Sequence[StepSpan], shares: Mapping[TrainerPart, float]
+    connection: sqlite3.Connection,
+    spans: Sequence[StepSpan],
+    shares: Mapping[TrainerPart, float],
+    groups_per_step: int,
 ) -> Iterator[str]:
     """Describe large costs that are not simulated: the start, evaluations, checkpoints, discarded groups."""
     started_at, first_batch_at = first_start(connection), spans[0].batch_taken_at
@@ -233,9 +236,9 @@ def other_costs(
         "that.",
     }
     yield from (remedies[activity] for activity in ("saving", "other") if shares[activity] >= MUCH)
-    (trained_groups,) = connection.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone()
+    trained_groups = len(spans) * groups_per_step
     for state, counts in dropped_groups(connection).items():
-        if sum(counts.values()) >= MUCH * trained_groups > 0:
+        if sum(counts.values()) >= MUCH * trained_groups:
             yield f"For each trained group, {sum(counts.values()) / trained_groups:.2f} {remedies[state]}"
 
 

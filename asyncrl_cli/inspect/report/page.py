@@ -85,7 +85,9 @@ def summarize(run: RunDirectory) -> RunSummary:
         findings = health(metrics_rows(connection), spec)
         unhealthy = no_advice(findings)
         predicted = unhealthy or prediction(connection, spec)
-        costs = list(other_costs(connection, spans, shares)) if shares and not unhealthy else []
+        costs = (
+            list(other_costs(connection, spans, shares, settings.groups_per_step)) if shares and not unhealthy else []
+        )
         faults = failures(connection, FAULTS_SHOWN, newest_first=False)
         run_curves = curves(connection, spans, settings.max_staleness)
         charts = tuple(run_charts(times, staleness.steps, distributions(connection)))
