@@ -18,7 +18,6 @@ from typing import Any
 from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
-from asyncrl_cli.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
 from asyncrl_cli.checks.memory import check_memory_estimate
 from asyncrl_cli.checks.programs import check_engine
@@ -110,12 +109,9 @@ class StartChecks:
             if finding.status is Status.WARNING:
                 self._notice(str(finding))
         assert self._experiment is not None
-        if not self._training:
-            return self._experiment
-        refuse(self._hosts(), self._notice)
-        if self._spec.cluster.address is None:
-            return self._experiment
-        return replace(self._experiment, examiner=partial(Newcomers, self._spec, self._replica_bytes))
+        if self._training:
+            refuse(self._hosts(), self._notice)
+        return self._experiment
 
     def findings(self) -> Iterator[Finding]:
         """Make all checks and yield their findings, including failures."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_wants
-from asyncrl_cli.orchestrator.placement import Examiner, PlacementGroup
+from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import WATCHING, WRITING, TrainerLost, TrainerRanks
 from asyncrl_cli.spec.inputs import TaskSpec
@@ -35,7 +35,6 @@ class ActorFactory:
     run_path: Path
     search_path: Path
     log_folder: Path | None = None
-    examiner: Examiner | None = None
 
     @property
     def _logs(self) -> str:
@@ -50,7 +49,6 @@ class ActorFactory:
             bundle_wants(spec),
             selector=spec.cluster.trainer,
             count=spec.trainer.ranks,
-            examiner=self.examiner,
         )
 
     def engine(
@@ -69,7 +67,7 @@ class ActorFactory:
         if trainer is not None and shares:
             group, index = trainer, int(name.removeprefix("engine-"))
         else:
-            group = PlacementGroup(name, wants, selector=spec.cluster.engines, examiner=self.examiner)
+            group = PlacementGroup(name, wants, selector=spec.cluster.engines)
 
         def make() -> Any:
             import ray

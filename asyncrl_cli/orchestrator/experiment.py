@@ -9,7 +9,6 @@ from typing import Any
 
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.monitors.base import Monitor
-from asyncrl_cli.orchestrator.placement import ExaminerFactory
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -34,8 +33,6 @@ class Experiment:
     """The monitors that ``tracking`` enables, such as TensorBoard; not started."""
     demonstrated_tokens: int = 0
     """Tokens of the longest reply that the warm start's demonstrations have, as far as the checks tried them."""
-    examiner: ExaminerFactory | None = None
-    """Makes the examiner of hosts that join during the run; None on one machine."""
 
     @classmethod
     def load(

@@ -230,10 +230,7 @@ async def _start(
         await buffer.failed(fault_kind, part_name, hide(message))
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
-    newcomers = None
-    if experiment.examiner is not None:
-        newcomers = experiment.examiner(run.path, lambda: ranks.nodes, budget.note, reporter.warn)
-    factory = ActorFactory(spec, run.path, experiment.search_path, examiner=newcomers)
+    factory = ActorFactory(spec, run.path, experiment.search_path)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
     initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     # If only adapters are published, engines load the other weights from the initial model's folder.

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.nodes import Node, Resources, eligible, live_nodes, numbers_of, shortage
+from asyncrl_cli.orchestrator.nodes import Resources, eligible, live_nodes, numbers_of, shortage
 from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.spec.sections import NodeSelector
 from asyncrl_cli.system.remote import START_TIMEOUT_S
@@ -22,37 +21,8 @@ from asyncrl_cli.system.remote import START_TIMEOUT_S
 FIRST_NOTICE_S, NOTICE_S = 15.0, 60.0
 """Seconds until the first warning that a part waits for resources, and between two warnings."""
 LOOK_S = 5.0
-"""Seconds between two checks whether Ray has found room, and on usable nodes."""
-NODE_ID = "ray.io/node-id"
-"""The label that Ray gives each node."""
+"""Seconds between two checks whether Ray has found room."""
 T = TypeVar("T")
-
-
-class Examiner(Protocol):
-    """Checks nodes before a run's actors start there."""
-
-    @property
-    def avoided(self) -> frozenset[str]:
-        """The ids of the nodes that must not be used now."""
-        ...
-
-    async def usable(self, nodes: Collection[str]) -> bool:
-        """True if actors may start on all these nodes; afterwards ``avoided`` has the nodes that failed the check."""
-        ...
-
-
-ExaminerFactory = Callable[
-    [Path, Callable[[], Collection[str]], Callable[[str, str, str], Awaitable[None]], Callable[[str], None]], Examiner
-]
-"""Makes a run's examiner from the run's folder; a function that returns the nodes of the trainer ranks, from which
-hosts get their weights; ``note(kind, part, message)``, which records a fault of a node; and ``warn(text)``."""
-
-
-class _Trusting:
-    avoided = frozenset[str]()
-
-    async def usable(self, nodes: Collection[str]) -> bool:
-        return True
 
 
 def rank_order(locations: Sequence[RankLocation]) -> list[int]:
@@ -79,68 +49,50 @@ class PlacementGroup:
         *,
         selector: NodeSelector,
         count: int = 1,
-        examiner: Examiner | None = None,
     ) -> None:
         """``who``: the part's name in messages. ``bundle``: the resources of each of the ``count`` actors."""
         self.who = who
         self._bundle = {resource: amount for resource, amount in bundle.items() if amount}
         self.count = count
         self._selector = selector
-        self._examiner = examiner or _Trusting()
         self._group: Any = None
-        self._avoided = frozenset[str]()  # the nodes that the request excludes
 
     def ask(self) -> None:
-        """Request the resources from Ray without waiting, unless they are requested already.
-
-        A request that still waits is replaced when the set of avoided nodes has changed.
-        """
+        """Request the resources from Ray without waiting, unless they are requested already."""
         from ray.util.placement_group import placement_group
 
-        avoided = self._examiner.avoided
-        if self._group is not None and (avoided == self._avoided or self._table()["state"] == "CREATED"):
-            return
-        self.remove()
-        self._avoided = avoided
-        labels = dict(self._selector.labels)
-        if avoided:  # nodes that the spec chooses by id are only checked again
-            labels.setdefault(NODE_ID, f"!in({','.join(sorted(avoided))})")
-        selectors = [labels] * self.count if labels else None
-        self._group = placement_group([self._bundle] * self.count, "PACK", bundle_label_selector=selectors)
+        if self._group is None:
+            selectors = [dict(self._selector.labels)] * self.count if self._selector.labels else None
+            self._group = placement_group([self._bundle] * self.count, "PACK", bundle_label_selector=selectors)
 
     async def ready(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds until Ray holds the resources; True if it does."""
+        """Wait up to ``timeout_s`` seconds until Ray holds the requested resources; True if it does."""
         try:
             async with asyncio.timeout(timeout_s):
-                if self._group is None:
-                    await asyncio.get_running_loop().create_future()
                 await self._group.ready()
         except TimeoutError:
             return False
         return True
 
     async def wait_for_room(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
-        """Wait until Ray holds the resources on usable nodes; ``warn`` gets texts about the missing resources. Raises
-        ``RunError`` after ``limit_s`` seconds; None: no limit."""
+        """Wait until Ray holds the resources; ``warn`` gets texts about the missing resources. Raises ``RunError``
+        after ``limit_s`` seconds; None: no limit."""
         started = time.monotonic()
         next_notice = started + FIRST_NOTICE_S
         self.ask()
-        while True:
-            if await self.ready(LOOK_S):
-                if await self._examiner.usable(self.nodes()):
-                    return
-                self.remove()
-            if (checked_at := time.monotonic()) >= next_notice:
-                missing_room = self.shortage(await asyncio.to_thread(live_nodes))
-                if limit_s is not None and checked_at - started > limit_s:
-                    raise RunError(
-                        f"Ray found no room for {self.who} within {limit_s:.0f} s: {missing_room}",
-                        location="cluster",
-                        hint="stop other programs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
-                    )
-                warn(f"{self.who} waits until Ray has room for it: {missing_room}")
-                next_notice = checked_at + NOTICE_S
-            self.ask()
+        while not await self.ready(LOOK_S):
+            if (checked_at := time.monotonic()) < next_notice:
+                continue
+            nodes = eligible(await asyncio.to_thread(live_nodes), self._selector)
+            missing_room = shortage(self._bundle, self.count, nodes)
+            if limit_s is not None and checked_at - started > limit_s:
+                raise RunError(
+                    f"Ray found no room for {self.who} within {limit_s:.0f} s: {missing_room}",
+                    location="cluster",
+                    hint="stop other programs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
+                )
+            warn(f"{self.who} waits until Ray has room for it: {missing_room}")
+            next_notice = checked_at + NOTICE_S
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
         """Wait for the first answer of actors in the group. Warns and raises like ``wait_for_room`` if their node dies
@@ -152,11 +104,6 @@ class PlacementGroup:
             return call.result()
         finally:
             call.cancel()
-
-    def shortage(self, nodes: Sequence[Node]) -> str:
-        """A text about the needed resources and the nodes' free ones."""
-        usable = [node for node in nodes if node.node_id not in self._examiner.avoided]
-        return shortage(self._bundle, self.count, eligible(usable, self._selector))
 
     def options(self, index: int = 0, share: Resources | None = None) -> dict[str, Any]:
         """Ray's options for the actor in a bundle. It uses the bundle's resources, or a ``share`` of them."""
@@ -170,13 +117,6 @@ class PlacementGroup:
             "scheduling_strategy": strategy,
         }
 
-    def nodes(self) -> tuple[str, ...]:
-        """The node id of each bundle; empty while Ray has not placed all of them."""
-        if self._group is None or (table := self._table())["state"] != "CREATED":
-            return ()
-        places = table["bundles_to_node_id"]
-        return tuple(places[index] for index in range(self.count))
-
     def remove(self) -> None:
         """Release the resources. Ray kills the actors in the group."""
         from ray.util.placement_group import remove_placement_group
@@ -184,9 +124,3 @@ class PlacementGroup:
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
-
-    def _table(self) -> dict[str, Any]:
-        from ray.util.placement_group import placement_group_table
-
-        table: dict[str, Any] = placement_group_table(self._group)
-        return table

@@ -9,16 +9,15 @@ import asyncio
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, first_cause
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.cluster import LOOK_S, Actors, ray_cluster, ray_is_lost, while_ray_lives
+from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineKeeper, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
@@ -146,14 +145,7 @@ def use_engines(
 
     async def start_and_use(stop: Stop) -> T:
         stop.attach()
-        last_warning = ""
-
-        def note(text: str) -> None:
-            nonlocal last_warning
-            last_warning = text
-            warn(text)
-
-        budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, note)
+        budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
         factory = ActorFactory(
             spec, run_path=served.logs, search_path=search_path or Path.cwd(), log_folder=served.logs
         )
@@ -180,8 +172,6 @@ def use_engines(
                     model.set_result(folder)
                     await asyncio.gather(*(engine.running() for engine in engines))
                     keeper_tasks.extend(group.create_task(keeper.keep(engine)) for engine in client.engines)
-                    limit_s = spec.pipeline.stall_minutes * 60
-                    keeper_tasks.append(group.create_task(while_engines_serve(client, limit_s, lambda: last_warning)))
 
                 serving = group.create_task(start())
                 result = await use(
@@ -239,22 +229,6 @@ def serve(
             await gateway.stop()
 
     use_engines(served, serve_requests, again="start the server again", status=status, warn=warn)
-
-
-async def while_engines_serve(client: GenerationClient, limit_s: float, cause: Callable[[], str]) -> NoReturn:
-    """Never ends; raises ``RunError`` with the cause if no engine has served for ``limit_s`` seconds: engines that are
-    lost with their nodes wait for room without a limit."""
-    served = time.monotonic()
-    while True:
-        await asyncio.sleep(min(LOOK_S, limit_s / 8))
-        if client.serving():
-            served = time.monotonic()
-        elif time.monotonic() - served > limit_s:
-            raise RunError(
-                f"no engine has served for {limit_s:.0f} s: {cause() or 'see the logs of the engines'}",
-                location="cluster",
-                hint="bring the node back or add another, or raise pipeline.stall_minutes",
-            )
 
 
 class _OwnWeights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,7 +121,7 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
 
     ray.init(cluster, log_to_driver=False, logging_level="ERROR")
     try:
-        first, second, third = ray.nodes()
+        first, second, _ = ray.nodes()
         hosts = [
             Host(first["NodeID"], "one", first["NodeManagerAddress"]),
             Host(second["NodeID"], "two", second["NodeManagerAddress"]),
@@ -130,8 +129,6 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
             Host(first["NodeID"], "elsewhere", "192.0.2.1"),
         ]
         findings = examine.examine_hosts(hosts, tmp_path, 0)
-        guest = Host(third["NodeID"], "guest", third["NodeManagerAddress"])
-        joined = asyncio.run(examine.examine([*hosts[:3], guest], tmp_path, 0, newcomer="guest"))
         alive = {actor for actor in _states() if actor != "DEAD"}
     finally:
         ray.shutdown()
@@ -140,10 +137,6 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
     assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
     (pairs,) = (one for one in findings if one.check == "connections")
     assert pairs.found == "2 of 2 pairs" and not alive
-    # Only its own pairs are reported, and no problems of the other hosts.
-    found = {finding.check: finding for finding in joined}
-    assert "hosts" not in found and found["connections"].found == "4 of 4 pairs"
-    assert {finding.status for finding in joined} <= {"ok", "warning"}
 
 
 def _states() -> list[str]:

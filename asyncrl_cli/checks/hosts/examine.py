@@ -113,22 +113,11 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
     if len(hosts) < 2:
         return []
     try:
-        return asyncio.run(examine(hosts, runs_dir, replica_bytes))
+        answers = asyncio.run(_answers(hosts, runs_dir))
     except ConfigError as error:
         return [Finding("shared folder", status=Status.FAILURE, found=error.message, hint=error.hint)]
-
-
-async def examine(
-    hosts: Sequence[Host], runs_dir: Path, replica_bytes: int, newcomer: str | None = None
-) -> list[Finding]:
-    """Do the work of ``examine_hosts``. With ``newcomer``, the name of a host that has just joined, look only for its
-    problems and for problems between it and the other hosts."""
-    answers = await _answers(hosts, runs_dir, newcomer)
-    live_ids = {node.node_id for node in await asyncio.to_thread(live_nodes)}
+    live_ids = {node.node_id for node in live_nodes()}
     answers.departed = {host.name for host in hosts if host.node_id not in live_ids}
-    if newcomer is not None:
-        answers.lost = {name: problem for name, problem in answers.lost.items() if name == newcomer}
-        answers.unshared = {name: problem for name, problem in answers.unshared.items() if name == newcomer}
     return findings_about(hosts, answers, runs_dir.absolute(), replica_bytes)
 
 
@@ -141,11 +130,8 @@ def refuse(findings: Iterable[Finding], notice: Callable[[str], None]) -> None:
             notice(str(finding))
 
 
-async def _answers(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None) -> Answers:
-    """Start a probe on every host, and collect the answers. A host without an answer is lost, and not asked again.
-
-    ``newcomer``: examine only pairs with this host.
-    """
+async def _answers(hosts: Sequence[Host], runs_dir: Path) -> Answers:
+    """Start a probe on every host, and collect the answers. A host without an answer is lost, and not asked again."""
     import ray
 
     secret = secrets.token_hex(16)
@@ -170,7 +156,7 @@ async def _answers(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None) 
             answers.reports[host.name] = report
 
     async def look(host: Host, listening: Sequence[Host], mark: Path) -> None:
-        others = [other for other in listening if other != host and newcomer in (None, host.name, other.name)]
+        others = [other for other in listening if other != host]
         surroundings = await ask(host, probes[host.name].examine.remote(others, mark), ANSWER_S)
         if surroundings is None:
             return
