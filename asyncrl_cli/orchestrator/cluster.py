@@ -30,9 +30,8 @@ from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
 from asyncrl_cli.sizing.host import stored_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import MARK, running_reaper
+from asyncrl_cli.system.remote import CONNECT_S, head_answers
 
-CONNECT_S = 10.0
-"""Seconds for connecting to a running cluster."""
 HEAD_LOST_S = 40.0
 """Seconds without an answer from Ray's head after which a run ends. After 60 seconds Ray itself would end the driver
 without a message. If the head restarts in time, the run continues."""
@@ -261,17 +260,14 @@ async def while_ray_lives(coroutine: Awaitable[T], hint: str) -> T:
 
 
 async def _until_ray_ends(hint: str) -> NoReturn:
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
     answered = time.monotonic()
     while True:
         if dead := _dead():
             raise RunError(f"Ray's process {dead}", location="cluster", hint=hint)
-        if await _answers(address):
+        if await head_answers():
             answered = time.monotonic()
         elif time.monotonic() - answered > HEAD_LOST_S:
-            message = f"Ray's head at {address} has not answered for {HEAD_LOST_S:.0f} s"
+            message = f"Ray's head has not answered for {HEAD_LOST_S:.0f} s"
             raise RunError(message, location="cluster", hint=hint)
         await asyncio.sleep(LOOK_S)
 
@@ -284,14 +280,3 @@ def _dead() -> str:
         code = process.returncode
         return f"{name} {f'was ended by {signal.Signals(-code).name}' if code < 0 else f'ended with exit code {code}'}"
     return ""
-
-
-async def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError:  # TimeoutError is one
-        return False
-    writer.close()
-    return True

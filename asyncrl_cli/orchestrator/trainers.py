@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Digest
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for, wait_for_head
 from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
@@ -96,6 +96,7 @@ class TrainerRanks:
             ray.kill(actor)
         self._actors = []
         await self._group.wait_for_room(self._warn)
+        await wait_for_head()
         self._actors = actors = [self._make_actor(self._group, index) for index in range(self._group.count)]
         visits = _all([actor.visit.remote(str(self._search_path)) for actor in actors], START_TIMEOUT_S)
         locations = await self._group.first_answer(visits, self._warn)

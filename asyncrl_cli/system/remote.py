@@ -8,6 +8,10 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError, UserError
 
+CONNECT_S = 10.0
+"""Seconds for connecting to Ray's head."""
+HEAD_LOOK_S = 0.5
+"""Seconds between two checks of Ray's head."""
 START_TIMEOUT_S = 600.0
 """Seconds that an actor may take for one part of its start."""
 SLOWEST_BYTES_PER_S = 200e6
@@ -45,6 +49,29 @@ def on_node(node: str | None = None) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node or ray.get_runtime_context().get_node_id(), soft=False)
+
+
+async def head_answers() -> bool:
+    """True if Ray's head accepts connections."""
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True
+
+
+async def wait_for_head() -> None:
+    """Wait until Ray's head answers. Call it before an actor is created: without a head ``A.remote()`` blocks the event
+    loop for a minute, and then Ray ends this process without a message. ``while_ray_lives`` ends this wait."""
+    import ray
+
+    while ray.is_initialized() and not await head_answers():
+        await asyncio.sleep(HEAD_LOOK_S)
 
 
 async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.secrets import hide
-from asyncrl_cli.system.remote import ActorLost
+from asyncrl_cli.system.remote import ActorLost, wait_for_head
 
 ActorKind = Literal["engine", "trainer", "scorer", "episode-worker", "gateway", "host-agent"]
 
@@ -118,6 +118,7 @@ class SupervisedActor:
                 actor = self.actor
                 try:
                     await self.room()
+                    await wait_for_head()
                     self.ask()
                     actor = self.actor
                     await self._start(actor)
@@ -152,6 +153,7 @@ class SupervisedActor:
         async with self._starting:
             try:
                 await self.room()
+                await wait_for_head()
                 self.ask()
                 await self._start(self.actor)
             except BaseException:
