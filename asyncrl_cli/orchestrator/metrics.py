@@ -73,11 +73,8 @@ class StepClock:
     def _read(self) -> tuple[float, ...]:
         activity = self._client.activity
         driver_s, host = self._processors()
-        return (
-            *(activity.generated_tokens, activity.busy_s, activity.paused_s),
-            *(activity.wall_s, activity.sequence_s, activity.cpu_s),
-            *(driver_s, host.used_s, host.idle_s),
-        )
+        times = activity.busy_s, activity.paused_s, activity.wall_s, activity.sequence_s, activity.cpu_s
+        return activity.generated_tokens, *times, driver_s, host.used_s, host.idle_s
 
 
 class StepRecorder:

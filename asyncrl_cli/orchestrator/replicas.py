@@ -177,27 +177,20 @@ class Replicas:
         self._ranks = len(ranks.nodes)
         while True:
             nodes = ranks.nodes
-            ranks_by_node = {
-                node: [rank for rank, rank_node in enumerate(nodes) if rank_node == node] for node in nodes
-            }
-            self._writers = ranks_by_node.keys()
-            losses = [self._agent(node).losses for node in ranks_by_node]
+            placement: dict[str, list[int]] = {}  # the ranks of each node
+            for rank, node in enumerate(nodes):
+                placement.setdefault(node, []).append(rank)
+            self._writers = placement.keys()
+            losses = [self._agent(node).losses for node in placement]
             try:
-                paths = dict(
-                    zip(
-                        ranks_by_node,
-                        await self._ask_all("begin", version, keep, ranks_by_node=ranks_by_node),
-                        strict=True,
-                    )
-                )
+                paths = await self._ask_all("begin", version, keep, placement=placement)
+                path_of = dict(zip(placement, paths, strict=True))
                 started = time.monotonic()
-                probe = await ranks.write(version, [paths[node] for node in nodes])
-                return WrittenVersion(
-                    version, probe, ranks=ranks_by_node, losses=losses, seconds=time.monotonic() - started
-                )
+                probe = await ranks.write(version, [path_of[node] for node in nodes])
+                return WrittenVersion(version, probe, placement, losses, seconds=time.monotonic() - started)
             except ReplicaGone:
                 await self._look()
-                if losses == [self._agent(node).losses for node in ranks_by_node]:
+                if losses == [self._agent(node).losses for node in placement]:
                     raise  # no agent has died: it would fail again
             except RunError as error:
                 # If the host is lost, so are its ranks, and Ray starts no agent there (decision 0038).
@@ -207,18 +200,18 @@ class Replicas:
                 if not isinstance(error, AgentLost):
                     raise
 
-    async def manifest(self, written_version: WrittenVersion) -> Manifest:
+    async def manifest(self, version: WrittenVersion) -> Manifest:
         """Have the agents compute the written version's digests. Raises ``AgentLost`` if a part of it is lost."""
-        agents = [self._agent(node) for node in written_version.ranks]
+        agents = [self._agent(node) for node in version.ranks]
         try:
-            shard_digests = await self._ask_all("digest", written_version.version, ranks_by_node=written_version.ranks)
+            shard_digests = await self._ask_all("digest", version.version, placement=version.ranks)
         except RunError as error:
-            if [agent.losses for agent in agents] == written_version.losses:
+            if [agent.losses for agent in agents] == version.losses:
                 raise
             raise AgentLost(error.message, location=error.location) from error  # an agent died before this call
-        manifest = Manifest.from_digests(written_version.version, self._slots, self._ranks, shard_digests)
+        manifest = Manifest.from_digests(version.version, self._slots, self._ranks, shard_digests)
         for agent in agents:
-            agent.note_held(manifest, written_version.ranks[agent.node])
+            agent.note_held(manifest, version.ranks[agent.node])
         return manifest
 
     async def pull(self, node: str, manifest: Manifest) -> Pulled:
@@ -251,16 +244,14 @@ class Replicas:
         held_ranks = [agent.held_ranks.get(key, frozenset()) for agent in self._agents.values()]
         return len(frozenset[int]().union(*held_ranks)) == manifest.ranks
 
-    def _holders(self, agent: AgentProcess) -> list[Endpoint]:
+    def _holders(self, puller: AgentProcess) -> list[Endpoint]:
         """The hosts that an agent pulls from: all hosts of ranks, because each may be the only one with its part, and a
         random choice of others, which spreads the load."""
-        agents = [holder for holder in self._agents.values() if holder is not agent]
+        agents = [agent for agent in self._agents.values() if agent is not puller]
         random.shuffle(agents)
-        writers = [holder for holder in agents if holder.node in self._writers]
-        peers = [holder for holder in agents if holder.node not in self._writers and holder.endpoint is not None][
-            :PEERS
-        ]
-        return [holder.endpoint for holder in (*writers, *peers) if holder.endpoint is not None]
+        writers = [agent.endpoint for agent in agents if agent.endpoint and agent.node in self._writers]
+        peers = [agent.endpoint for agent in agents if agent.endpoint and agent.node not in self._writers]
+        return writers + peers[:PEERS]
 
     def _agent(self, node: str) -> AgentProcess:
         if node not in self._agents:
@@ -278,12 +269,12 @@ class Replicas:
         # Twice the bytes: the memory of two versions is allocated in one call.
         return CALL_S + seconds_for(2 * size_of(self._slots))
 
-    async def _ask_all(self, method: str, *arguments: Any, ranks_by_node: Mapping[str, Sequence[int]]) -> list[Any]:
+    async def _ask_all(self, method: str, *arguments: Any, placement: Mapping[str, Sequence[int]]) -> list[Any]:
         """Ask each node's agent about its own ranks. Returns or raises only after all calls have ended: a retry must
         not overlap with a call of the previous attempt."""
         calls = [
             self._agent(node).ask_for(method, *arguments, ranks, limit_s=self._limit_s)
-            for node, ranks in ranks_by_node.items()
+            for node, ranks in placement.items()
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:

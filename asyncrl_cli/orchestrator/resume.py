@@ -82,14 +82,10 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     checkpoint = verified_checkpoint(run, step, lease=False) if step != 0 else None
     if checkpoint is not None:
         check_layout(checkpoint, spec.trainer)
+    first_step = checkpoint.step if checkpoint else 0
     if without_journal:
-        first_step, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
-        return Plan(
-            DriverStart("resume", note=note, checkpoint=checkpoint, base=base),
-            first_step,
-            again=True,
-            without_journal=True,
-        )
+        start = DriverStart("resume", note, checkpoint, base=checkpoint.state() if checkpoint else None)
+        return Plan(start, first_step, again=True, without_journal=True)
     journal = run.path / FILE
     instead = f"restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
     step_count, trained_count, journal_has_begun = 0, 0, False
@@ -98,42 +94,35 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
             check(journal)
             with reading(journal) as connection:
                 base_step = base_of(connection).get("step", 0)  # steps before the journal began
-                step_count, trained_count = (
-                    max(steps_taken(connection), base_step),
-                    max(steps_trained(connection), base_step),
-                )
+                step_count = max(steps_taken(connection), base_step)
+                trained_count = max(steps_trained(connection), base_step)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
-    problem = (
-        f"the run has taken {step_count} steps, more than {spec.stop.total}" if step_count > spec.stop.total else ""
-    )
-    if step_count == spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
-        problem = f"run already completed {step_count} of {spec.stop.total} steps"
-    if problem:
+    total, has_model = spec.stop.total, (run.path / MODEL / "config.json").is_file()
+    if step_count > total or (step_count == total and has_model and run.state.phase == "finished"):
+        problem = f"the run has taken {step_count} steps, more than {total}"
+        if step_count == total:
+            problem = f"run already completed {step_count} of {total} steps"
         hint = f"to train further: asyncrl resume {run.argument} --steps {2 * step_count}"
         raise RunError(problem, location=run.run_id, hint=hint)
     # A batch is in the journal before it is trained, so a later step in another file means that the journal lost rows
     # (decision 0013).
-    known_steps = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
-    for source, later in known_steps.items():
-        if later > step_count:
+    for source, step_there in (("the newest checkpoint", first_step), ("state.json", run.state.step)):
+        if step_there > step_count:
             raise RunError(
-                f"the journal ends at step {step_count}, but {source} has step {later}: {FILE}-wal is missing or "
+                f"the journal ends at step {step_count}, but {source} has step {step_there}: {FILE}-wal is missing or "
                 "truncated, or the journal is an older copy",
                 location=str(journal),
                 hint=instead,
             )
-    first_step = checkpoint.step if checkpoint else 0
     takes_data = not journal_has_begun or _read_through(run, spec=spec, first_step=first_step, taken_steps=step_count)
     # The batches are kept. With other settings they give other weights, so their old reports are dropped.
-    differ = first_step < trained_count and bool(training_changes(note))
-    steps = (
-        f"step {first_step + 1} is"
-        if trained_count == first_step + 1
-        else f"steps {first_step + 1} to {trained_count} are"
-    )
-    changed = f"{steps} trained again with the new settings, and their weights will differ" if differ else ""
-    again = differ or step is not None
+    changed = ""
+    if first_step < trained_count and training_changes(note):
+        next_step = first_step + 1
+        steps = f"step {next_step} is" if trained_count == next_step else f"steps {next_step} to {trained_count} are"
+        changed = f"{steps} trained again with the new settings, and their weights will differ"
+    again = bool(changed) or step is not None
     return Plan(
         DriverStart("resume", note, checkpoint),
         trained=min(trained_count, first_step) if again else trained_count,
