@@ -240,7 +240,7 @@ class StartChecks:
         assert self._experiment is not None
         spec = self._spec
         checked, examples = prompts.check_rows(
-            Rows.read(start, self._search_path),
+            Rows.from_spec(start, self._search_path),
             encoder=RowEncoder.of(spec, self._tokenizer, end_tokens(self._model_dir, self._tokenizer)),
             max_length=spec.model.max_length,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     locate: Callable[[int], str]
 
     @classmethod
-    def read(cls, warm_start: WarmStart, base: Path) -> Rows:
+    def from_spec(cls, warm_start: WarmStart, base: Path) -> Rows:
         """Read the rows of ``warm_start.data``; paths and modules are relative to ``base``. Raises ``DataError``."""
         prompts = read_source(warm_start.data, "train", base)
         return cls(prompts, partial(row_location, warm_start.data, base, DATA, prompts))
@@ -81,13 +81,15 @@ class RowEncoder:
         template does not render it as in a run."""
         ids: list[int] = []
         learned: list[bool] = []
-        placed: list[PlacedImage] = []
+        row_images: list[PlacedImage] = []
         images = {image.digest: image for image in prompt.images}
         replies = self._replies(prompt)
         for reply in replies:
             if reply.image_digests:
-                context, placed_here = self.images.encode(reply.context, [images[name] for name in reply.image_digests])
-                placed += [replace(image, offset=len(ids) + image.offset) for image in placed_here]
+                context, context_images = self.images.encode(
+                    reply.context, [images[name] for name in reply.image_digests]
+                )
+                row_images += [replace(image, offset=len(ids) + image.offset) for image in context_images]
             elif reply.is_templated:
                 (context,) = self.template.encode([reply.context])
             else:
@@ -98,12 +100,12 @@ class RowEncoder:
             if end is None and reply is not replies[-1]:
                 raise ChatError("the chat template ends a reply with another token than the model; use train_on: last")
             sampled = [*turn, self.tokenizer.eos_token_id] if end is None else turn[:end]
-            after = turn[len(sampled) :] if reply is not replies[-1] else []
-            ids += [*context, *sampled, *after]
-            learned += [False] * len(context) + [True] * len(sampled) + [False] * len(after)
+            template_end = turn[len(sampled) :] if reply is not replies[-1] else []
+            ids += [*context, *sampled, *template_end]
+            learned += [False] * len(context) + [True] * len(sampled) + [False] * len(template_end)
         if learned[0]:
             raise ChatError("there is no text before the reply")
-        return SupervisedRow(tuple(ids), tuple(learned), tuple(placed))
+        return SupervisedRow(tuple(ids), tuple(learned), tuple(row_images))
 
     def special_text(self, prompt: Prompt) -> str:
         """Return the first special token in the row's messages that stays text; "" if there is none."""
@@ -133,14 +135,14 @@ class RowEncoder:
         replies: list[_Reply] = []
         end = first_message = 0
         for index in learned_indices:
-            before = template.text(messages[:index], tools, reply=True)
+            prompt_text = template.text(messages[:index], tools, reply=True)
             through = template.text(messages[: index + 1], tools)
-            if not (through.startswith(before) and full.startswith(through) and end <= len(before)):
+            if not (through.startswith(prompt_text) and full.startswith(through) and end <= len(prompt_text)):
                 advice = ": use train_on: last" if index < len(messages) - 1 else ""
                 fault = f"the chat template renders the first {index} messages differently once later ones are there"
                 raise ChatError(fault + advice)
             digests = image_digests(messages[first_message:index])
-            replies.append(_Reply(full[end : len(before)], True, full[len(before) : len(through)], digests))
+            replies.append(_Reply(full[end : len(prompt_text)], True, full[len(prompt_text) : len(through)], digests))
             end, first_message = len(through), index + 1
         return replies
 

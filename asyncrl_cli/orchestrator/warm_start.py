@@ -88,7 +88,7 @@ class WarmStart:
         stub = model_stub(self.spec, self.run.model_stub)
         tokenizer = load_tokenizer(stub, self.spec.model.chat_template)
         encoder = RowEncoder.of(self.spec, tokenizer, end_tokens(stub, tokenizer))
-        source = Rows.read(warm_start, self.search_path)
+        source = Rows.from_spec(warm_start, self.search_path)
         rows = encode_rows(source, encoder, self.spec.model.max_length)
         skipped = len(source.prompts) - len(rows)
         too_long = f"; {skipped:,} {'is' if skipped == 1 else 'are'} too long" if skipped else ""
@@ -103,16 +103,16 @@ class WarmStart:
         await ranks.preload()
         await ranks.prepare_model()
         await ranks.start(None)
-        shown_at = started = time.monotonic()
+        reported_s = start_s = time.monotonic()
         order = _shuffled(rows, self.spec.seed)
         for update in range(updates):
             rate = warm_start.learning_rate * schedule.factor(update, updates, warm_start.schedule)
             report = await ranks.supervised_step(SupervisedBatch(tuple(islice(order, warm_start.batch_size)), rate))
             tokens += report.trained_tokens
             self.note({**_row(report), "step": update + 1 - updates})
-            if (now := time.monotonic()) >= shown_at + PROGRESS_S or update + 1 == updates:
-                shown_at = now
-                loss, speed = report.metrics["warm_start/loss"], tokens / (now - started)
+            if (now_s := time.monotonic()) >= reported_s + PROGRESS_S or update + 1 == updates:
+                reported_s = now_s
+                loss, speed = report.metrics["warm_start/loss"], tokens / (now_s - start_s)
                 self.status(f"warm start, update {update + 1} of {updates}, loss {loss:.3f}, {speed:,.0f} tokens/s")
         with atomic_folder(folder) as unfinished:
             await ranks.save_model(unfinished)

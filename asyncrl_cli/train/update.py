@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,22 +70,20 @@ def update_policy(
         entropy_mode = "train" if algorithm.entropy_coef else "measure"
         logprobs, entropies = engine(microbatch.input_ids, mask, entropy_mode, **microbatch.policy_arguments)
         old_logprobs = logprobs.detach() if is_first else precomputed.old_logprobs
-        proximal, weights, corrections, engine_gap = _corrected(
-            spec, microbatch=microbatch, old_logprobs=old_logprobs, current_logprobs=logprobs.detach()
-        )
+        corrected = _corrected(spec, microbatch, old_logprobs, current_logprobs=logprobs.detach())
         inputs = LossInputs(
             logprobs,
-            proximal_logprobs=proximal,
+            proximal_logprobs=corrected.proximal_logprobs,
             advantages=precomputed.advantages,
             mask=mask,
-            importance_weights=weights,
+            importance_weights=corrected.weights,
             reference_logprobs=precomputed.reference_logprobs,
             entropies=entropies,
         )
         loss, losses = policy_loss(inputs, algorithm, denominator, loss=objective.loss, kl=objective.kl)
         # Even if none of this rank's tokens counts: the other ranks wait in the collective calls of this pass.
         nonfinite_guard.backward(engine, loss)
-        sums = UpdateSums(loss.detach().double(), losses=losses, corrections=corrections, engine_gap=engine_gap)
+        sums = UpdateSums(loss.detach().double(), losses, corrected.sums, corrected.engine_gap)
         total = sums if total is None else total + sums
     assert total is not None
     return nonfinite_guard.step(engine), total
@@ -124,10 +122,17 @@ def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
     return len(minibatch.rows) * (algorithm.sequence_divisor or spec.rollout.max_response_tokens)
 
 
+class _Corrected(NamedTuple):
+    proximal_logprobs: Tensor
+    weights: Tensor
+    sums: CorrectionSums
+    engine_gap: CorrectionSums  # of the engine's numerics alone
+
+
 def _corrected(
     spec: ExperimentSpec, microbatch: PaddedRows, old_logprobs: Tensor | None, current_logprobs: Tensor
-) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
-    """Return proximal log-probs, importance weights, their statistics, and statistics of the engine's numerics.
+) -> _Corrected:
+    """Compute a micro-batch's importance weights.
 
     In float32 trainer and engine agree to about 1e-5 on a token of the version being trained, and the engine's last
     bits depend on how it happened to batch. There the trainer's own log-prob replaces the engine's: the weight is
@@ -145,4 +150,4 @@ def _corrected(
     at_behaviour = correction.proximal == "behaviour"
     compared = current_logprobs if at_behaviour else trainer
     weights, corrections = correct(compared, behaviour_logprobs=behaviour, mask=mask, correction=correction)
-    return behaviour if at_behaviour else trainer, weights, corrections, engine_gap
+    return _Corrected(behaviour if at_behaviour else trainer, weights, corrections, engine_gap)

@@ -126,7 +126,7 @@ def test_rows_that_would_teach_something_else_are_refused_with_their_line(
     lines = [good, [{"role": role, "content": "c"} for role in row]]
     file.write_text("\n\n".join(json.dumps({"messages": line, "answer": None}) for line in lines))
     one = encoder(template, data={"path": str(file), "prompt_column": "messages"}, **keys)
-    rows = Rows.read(one.warm_start, tmp_path)
+    rows = Rows.from_spec(one.warm_start, tmp_path)
     with pytest.raises(DataError, match=says) as refused:
         encode_rows(rows, one, 100)
     line = 1 if "response_column" in keys or "before" in says else 3
