@@ -39,7 +39,7 @@ PROGRESS_S = 5.0
 
 def with_its_result(spec: ExperimentSpec, run: RunDirectory) -> ExperimentSpec:
     """Return the spec of the run after its warm start."""
-    saved = {"path": str(run.path / WARM_START), "init": None, "warm_start": None}
+    saved = {"path": str((run.path / WARM_START).absolute()), "init": None, "warm_start": None}
     return spec.model_copy(update={"model": spec.model.model_copy(update=saved)})
 
 
@@ -114,7 +114,7 @@ class WarmStart:
                 reported_s = now_s
                 loss, speed = report.metrics["warm_start/loss"], tokens / (now_s - start_s)
                 self.status(f"warm start, update {update + 1} of {updates}, loss {loss:.3f}, {speed:,.0f} tokens/s")
-        with atomic_folder(folder) as unfinished:
+        with atomic_folder(folder.absolute()) as unfinished:  # the ranks may have another working directory
             await ranks.save_model(unfinished)
 
 
