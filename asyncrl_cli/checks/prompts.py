@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -18,8 +17,6 @@ from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.supervised_rows import DATA, RowEncoder, Rows, encode_row
 from asyncrl_cli.data.tokenizer import templates_texts
 from asyncrl_cli.records.prompt import ChatError, Prompt
-from asyncrl_cli.records.training import SupervisedRow
-from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 SPREAD = 1000
@@ -38,8 +35,6 @@ SPECIAL_HINT = (
     "set data.special_tokens: tokens if messages have the model's own tokens, or data.apply_chat_template: false if "
     "prompts already have all of the template's tokens"
 )
-NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
-"""Special tokens that rewards do not look for: a model's end token, and marks that the gateway reads."""
 
 
 def check_prompts(
@@ -92,7 +87,7 @@ def check_prompts(
         summary += f"; {long_count:,} are longer than rollout.max_prompt_tokens and skipped"
         hints.append("raise rollout.max_prompt_tokens")
     if special:
-        summary += _stays_text(special)
+        summary += f"; {counted(len(special), 'row')} with special tokens, such as {special[0]!r}, which stay text"
         hints.append(SPECIAL_HINT)
     if unusable:
         row, fault = unusable[0]
@@ -101,52 +96,31 @@ def check_prompts(
     return Warned(summary, "; ".join(hints)) if hints else summary
 
 
-def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> tuple[Result, list[SupervisedRow]]:
-    """Check that the rows of ``model.warm_start.data`` have replies that can be encoded, and return those tried. Tries
-    as many as ``check_prompts``.
+def check_rows(rows: Rows, encoder: RowEncoder, spec: ExperimentSpec, limit_s: float) -> tuple[Result, int]:
+    """Check that the rows of ``model.warm_start.data`` have replies that can be encoded and fit
+    ``rollout.max_response_tokens``; returns the tokens of the longest reply, too. Tries as many rows as
+    ``check_prompts``.
 
     Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
-    examples: list[SupervisedRow] = []
-    special: list[str] = []
+    tried_count = long_count = max_reply = 0
     start_s = time.monotonic()
     for index in _spread(len(rows.prompts)):
-        examples.append(encode_row(rows, index, encoder))
-        special += filter(None, [encoder.special_text(rows.prompts[index])])
+        row = encode_row(rows, index, encoder)
+        replies = (len(list(tokens)) for is_learned, tokens in groupby(row.learned) if is_learned)
+        max_reply = max(max_reply, *replies)
+        tried_count += 1
+        long_count += len(row.ids) > spec.model.max_length
         if time.monotonic() - start_s > limit_s:
             break
-    long_count = sum(len(example.ids) > max_length for example in examples)
-    summary = f"{len(rows.prompts):,} rows, {len(examples):,} of them tried"
-    hints = []
+    summary = f"{len(rows.prompts):,} rows, {tried_count:,} of them tried, replies of up to {max_reply:,} tokens"
     if long_count:
         summary += f"; {long_count:,} are longer than model.max_length and skipped"
-        hints.append("raise model.max_length")
-    if long_count == len(examples) >= min(ENOUGH, len(rows.prompts)):
-        raise DataError(summary, location=DATA, hint=hints[0])
-    if special:
-        summary += _stays_text(special)
-        hints.append(SPECIAL_HINT)
-    return Warned(summary, "; ".join(hints)) if hints else summary, examples
-
-
-def check_replies(examples: Sequence[SupervisedRow], max_response_tokens: int) -> tuple[Result, int]:
-    """Check that demonstrated replies fit ``rollout.max_response_tokens``; returns the longest one's tokens, too."""
-    reply_lengths = [
-        max(len(list(tokens)) for is_learned, tokens in groupby(example.learned) if is_learned) for example in examples
-    ]
-    longest_reply = max(reply_lengths)
-    long_count = sum(tokens > max_response_tokens for tokens in reply_lengths)
-    summary = f"{counted(len(examples), 'demonstration')} tried, replies of up to {longest_reply:,} tokens"
-    if not long_count:
-        return summary, longest_reply
-    hint = f"raise rollout.max_response_tokens to {longest_reply:,}"
-    return Warned(
-        f"{summary}; {long_count:,} have a reply longer than rollout.max_response_tokens", hint
-    ), longest_reply
-
-
-def _stays_text(special: Sequence[str]) -> str:
-    return f"; {counted(len(special), 'row')} with special tokens, such as {special[0]!r}, which stay text"
+    if long_count == tried_count >= min(ENOUGH, len(rows.prompts)):
+        raise DataError(summary, location=DATA, hint="raise model.max_length")
+    if max_reply > spec.rollout.max_response_tokens:
+        return Warned(summary, f"raise rollout.max_response_tokens to {max_reply:,}"), max_reply
+    return summary, max_reply
 
 
 def shown_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Result:
@@ -221,8 +195,6 @@ def check_template(
         ]
     if lost:
         notes.append(f"the template does not show {', '.join(lost)}")
-    if trial.one_call and Feature.PARALLEL not in trial.lost:
-        notes.append("it takes one tool call per message, and gets further calls as separate messages")
     if not (lost and episodic):
         return "; ".join(notes)
     hint = "use another template (model.chat_template), unless the agent or environment needs none of this"
@@ -279,22 +251,6 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
     end = tokenizer.convert_ids_to_tokens(end_ids[0])
     hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
     return Warned(f"{summary}, and the chat template ends a reply with {end!r}", hint)
-
-
-def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
-    """Warn if marks such as `</think>` are hidden from rewards because they are special tokens.
-
-    ``setting``: ``task.special_tokens``. Only None warns, because then the user may not know of the setting.
-    """
-    names = map(str, tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer))))
-    marks = [name for name in names if re.fullmatch(r"</[\w:.-]+>", name) and name not in NO_MARKS]
-    visibility = "shown" if setting == "shown" else "hidden"
-    summary = f"{visibility} in the text of responses"
-    if setting is not None or not marks:
-        return summary
-    summary = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {summary}: rewards cannot read them"
-    hint = "set task.special_tokens: shown if a reward reads them, otherwise hidden"
-    return Warned(summary, hint)
 
 
 def _spread(count: int) -> Iterator[int]:

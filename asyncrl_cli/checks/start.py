@@ -131,8 +131,6 @@ class StartChecks:
         yield Check("model files", lambda: model.check_saved_model(spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
         yield Check("chat template", lambda: self._chat_template(episodic), ("tokenizer",))
-        setting = spec.task.special_tokens
-        yield Check("special tokens", lambda: prompts.check_special_tokens(self._tokenizer, setting), ("tokenizer",))
         if (start := spec.model.warm_start) is not None:
             yield Check("warm start", partial(self._supervised_rows, start), ("task and data", "chat template"))
         if experiment is not None:
@@ -236,19 +234,18 @@ class StartChecks:
             locate=partial(row_location, split, self._search_path, location, rows),
         )
 
-    def _supervised_rows(self, start: WarmStart) -> Result:
+    def _supervised_rows(self, warm_start: WarmStart) -> Result:
         assert self._experiment is not None
-        spec = self._spec
-        checked, examples = prompts.check_rows(
-            Rows.from_spec(start, self._search_path),
-            encoder=RowEncoder.of(spec, self._tokenizer, end_tokens(self._model_dir, self._tokenizer)),
-            max_length=spec.model.max_length,
+        ends = end_tokens(self._model_dir, self._tokenizer)
+        result, max_reply = prompts.check_rows(
+            Rows.from_spec(warm_start, self._search_path),
+            RowEncoder(PromptEncoder.of(self._spec, self._tokenizer), ends, warm_start),
+            self._spec,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
         )
-        fitting, longest = prompts.check_replies(examples, spec.rollout.max_response_tokens)
         if "" not in self._experiment.episodic:  # an episode's length is of several replies
-            self._experiment = replace(self._experiment, demonstrated_tokens=longest)
-        return joined(checked, fitting)
+            self._experiment = replace(self._experiment, demonstrated_tokens=max_reply)
+        return result
 
     def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:
         spec = self._spec

@@ -12,7 +12,7 @@ from asyncrl_cli.data.chat_template import VARIABLES, ChatTemplate, Feature, Too
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.special_tokens import plain_ids
 from asyncrl_cli.data.tokenizer import templates_texts
-from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt, image_digests
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -45,11 +45,11 @@ class PromptEncoder:
         texts with the template if there is one. ``template``: by default the tokenizer's, without variables.
         ``images`` encodes prompts with images. ``shows_all``: refuse a prompt with parts that the template leaves
         out."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
-        self._template = template or ChatTemplate(tokenizer)
+        self.template = template or ChatTemplate(tokenizer)
         self._images = images or ImageTokens("", 0, 0)
         self._shows_all = shows_all
         self.sees_images = self._images.max_images > 0
@@ -70,7 +70,7 @@ class PromptEncoder:
     @cached_property
     def vocabulary(self) -> int:
         """1 more than the tokenizer's largest token id."""
-        return 1 + int(max(self._tokenizer.get_vocab().values()))
+        return 1 + int(max(self.tokenizer.get_vocab().values()))
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
         """The token ids from ``encode_with_images``."""
@@ -85,7 +85,7 @@ class PromptEncoder:
         """
         if self._episodic:
             return Encoded(())
-        if not isinstance(prompt.content, str) and self._tokenizer.chat_template is None:
+        if not isinstance(prompt.content, str) and self.tokenizer.chat_template is None:
             raise RunError(
                 f"prompt {prompt.uid} is a chat, and the model's tokenizer has no chat template",
                 location="data",
@@ -113,8 +113,8 @@ class PromptEncoder:
         text = str(prompt.content)
         templated = self.is_templated(prompt)
         if templated:
-            text = self._template.with_variables(variables).text(messages, tools, reply=True)
-            lost = self._template.abilities().lost if self._shows_all else {}
+            text = self.template.with_variables(variables).text(messages, tools, reply=True)
+            lost = self.template.abilities().lost if self._shows_all else {}
             if feature := next((feature for feature in _features(messages, tools) if feature in lost), None):
                 raise ChatError(f"the row has {feature}, which the chat template does not show")
         elif tools or variables:
@@ -124,12 +124,20 @@ class PromptEncoder:
             images_by_digest = {image.digest: image for image in prompt.images}
             if missing_digest := next((digest for digest in digests if digest not in images_by_digest), ""):
                 raise ChatError(f"its messages name the image {missing_digest!r:.80}, which is not one of its `images`")
-            return self._images.encode(text, [images_by_digest[digest] for digest in digests])
-        return self._template.encode([text])[0] if templated else plain_ids(self._tokenizer, [text])[0], ()
+            return self.tokenized(text, [images_by_digest[digest] for digest in digests])
+        return self.tokenized(text, is_templated=templated)
+
+    def tokenized(
+        self, text: str, images: Sequence[Image] = (), *, is_templated: bool = True
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Tokenize a text, or a piece of one, with its images. ``is_templated``: the chat template wrote it."""
+        if images:
+            return self._images.encode(text, images)
+        return self.template.encode([text])[0] if is_templated else plain_ids(self.tokenizer, [text])[0], ()
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
         first_role = None if isinstance(content, str) else content[0]["role"]
-        if first_role == "system" and Feature.SYSTEM in self._template.abilities().lost:
+        if first_role == "system" and Feature.SYSTEM in self.template.abilities().lost:
             return "the template takes no system message: remove `system`, and put its text into the user's message"
         return "fix the row or remove it, or use another chat template (model.chat_template)"
 
@@ -140,11 +148,11 @@ class PromptEncoder:
     def special_text(self, prompt: Prompt) -> str:
         """The first special token in the prompt's messages or tools that stays text; "" if there is none."""
         messages, tools, _ = chat_of(prompt)
-        return self._template.special_text(messages, tools) if self.is_templated(prompt) else ""
+        return self.template.special_text(messages, tools) if self.is_templated(prompt) else ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """A prompt's text, with special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator[tuple[int, ...]]:

@@ -8,23 +8,20 @@ differently within the whole conversation is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
-from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.chat_template import chat_of
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.rows import value_at
 from asyncrl_cli.data.sources import read_source, row_location
-from asyncrl_cli.data.special_tokens import plain_ids
-from asyncrl_cli.data.tokenizer import templates_texts
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Prompt, image_digests
 from asyncrl_cli.records.training import SupervisedRow
 from asyncrl_cli.spec.inputs import WarmStart
-from asyncrl_cli.spec.sections import ExperimentSpec
 
 DATA = "model.warm_start.data"
 
@@ -51,30 +48,12 @@ class _Reply(NamedTuple):
     image_digests: list[str]  # in ``context``
 
 
-@dataclass(frozen=True, slots=True)
-class RowEncoder:
-    """Encodes rows with a model's tokenizer and template. ``texts_are_chats``: text prompts become user messages.
-    ``ends``: tokens at which engines end a reply."""
+class RowEncoder(NamedTuple):
+    """Encodes rows as ``prompts`` encodes prompts. ``ends``: tokens at which engines end a reply."""
 
-    tokenizer: Any
-    template: ChatTemplate
-    texts_are_chats: bool
+    prompts: PromptEncoder
     ends: frozenset[int]
     warm_start: WarmStart
-    images: ImageTokens
-
-    @classmethod
-    def of(cls, spec: ExperimentSpec, tokenizer: Any, ends: frozenset[int]) -> RowEncoder:
-        """Make the encoder of a spec with a warm start."""
-        assert spec.model.warm_start is not None
-        return cls(
-            tokenizer,
-            template=ChatTemplate.from_spec(spec, tokenizer),
-            texts_are_chats=spec.data.apply_chat_template and templates_texts(tokenizer),
-            ends=ends,
-            warm_start=spec.model.warm_start,
-            images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
-        )
 
     def encode(self, prompt: Prompt) -> SupervisedRow:
         """Return the tokens up to the last learned one. Raises ``ChatError`` for a row without a reply, or if the
@@ -85,21 +64,17 @@ class RowEncoder:
         images = {image.digest: image for image in prompt.images}
         replies = self._replies(prompt)
         for reply in replies:
-            if reply.image_digests:
-                context, context_images = self.images.encode(
-                    reply.context, [images[name] for name in reply.image_digests]
-                )
-                row_images += [replace(image, offset=len(ids) + image.offset) for image in context_images]
-            elif reply.is_templated:
-                (context,) = self.template.encode([reply.context])
-            else:
-                (context,) = plain_ids(self.tokenizer, [reply.context])
-            (turn,) = self.template.encode([reply.text])
+            context_images = [images[digest] for digest in reply.image_digests]
+            context, placed_images = self.prompts.tokenized(
+                reply.context, context_images, is_templated=reply.is_templated
+            )
+            row_images += [replace(image, offset=len(ids) + image.offset) for image in placed_images]
+            turn, _ = self.prompts.tokenized(reply.text)
             # A template's text after a turn's end, often a newline, is never sampled: engines stop at the end token.
             end = next((index + 1 for index, token in enumerate(turn) if token in self.ends), None)
             if end is None and reply is not replies[-1]:
                 raise ChatError("the chat template ends a reply with another token than the model; use train_on: last")
-            sampled = [*turn, self.tokenizer.eos_token_id] if end is None else turn[:end]
+            sampled = [*turn, self.prompts.tokenizer.eos_token_id] if end is None else turn[:end]
             template_end = turn[len(sampled) :] if reply is not replies[-1] else []
             ids += [*context, *sampled, *template_end]
             learned += [False] * len(context) + [True] * len(sampled) + [False] * len(template_end)
@@ -107,22 +82,14 @@ class RowEncoder:
             raise ChatError("there is no text before the reply")
         return SupervisedRow(tuple(ids), tuple(learned), tuple(row_images))
 
-    def special_text(self, prompt: Prompt) -> str:
-        """Return the first special token in the row's messages that stays text; "" if there is none."""
-        messages, tools, _ = chat_of(prompt)
-        reply = prompt.fields.get(self.warm_start.response_column or "", "")
-        if isinstance(prompt.content, str) and not self.texts_are_chats:
-            return ""
-        return self.template.special_text([*messages, {"role": "assistant", "content": reply}], tools)
-
     def _replies(self, prompt: Prompt) -> list[_Reply]:
         messages, tools, variables = chat_of(prompt)
         if (column := self.warm_start.response_column) is not None:
             reply = value_at(prompt.fields, column, None)
             if not isinstance(reply, str) or not reply:
                 raise ChatError(f"the row has no text in the column `{column}`")
-            if isinstance(prompt.content, str) and not self.texts_are_chats:
-                return [_Reply(prompt.content, False, reply, [])]
+            if not self.prompts.is_templated(prompt):
+                return [_Reply(str(prompt.content), False, reply, [])]
             messages = (*messages, {"role": "assistant", "content": reply})
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not indices or indices[-1] != len(messages) - 1 or len(messages) == 1:
@@ -130,7 +97,7 @@ class RowEncoder:
         learned_indices = indices if self.warm_start.train_on == "all" else indices[-1:]
         if any(index - 1 in indices for index in learned_indices):
             raise ChatError("two assistant messages follow one another: join them")
-        template = self.template.with_variables(variables)
+        template = self.prompts.template.with_variables(variables)
         full = template.text(messages, tools)
         replies: list[_Reply] = []
         end = first_message = 0

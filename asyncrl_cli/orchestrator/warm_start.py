@@ -20,6 +20,7 @@ from pathlib import Path
 
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.supervised_rows import RowEncoder, Rows, encode_rows
 from asyncrl_cli.data.tokenizer import load_tokenizer
 from asyncrl_cli.orchestrator.actors import ActorFactory
@@ -87,7 +88,7 @@ class WarmStart:
         assert warm_start is not None
         stub = model_stub(self.spec, self.run.model_stub)
         tokenizer = load_tokenizer(stub, self.spec.model.chat_template)
-        encoder = RowEncoder.of(self.spec, tokenizer, end_tokens(stub, tokenizer))
+        encoder = RowEncoder(PromptEncoder.of(self.spec, tokenizer), end_tokens(stub, tokenizer), warm_start)
         source = Rows.from_spec(warm_start, self.search_path)
         rows = encode_rows(source, encoder, self.spec.model.max_length)
         skipped = len(source.prompts) - len(rows)

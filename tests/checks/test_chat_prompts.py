@@ -23,7 +23,6 @@ from asyncrl_cli.checks.prompts import (
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.data.supervised_rows import RowEncoder
@@ -95,7 +94,7 @@ def test_the_first_token_is_written_once() -> None:
     assert rendered(loaded, TEXT) == f"{first}[user]2 + 2?<|im_end|>\n[assistant]", "by the template"
     assert rendered(loaded, TEXT, apply_chat_template=False) == f"{first}2 + 2?", "by the tokenizer"
     warm_start = WarmStart(data=SplitSpec(path="rows.jsonl"), response_column="answer")
-    encoder = RowEncoder(loaded, ChatTemplate(loaded), True, frozenset({number}), warm_start, ImageTokens("", 0, 0))
+    encoder = RowEncoder(PromptEncoder(loaded, 99), frozenset({number}), warm_start)
     ids, learned, _ = encoder.encode(Prompt("row", "2 + 2?", {"answer": "4"}))
     assert ids[: learned.index(True)].count(number) == 1, "the same holds for the rows of a warm start"
 

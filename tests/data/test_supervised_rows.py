@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.checks.finding import Warned
-from asyncrl_cli.checks.prompts import check_replies, check_rows
+from asyncrl_cli.checks.prompts import check_rows
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.supervised_rows import RowEncoder, Rows, encode_rows
 from asyncrl_cli.data.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -45,13 +45,16 @@ CHATS = st.lists(st.tuples(st.text("ab ", min_size=1, max_size=4), TEXTS), min_s
 def encoder(template: str | None = CHATML, texts_are_chats: bool = True, **keys: Any) -> RowEncoder:
     tokenizer = character_tokenizer(256)
     tokenizer.chat_template = template
-    return RowEncoder(
-        tokenizer,
-        template=ChatTemplate(tokenizer),
-        texts_are_chats=texts_are_chats,
-        ends=frozenset({tokenizer.eos_token_id}),
-        warm_start=WarmStart.model_validate({"steps": 1, "data": {"path": "rows.jsonl"}, **keys}),
-        images=ImageTokens("", 0, 0),
+    prompts = PromptEncoder(tokenizer, 256)
+    prompts._texts_are_chats = texts_are_chats
+    warm_start = WarmStart.model_validate({"steps": 1, "data": {"path": "rows.jsonl"}, **keys})
+    return RowEncoder(prompts, frozenset({tokenizer.eos_token_id}), warm_start)
+
+
+def spec_with(max_length: int, max_response_tokens: int = 100) -> Any:
+    """The lengths of a spec."""
+    return SimpleNamespace(
+        model=SimpleNamespace(max_length=max_length), rollout=SimpleNamespace(max_response_tokens=max_response_tokens)
     )
 
 
@@ -63,7 +66,7 @@ def learned(one: RowEncoder, prompt: Prompt) -> list[str]:
         if counts:
             stretches += [] if mask[index - 1] else [[]]
             stretches[-1].append(token)
-    return [one.tokenizer.decode(stretch) for stretch in stretches]
+    return [one.prompts.tokenizer.decode(stretch) for stretch in stretches]
 
 
 @given(CHATS, st.sampled_from([CHATML, CHAT_TEMPLATE]))
@@ -73,7 +76,7 @@ def test_every_reply_is_learned_with_its_end_after_the_tokens_that_a_run_has(cha
     ids, mask, _ = one.encode(Prompt("1", chat))
     replies = [message["content"] for message in chat if message["role"] == "assistant"]
     assert learned(one, Prompt("1", chat)) == [f"{reply}<eos>" for reply in replies]
-    shown = ChatFormat(one.tokenizer)
+    shown = ChatFormat(one.prompts.tokenizer)
     at = 0
     for index in range(1, len(chat), 2):
         at = mask.index(True, at)
@@ -90,9 +93,9 @@ def test_every_reply_is_learned_with_its_end_after_the_tokens_that_a_run_has(cha
 def test_two_columns_are_a_chat_or_a_text() -> None:
     row = Prompt("1", "hi", {"answer": "yes"})
     one = encoder(response_column="answer")
-    assert one.tokenizer.decode(one.encode(row)[0]) == "[user]hi<eos>\n[assistant]yes<eos>"
+    assert one.prompts.tokenizer.decode(one.encode(row)[0]) == "[user]hi<eos>\n[assistant]yes<eos>"
     plain = encoder(texts_are_chats=False, response_column="answer")
-    assert plain.tokenizer.decode(plain.encode(row)[0]) == "hiyes<eos>"
+    assert plain.prompts.tokenizer.decode(plain.encode(row)[0]) == "hiyes<eos>"
     assert learned(one, row) == learned(plain, row) == ["yes<eos>"]
 
 
@@ -132,7 +135,7 @@ def test_rows_that_would_teach_something_else_are_refused_with_their_line(
     line = 1 if "response_column" in keys or "before" in says else 3
     assert refused.value.location == f"{file}:{line}" and refused.value.hint
     with pytest.raises(DataError, match=says):
-        check_rows(rows, encoder=one, max_length=100, limit_s=60.0)
+        check_rows(rows, one, spec_with(100), limit_s=60.0)
 
 
 def test_the_last_reply_of_a_template_that_changes_earlier_ones_is_learned() -> None:
@@ -146,11 +149,11 @@ def test_long_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     prompts = [Prompt(str(length), "hi", {"answer": "x" * length}) for length in (4, 90, 5, 80)]
     rows = Rows(prompts, str)
     assert len(encode_rows(rows, one, 50)) == 2
-    found, tried = check_rows(rows, encoder=one, max_length=50, limit_s=60.0)
-    assert check_replies(tried, 91)[1] == 91, "characters and the end token"
-    fitting, _ = check_replies(tried, 50)
-    assert isinstance(fitting, Warned) and "2 have a reply longer than rollout.max_response_tokens" in fitting.text
-    assert isinstance(found, Warned) and "2 are longer than model.max_length and skipped" in found.text
-    for check in (lambda: encode_rows(rows, one, 5), lambda: check_rows(rows, one, max_length=5, limit_s=60.0)):
+    result, max_reply = check_rows(rows, one, spec_with(50), limit_s=60.0)
+    assert max_reply == 91, "characters and the end token"
+    assert "2 are longer than model.max_length and skipped" in str(result)
+    result, _ = check_rows(rows, one, spec_with(50, max_response_tokens=90), limit_s=60.0)
+    assert isinstance(result, Warned) and result.hint == "raise rollout.max_response_tokens to 91"
+    for check in (lambda: encode_rows(rows, one, 5), lambda: check_rows(rows, one, spec_with(5), limit_s=60.0)):
         with pytest.raises(DataError, match=r"longer than model\.max_length"):
             check()

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.checks.finding import Warned
-from asyncrl_cli.checks.prompts import check_special_tokens
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
@@ -263,13 +261,3 @@ def test_equal_tokens_have_equal_text_for_rewards_and_for_the_gateway(shown: boo
     parts = [*stream.feed(ids), *stream.finish({"role": "assistant", "content": text})]
     assert "".join(part.text for part in parts) == text
     assert decode(ids) == chat.decode(ids)
-
-
-def test_special_tokens_that_look_like_marks_are_named_before_a_run() -> None:
-    found = check_special_tokens(thinking_tokenizer(special=True), None)
-    assert isinstance(found, Warned)
-    assert found.text.startswith("</think>, </seed:think>")
-    assert "task.special_tokens: shown" in found.hint
-    assert check_special_tokens(thinking_tokenizer(special=True), "hidden") == "hidden in the text of responses"
-    assert check_special_tokens(thinking_tokenizer(special=True), "shown") == "shown in the text of responses"
-    assert check_special_tokens(thinking_tokenizer(special=False), None) == "hidden in the text of responses"
