@@ -66,16 +66,10 @@ LOWER_RATE_OR_STALENESS = f"{LOWER_RATE} or `pipeline.max_staleness`"
 
 @dataclass(frozen=True, slots=True)
 class HealthFinding:
-    """A symptom of a bad run. Steps count from 1.
+    """A symptom of a bad run, from ``first_step`` to ``last_step`` (from 1); the last step is None while it lasts.
 
-    Args:
-        rule: the rule's name, which is stable.
-        first_step: the first step with the symptom.
-        last_step: the last step with it; None while it lasts.
-        observation: the numbers when it began.
-        cause: its usual cause.
-        remedy: the key to change, or the command that shows more.
-        stops_learning: True if the run learns nothing useful while it lasts, so its speed does not matter.
+    ``observation`` has the numbers when it began, ``remedy`` the key to change or the command that shows more. If it
+    ``stops_learning``, the run learns nothing useful while it lasts, so its speed does not matter.
     """
 
     rule: str

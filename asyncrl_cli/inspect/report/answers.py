@@ -1,16 +1,14 @@
 """A report's first answers: is the run healthy, did it learn, what limited its speed, was it ever too stale, and what
 failed?
 
-Learning: held-out accuracy decides if there is any, otherwise the training reward. Only evaluations with the same
-number of prompts are compared, because these are the same prompts. Held-out accuracy is a share of prompts, so its
-uncertainty follows from their number: Wilson's intervals, and Newcombe's for the difference of two evaluations (1998,
-method 10), both at 95 %. The highest of several evaluations is partly high by chance, so the test of its difference
-from the last evaluation divides the level by the number of evaluations (Bonferroni's correction). All evaluations use
-the same prompts, so a real difference is easier to see than these intervals say: they err towards "inconclusive".
+Learning: held-out accuracy decides if there is any, otherwise the training reward. Only evaluations on the same number
+of prompts are compared, because these are the same prompts. The intervals are Wilson's, and Newcombe's for a difference
+(1998, method 10), both at 95 %. The best of several evaluations is partly luck, so its comparison with the last one
+divides the level by their number (Bonferroni). Shared prompts make a real difference easier to see than these intervals
+say: they err towards "inconclusive".
 
-Speed: the simulator's advice (plan/prediction.py), and how the trainer spent its time. A step's window lasts from the
-end of the previous step to its own end. Time while the run was down belongs to no window. Steps of ``StepTime`` count
-from 0, as in the journal.
+Speed: a step's window lasts from the end of the previous step to its own end. Time while the run was down belongs to no
+window. Steps of ``StepTime`` count from 0, as in the journal.
 """
 
 from __future__ import annotations

@@ -115,12 +115,8 @@ class Points(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A run's measurements over time.
-
-    Args:
-        series: metrics by name; None if a step has no value.
-        accuracy: by kind and number of prompts: evaluations on different prompts cannot be compared.
-    """
+    """A run's measurements over time. In ``series`` None stands for a missing value. ``accuracy`` is by kind and number
+    of prompts, because evaluations on different prompts cannot be compared."""
 
     axis: Axis
     series: Mapping[str, Sequence[float | None]]
