@@ -127,23 +127,10 @@ def test_list_without_a_journal_and_without_checkpoints(asyncrl: Any, run: RunDi
     for checkpoint in complete_checkpoints(run.path / "checkpoints"):
         checkpoint.folder.rename(run.path / checkpoint.folder.name)
     assert asyncrl("list") == (0, f"{run.run_id} has no checkpoint yet\n", "")
-    for command in ("show", "verify", "export --to there"):
+    for command in ("verify", "export --to there"):
         code, out, error = asyncrl(*command.split())
         assert (code, out) == (1, "")
         assert error.startswith(f"error: the run has no checkpoint\n --> {run.run_id}\nhint: ")
-
-
-def test_show_prints_one_checkpoint(asyncrl: Any, run: RunDirectory) -> None:
-    code, out, _ = asyncrl("show", "--step", 20)
-    assert code == 0
-    assert "trainer     2 ranks, ZeRO-0, float32\n" in out
-    assert "greedy      0.750\n" in out
-    assert "kept        best 1\n" in out
-    assert "state/shard     2.0 kB\n" in out
-    assert json.loads(asyncrl("show", "--json")[1])["step"] == 50
-    code, _, error = asyncrl("show", "--step", 25)
-    assert code == 2
-    assert "hint: steps with a checkpoint: 10, 20, 30, 40, 50" in error
 
 
 def test_verify_reads_every_byte(asyncrl: Any, run: RunDirectory) -> None:
