@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -14,6 +16,13 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.02}
 GAP_FACTOR, MIN_TOLERANCE = 5.0, 0.1
 """In bfloat16 an engine's gap may be ``GAP_FACTOR`` times the gap of the first engine that proved a version, and always
 at least ``MIN_TOLERANCE`` nats."""
+
+
+class Verdict(NamedTuple):
+    """The judgement of an engine's log-probs."""
+
+    gap: float  # distance to the trainer's log-probs in nats
+    refusal: str = ""  # why the engine may not serve; empty if it may
 
 
 class ProbeCheck:
@@ -43,8 +52,8 @@ class ProbeCheck:
         probe: np.ndarray,
         previous_probe: np.ndarray | None = None,
         base: np.ndarray | None = None,
-    ) -> tuple[float, str]:
-        """Return the gap to the trainer's log-probs in nats, and why the engine may not serve (empty if it may).
+    ) -> Verdict:
+        """Judge an engine's log-probs of the probe.
 
         ``answer``: the engine's log-probs. ``probe`` and ``previous_probe``: the trainer's under this version and the
         previous one. ``base``: the trainer's without adapters, for engines that apply adapters. All are [tokens].
@@ -58,13 +67,14 @@ class ProbeCheck:
         how = "" if self._exact else " in the median"
         differ = f"its log-probs of the probe differ from the trainer's by {gap:.3g} nats{how}"
         if base is not None and as_near_to(base):
-            return gap, f"{differ}, more than from the log-probs without adapters"
+            return Verdict(gap, f"{differ}, more than from the log-probs without adapters")
         # A small update moves the probe by less than the tolerance. An engine that missed it is then found by its
         # distance to the previous version. ``not <=``: NaN must be refused.
         if not gap <= tolerance or (previous_probe is not None and as_near_to(previous_probe)):
-            return gap, f"{differ}; at most {tolerance:.3g} are allowed, and less than from the previous version's"
+            limit = f"at most {tolerance:.3g} are allowed, and less than from the previous version's"
+            return Verdict(gap, f"{differ}; {limit}")
         if not self._learned:
             self._learned = True
             self.tolerance = min(tolerance, max(MIN_TOLERANCE, GAP_FACTOR * gap))
             self._noise = max(self._noise, 3 * gap)
-        return gap, ""
+        return Verdict(gap)

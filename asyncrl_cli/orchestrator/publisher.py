@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -237,20 +237,15 @@ class Publisher:
             pauses={update.engine: update.pause for update in updates},
         )
 
-    async def _update_all(self, engines: Iterable[EngineState], publication: Publication) -> list[Update]:
+    async def _update_all(self, engines: Sequence[EngineState], publication: Publication) -> list[Update]:
         """Update each engine as soon as its host has the version; returns the successful updates."""
-        hosts: dict[str, list[EngineState]] = {}
-        for engine in engines:
-            hosts.setdefault(engine.process.node, []).append(engine)
-        pulls = {node: asyncio.ensure_future(self._replicas.pull(node, publication.manifest)) for node in hosts}
+        nodes = {engine.process.node for engine in engines}
+        # One pull for each host, however many engines it has.
+        pulls = {node: asyncio.ensure_future(self._replicas.pull(node, publication.manifest)) for node in nodes}
         too_late = asyncio.ensure_future(self._too_late(pulls.values()))
         try:
             updates = await asyncio.gather(
-                *(
-                    self._update(engine, publication=publication, pull=pulls[node], too_late=too_late)
-                    for node, group in hosts.items()
-                    for engine in group
-                )
+                *(self._update(engine, publication, pulls[engine.process.node], too_late) for engine in engines)
             )
         finally:
             # This ends only the driver's wait. A late host's agent continues its pull, and ``bring_up`` joins it.
@@ -288,16 +283,7 @@ class Publisher:
             await _wait_for_any(pull, too_late)
             if not pull.done():
                 raise PullFailed(f"its host did not get weight version {version} in time", location=engine.name)
-            pulled = pull.result()
-            answer, gap = await self._prove(engine, publication, pulled.path)
-            resumed_at = time.time() - answer.resumed_s
-            return Update(
-                engine=engine.name,
-                transfer_s=pulled.seconds,
-                pause=(resumed_at - answer.stall_s, resumed_at),
-                stall_s=answer.stall_s,
-                gap=gap,
-            )
+            return await self._prove(engine, publication, pull.result())
         except (PullFailed, ReplicaGone) as missing:
             # Not the engine's fault: it serves again when its host has the version (``bring_up``).
             await self._client.withdraw(engine, self._withdraw_s)
@@ -327,7 +313,7 @@ class Publisher:
                 await _wait_for_any(pull, replaced)
                 if not pull.done():
                     continue
-                await self._prove(engine, publication, pull.result().path)
+                await self._prove(engine, publication, pull.result())
             except (PullFailed, ReplicaGone):
                 if self._current is publication:
                     if await self._replicas.have(publication.manifest):
@@ -343,29 +329,38 @@ class Publisher:
                 engine.serving = True
                 return
 
-    async def _prove(self, engine: EngineState, publication: Publication, path: str) -> tuple[Attestation, float]:
-        """Update one engine; returns its answer and its gap in nats. Raises ``RunError`` if it fails the probe."""
+    async def _prove(self, engine: EngineState, publication: Publication, pulled: Pulled) -> Update:
+        """Update one engine. Raises ``RunError`` if it fails the probe."""
         name, actor = engine.name, engine.process.actor
         manifest, probe = publication.manifest, publication.probe
         if actor is None:  # its keeper starts another one
             raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
-            actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids, probe.images),
+            actor.update_weights.remote(
+                manifest.version, pulled.path, manifest.slots, self._policy, probe.ids, probe.images
+            ),
             name,
             self._timeout_s + seconds_for(size_of(manifest.slots)),
         )
-        gap, refused = self._check.judge(
+        resumed_at = time.time() - answer.resumed_s
+        verdict = self._check.judge(
             answer.probe_logprobs, probe.logprobs, previous_probe=publication.last_probe, base=probe.base_logprobs
         )
-        if answer.version != manifest.version:
-            refused = f"it reports version {answer.version}"
-        if refused:
+        reports_version = answer.version == manifest.version
+        refusal = verdict.refusal if reports_version else f"it reports version {answer.version}"
+        if refusal:
             raise RunError(
-                f"it does not serve weight version {manifest.version}: {refused}",
+                f"it does not serve weight version {manifest.version}: {refusal}",
                 location=name,
                 hint="this is a fault of the engine's weight update; please report it with the log",
             )
-        return answer, gap
+        return Update(
+            engine=name,
+            transfer_s=pulled.seconds,
+            pause=(resumed_at - answer.stall_s, resumed_at),
+            stall_s=answer.stall_s,
+            gap=verdict.gap,
+        )
 
 
 async def _wait_for_any(*either: asyncio.Future[Any]) -> None:
