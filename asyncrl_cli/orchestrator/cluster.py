@@ -18,7 +18,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -89,7 +89,7 @@ def object_store_bytes(spec: ExperimentSpec) -> int:
 def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     with (
         running_reaper(log_dir / "reaper.log") as folder,
-        _environment(_settings(folder), without=("RAY_AUTH_TOKEN",)),
+        _environment(_settings(folder)),
     ):
         import ray
 
@@ -128,7 +128,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     _read_environment_again()
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def _settings(folder: Path) -> dict[str, str | None]:
     """Make a token and a temporary folder in ``folder``; return the environment of a local cluster that uses them."""
     temporary = folder / "tmp"
     temporary.mkdir(mode=0o700)
@@ -149,6 +149,7 @@ def _settings(folder: Path) -> dict[str, str]:
         # By default, Ray before 2.59 requires no token.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_AUTH_TOKEN": None,  # it would have precedence over the file
         # Despite its name, the only setting that makes Ray's servers listen only on loopback.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A killed engine leaves vLLM's sockets and files among the temporary files; the reaper removes this folder.
@@ -187,20 +188,21 @@ def _read_environment_again() -> None:
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str], without: Collection[str]) -> Iterator[None]:
-    """Within the block, set some environment variables and unset others."""
-    saved_values = {name: os.environ.get(name) for name in (*settings, *without)}
-    for name in without:
-        os.environ.pop(name, None)
-    os.environ.update(settings)
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Within the block, environment variables have these values; None: they are not set."""
+    saved_values = {name: os.environ.get(name) for name in values}
+    _set_environment(values)
     try:
         yield
     finally:
-        for name, value in saved_values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_environment(saved_values)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @contextmanager

@@ -85,25 +85,25 @@ def encoded(
 ) -> list[tuple[Prompt, Encoded]]:
     """The usable held-out prompts with their token ids. Warns about others; raises ``RunError`` if none is usable."""
     fitting: list[tuple[Prompt, Encoded]] = []
-    unusable: list[DataError] = []
+    reason = ""
     for row in range(len(prompts)):
         try:
             prompt = prompts[row]
-            ids = encoder.encode_with_images(prompt)
+            if (encoded_prompt := encoder.encode_with_images(prompt)) is not None:
+                fitting.append((prompt, encoded_prompt))
         except DataError as error:
-            unusable.append(error)
-        else:
-            fitting += [(prompt, ids)] if ids is not None else []
-    if unusable:
-        warn(f"{location}: {len(unusable)} of {len(prompts)} prompts cannot be used and are skipped: {unusable[0]}")
+            reason = reason or f", or cannot be used: {error}"
     if not fitting:
         raise RunError(
             "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
             location=location,
             hint="raise rollout.max_prompt_tokens",
         )
-    if too_long := len(prompts) - len(unusable) - len(fitting):
-        warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and skipped")
+    if skipped := len(prompts) - len(fitting):
+        text = (
+            f"{skipped} of {len(prompts)} prompts are skipped: they are longer than rollout.max_prompt_tokens{reason}"
+        )
+        warn(f"{location}: {text}")
     return fitting
 
 

@@ -170,13 +170,6 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
                 location=f"cluster.{demand.key}.labels",
                 hint="`ray start --labels` gives a node its labels; `ray list nodes` shows them",
             )
-        if not any(times_on(node, demand.bundle) for node in demand.nodes):
-            raise RunError(
-                f"no node has room for one {demand.actor}: it needs {amounts(demand.bundle)} on one node, and there "
-                f"are {_totals(demand.nodes, demand.bundle)}",
-                location=f"cluster.{demand.key}",
-                hint="add a node that has them, or lower the threads and GPUs of one engine or rank",
-            )
     usable = [node for node in nodes if any(node in demand.nodes for demand in demands)]
     fit = all(sum(times_on(node, demand.bundle) for node in demand.nodes) >= demand.count for demand in demands)
     totals: dict[str, float] = {}
@@ -188,8 +181,12 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
     )
     needs = " and ".join(map(str, demands))
     if not fit:
+        kinds = [resource for resource, total in totals.items() if total]
+        room = [
+            f"{amounts({resource: node.total.get(resource, 0) for resource in kinds})} on {node}" for node in usable
+        ]
         raise RunError(
-            f"the run needs {needs}, and there are only {_totals(usable, totals)}",
+            f"the run needs {needs}, each on one node, and there are only {_listed(room)}",
             location="cluster",
             hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
         )
@@ -218,13 +215,6 @@ def shortage(bundle: Resources, count: int, nodes: Sequence[Node]) -> str:
         return f"it needs {needs}; free: {room[0]}"
     by_node = [f"{free} on {node}" for node, free in zip(nodes, room, strict=True)]
     return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {_listed(by_node)}"
-
-
-def _totals(nodes: Sequence[Node], bundle: Resources) -> str:
-    kinds = [resource for resource, amount in bundle.items() if amount]
-    return _listed(
-        [f"{amounts({resource: node.total.get(resource, 0) for resource in kinds})} on {node}" for node in nodes]
-    )
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -124,9 +124,9 @@ def refusal(spec: ExperimentSpec, nodes: list[Node]) -> RunError:
 
 def test_enough_resources_in_total_but_on_no_node_are_refused_with_the_reason() -> None:
     error = refusal(spec_with(1, 4), [node(1, 8, 2), node(2, 8, 2)])
-    assert error.location == "cluster.engines"
+    assert error.location == "cluster"
     assert error.message == (
-        "no node has room for one engine: it needs 1 CPU and 4 GPUs on one node, and there are "
+        "the run needs 1 engine of 1 CPU and 4 GPUs and 1 trainer rank of 1 CPU, each on one node, and there are only "
         "8 CPUs and 2 GPUs on host-1 (10.0.0.1); 8 CPUs and 2 GPUs on host-2 (10.0.0.2)"
     )
 
@@ -135,14 +135,14 @@ def test_a_cluster_with_room_for_some_engines_only_is_refused_with_its_resources
     error = refusal(spec_with(3, 2), [node(1, 8, 3), node(2, 8, 3)])
     assert error.location == "cluster"
     assert error.message == (
-        "the run needs 3 engines of 1 CPU and 2 GPUs and 1 trainer rank of 1 CPU, and there are only "
+        "the run needs 3 engines of 1 CPU and 2 GPUs and 1 trainer rank of 1 CPU, each on one node, and there are only "
         "8 CPUs and 3 GPUs on host-1 (10.0.0.1); 8 CPUs and 3 GPUs on host-2 (10.0.0.2)"
     )
 
 
 def test_ranks_that_do_not_fit_alone_are_refused() -> None:
     assert (
-        "and 3 trainer ranks of 1 CPU, and there are only 2 CPUs"
+        "and 3 trainer ranks of 1 CPU, each on one node, and there are only 2 CPUs"
         in refusal(spec_with(1, 0, ranks=3), [node(1, 2)]).message
     )
 
@@ -154,7 +154,7 @@ def test_an_autoscaling_cluster_is_not_refused_for_missing_resources() -> None:
 
 def test_only_the_actors_that_a_command_starts_must_fit() -> None:
     assert check_resources(spec_with(1, 8), [node(1, 1)], 0, 1) == "room for 1 trainer rank of 1 CPU on 1 node"
-    with pytest.raises(RunError, match="needs 1 CPU and 8 GPUs on one node"):
+    with pytest.raises(RunError, match="needs 1 engine of 1 CPU and 8 GPUs, each on one node"):
         check_resources(spec_with(1, 8), [node(1, 1)], 1, 0)
 
 
