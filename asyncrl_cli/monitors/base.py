@@ -69,8 +69,7 @@ class Monitor:
     """Base class of monitors. A subclass overrides the methods it needs. Calls come in the order of events. A monitor
     that raises is switched off for the rest of the run."""
 
-    name = ""
-    """The monitor's name in warnings and in a run's closing lines. If empty, the class's name is shown."""
+    name = ""  # shown in warnings and in a run's closing lines; the class's name if empty
 
     def started(self, run: RunInfo) -> None:
         """The first call: the run starts, or resumes."""

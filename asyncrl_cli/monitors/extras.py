@@ -1,7 +1,6 @@
 """The monitors that a spec names: TensorBoard, Weights & Biases, and the user's classes.
 
-Metrics have the same names as in MLflow. For TensorBoard, a resumed run writes another file, and repeated steps appear
-twice. In Weights & Biases it continues the run with its id.
+A resumed run continues the same run in Weights & Biases. For TensorBoard it writes another file, with repeated steps.
 """
 
 from __future__ import annotations
@@ -61,14 +60,11 @@ class TensorBoard(Monitor):
 
     name = "TensorBoard"
 
-    def __init__(self) -> None:
-        self._writer: Any = None
-
     def started(self, run: RunInfo) -> None:
         from tensorboard.summary import Writer
 
         self._folder = run.folder / "tensorboard"
-        self._writer = Writer(str(self._folder))
+        self._writer: Any = Writer(str(self._folder))
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         self._write(step, {"version": version, **metrics}.items())
@@ -94,7 +90,6 @@ class WeightsAndBiases(Monitor):
 
     def __init__(self, spec: WandbSpec) -> None:
         self._spec = spec
-        self._run: Any = None
 
     def started(self, run: RunInfo) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when the library is imported
@@ -110,7 +105,7 @@ class WeightsAndBiases(Monitor):
             # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0020).
             finish_timeout=10.0,
         )
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=self._spec.project,
             entity=self._spec.entity,
             mode=self._spec.mode,

@@ -184,14 +184,14 @@ def test_a_file_that_was_cut_is_sent_from_its_beginning(
 
 def test_no_name_of_a_metric_keeps_a_step_from_arriving(run: RunDirectory, tmp_path: Path) -> None:
     do_steps(run, 1, 2)
-    names = ["no: {good} name", "../up//a/", "/", "x" * 300, "task/\u6570"]
+    names = ["no: {good} name", "../up//a/", "/", "x" * 300, "y" * 249 + "/a", "task/\u6570"]
     run.append("metrics.jsonl", {"step": 3, "time": 1e6, "loss": 0.375, **dict.fromkeys(names, 1.0)})
     do_steps(run, 4, 5)
     Sender(run, local(tmp_path)).send("RUNNING")
     logged = Logged(local(tmp_path).uri)
     assert logged.history("loss") == losses(5)
     assert set(logged.run.data.metrics) == {
-        *("loss", "ratio", "no_ _good_ name", "up/a", "_", "x" * 250, "task/\u6570"),
+        *("loss", "ratio", "no_ _good_ name", "up/a", "_", "x" * 250, "y" * 249, "task/\u6570"),
     }
 
 

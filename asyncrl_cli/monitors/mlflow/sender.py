@@ -31,8 +31,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 PROGRESS = "mlflow.json"
 STEPS, SAMPLES = "metrics.jsonl", "system.jsonl"
 SPEC, EVALUATIONS = "spec.yaml", "evaluations/*.jsonl"
-FINISHED = "FINISHED"
-STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 """MLflow's status by the phase of an ended run."""
 BLOCK = 2**18
 """Bytes of a file's lines that are sent before the progress is noted."""
@@ -124,7 +123,7 @@ class Sender:
             self._client.log_text(run_id, spec_text(self._run), path.name)
         for path in self._new_files("artifact", EVALUATIONS):
             self._client.log_artifact(run_id, str(path), artifact_path=path.parent.name)
-        if self._target.model is not None and status == FINISHED:
+        if self._target.model is not None and status == STATUS["finished"]:
             self.model_version = register(self._client, run_id, run=self._run, name=self._target.model)
 
     def _connect(self) -> None:
@@ -244,12 +243,11 @@ def _metrics(line: bytes) -> list[Any]:
 
 
 def metric_name(name: str) -> str:
-    """Return a name that MLflow accepts: it would refuse a whole step for one name with other characters, an empty
-    part, or a part of dots."""
-    parts = (re.sub(r"[^\w. -]", "_", part) for part in name.split("/") if part.strip("."))
-    return "/".join(parts)[:METRIC_LENGTH] or "_"
+    """Return a name that MLflow accepts. It would refuse a whole step for a name with other characters, an empty
+    folder, or a folder of dots."""
+    folders = name[:METRIC_LENGTH].split("/")
+    return "/".join(re.sub(r"[^\w. -]", "_", folder) for folder in folders if folder.strip(".")) or "_"
 
 
 def _chunks(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(entries), size):
-        yield entries[start : start + size]
+    return (entries[start : start + size] for start in range(0, len(entries), size))

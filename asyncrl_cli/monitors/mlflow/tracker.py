@@ -11,7 +11,6 @@ any time. The next step starts a new child; a resume or `asyncrl track` sends th
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import time
@@ -90,13 +89,14 @@ def send_until_end(run: RunDirectory, target: Target, commands: FileIO, system_m
     sender = Sender(run, target)
     # Not started: its own thread would end at the first request that a server does not answer.
     machine = SystemMetricsMonitor(run.run_id, tracking_uri=target.uri) if system_metrics else None
-    status, problem, sampled_at = "RUNNING", "", -math.inf
+    status, problem, sampled_at = "RUNNING", "", time.monotonic()
+    if machine is not None:
+        sample(machine)  # shares of time count since the previous sample
     while True:
         if machine is not None and status == "RUNNING" and time.monotonic() >= sampled_at + SAMPLE_S:
-            metrics, is_first, sampled_at = sample(machine), sampled_at < 0, time.monotonic()
-            if not is_first:  # shares of time count since the previous sample
-                with suppress(OSError):  # the disk is full
-                    run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **metrics})
+            sampled_at = time.monotonic()
+            with suppress(OSError):  # the disk is full
+                run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **sample(machine)})
         last_problem, problem = problem, ""
         try:
             sender.send(status)
