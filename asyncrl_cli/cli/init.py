@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,7 @@ import typer
 
 import asyncrl_cli
 from asyncrl_cli.cli.arguments import completion
-from asyncrl_cli.cli.output import echo, echo_json
+from asyncrl_cli.cli.output import echo
 from asyncrl_cli.core.errors import UserError
 
 SPEC = "spec.yaml"
@@ -109,33 +108,29 @@ def find_template(name: str) -> Template:
     raise TemplateError(f"no template is called {name!r}", hint=hint)
 
 
-def _names() -> Iterable[str]:
-    return [template.name for template in templates()]
-
-
 def init(
     template: Annotated[
         str | None,
-        typer.Argument(metavar="TEMPLATE", help="The template.", show_default=False, autocompletion=completion(_names)),
+        typer.Argument(
+            metavar="TEMPLATE",
+            help="The template.",
+            show_default=False,
+            autocompletion=completion(lambda: [listed.name for listed in templates()]),
+        ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="The folder to create.", show_default=False)
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the templates and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that is not empty; replaces files with the same name.")
     ] = False,
 ) -> None:
     """Copy a template (a spec with its code and data) to a new folder, and print the next commands."""
     if show_list:
-        rows = [{"template": template.name, "what": template.title} for template in templates()]
-        if as_json:
-            echo_json(rows)
-            return
-        width = max(len(row["template"]) for row in rows)
-        for row in rows:
-            echo(f"{row['template']:{width}}  {row['what']}")
+        width = max(len(listed.name) for listed in templates())
+        for listed in templates():
+            echo(f"{listed.name:{width}}  {listed.title}")
         return
     if template is None:
         raise typer.BadParameter("name a template, or use --list", param_hint="TEMPLATE")

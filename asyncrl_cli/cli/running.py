@@ -203,7 +203,6 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
             f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}, "
             f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
             f"where    {_relative(run.path)}",
-            *_early_end(spec),
         )
     try:
         with open_view(run, steps=spec.stop.total, terminal=terminal, quiet=quiet) as view:
@@ -254,12 +253,6 @@ def summary(run: RunDirectory, result: RunResult, spec: ExperimentSpec) -> str:
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):
         lines.append(f"  mlflow ui --backend-store-uri {shlex.quote(store)}")
     return "\n".join(lines)
-
-
-def _early_end(spec: ExperimentSpec) -> Iterator[str]:
-    steps = spec.stop.on_unhealthy
-    if steps != "never" and steps < spec.stop.total:
-        yield f"ends     after {counted(steps, 'step')} in a row in which nothing was learned (stop.on_unhealthy)"
 
 
 def _relative(path: Path) -> str:

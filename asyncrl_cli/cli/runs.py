@@ -20,7 +20,6 @@ from asyncrl_cli.inspect.pages import duration, paragraph, table
 from asyncrl_cli.runs.catalogue import all_runs, find_run
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
-POLL_S = 0.5
 QUIET = ("starting", "running", "finished")
 """Phases that show no reason."""
 

@@ -15,7 +15,6 @@ from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.runs.catalogue import find_run
-from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.serving import Address, Served
@@ -46,9 +45,16 @@ def serve(
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]
     if is_spec(target):
-        served = _of_spec(Path(target), changes, step)
+        served = _served_spec(Path(target), changes, step)
     else:
-        served = _of_run(find_run(runs_dir, target), changes, step)
+        from asyncrl_cli.spec.load import load_recorded
+
+        run = find_run(runs_dir, target)
+        spec = load_recorded(run.path, changes).spec
+
+        from asyncrl_cli.orchestrator.serving import served_run
+
+        served = served_run(run, spec, step)
 
     from asyncrl_cli.checks.hosts.examine import check_cluster
     from asyncrl_cli.checks.prompts import missing_in_template
@@ -75,17 +81,7 @@ def serve(
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _of_run(run: RunDirectory, changes: list[str], step: int | None) -> Served:
-    from asyncrl_cli.spec.load import load_recorded
-
-    spec = load_recorded(run.path, changes).spec
-
-    from asyncrl_cli.orchestrator.serving import served_run
-
-    return served_run(run, spec, step)
-
-
-def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
+def _served_spec(path: Path, changes: list[str], step: int | None) -> Served:
     from asyncrl_cli.spec.load import load_spec
 
     if step is not None:

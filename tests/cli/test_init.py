@@ -42,9 +42,8 @@ def test_the_list_has_every_template_with_its_title(asyncrl) -> None:  # type: i
     code, out, err = asyncrl("init", "--list")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == NAMES
-    rows = json.loads(asyncrl("init", "--list", "--json")[1])
-    assert out.splitlines() == [f"{row['template']:16}  {row['what']}" for row in rows]
-    assert all(row["what"] for row in rows)
+    assert out.splitlines() == [f"{template.name:16}  {template.title}" for template in TEMPLATES]
+    assert all(template.title for template in TEMPLATES)
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
