@@ -57,8 +57,8 @@ def run_check(check: Check) -> Finding:
     except UserError:
         raise
     except Exception as error:  # for unusual values, libraries raise many types of errors
-        if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
-            raise missing from None
+        if isinstance(error, ModuleNotFoundError) and (package_error := missing_package(error)) is not None:
+            raise package_error from None
         message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = "change that part of the spec, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error

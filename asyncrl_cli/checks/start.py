@@ -161,10 +161,10 @@ class StartChecks:
         return services.check_tracking(self._spec, self._thorough)
 
     def _task(self) -> str:
-        loaded = Experiment.load(
+        loaded_experiment = Experiment.load(
             self._spec, search_path=self._search_path, notice=self._notice, training=self._training
         )
-        experiment = self._experiment = replace(loaded, monitors=self._monitors)
+        experiment = self._experiment = replace(loaded_experiment, monitors=self._monitors)
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
         held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"

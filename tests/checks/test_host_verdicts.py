@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import verdicts
 from asyncrl_cli.checks.hosts.probe import ANOTHER_HOST, CLOSED, NO_ROUTE, REFUSED, SILENT, Host, HostReport, Problem
-from asyncrl_cli.checks.hosts.verdicts import SHOWN
+from asyncrl_cli.checks.hosts.verdicts import MAX_LISTED
 from asyncrl_cli.checks.machine import GIB
 
 pytestmark = pytest.mark.slow
@@ -71,19 +71,19 @@ def test_a_pair_that_fails_is_named_with_both_ends_and_a_hint(
     findings = list(verdicts.judge_connections(failed, len(pairs)))
     failures = [finding for finding in findings if finding.status == "failure"]
     assert bool(failures) == bool(failed)
-    for ((source, target), problem), finding in zip(failed.items(), failures[:SHOWN], strict=False):
+    for ((source, target), problem), finding in zip(failed.items(), failures[:MAX_LISTED], strict=False):
         assert finding.found == f"{source} -> {target}: {target} {problem.text}"
         assert finding.hint == problem.hint
-    assert len(failures) == min(len(failed), SHOWN + 1)
-    if len(failed) > SHOWN:
-        assert failures[-1].found.startswith(f"{len(failed) - SHOWN} more pairs fail; ")
+    assert len(failures) == min(len(failed), MAX_LISTED + 1)
+    if len(failed) > MAX_LISTED:
+        assert failures[-1].found.startswith(f"{len(failed) - MAX_LISTED} more pairs fail; ")
     assert ("ok" in statuses(findings)) == (len(failed) < len(pairs))
 
 
 def test_the_host_that_fails_with_all_others_is_pointed_out() -> None:
     hosts = [f"h{index}" for index in range(6)]
     failed = {pair: SILENT for pair in permutations(hosts, 2) if "h3" in pair}
-    summary = list(verdicts.judge_connections(failed, 30))[SHOWN]
+    summary = list(verdicts.judge_connections(failed, 30))[MAX_LISTED]
     assert summary.found == "4 more pairs fail; h3 is in 10 of all 10" and "h3 first" in summary.hint
 
 

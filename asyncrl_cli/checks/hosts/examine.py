@@ -39,11 +39,11 @@ LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host
 
 
 def hosts_for(
-    spec: ExperimentSpec | None, nodes: Sequence[Node], here: str, actors: Actors | None = None
+    spec: ExperimentSpec | None, nodes: Sequence[Node], driver_node: str, actors: Actors | None = None
 ) -> list[Host]:
     """Return the hosts that may have an engine or a trainer rank of the spec, or all hosts without a spec.
 
-    The driver's node (``here``) is always included, and comes first. ``actors``: as for ``ray_cluster``.
+    The driver's node (``driver_node``) is always included, and comes first. ``actors``: as for ``ray_cluster``.
     """
     names = [str(node) for node in nodes]
     shares = {node.node_id: 1.0 for node in nodes}
@@ -68,9 +68,9 @@ def hosts_for(
             share=shares.get(node.node_id, 0.0),
         )
         for node, name in zip(nodes, names, strict=True)
-        if node.node_id in {here, *shares}
+        if node.node_id in {driver_node, *shares}
     ]
-    return sorted(hosts, key=lambda host: host.node_id != here)
+    return sorted(hosts, key=lambda host: host.node_id != driver_node)
 
 
 def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def check_cluster(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Ca
 def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | None = None) -> list[Host]:
     import ray
 
-    return hosts_for(spec, nodes=nodes, here=ray.get_runtime_context().get_node_id(), actors=actors)
+    return hosts_for(spec, nodes=nodes, driver_node=ray.get_runtime_context().get_node_id(), actors=actors)
 
 
 def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> list[Finding]:
@@ -156,12 +156,14 @@ async def _answers(hosts: Sequence[Host], runs_dir: Path) -> Answers:
             answers.reports[host.name] = report
 
     async def look(host: Host, listening: Sequence[Host], mark: Path) -> None:
-        others = [other for other in listening if other != host]
-        surroundings = await ask(host, probes[host.name].examine.remote(others, mark), ANSWER_S)
+        other_hosts = [other_host for other_host in listening if other_host != host]
+        surroundings = await ask(host, probes[host.name].examine.remote(other_hosts, mark), ANSWER_S)
         if surroundings is None:
             return
-        answers.unreachable |= {(host.name, other): problem for other, problem in surroundings.unreachable.items()}
-        answers.pair_count += len(others)
+        answers.unreachable |= {
+            (host.name, other_host): problem for other_host, problem in surroundings.unreachable.items()
+        }
+        answers.pair_count += len(other_hosts)
         folder_problem = surroundings.folder_problem
         if not folder_problem and not await asyncio.to_thread(appears, mark / host.node_id):
             folder_problem = f"writes into another folder {mark.parent} than the driver's"

@@ -110,10 +110,10 @@ class HostProbe:
             raise ConfigError(message, hint="start Ray with a --node-ip-address that the host has") from None
         return await asyncio.to_thread(_report, self._server.sockets[0].getsockname()[1])
 
-    async def examine(self, others: list[Host], mark: Path) -> Surroundings:
+    async def examine(self, other_hosts: list[Host], mark: Path) -> Surroundings:
         """Connect to all other hosts in parallel, and use the shared folder."""
-        problems = await asyncio.gather(*map(self.connection_problem, others))
-        unreachable = {host.name: problem for host, problem in zip(others, problems, strict=True) if problem}
+        problems = await asyncio.gather(*map(self.connection_problem, other_hosts))
+        unreachable = {host.name: problem for host, problem in zip(other_hosts, problems, strict=True) if problem}
         return Surroundings(unreachable, await asyncio.to_thread(answer, mark, self._host.node_id))
 
     async def connection_problem(self, target: Host) -> Problem | None:

@@ -16,7 +16,7 @@ MUST_BE_EQUAL = frozenset(
 )
 """Packages with equal versions on all hosts, because their processes exchange objects or weights. Of Python only the
 minor version counts."""
-SHOWN = 6
+MAX_LISTED = 6
 """Largest number of pairs or hosts in a message."""
 
 Pair = tuple[str, str]
@@ -71,24 +71,24 @@ def judge_token(reports: Mapping[str, HostReport]) -> Finding:
     """Check that Ray requires a token. Without it, everyone who can reach the cluster's ports can run code on it."""
     if open_hosts := [host for host, report in reports.items() if not report.token]:
         hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host, or others can run code on it"
-        return Finding("token", status=Status.WARNING, found=f"Ray asks for no token on {_some(open_hosts)}", hint=hint)
+        return Finding("token", status=Status.WARNING, found=f"Ray asks for no token on {_list(open_hosts)}", hint=hint)
     return Finding("token", Status.OK, "Ray asks for a token")
 
 
 def judge_versions(reports: Mapping[str, HostReport]) -> list[Finding]:
     """Check that all hosts have the first host's Python, packages and code of asyncrl. A build after `+` may differ,
     and a host may lack a package, because its part of the run may not import it."""
-    (reference_host, reference), *others = reports.items()
+    (reference_host, reference), *other_reports = reports.items()
     hint = "install the same packages on every host, for example by one container image or one shared environment"
     texts = []
     for package in MUST_BE_EQUAL & reference.versions.keys():
         expected = _version(package, reference)
-        differing = [host for host, report in others if _version(package, report) not in (expected, "")]
+        differing = [host for host, report in other_reports if _version(package, report) not in (expected, "")]
         if differing:
-            listed = _some([f"{reports[host].versions[package]} on {host}" for host in differing])
+            listed = _list([f"{reports[host].versions[package]} on {host}" for host in differing])
             texts.append(f"{package}: {reference.versions[package]} on {reference_host}, {listed}")
-    if differing := [host for host, report in others if report.code != reference.code]:
-        texts.append(f"the code of asyncrl differs from the code on {reference_host}: {_some(differing)}")
+    if differing := [host for host, report in other_reports if report.code != reference.code]:
+        texts.append(f"the code of asyncrl differs from the code on {reference_host}: {_list(differing)}")
     if texts:
         return [Finding("versions", status=Status.FAILURE, found=text, hint=hint) for text in sorted(texts)]
     versions = ", ".join(f"{name} {reference.versions[name]}" for name in ("asyncrl", "python", "ray"))
@@ -104,15 +104,15 @@ def judge_drivers(reports: Mapping[str, HostReport]) -> Iterator[Finding]:
     """Check that the installed torch can use every host's GPUs."""
     for problem in dict.fromkeys(report.driver for report in reports.values() if report.driver is not None):
         hosts = [host for host, report in reports.items() if report.driver == problem]
-        yield Finding("GPUs", status=Status.FAILURE, found=f"{_some(hosts)}: {problem.text}", hint=problem.hint)
+        yield Finding("GPUs", status=Status.FAILURE, found=f"{_list(hosts)}: {problem.text}", hint=problem.hint)
 
 
 def judge_connections(unreachable: Mapping[Pair, Problem], pair_count: int) -> Iterator[Finding]:
     """Check that every host reaches every other host, in ``pair_count`` pairs."""
-    for (source, target), problem in list(unreachable.items())[:SHOWN]:
+    for (source, target), problem in list(unreachable.items())[:MAX_LISTED]:
         text = f"{source} -> {target}: {target} {problem.text}"
         yield Finding("connections", status=Status.FAILURE, found=text, hint=problem.hint)
-    if (hidden_count := len(unreachable) - SHOWN) > 0:
+    if (hidden_count := len(unreachable) - MAX_LISTED) > 0:
         host, count = Counter(host for pair in unreachable for host in pair).most_common(1)[0]
         text = f"{hidden_count} more pairs fail; {host} is in {count} of all {len(unreachable)}"
         hint = f"check {host} first, or remove it from the cluster"
@@ -129,7 +129,7 @@ def judge_memory(hosts: Sequence[Host], reports: Mapping[str, HostReport], repli
     sizes = [(host.name, reports[host.name].memory, round(2 * replica_bytes * host.share)) for host in hosts]
     if small := [size for size in sizes if size[1] < size[2]]:
         lacks = "{} has {:.1f} GiB available and needs {:.1f}"
-        listed = _some([lacks.format(host, free / GIB, version_bytes / GIB) for host, free, version_bytes in small])
+        listed = _list([lacks.format(host, free / GIB, version_bytes / GIB) for host, free, version_bytes in small])
         text = f"too little for two versions of the weights, or of the shards of a host's ranks: {listed}"
         hint = "free memory there, or choose other hosts by cluster.engines and cluster.trainer"
         return Finding("host memory", status=Status.FAILURE, found=text, hint=hint)
@@ -141,12 +141,12 @@ def judge_memory(hosts: Sequence[Host], reports: Mapping[str, HostReport], repli
 def judge_folder(folder: Path, problems: Mapping[str, str]) -> Finding:
     """Check that all hosts share the runs folder: they exchange logs, checkpoints and the model's files through it."""
     if problems:
-        listed = _some([f"{host} {problem}" for host, problem in problems.items()])
+        listed = _list([f"{host} {problem}" for host, problem in problems.items()])
         hint = "set runs_dir to a folder on a file system that all hosts mount at the same path (NFS, Lustre, a volume)"
         return Finding("shared folder", status=Status.FAILURE, found=listed, hint=hint)
     return Finding("shared folder", Status.OK, f"all hosts read and write {folder}")
 
 
-def _some(items: Sequence[str]) -> str:
-    hidden = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return "; ".join(items[:SHOWN]) + hidden
+def _list(items: Sequence[str]) -> str:
+    hidden = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return "; ".join(items[:MAX_LISTED]) + hidden
