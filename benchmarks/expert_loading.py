@@ -87,7 +87,7 @@ def main() -> None:
                 for way, experts in (("one by one", {}), ("together", together)):
                     transfer.experts = experts
                     with transfer.replica.open(path, 1) as tensors:
-                        counts[way] = sum(1 for _ in transfer.loaded(tensors))
+                        counts[way] = sum(1 for _ in transfer.named_tensors(tensors))
                     started = time.perf_counter()
                     transfer.start_weight_update()
                     transfer.update_weights({"version": 1, "path": path})

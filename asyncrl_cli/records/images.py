@@ -35,14 +35,6 @@ class Image:
         """The image with these bytes, unchecked."""
         return cls(hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest(), data)
 
-    @property
-    def file_name(self) -> str:
-        """The name of a file with its bytes: the digest, with the format as suffix."""
-        from PIL import Image as Pillow
-
-        with Pillow.open(io.BytesIO(self.data)) as opened:
-            return f"{self.digest}.{(opened.format or 'image').lower()}"
-
     def decoded(self) -> Any:
         """The pixels for every processor: a PIL image in RGB, turned upright, transparent parts on white.
 

@@ -24,7 +24,6 @@ from asyncrl_cli.weights import vllm_worker
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
@@ -51,18 +50,16 @@ def sample_by_position(runner: GPUModelRunner, config: VllmConfig) -> bool:
     """
     if config.use_v2_model_runner:
         return True
-    if not _has_kernel(runner.sampler):
+    sampler = runner.sampler
+    if current_platform.is_cpu():
+        uses_kernel = getattr(sampler.topk_topp_sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
+        if not uses_kernel or sampler.use_fp64_gumbel:
+            return False
+    elif not (current_platform.is_cuda_alike() and HAS_TRITON):
         return False
     # vLLM itself selects its implementation for a platform through this attribute.
-    runner.sampler.topk_topp_sampler.forward = PositionSampler(runner)
+    sampler.topk_topp_sampler.forward = PositionSampler(runner)
     return True
-
-
-def _has_kernel(sampler: Sampler) -> bool:
-    if current_platform.is_cpu():
-        is_cpu_method = getattr(sampler.topk_topp_sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
-        return is_cpu_method and not sampler.use_fp64_gumbel
-    return bool(current_platform.is_cuda_alike() and HAS_TRITON)
 
 
 class PositionSampler:

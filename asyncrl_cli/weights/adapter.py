@@ -57,7 +57,13 @@ class AdapterTransferEngine(ReplicaTransferEngine):
 
     def prepare(self, version: int, path: str) -> None:
         """Begin to read the adapter of ``version`` while the engine generates."""
-        self.adapter = self.thread.submit(self._copied_adapter, version, path)
+
+        def read() -> LoRAModel:
+            with self.replica.open(path, version) as tensors:
+                # Copies: vLLM scales the matrices in place, which would change the replica.
+                return self._adapter({name: tensor.clone() for name, tensor in self.named_tensors(tensors)})
+
+        self.adapter = self.thread.submit(read)
 
     def prepared(self) -> bool:
         """True if the adapter is read. Raises ``ReplicaGone`` if the memory now has another version."""
@@ -75,11 +81,6 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         self._manager.activate_adapter(ADAPTER_ID)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # before the engine computes with it
-
-    def _copied_adapter(self, version: int, path: str) -> LoRAModel:
-        with self.replica.open(path, version) as tensors:
-            # Copies: vLLM scales the matrices in place, which would change the replica.
-            return self._adapter({name: tensor.clone() for name, tensor in self.named_tensors(tensors)})
 
     def _adapter(self, tensors: Mapping[str, torch.Tensor]) -> LoRAModel:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)

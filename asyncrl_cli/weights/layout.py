@@ -115,7 +115,7 @@ def first_expert_parts(slot: TensorSlot) -> tuple[TensorSlot, ...]:
         for expert in range(slot.shape[0] if matrices else 0)
         for matrix in matrices
     ]
-    return matrices if expected == [(part.name, tuple(part.shape)) for part in slot.parts] else ()
+    return matrices if expected == [(matrix.name, tuple(matrix.shape)) for matrix in slot.parts] else ()
 
 
 def share_of(rank: int, ranks: int, groups: int) -> int:

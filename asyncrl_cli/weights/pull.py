@@ -147,7 +147,7 @@ class Pull:
             raise Superseded(
                 f"pull of weight version {version} cancelled: a newer one superseded it", location="weights"
             )
-        states = [f"{one.endpoint}: {one.fault or f'it has {sum(one.chunks)} chunks'}" for one in self._holders]
+        states = [f"{each.endpoint}: {each.fault or f'it has {sum(each.chunks)} chunks'}" for each in self._holders]
         raise PullFailed(
             f"after {seconds:.1f} s, {len(self._queue)} of {len(self.manifest.digests)} chunks of weight version "
             f"{version} are still missing; tried: {'; '.join(states) or 'no host'}",

@@ -217,7 +217,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def loads_of(transfer: ReplicaTransferEngine) -> list[str]:
     """The names of the tensors that vLLM loads."""
-    return [name for name, _ in transfer.loaded({slot.name: torch.empty(slot.shape) for slot in transfer.slots})]
+    return [name for name, _ in transfer.named_tensors({slot.name: torch.empty(slot.shape) for slot in transfer.slots})]
 
 
 def rotary_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
