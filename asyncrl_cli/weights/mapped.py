@@ -62,8 +62,7 @@ class CudaCopies(Copies):
         pinned = self._pinned.setdefault(address, [])
         with torch.cuda.device(self._device):  # a thread's default is the first GPU, perhaps another engine's
             for start, stop in ranges:
-                error = self._cudart.cudaHostRegister(address + start, stop - start, 0).value
-                if error:
+                if error := self._cudart.cudaHostRegister(address + start, stop - start, 0).value:
                     log.warning(
                         "weights are copied slowly: %d bytes cannot be pinned (CUDA error %d)", stop - start, error
                     )

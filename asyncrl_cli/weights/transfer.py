@@ -111,13 +111,12 @@ class Connection:
 
 def _receive_body(answer: HTTPResponse, into: Sequence[memoryview], expected: int) -> None:
     received_bytes = 0
-    for view in into:
-        start = 0
-        while start < len(view):
-            count = answer.readinto(view[start:])
+    for remaining in into:
+        while remaining:
+            count = answer.readinto(remaining)
             if not count:
                 raise HolderFault(f"it ended after {received_bytes} of {expected} bytes")
-            start += count
+            remaining = remaining[count:]  # noqa: PLW2901
             received_bytes += count
 
 

@@ -190,9 +190,7 @@ def _own_experts(model: nn.Module) -> dict[int, slice]:
             local_experts = [expert for expert in range(count) if local_index(expert) >= 0]
             step = local_experts[1] - local_experts[0] if len(local_experts) > 1 else 1
             span = range(local_experts[0], local_experts[-1] + 1, step)
-            if local_experts == list(span) and [local_index(expert) for expert in local_experts] == list(
-                range(layer.local_num_experts)
-            ):
+            if local_experts == [*span] and [*map(local_index, span)] == [*range(layer.local_num_experts)]:
                 slices[count] = slice(span.start, span.stop, step)
     return slices
 
