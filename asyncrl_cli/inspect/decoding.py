@@ -39,18 +39,15 @@ class Decoder:
         """
         texts, start = [], 0
         for end in ends:
-            texts.append(self._text(ids, start, end, is_last=end == len(ids)))
+            preceding_ids = list(ids[max(0, start - PRECEDING) : start])
+            preceding_text = self._decode(preceding_ids).rstrip(REPLACEMENT) if preceding_ids else ""
+            text = self._decode([*preceding_ids, *ids[start:end]])[len(preceding_text) :]
+            texts.append(text if end == len(ids) else text.rstrip(REPLACEMENT))
             start = end
         return texts
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         return self.split_text(ids, range(1, len(ids) + 1))
-
-    def _text(self, ids: Sequence[int], start: int, end: int, is_last: bool) -> str:
-        preceding_ids = list(ids[max(0, start - PRECEDING) : start])
-        preceding_text = self._decode(preceding_ids).rstrip(REPLACEMENT) if preceding_ids else ""
-        text = self._decode([*preceding_ids, *ids[start:end]])
-        return text[len(preceding_text) :] if is_last else text[len(preceding_text) :].rstrip(REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -121,7 +121,7 @@ def calibration_page(run_id: str, calibration: Calibration, lines: Sequence[Line
         "run": run_id,
         "steps": calibration.observed.steps,
         **constants,
-        "reproduced": _line_documents(lines),
+        "reproduced": [asdict(line) | {"fits": line.fits} for line in lines],
     }
     return Page(document, _wrapped(text))
 
@@ -140,10 +140,6 @@ def _compared(line: Line) -> tuple[str, str, str]:
             return f"{line.predicted:.1%}", f"{line.measured:.1%}", f"{100 * line.off:+.1f} points"
         case "versions":
             return f"{line.predicted:.2f}", f"{line.measured:.2f}", f"{line.off:+.2f} versions"
-
-
-def _line_documents(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    return [asdict(line) | {"fits": line.fits} for line in lines]
 
 
 def _outcome_document(outcome: Outcome) -> dict[str, Any]:

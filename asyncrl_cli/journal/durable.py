@@ -92,7 +92,14 @@ class DurableLedger:
                     location=str(path),
                     hint="resume without this change; it is possible once these groups are trained",
                 ) from None
-            self._scores = {group_id: self._recorded_scores(group_id) for group_id in self.ledger.running}
+            self._scores = {
+                group_id: {
+                    index: Scored(row.reward, row.decoded_metrics())
+                    for index, row in self.journal.read(read_rollouts, group_id).items()
+                    if row.judged
+                }
+                for group_id in self.ledger.running
+            }
 
     def start(self, start_kind: str, note: str) -> None:
         """Note that this process begins to write, as ``start_kind`` (``train`` or ``resume``)."""
@@ -261,10 +268,6 @@ class DurableLedger:
         # The base's prompts are admitted first, so they have the journal's first serials.
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
         return prompts[self.journal.read(progress.newest_serial) :]
-
-    def _recorded_scores(self, group_id: int) -> dict[int, Scored]:
-        rollouts = self.journal.read(read_rollouts, group_id)
-        return {index: Scored(row.reward, row.decoded_metrics()) for index, row in rollouts.items() if row.judged}
 
     def _rejection_of(self, rewarded: Sequence[Scored]) -> str:
         """Why a group with these rewards is rejected; empty if it is not."""

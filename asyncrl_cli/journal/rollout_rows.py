@@ -161,7 +161,7 @@ def read_group(connection: sqlite3.Connection, group_id: int, image_cache: dict[
         raise _malformed(f"the prompt of group {group_id} has a wrong checksum")
     uid, content, fields, prompt_ids, version, *_ = columns
     ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
-    prompt = prompt_of(uid, content, fields)
+    prompt = prompt_from({"uid": uid, "content": json.loads(content), "fields": json.loads(fields)})
     images: tuple[PlacedImage, ...] = ()
     if digests := image_digests(prompt.content):
         images = read_images(connection, group_id, image_cache, prompt=True).get((PROMPT, 0), ())
@@ -379,8 +379,3 @@ def _crc(tokens: bytes, logprobs: bytes) -> int:
 
 def _malformed(problem: str) -> sqlite3.DatabaseError:
     return sqlite3.DatabaseError(f"malformed: {problem}")
-
-
-def prompt_of(uid: str, content: str, fields: str) -> Prompt:
-    """Make a prompt from its group's columns."""
-    return prompt_from({"uid": uid, "content": json.loads(content), "fields": json.loads(fields)})

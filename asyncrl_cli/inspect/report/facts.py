@@ -42,7 +42,6 @@ def _run(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> dict
         "started": f"{started} on {manifest.get('host', UNKNOWN)}",
         "wall time": wall_time + (f", stops before {counted(resumes, 'resume')} included" if resumes else ""),
         "of that, training steps": duration(history.work.seconds),
-        "machine": f"{manifest.get('cpus', UNKNOWN)} CPU cores",
         "code": f"asyncrl {manifest.get('asyncrl', UNKNOWN)}, Python {manifest.get('python', UNKNOWN)}",
     }
 

@@ -50,11 +50,7 @@ FAULTS_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run on the page.
-
-    Args:
-        prediction: the prediction, or the reason why there is none.
-    """
+    """A run on the page. ``prediction`` may be a text: the reason why there is none."""
 
     run_id: str
     answers: tuple[Answer, ...]
