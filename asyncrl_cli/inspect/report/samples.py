@@ -29,8 +29,8 @@ KINDS: tuple[Extreme, ...] = get_args(Extreme)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The first sequence of a rollout, the number of its tokens that are ``left_out``, and the first ``images`` of prompt
-    and rollout as data URLs. Steps count from 1."""
+    """The first sequence of a rollout, the number of its tokens that are ``left_out``, and ``images`` of prompt and
+    rollout as data URLs. Steps count from 1."""
 
     kind: str
     rollout_id: str
