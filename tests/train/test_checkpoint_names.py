@@ -46,7 +46,7 @@ def check_names(model: Any, tmp_path: Path) -> None:
     own = {slot.name: view(memory, slot) for slot in slots}
     for name, begin, elements in shards(model, rank=0, ranks=1, zero_stage=0):
         write_shard(own[name], begin, elements, Copies())
-    parts = {part.name: part for slot in slots for part in slot.reward_parts or (slot,)}
+    parts = {part.name: part for slot in slots for part in slot.parts or (slot,)}
     saved = load_file(tmp_path / "model.safetensors")
     assert parts.keys() == saved.keys()
     for name, tensor in saved.items():

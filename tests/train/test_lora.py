@@ -142,7 +142,7 @@ def test_engines_get_adapters_under_the_names_that_peft_saves(targets: Any) -> N
     saved = get_peft_model_state_dict(get_peft_model(make(None), LoraConfig(r=3, target_modules=targets)))
     model = trained(LORA.model_copy(update={"target_modules": targets}))
     slots = adapter_layout(model, torch.bfloat16)
-    (parts,) = zip(*(slot.reward_parts for slot in slots), strict=True)
+    (parts,) = zip(*(slot.parts for slot in slots), strict=True)
     assert {part.name: part.shape for part in parts} == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     assert all(
         (part.offset, part.nbytes) == (slot.offset, slot.nbytes) for part, slot in zip(parts, slots, strict=True)
@@ -167,7 +167,7 @@ def test_only_linear_layers_get_adapters_not_experts_and_routers(architecture: s
     model, plain = (make(lora, architecture=architecture, **EXPERTS[architecture]) for lora in (LORA, None))
     head = plain.get_output_embeddings()
     linear = {name for name, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head}
-    parts = {part.name for slot in adapter_layout(model, torch.float32) for part in slot.reward_parts}
+    parts = {part.name for slot in adapter_layout(model, torch.float32) for part in slot.parts}
     assert parts == {f"base_model.model.{name}.{matrix}.weight" for name in linear for matrix in ("lora_A", "lora_B")}
     assert sum(parameter.requires_grad for parameter in model.parameters()) == len(parts)
     assert not [name for name in linear if "experts." in name and "shared" not in name]
