@@ -444,7 +444,7 @@ def main() -> None:
 async def measured(engines: int, load: Load, folder: Path) -> dict[str, float]:
     """The figures for one number of engines."""
     spec = load.spec(engines)
-    buffer, opening = await Buffer.open(folder / FILE, BufferSettings.of(spec), "train", limit_s=NEVER_S)
+    buffer, opening = await Buffer.open(folder / FILE, BufferSettings.from_spec(spec), "train", limit_s=NEVER_S)
     return await Driver(spec, folder, load, buffer).measure(opening)
 
 

@@ -107,7 +107,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
             hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
         )
     planned_run = planned_scenario(
-        spec, settings=BufferSettings.of(spec), calibration=calibration, measured_spec=measured_spec
+        spec, settings=BufferSettings.from_spec(spec), calibration=calibration, measured_spec=measured_spec
     )
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, devices)

@@ -221,7 +221,7 @@ async def _start(
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     # The buffer first: it records the faults of all other parts.
     buffer, opening = await Buffer.open(
-        run.path / FILE, BufferSettings.of(spec), start.kind, start.note, start.base, limit_s=limit_s
+        run.path / FILE, BufferSettings.from_spec(spec), start.kind, start.note, start.base, limit_s=limit_s
     )
     closing.append(buffer.close)
 

@@ -138,7 +138,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first_step: int, take
     batches from step ``first_step`` on. Changes nothing. True if further prompts are needed to reach the last step."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
-        book = DurableLedger(run.path / FILE, BufferSettings.of(spec), journal=journal)
+        book = DurableLedger(run.path / FILE, BufferSettings.from_spec(spec), journal=journal)
         waiting = len(book.opening().waiting)
         for step in range(first_step, taken_steps):
             try:

@@ -110,14 +110,12 @@ class TokenSequence:
             if CONTEXT != segment.version < version:
                 raise ValueError(f"{name} goes back from weight version {version} to {segment.version}")
             end, version = segment.end, max(segment.version, version)
+        counts = [len(segment.ids) for segment in segments]
         return cls(
             np.concatenate([np.empty(0, np.int32), *(segment.ids for segment in segments)]),
             np.concatenate([np.empty(0, np.float32), *(segment.logprobs for segment in segments)]),
-            np.repeat(
-                np.asarray([segment.version for segment in segments], np.int32),
-                [len(segment.ids) for segment in segments],
-            ),
-            join_experts((len(segment.ids), segment.experts) for segment in segments),
+            np.repeat(np.asarray([segment.version for segment in segments], np.int32), counts),
+            join_experts(zip(counts, (segment.experts for segment in segments), strict=True)),
         )
 
     @property

@@ -57,7 +57,7 @@ class BufferSettings:
     """Fill ``TrainingGroup.earlier`` in batches."""
 
     @classmethod
-    def of(cls, spec: ExperimentSpec) -> BufferSettings:
+    def from_spec(cls, spec: ExperimentSpec) -> BufferSettings:
         """The settings of a spec."""
         pipeline, algorithm = spec.pipeline, spec.algorithm
         return cls(

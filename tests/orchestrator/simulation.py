@@ -547,7 +547,7 @@ class Simulation:
 
         budget = RestartBudget(1000, record, lambda text: None)
         buffer, opening = await SimulatedBuffer.open(
-            run.path / FILE, BufferSettings.of(spec), start.kind, start.note, start.base, limit_s=600.0
+            run.path / FILE, BufferSettings.from_spec(spec), start.kind, start.note, start.base, limit_s=600.0
         )
         buffer.fate, self.buffer = self.fate, buffer
         hosts = StandInHosts(budget)

@@ -42,7 +42,7 @@ def test_a_start_counts_the_steps_of_its_epochs(
         stop=stop,
     )
     counted = Experiment.load(made, rows.parent, notices.append).spec
-    assert counted.stop.steps == counted.stop.total == BufferSettings.of(counted).total_steps == steps
+    assert counted.stop.steps == counted.stop.total == BufferSettings.from_spec(counted).total_steps == steps
     assert counted.stop.epochs is None and counted.model_copy(update={"stop": made.stop}) == made
     late = "checkpoints.every: no checkpoint is written before the end"
     assert any(late in notice for notice in notices) == (steps != stop.get("steps") and steps < 12)

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
     """A journal with this many taken and trained steps, and a row of metrics for each taken step."""
-    book = DurableLedger(run.path / FILE, BufferSettings.of(SPEC), base)
+    book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC), base)
     first = book.ledger.step
     trained = taken if trained is None else trained
     for step in range(first, taken):
@@ -289,7 +289,7 @@ def test_damage_to_what_is_trained_again_is_found_before_anything_starts(
 def test_tokens_that_were_dropped_keep_a_run_from_starting_before_them(run: RunDirectory) -> None:
     record(run, taken=6)
     save(run, 4)
-    book = DurableLedger(run.path / FILE, BufferSettings.of(SPEC))
+    book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC))
     book.journal.prune(4)
     book.journal.close()
     assert (
@@ -308,7 +308,7 @@ def test_steps_that_are_trained_again_from_a_named_checkpoint_are_reported_again
         save(run, saved)
     start(run, step=2)
     assert metrics(run) == [1, 2]
-    book = DurableLedger.begin(run.path / FILE, BufferSettings.of(SPEC), "resume", "")
+    book = DurableLedger.begin(run.path / FILE, BufferSettings.from_spec(SPEC), "resume", "")
     assert book.opening().trained == 2
     book.journal.trained(StepRecord(1, "other", {"loss": 1.0}))
     book.journal.trained(StepRecord(2, "other", {"loss": 1.0}))
@@ -328,7 +328,7 @@ def test_steps_that_are_trained_again_with_other_settings_are_announced_and_repo
     start_again = plan.carry_out(run)
     assert "steps 3 to 4 are trained again with the new settings" in start_again.note
     assert metrics(run) == [1, 2]
-    DurableLedger.begin(run.path / FILE, BufferSettings.of(SPEC), "resume", start_again.note).journal.close()
+    DurableLedger.begin(run.path / FILE, BufferSettings.from_spec(SPEC), "resume", start_again.note).journal.close()
     (reason,) = changes_since(run, 2)
     assert reason == "the resume after step 4 changed trainer.optimizer.learning_rate=0.1"
     assert changes_since(run, 4) == [], "a checkpoint of step 4 has the weights of the new settings"

@@ -44,7 +44,7 @@ ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for 
 
 def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
     """Admit prompts like a run."""
-    book = DurableLedger(run.path / FILE, replace(BufferSettings.of(SPEC), max_staleness=100, total_steps=100))
+    book = DurableLedger(run.path / FILE, replace(BufferSettings.from_spec(SPEC), max_staleness=100, total_steps=100))
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     for serial in range(1, count + 1):
         book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
@@ -84,7 +84,7 @@ def test_edited_data_is_noticed_before_the_run_continues(
 def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: RunDirectory) -> None:
     experiment = with_data(run, ROWS)
     waiting = {"uid": "from before", "content": "text", "fields": {}}
-    book = DurableLedger(run.path / FILE, BufferSettings.of(SPEC), {"step": 0, "prompts": [waiting]})
+    book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC), {"step": 0, "prompts": [waiting]})
     book.admit([Candidate(1, Prompt("from before", "text"), (1,), {"epoch": 0, "position": 5})])
     book.journal.commit(book.journal.noted())
     check_data(run, experiment, PLAN)
@@ -95,7 +95,7 @@ def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
     check_data(run, experiment, PLAN, accept_changed_data=True)
     PLAN.carry_out(run, accept_changed_data=True)
     book = DurableLedger.begin(
-        run.path / FILE, replace(BufferSettings.of(SPEC), max_staleness=100, total_steps=100), "resume", ""
+        run.path / FILE, replace(BufferSettings.from_spec(SPEC), max_staleness=100, total_steps=100), "resume", ""
     )
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     loader.restore(book.opening().loader or {})

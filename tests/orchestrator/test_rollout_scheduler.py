@@ -103,7 +103,9 @@ class Harness:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the journal, and continue the run."""
-        self.buffer, opening = await Buffer.open(self.journal, BufferSettings.of(self.spec), "train", limit_s=600.0)
+        self.buffer, opening = await Buffer.open(
+            self.journal, BufferSettings.from_spec(self.spec), "train", limit_s=600.0
+        )
         self.groups = RolloutScheduler(
             self.spec,
             buffer=self.buffer,
