@@ -82,7 +82,7 @@ class ForeignConfig:
         values: Mapping[str, Any],
         defaults: Mapping[str, Any],
         prefix: str,
-        checks: Mapping[str, tuple[str, str]],
+        checks: Mapping[str, tuple[str, ...]],
     ) -> None:
         self.values = {name: _resolved(name, value, values, MAX_REFERENCES) for name, value in values.items()}
         self.defaults = defaults
@@ -157,9 +157,19 @@ class ForeignConfig:
         value = self.get(*names)
         return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
+    def holds(self, condition: str) -> bool:
+        """Return True if a table's condition holds: `A & B | C` is A, and B or C. `name` is a true value, `name=value`
+        a text, and `!` negates either."""
+
+        def is_true(term: str) -> bool:
+            name, equals, value = term.removeprefix("!").partition("=")
+            return (str(self.get(name)) == value if equals else self.flag(name)) != term.startswith("!")
+
+        return all(any(map(is_true, terms.split(" | "))) for terms in condition.split(" & "))
+
     def check(self, name: str, key: str = "", /, **fields: Any) -> None:
         """Add the remark ``name`` of the trainer's table, about its key of the spec or ``key``."""
-        default_key, text = self._checks[name]
+        default_key, text, *_ = self._checks[name]
         self.remark(key or default_key, text.format(**fields))
 
     def remark(self, key: str, text: str) -> None:

@@ -94,8 +94,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     if algorithm not in ("grpo", "opd"):
         text = f"orchestrator.algo.type = {display_text(algorithm)}: grpo and opd have a counterpart"
         c.unsupported.append(text)
-    loss = c.get("trainer.loss.import_path")
-    c.check("own_loss" if loss else "masked_tokens", loss=loss)
     skips_equal_rewards = c.flag("$train.filter_zero_advantages") and algorithm != "opd"
 
     per_engine, group_size = c.count(f"{VLLM}tensor_parallel_size", least=1), c.count("$group_size", least=1)
@@ -116,8 +114,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     has_lora, expert_parallel = c.section("trainer.model.lora.") is not None, c.count("trainer.model.ep")
     schedule, rate = str(c.get("trainer.scheduler.type")), c.number("trainer.optim.lr")
     final_fraction = c.number("trainer.scheduler.min_lr") / rate if rate else None
-    if schedule == "linear":
-        c.check("late_decay")
     if c.count("trainer.model.cp") > 1 and c.get("trainer.model.cp_style") == "ring":
         c.check("no_ring")
     step_limits = c.matching("*max_steps")

@@ -15,7 +15,7 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -36,6 +36,10 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _FIELD = re.compile("(?:\0(?:[^\0]*\0){4}|[^\\s\0])+")
 _ENVIRONMENT_SCRIPT = re.compile(r"/(?:usr|opt|etc)/.*|(?:.*/)?(?:activate|conda\.sh|\.bashrc)|.*(?:conda|mamba) .*")
 """Scripts that set up programs, and no variables of a trainer's command."""
+_SCRIPT_FOLDER = re.compile(
+    r'\$\(cd (?:-- )?"\$\(dirname (?:-- )?"\$(?:0|\{BASH_SOURCE\[0\]\})"\)([^"$]*)"[^|;]*&& pwd\)'
+)
+"""The usual way to the folder of a script, or a folder relative to it."""
 _SETTERS = ("eval", "source", ".", "read", "mapfile", "getopts", "let")
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -45,6 +49,10 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Div: lambda dividend, divisor: abs(dividend) // abs(divisor) * (1 if (dividend < 0) == (divisor < 0) else -1),
     ast.Mod: lambda dividend, divisor: abs(dividend) % abs(divisor) * (1 if dividend >= 0 else -1),
 }
+
+
+Branch = tuple[bool | None, Sequence[Node]]
+"""Whether the condition of a branch holds (None: unknown), and its commands."""
 
 
 class _Exit(Exception):
@@ -127,7 +135,6 @@ class _Script:
         self._variables = variables  # they replace unknown values that the script sets
         self._path = path
         self._condition = ""  # why the current commands may not run
-        self._output: list[str] | None = None  # of a command whose output is substituted
         self._character_count = 0
         self.line = 1
         self.calls: list[tuple[int, list[str]]] = []
@@ -221,36 +228,37 @@ class _Script:
         return True
 
     def _if(self, node: Node) -> bool | None:
-        """Run the branch of an `if`, or after an unknown condition each branch, perhaps."""
-        is_doubtful = False
         clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")]
-        for clause in (node, *clauses):
-            children = [child for child in clause.children if child not in clauses]
-            then = next((index for index, child in enumerate(children) if child.type == "then"), 0)
-            body = children[then + 1 :]
-            holds = self._run_all(children[1:then]) if then else True
+
+        def branches() -> Iterator[Branch]:
+            for clause in (node, *clauses):
+                children = [child for child in clause.children if child not in clauses]
+                then = next((index for index, child in enumerate(children) if child.type == "then"), 0)
+                yield self._run_all(children[1:then]) if then else True, children[then + 1 :]
+
+        return self._first_branch(branches())
+
+    def _case(self, node: Node) -> bool | None:
+        subject = _known_text(self._join(node.named_children[0]))
+
+        def branches() -> Iterator[Branch]:
+            for item in node.named_children[1:]:
+                end = next((index for index, child in enumerate(item.children) if child.type == ")"), 0)
+                patterns = [self._pattern(child) for child in item.children[:end] if child.is_named]
+                matches = any(fnmatchcase(subject or "", pattern or "") for pattern in patterns)
+                yield None if subject is None or None in patterns else matches, item.children[end + 1 :]
+
+        return self._first_branch(branches())
+
+    def _first_branch(self, branches: Iterator[Branch]) -> bool | None:
+        """Run the first branch with a condition that holds; after an unknown condition each branch, perhaps."""
+        is_doubtful = False
+        for holds, body in branches:
             if holds and not is_doubtful:
                 return self._run_all(body)
             if holds is not False:
                 is_doubtful = True
                 self._perhaps(body)
-        return None if is_doubtful else True
-
-    def _case(self, node: Node) -> bool | None:
-        subject = _known_text(self._join(node.named_children[0]))
-        is_doubtful = False
-        for item in node.named_children[1:]:
-            if item.type != "case_item":
-                continue
-            end = next(index for index, child in enumerate(item.children) if child.type == ")")
-            patterns = [self._pattern(child) for child in item.children[:end] if child.is_named]
-            if subject is None or None in patterns:
-                is_doubtful = True
-            elif not any(fnmatchcase(subject, pattern or "") for pattern in patterns):
-                continue
-            elif not is_doubtful:
-                return self._run_all(item.children[end + 1 :])
-            self._perhaps(item.children[end + 1 :])
         return None if is_doubtful else True
 
     def _command(self, node: Node) -> bool | None:
@@ -269,23 +277,10 @@ class _Script:
             if not _ENVIRONMENT_SCRIPT.fullmatch(source):
                 raise self._refusal(f"`{name} {source[:40]}` may set variables of the command")
             return True
-        elif "torch_npu" in _text(node):
-            return False  # asyncrl has no NPUs
         elif name == "cd":
-            folder = os.path.normpath(os.path.join(self._scalar("PWD"), words[-1]))
-            is_known = len(words) > 1 and "\0" not in folder
-            self._set("PWD", [folder if is_known else self._unknown("$PWD", f"line {self.line} changes the folder")])
-            return None if self._output is None else True
-        elif self._output is None:
-            self.calls.append((self.line, words))
-        elif name == "echo" and words[1:2] not in (["-n"], ["-e"]):
-            self._output.append(" ".join(words[1:]) + "\n")
-            return True
-        elif name in ("pwd", "dirname"):
-            self._output.append(self._scalar("PWD") if name == "pwd" else os.path.dirname(words[-1]) or ".")
-            return True
+            self._set("PWD", [self._unknown("$PWD", f"line {self.line} changes the folder")])
         else:
-            self._output.append(self._unknown(f"$({name} …)"))
+            self.calls.append((self.line, words))
         return None
 
     def _assign(self, node: Node) -> None:
@@ -344,7 +339,7 @@ class _Script:
             case "arithmetic_expansion":
                 return [self._sum(node)]
             case "command_substitution":  # of a default, the grammar reads sums as commands
-                values = [self._sum(node) if text.startswith("$((") else self._substitution(node)]
+                values = [self._sum(node) if text.startswith("$((") else self._substitution(text)]
             case "simple_expansion" | "expansion":
                 values = self._parameter(node, is_quoted=is_quoted)
             case "word" | "number" | "variable_name" | "extglob_pattern" | "regex" | "test_operator":
@@ -356,25 +351,23 @@ class _Script:
         return values if is_quoted else [field for value in values for field in _FIELD.findall(value)]
 
     def _sequence(self, parent: Node, nodes: Sequence[Node], *, is_quoted: bool) -> list[str]:
-        """The words of adjacent pieces. Of text that the parser skips between them, blanks count."""
-        if (
-            len(nodes) == 1
-            and nodes[0].type in ("simple_expansion", "expansion")
-            and len(parent.text or b"") == (nodes[0].end_byte - nodes[0].start_byte + 2 * (parent.type == "string"))
-        ):
-            return self._fields(nodes[0], is_quoted=is_quoted)  # `"$@"` may be no word
-        fields, position, source = [""], nodes[0].start_byte if nodes else 0, parent.text or b""
-        if parent.type == "string":
-            position = parent.start_byte + 1
+        """The words of adjacent pieces: none if all are empty, as in `"$@"`. The parser skips blanks between them."""
+        source = _text(parent).encode(errors="surrogateescape")
+        is_string = parent.type == "string"
+        position = parent.start_byte + 1 if is_string or not nodes else nodes[0].start_byte
+        fields, is_empty = [""], bool(nodes)
         for piece in nodes:
             gap = source[position - parent.start_byte : piece.start_byte - parent.start_byte]
-            first_field, *further_fields = self._fields(piece, is_quoted=is_quoted) or [""]
-            fields[-1] += gap.decode(errors="surrogateescape") + first_field
-            fields += further_fields
+            piece_fields = self._fields(piece, is_quoted=is_quoted)
+            fields[-1] += gap.decode(errors="surrogateescape") + (piece_fields[0] if piece_fields else "")
+            fields += piece_fields[1:]
+            is_empty &= not gap and not piece_fields
             position = piece.end_byte
-        if parent.type == "string":
-            fields[-1] += source[position - parent.start_byte : -1].decode(errors="surrogateescape")
-        return fields
+        if is_string:
+            end_gap = source[position - parent.start_byte : -1]
+            fields[-1] += end_gap.decode(errors="surrogateescape")
+            is_empty &= not end_gap
+        return [] if is_empty else fields
 
     def _parameter(self, node: Node, *, is_quoted: bool) -> list[str]:
         """The values of `$NAME` and `${NAME…}`: several of an array."""
@@ -407,17 +400,13 @@ class _Script:
             return []
         return [self._unknown(_text(node), f"the script does not set {name}", name)] if values is None else values
 
-    def _substitution(self, node: Node) -> str:
+    def _substitution(self, text: str) -> str:
         """The output of a command, for the few commands that need no run."""
-        saved_state = self._output, self._values, self.line
-        self._output, self._values = [], dict(self._values)
-        try:
-            self._run_all(node.children)
-            output = "".join(self._output)
-        except _Exit:
-            output = "\0"
-        self._output, self._values, self.line = saved_state
-        return self._unknown(_text(node)) if "\0" in output else output.rstrip("\n")
+        if "torch_npu" in text and (other_device := re.search(r"\|\| echo (\w+)\)$", text)):
+            return other_device[1]  # asyncrl has no NPUs
+        if folder := _SCRIPT_FOLDER.fullmatch(text):
+            return os.path.normpath(f"{os.path.dirname(os.path.abspath(self._path))}/{folder[1]}")
+        return self._scalar("PWD") if text in ("$(pwd)", "`pwd`") else self._unknown(text)
 
     # -- conditions and sums
 

@@ -49,7 +49,7 @@ class Row(BaseModel):
     names: Words = Field(alias="from")
     note: str = ""
     when: str = ""
-    """The row holds only if one of these keys is true, or `name=value` holds."""
+    """The condition under which the row holds, as in ``ForeignConfig.holds``."""
     values: ByText = {}
     """The spec's value for each value of the other trainer; `*` is any other value."""
     fallback: Any = Field(None, alias="else")
@@ -79,8 +79,8 @@ class Table(BaseModel):
     """Keys of runs that would train something else here."""
     needless: Words = ()
     """Patterns of keys that a spec does not need."""
-    checks: dict[str, tuple[str, str]] = {}
-    """Remarks that the trainer's module adds: the key of the spec, and the text."""
+    checks: dict[str, tuple[str, ...]] = {}
+    """Remarks: the key of the spec, the text, and a condition. The trainer's module adds those without a condition."""
     defaults: dict[str, Any] = {}
     variants: dict[str, dict[str, Any]] = {}
     """Further defaults of the trainer's programs."""
@@ -160,6 +160,9 @@ def convert(values: Mapping[str, Any], trainer: Trainer) -> Conversion:
     """Convert a configuration by dotted keys. Every key is in the result: with a setting, in a list, or as unknown."""
     foreign, config = trainer.table, trainer.config(values)
     computed = trainer.settings(config)
+    for key, text, *condition in foreign.checks.values():
+        if condition and config.holds(condition[0]):
+            config.remark(key, text)
     result = Conversion(trainer, config)
     row_names: set[str] = set()
     converted: set[str] = set()
@@ -193,8 +196,7 @@ def convert(values: Mapping[str, Any], trainer: Trainer) -> Conversion:
 
 def _value(config: ForeignConfig, key: str, row: Row, names: Sequence[str]) -> Any:
     """The value that a row gives by itself."""
-    name, equals, required = row.when.partition("=")
-    if row.when and not (str(config.get(name)) == required if equals else any(map(config.flag, row.when.split()))):
+    if row.when and not config.holds(row.when):
         return None
     if row.takes_list:
         return [config.get(name) for name in row.names]

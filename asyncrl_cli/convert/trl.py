@@ -149,8 +149,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         offload = "all"
     is_float32 = c.get("bf16") is not None and not c.flag("bf16") and not c.flag("fp16")
     dtype = "float32" if is_float32 else "bfloat16"
-    if c.flag("fp16"):
-        c.check("float16")
     tracking = tracking_settings(c, "report_to", c.text("tracking.experiment", "wandb_project", "project"))
     model = c.text("model.path", "model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
     is_frozen = any(map(c.flag, c.matching("freeze_vision*")))
@@ -205,8 +203,6 @@ def _sizes(c: ForeignConfig) -> dict[str, Any]:
     groups = max(batch.completions // batch.group_size, 1)
     if batch.completions % batch.group_size:
         c.check("indivisible_completions", completions=batch.completions, group_size=batch.group_size)
-    elif "num_processes" not in c.values:
-        c.check("processes")
     if groups % batch.passes:
         c.check("indivisible_groups", groups=groups, passes=batch.passes)
 
@@ -289,8 +285,6 @@ def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
     advantage = "gae" if is_ppo else "leave_one_out" if is_rloo else "group_mean"
     if advantage == "group_mean" and scale in ("group", "true"):
         advantage = "group_norm"
-    elif advantage == "group_mean" and scale == "batch":
-        c.check("batch_deviation")
     clip = c.number("cliprange" if is_ppo else "epsilon")
     clip_high = clip if is_ppo or c.get("epsilon_high") is None else c.number("epsilon_high")
     if loss_type == "cispo" and not is_ppo:  # `epsilon_high` is the upper edge itself.
@@ -300,8 +294,6 @@ def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
     reference_steps = 0
     if c.flag("sync_ref_model"):
         reference_steps = multiple(c.number("ref_model_sync_steps"), updates) // updates
-        if c.number("ref_model_mixup_alpha") != 1.0:
-            c.check("mixed_reference")
     preset = loss if loss != "clip" else "dr_grpo" if loss_type == "dr_grpo" else "grpo"
     values = {
         # Only a name, because all keys that a preset decides are written.
@@ -331,9 +323,6 @@ def _distillation(c: ForeignConfig) -> dict[str, Any]:
     teacher = c.get("teacher_model_name_or_path")
     if teacher is None:
         c.unsupported.append("teacher_model_name_or_path: without one the teacher is the model itself, with no effect")
-    if c.number("temperature") != 1.0:
-        c.check("teacher_temperature")
-    c.check("sampled_kl")
     c.remarks.pop("task.use", None)
     unclipped = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"))  # a step has one update
     return DISTILLATION | unclipped | {"task.use": "prompts", "algorithm.reference_path": teacher}
@@ -358,8 +347,6 @@ def _task(c: ForeignConfig) -> dict[str, Any]:
     )
     if names == ["accuracy_reward"]:  # TRL's comparison of mathematical answers is the task `math`.
         return task | {"task.use": "math", "task.options.field": "solution"}
-    if c.get("reward_model_name_or_path", "reward_model_path"):
-        c.check("reward_model")
     if len(names) == 1 and "get_soft_overlong_punishment" not in names:
         module, _, name = names[0].rpartition(".")
         module = module or ("trl.rewards" if name in BUILT_IN_REWARDS else "my_rewards")
@@ -377,8 +364,6 @@ def _task(c: ForeignConfig) -> dict[str, Any]:
 def _data(c: ForeignConfig) -> dict[str, Any]:
     name = c.text("data.train.path", "dataset_name")
     is_local = name is not None and (str(name).startswith((".", "/", "~")) or os.path.exists(str(name)))
-    if name is None:
-        c.check("no_data")
     values: dict[str, Any] = {}
     for section, split_name in (("train", "dataset_train_split"), ("eval", "dataset_test_split")):
         values[f"data.{section}.path"] = None if name is None else str(name) if is_local else f"hf:{name}"

@@ -85,14 +85,10 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     """Return the values by key of the spec. None: the key is not written."""
     estimator, loss = str(c.get("algorithm.adv_estimator")), c.get("$actor.policy_loss.loss_mode")
     prompt_tokens, response_tokens = c.count("data.max_prompt_length"), c.count("data.max_response_length")
-    if c.get("data.truncation") in ("left", "right", "middle") and not c.flag("data.filter_overlong_prompts"):
-        c.check("truncates")
     if c.count("$rollout.prompt_length") not in (0, prompt_tokens):
         c.check("other_prompt_length")
     if c.count("$rollout.response_length") not in (0, response_tokens):
         c.check("other_response_length")
-    if c.get("$rollout.do_sample") is not None and not c.flag("$rollout.do_sample"):
-        c.check("greedy_rollouts")
     if estimator not in ("gae", "reinforce_plus_plus") and c.count("$rollout.n") < 2:
         c.check("no_group")
     path, column = c.text("model.path", "$model.path"), c.get("data.image_key")
@@ -266,13 +262,9 @@ def _data_path(c: ForeignConfig, key: str, path: object) -> str | list[str] | No
 def _kl(c: ForeignConfig) -> dict[str, Any]:
     in_loss, in_reward = c.flag("$actor.use_kl_loss"), c.flag("algorithm.use_kl_in_reward")
     coef = c.number("$actor.kl_loss_coef") if in_loss else 0.0
-    if in_loss and in_reward:
-        c.check("two_penalties")
-    elif in_reward:
-        coef = c.number("algorithm.kl_ctrl.kl_coef")
-        if c.get("algorithm.kl_ctrl.type") not in (None, "fixed"):
-            c.check("fixed_coefficient")
     is_reward = in_reward and not in_loss
+    if is_reward:
+        coef = c.number("algorithm.kl_ctrl.kl_coef")
     name = "algorithm.kl_penalty" if is_reward else "$actor.kl_loss_type"
     estimator_name = str(c.get(name))
     if estimator_name.endswith("+"):
@@ -319,8 +311,6 @@ def _distillation(c: ForeignConfig) -> dict[str, Any]:
 def _correction(c: ForeignConfig) -> dict[str, Any]:
     """Weights and rejection. In bypass mode the clipped ratio is the correction."""
     is_bypassed = c.flag(f"{CORRECTION}bypass_mode")
-    if is_bypassed and c.get(f"{CORRECTION}loss_type") == "reinforce":
-        c.check("weighted_reinforce")
     values: dict[str, Any] = dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
     values |= dict.fromkeys(("reject_by", "reject_over", "reject_low", "reject_high"))
     values["preset"] = "off" if is_bypassed else "decoupled"
@@ -332,13 +322,11 @@ def _correction(c: ForeignConfig) -> dict[str, Any]:
     elif not is_bypassed and level is not None:
         c.check("other_level", level=level)
     match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", rejection)
-    if rejection and is_bypassed:
-        c.check("rejection_off")
-    elif match:
+    if match and not is_bypassed:
         low, high = _bounds(c, f"{CORRECTION}rollout_rs_threshold")
         values |= {"reject_by": match[2], "reject_over": match[1].replace("seq_", "sequence_")}
         values |= {"reject_low": low, "reject_high": high}
-    elif rejection:
+    elif rejection and not is_bypassed:
         c.check("other_rejection", rejection=rejection)
     return {f"algorithm.correction.{key}": value for key, value in values.items()}
 

@@ -98,4 +98,4 @@ def test_rows_and_computed_values_are_keys_of_the_spec(trainer: Trainer) -> None
     assert [key for key in row_keys if key not in keys() and not key.startswith(others)] == []
     assert trainer.settings(trainer.config({})).keys() <= row_keys
     remarks = {**table("shared").checks, **trainer.table.checks}
-    assert {key for key, _ in remarks.values()} - keys().keys() == set()
+    assert {key for key, *_ in remarks.values()} - keys().keys() == set()

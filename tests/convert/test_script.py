@@ -38,7 +38,7 @@ SCRIPTS = {
     f'else A=3; fi\n[ $A -gt 1 ] && A=$((A - 7)) || A=9\nfalse && B=1\n{PROGRAM} a.b=$A "${{E[@]}}" e.f=${{B:-0}}\n',
     "cases": f'M=Q3-8B\ncase "$M" in\n  (x|y) T=1 ;;\n  Q3-*) T=2\n    ;;\n  *) T=3;;\nesac\n'
     f"{PROGRAM} a.b=$T g.h=$((-7 / 2))\n",
-    "substitutions": f'G=$(cd "$(dirname "$0")/.." && pwd)\nH=`echo "a  b"`\n{PROGRAM} c.d=$G e.f="$H" g.h=$(echo 3)\n',
+    "substitutions": f'G=$(cd "$(dirname "$0")/.." && pwd)\n{PROGRAM} c.d=$G e.f=$(pwd) g.h=`pwd`\n',
     "documents": f"cat <<'B' >x\n\t$(( 1\nif '\nB\npython3 - <<<\"x\" || true\n{PROGRAM} a.b={{1}}\n",
     "nested": 'A="${X:-"${Y:-"a b"}/c"}"\nB=${X:-${Y:-d e}}\n'
     f'{PROGRAM} "a.b=$A" c.d="$B" e.f="$A$B" g.h=${{A:+1}}\n',
