@@ -30,7 +30,7 @@ _UNKNOWN = re.compile("\0" + "([^\0]*)\0" * 4)
 
 
 class Unknown(NamedTuple):
-    """A piece of a value that only a run gives. ``variable``: its name if the script does not set it."""
+    """A fragment of a value that only a run gives. ``variable``: its name if the script does not set it."""
 
     text: str
     reason: str
@@ -38,18 +38,18 @@ class Unknown(NamedTuple):
     location: str
 
 
-def unknown_piece(text: str, reason: str, variable: str = "", location: str = "") -> str:
-    """Return the mark of an unknown piece, which NUL characters delimit: no script and no argument has them."""
+def unknown_fragment(text: str, reason: str, variable: str = "", location: str = "") -> str:
+    """Return the mark of an unknown fragment, which NUL characters delimit: no script and no argument has them."""
     return "\0" + "".join(f"{field}\0" for field in (text, reason, variable, location))
 
 
-def unknown_pieces(value: object) -> list[Unknown]:
-    """Return the unknown pieces of a value."""
+def unknown_fragments(value: object) -> list[Unknown]:
+    """Return the unknown fragments of a value."""
     return [Unknown(*fields) for fields in _UNKNOWN.findall(value)] if isinstance(value, str) else []
 
 
-def without_marks(text: str, replacement: Callable[[Unknown], str] = lambda piece: piece.text) -> str:
-    """Return a text with its unknown pieces replaced, by default with the script's text."""
+def without_marks(text: str, replacement: Callable[[Unknown], str] = lambda fragment: fragment.text) -> str:
+    """Return a text with its unknown fragments replaced, by default with the script's text."""
     return _UNKNOWN.sub(lambda match: replacement(Unknown(*match.groups())), text)
 
 
@@ -97,30 +97,33 @@ class ForeignConfig:
         Raises ``ConfigError`` for a value that only a run of a script gives.
         """
         name, value = self._lookup(names)
-        if pieces := unknown_pieces(value):
+        if fragments := unknown_fragments(value):
             argument = f"{name}=VALUE" if "." in name else f"--{name} VALUE"
             raise ConfigError(
-                f"`{name}` is {display_text(value)}, which only a run gives: {pieces[0].reason}",
-                location=pieces[0].location,
-                hint=f"add `{argument}`{f' or `{v}=VALUE`' if (v := pieces[0].variable) else ''} after the script",
+                f"`{name}` is {display_text(value)}, which only a run gives: {fragments[0].reason}",
+                location=fragments[0].location,
+                hint=f"add `{argument}`{f' or `{v}=VALUE`' if (v := fragments[0].variable) else ''} after the script",
             )
         return value
 
     def text(self, key: str, *names: str) -> Any:
         """Return ``get`` for a path or a name, which becomes the value of ``key``.
 
-        A variable that the script does not set becomes `${env:NAME}`, with a remark. Of a name, other unknown pieces
+        A variable that the script does not set becomes `${env:NAME}`, with a remark. Of a name, other unknown fragments
         are left out.
         """
         _, value = self._lookup(names)
-        is_name, pieces = key in _NAME_KEYS, unknown_pieces(value)
-        if not pieces:
+        is_name, fragments = key in _NAME_KEYS, unknown_fragments(value)
+        if not fragments:
             return value
-        for piece in pieces:
-            if not is_name and not piece.variable:
+        for fragment in fragments:
+            if not is_name and not fragment.variable:
                 return self.get(*names)
-            self.remark(key, f"{piece.reason}: {'left out' if is_name else 'export it, or write the path'}")
-        return parse_value(without_marks(value, lambda piece: "" if is_name else f"${{env:{piece.variable}}}")) or None
+            self.remark(key, f"{fragment.reason}: {'left out' if is_name else 'export it, or write the path'}")
+        return (
+            parse_value(without_marks(value, lambda fragment: "" if is_name else f"${{env:{fragment.variable}}}"))
+            or None
+        )
 
     def _lookup(self, names: Iterable[str]) -> tuple[str, Any]:
         full_names = [name.replace("$", self.prefix) for name in names]
@@ -241,7 +244,7 @@ def content(path: str, max_bytes: int) -> bytes:
 
 
 def parse_value(text: str) -> Any:
-    """Read a value of a command line as YAML; if that fails, or a piece is unknown, return the text."""
+    """Read a value of a command line as YAML; if that fails, or a fragment is unknown, return the text."""
     try:
         return text if "\0" in text else yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

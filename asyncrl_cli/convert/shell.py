@@ -4,7 +4,7 @@ The script is read, not run, as bash would run it with only `HOME` and `PWD` in 
 caller's environment gets into a spec. tree-sitter parses it. Assignments, arrays, sums, `if`, `case`, `for` and `&&`
 are followed. A script with another construct that can set variables, such as a function, is refused.
 
-Values are texts. A piece that only a run gives is marked within them, see ``unknown_piece``.
+Values are texts. A fragment that only a run gives is marked within them, see ``unknown_fragment``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from tree_sitter import Language, Node, Parser
 
-from asyncrl_cli.convert.config import content, unknown_piece, unknown_pieces, without_marks
+from asyncrl_cli.convert.config import content, unknown_fragment, unknown_fragments, without_marks
 from asyncrl_cli.core.errors import ConfigError
 
 SHELL_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -92,10 +92,10 @@ def trainer_command(
         )
         raise ConfigError(message, location=path, hint=PASTE)
     for word in commands[0][launched(commands[0]) :]:
-        if (pieces := unknown_pieces(word)) and "=" not in word.partition("\0")[0]:
-            message = f"`{without_marks(word)[:60]}` is not known without running the script: {pieces[0].reason}"
-            hint = f"add `{pieces[0].variable or 'NAME'}=VALUE` after the script"
-            raise ConfigError(message, location=pieces[0].location, hint=hint)
+        if (fragments := unknown_fragments(word)) and "=" not in word.partition("\0")[0]:
+            message = f"`{without_marks(word)[:60]}` is not known without running the script: {fragments[0].reason}"
+            hint = f"add `{fragments[0].variable or 'NAME'}=VALUE` after the script"
+            raise ConfigError(message, location=fragments[0].location, hint=hint)
     return [*commands[0], *(word for word in arguments if not _ASSIGNMENT.match(word))]
 
 
@@ -156,7 +156,7 @@ class _Script:
 
     def _unknown(self, text: str, reason: str = "", variable: str = "") -> str:
         reason = reason or f"line {self.line} has {text}"
-        return unknown_piece(text[:60], reason[:160], variable, f"{self._path}:{self.line}")
+        return unknown_fragment(text[:60], reason[:160], variable, f"{self._path}:{self.line}")
 
     # -- commands: each returns whether it succeeds, or None if only a run shows it
 
@@ -351,18 +351,18 @@ class _Script:
         return values if is_quoted else [field for value in values for field in _FIELD.findall(value)]
 
     def _sequence(self, parent: Node, nodes: Sequence[Node], *, is_quoted: bool) -> list[str]:
-        """The words of adjacent pieces: none if all are empty, as in `"$@"`. The parser skips blanks between them."""
+        """The words of adjacent fragments: none if all are empty, as in `"$@"`. The parser skips blanks between them."""
         source = _text(parent).encode(errors="surrogateescape")
         is_string = parent.type == "string"
         position = parent.start_byte + 1 if is_string or not nodes else nodes[0].start_byte
         fields, is_empty = [""], bool(nodes)
-        for piece in nodes:
-            gap = source[position - parent.start_byte : piece.start_byte - parent.start_byte]
-            piece_fields = self._fields(piece, is_quoted=is_quoted)
-            fields[-1] += gap.decode(errors="surrogateescape") + (piece_fields[0] if piece_fields else "")
-            fields += piece_fields[1:]
-            is_empty &= not gap and not piece_fields
-            position = piece.end_byte
+        for fragment in nodes:
+            gap = source[position - parent.start_byte : fragment.start_byte - parent.start_byte]
+            fragment_fields = self._fields(fragment, is_quoted=is_quoted)
+            fields[-1] += gap.decode(errors="surrogateescape") + (fragment_fields[0] if fragment_fields else "")
+            fields += fragment_fields[1:]
+            is_empty &= not gap and not fragment_fields
+            position = fragment.end_byte
         if is_string:
             end_gap = source[position - parent.start_byte : -1]
             fields[-1] += end_gap.decode(errors="surrogateescape")
@@ -371,13 +371,13 @@ class _Script:
 
     def _parameter(self, node: Node, *, is_quoted: bool) -> list[str]:
         """The values of `$NAME` and `${NAME…}`: several of an array."""
-        pieces = [child for child in node.children if child.type not in ("$", "${", "}")]
-        if pieces and pieces[0].type == "subscript":
-            target, index = pieces[0].named_children[0], _text(pieces[0].named_children[-1])
+        fragments = [child for child in node.children if child.type not in ("$", "${", "}")]
+        if fragments and fragments[0].type == "subscript":
+            target, index = fragments[0].named_children[0], _text(fragments[0].named_children[-1])
         else:
-            target, index = pieces[0] if pieces else node, ""
+            target, index = fragments[0] if fragments else node, ""
         name = _text(target)
-        change = pieces[1].type if len(pieces) > 1 else ""
+        change = fragments[1].type if len(fragments) > 1 else ""
         if target.type not in ("variable_name", "special_variable_name") or index not in ("", "@", "*", "0"):
             return [self._unknown(_text(node))]
         if change and change not in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
@@ -388,7 +388,7 @@ class _Script:
         if index == "*" and is_quoted and values:
             values = [" ".join(values)]
         is_empty = not values or (change.startswith(":") and values == [""])
-        default = " ".join(self._sequence(node, pieces[2:], is_quoted=True)) if len(pieces) > 2 else ""
+        default = " ".join(self._sequence(node, fragments[2:], is_quoted=True)) if len(fragments) > 2 else ""
         match change[-1:]:
             case "+":
                 return [] if is_empty else [default]
@@ -482,5 +482,5 @@ def _text(node: Node) -> str:
 
 def _known_text(value: str) -> str | None:
     """The text of a value, or None. A variable that the script does not set is empty, as in an empty environment."""
-    text = without_marks(value, lambda piece: "" if piece.variable else "\0")
+    text = without_marks(value, lambda fragment: "" if fragment.variable else "\0")
     return None if "\0" in text else text

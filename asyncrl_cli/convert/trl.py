@@ -21,7 +21,7 @@ from asyncrl_cli.convert.config import (
     options_of,
     read_file,
     typed_options,
-    unknown_piece,
+    unknown_fragment,
 )
 from asyncrl_cli.convert.shared import (
     ASSUMED_STEPS,
@@ -134,7 +134,7 @@ def read_program(path: str) -> Arguments:
                 except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                     line = keyword.value.lineno
                     reason = f"line {line} computes it"
-                    value = unknown_piece(ast.unparse(keyword.value), reason, location=f"{path}:{line}")
+                    value = unknown_fragment(ast.unparse(keyword.value), reason, location=f"{path}:{line}")
                 values |= {keyword.arg: value} if keyword.arg else {}
     return Arguments(method, [], values)
 

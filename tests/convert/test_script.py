@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.convert.config import ForeignConfig, override, unknown_pieces, without_marks
+from asyncrl_cli.convert.config import ForeignConfig, override, unknown_fragments, without_marks
 from asyncrl_cli.convert.shell import command_words
 from asyncrl_cli.convert.verl import ARGUMENT
 from asyncrl_cli.core.errors import ConfigError
@@ -138,7 +138,7 @@ def test_any_text_is_read_or_refused_and_unknown_values_are_marked_by_type(text:
     except ConfigError as error:
         assert "\0" not in f"{error}{error.hint}"
         return
-    assert all(word.count("\0") == 5 * len(unknown_pieces(word)) for word in found)
+    assert all(word.count("\0") == 5 * len(unknown_fragments(word)) for word in found)
 
 
 def test_no_value_of_the_environment_gets_into_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
