@@ -136,9 +136,9 @@ def prime_rl(
 
     Exit codes are the same as for `convert verl`.
     """
-    from asyncrl_cli.convert.prime_rl import TRAINER, read
+    from asyncrl_cli.convert.prime_rl import TRAINER, read_command_line
 
-    files, values = read(arguments)
+    files, values = read_command_line(arguments)
     file = files[0] if files else "overrides"
     _convert([Origin(file, ", ".join(files) or file, TRAINER, values)], output, force)
 

@@ -150,10 +150,10 @@ class ForeignConfig:
             return 0.0
         return value if math.isfinite(value) else 0.0
 
-    def count(self, *names: str, least: int | None = None) -> int:
-        """Return ``get`` as a whole number; 0 if it is not a finite number. At least ``least``."""
+    def count(self, *names: str, minimum: int | None = None) -> int:
+        """Return ``get`` as a whole number; 0 if it is not a finite number. At least ``minimum``."""
         value = int(self.number(*names))
-        return value if least is None else max(value, least)
+        return value if minimum is None else max(value, minimum)
 
     def flag(self, *names: str) -> bool:
         """Return True if ``get`` is true, or a text from a command line that means true."""

@@ -17,7 +17,7 @@ VLLM = "inference.vllm."
 ASSUMED_PROMPTS = 100
 
 
-def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def read_command_line(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return the files and keys of a command line such as `uv run rl @ rl.toml --max-steps 9`.
 
     All files are one configuration, and the last value of a key counts. Raises ``ConfigError``.
@@ -96,7 +96,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         c.unsupported.append(text)
     skips_equal_rewards = c.flag("$train.filter_zero_advantages") and algorithm != "opd"
 
-    per_engine, group_size = c.count(f"{VLLM}tensor_parallel_size", least=1), c.count("$group_size", least=1)
+    per_engine, group_size = c.count(f"{VLLM}tensor_parallel_size", minimum=1), c.count("$group_size", minimum=1)
     node_gpus = c.count("deployment.gpus_per_node") if c.get("deployment.type") == "multi_node" else 0
     generating = c.count("deployment.num_infer_nodes") * node_gpus * c.count("deployment.num_infer_replicas")
     generating = generating or c.count("deployment.num_infer_gpus")

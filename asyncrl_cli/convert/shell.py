@@ -70,7 +70,7 @@ def trainer_command(
     variables = dict(word.split("=", 1) for word in arguments if _ASSIGNMENT.match(word))
     script = _Script(path, variables)
     try:
-        script.read(script_text)
+        script.evaluate(script_text)
     except RecursionError:
         raise ConfigError("the script is nested too deeply", location=path, hint=PASTE) from None
     except _Exit:
@@ -139,7 +139,7 @@ class _Script:
         self.line = 1
         self.calls: list[tuple[int, list[str]]] = []
 
-    def read(self, text: bytes) -> None:
+    def evaluate(self, text: bytes) -> None:
         import tree_sitter_bash
 
         parser, root, previous_text = Parser(Language(tree_sitter_bash.language())), None, None
@@ -233,8 +233,8 @@ class _Script:
         def branches() -> Iterator[Branch]:
             for clause in (node, *clauses):
                 children = [child for child in clause.children if child not in clauses]
-                then = next((index for index, child in enumerate(children) if child.type == "then"), 0)
-                yield self._run_all(children[1:then]) if then else True, children[then + 1 :]
+                test_end = next((index for index, child in enumerate(children) if child.type == "then"), 0)
+                yield self._run_all(children[1:test_end]) if test_end else True, children[test_end + 1 :]
 
         return self._first_branch(branches())
 
@@ -351,7 +351,7 @@ class _Script:
         return values if is_quoted else [field for value in values for field in _FIELD.findall(value)]
 
     def _sequence(self, parent: Node, nodes: Sequence[Node], *, is_quoted: bool) -> list[str]:
-        """The words of adjacent fragments: none if all are empty, as in `"$@"`. The parser skips blanks between them."""
+        """The words of adjacent nodes: none if all are empty, as in `"$@"`. The parser skips blanks between them."""
         source = _text(parent).encode(errors="surrogateescape")
         is_string = parent.type == "string"
         position = parent.start_byte + 1 if is_string or not nodes else nodes[0].start_byte

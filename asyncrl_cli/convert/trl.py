@@ -180,40 +180,40 @@ class _Batch(NamedTuple):
     updates: int
 
     @classmethod
-    def of(cls, c: ForeignConfig, processes: int) -> _Batch:
+    def from_arguments(cls, c: ForeignConfig, processes: int) -> _Batch:
         is_ppo = c.get("variant") == "ppo"
-        per_device = c.count("per_device_train_batch_size", least=1)
-        minibatches = c.count("num_mini_batches", least=1) if is_ppo else 1
-        accumulated = per_device * c.count("gradient_accumulation_steps", least=1) * processes
+        per_device = c.count("per_device_train_batch_size", minimum=1)
+        minibatches = c.count("num_mini_batches", minimum=1) if is_ppo else 1
+        accumulated = per_device * c.count("gradient_accumulation_steps", minimum=1) * processes
         per_update = max(accumulated // minibatches, 1)
         completions = per_update * minibatches
         if not is_ppo:
             per_generation = per_device * processes * c.count("steps_per_generation")
             completions = c.count("generation_batch_size") or per_generation or per_update
-        group_size = 1 if c.get("variant") in ("ppo", "gkd") else c.count("num_generations", least=1)
+        group_size = 1 if c.get("variant") in ("ppo", "gkd") else c.count("num_generations", minimum=1)
         passes = max(completions // per_update, 1)
-        updates = passes * c.count("num_iterations", "num_ppo_epochs", least=1)
+        updates = passes * c.count("num_iterations", "num_ppo_epochs", minimum=1)
         return cls(completions, group_size, passes, updates)
 
 
 def _sizes(c: ForeignConfig) -> dict[str, Any]:
     is_async, uses_cpu = c.get("variant") == "async_grpo", c.flag("use_cpu")
-    processes = c.count("num_processes", least=1)  # Accelerate's number, not TRL's
-    batch = _Batch.of(c, processes)
+    processes = c.count("num_processes", minimum=1)  # Accelerate's number, not TRL's
+    batch = _Batch.from_arguments(c, processes)
     groups = max(batch.completions // batch.group_size, 1)
     if batch.completions % batch.group_size:
         c.check("indivisible_completions", completions=batch.completions, group_size=batch.group_size)
     if groups % batch.passes:
         c.check("indivisible_groups", groups=groups, passes=batch.passes)
 
-    per_engine = c.count("vllm_tensor_parallel_size", least=1)
+    per_engine = c.count("vllm_tensor_parallel_size", minimum=1)
     if is_async or (c.flag("use_vllm") and c.get("vllm_mode") == "server"):
         devices = Devices(processes, 1, per_engine)
     else:
         devices = divide_gpus(c, processes, per_engine)
     if uses_cpu:
         c.remarks.pop("trainer.ranks", None)
-    response = c.count("response_length", "max_completion_length", "max_new_tokens", least=1)
+    response = c.count("response_length", "max_completion_length", "max_new_tokens", minimum=1)
     prompt = c.count("max_prompt_length") or max(c.count("vllm_max_model_length", "max_length") - response, 0)
     if not prompt:
         prompt = PROMPT_TOKENS
@@ -233,7 +233,7 @@ def _sizes(c: ForeignConfig) -> dict[str, Any]:
         c.check("rounded_epochs")
     if not is_async:
         c.check("in_turn")
-    versions = (c.count("max_staleness") + 1) * c.count("weight_sync_steps", least=1)
+    versions = (c.count("max_staleness") + 1) * c.count("weight_sync_steps", minimum=1)
     all_steps = steps or ASSUMED_STEPS
     return {
         "model.max_length": prompt + response,
@@ -249,7 +249,7 @@ def _sizes(c: ForeignConfig) -> dict[str, Any]:
         "trainer.gpus_per_rank": 0 if uses_cpu else devices.per_rank,
         "trainer.schedule.warmup_updates": round(ratio * all_steps * batch.updates) if ratio else int(warmup),
         "trainer.minibatches": 1 if groups % batch.passes else batch.passes,
-        "trainer.tokens_per_microbatch": c.count("per_device_train_batch_size", least=1) * (prompt + response),
+        "trainer.tokens_per_microbatch": c.count("per_device_train_batch_size", minimum=1) * (prompt + response),
         "pipeline.groups_per_step": groups,
         "evaluation.every": _interval(c, "evaluation.every", "eval", steps=all_steps, updates=batch.updates),
         "checkpoints.every": _interval(c, "checkpoints.every", "save", steps=all_steps, updates=batch.updates),
@@ -354,10 +354,10 @@ def _task(c: ForeignConfig) -> dict[str, Any]:
         return task | {"task.use": f"{module}:{name}"}
     weights = c.get("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
-    parts = {name.rpartition(".")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}
-    c.check("several_rewards", functions=", ".join(f"({name}, {weight})" for name, weight in parts.items()))
+    weights_by_name = {name.rpartition(".")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}
+    c.check("several_rewards", functions=", ".join(f"({name}, {weight})" for name, weight in weights_by_name.items()))
     if c.get("multi_objective_aggregation") == "normalize_then_sum":
-        task |= {"algorithm.reward_parts": parts, "algorithm.reward_aggregation": "normalize_then_sum"}
+        task |= {"algorithm.reward_parts": weights_by_name, "algorithm.reward_aggregation": "normalize_then_sum"}
     return task | {"task.use": "rewards:rewards"}
 
 

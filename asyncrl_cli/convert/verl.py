@@ -109,7 +109,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "model.lora.rank": max(c.count("$model.lora_rank"), c.count("$model.lora.rank")) or None,
         "task.use": _task(c),
         "data.train.path": _data_path(c, "data.train.path", c.text("data.train.path", "data.train_files")),
-        "data.train.size": c.count("data.train_max_samples", least=0) or None,
+        "data.train.size": c.count("data.train_max_samples", minimum=0) or None,
         "algorithm.preset": PRESETS.get(estimator) or ("grpo" if loss not in ("gspo", "cispo", "sapo") else loss),
         **_reward_parts(c, estimator),
         # Ratios are never negative, so a clip_low above 1 has no effect.
@@ -142,8 +142,8 @@ def _reward_parts(c: ForeignConfig, estimator: str) -> dict[str, Any]:
         return {"algorithm.reward_parts": None}
     if not names or len(names) != len(weights):
         c.check("unnamed_rewards")
-    parts = {name: float(weight) for name, weight in zip(names, weights, strict=False)}
-    return {"algorithm.reward_parts": parts or None}
+    weighted = {name: float(weight) for name, weight in zip(names, weights, strict=False)}
+    return {"algorithm.reward_parts": weighted or None}
 
 
 class _Pace(NamedTuple):
@@ -157,14 +157,14 @@ class _Pace(NamedTuple):
     """The prefix of the keys that count the generating GPUs; empty if all GPUs generate and train in turn."""
 
     @classmethod
-    def of(cls, c: ForeignConfig) -> _Pace:
+    def from_program(cls, c: ForeignConfig) -> _Pace:
         threshold = c.count("trainer.v1.sampler.max_off_policy_threshold") - 1
         match c.get("variant"), c.get("trainer.v1.trainer_mode"):
             case "fully_async", _:
                 return cls(
                     "async",
                     math.ceil(c.number("async_training.staleness_threshold")),
-                    c.count("async_training.trigger_parameter_sync_step", least=1),
+                    c.count("async_training.trigger_parameter_sync_step", minimum=1),
                     # verl either aborts rollouts and continues them with a new KV cache, or lets them finish.
                     "recompute" if c.flag("async_training.partial_rollout") else "drain",
                     "rollout.",
@@ -172,7 +172,7 @@ class _Pace(NamedTuple):
             case "one_step_off", _:
                 return cls("one_step_off", generating_prefix="rollout.")
             case _, "separate_async":
-                publish_every = c.count("trainer.v1.separate_async.parameter_sync_step", least=1)
+                publish_every = c.count("trainer.v1.separate_async.parameter_sync_step", minimum=1)
                 return cls("async", max(threshold, 1), publish_every, "recompute", "$rollout.")
             case _, "colocate_async":
                 return cls("async", max(threshold, 1), weight_update="recompute")
@@ -182,9 +182,9 @@ class _Pace(NamedTuple):
 
 def _sizes(c: ForeignConfig, max_tokens: int, *, has_images: bool) -> dict[str, Any]:
     """Devices, batches, versions and steps. ``max_tokens``: tokens of the longest prompt and response together."""
-    pace, is_fully_async = _Pace.of(c), c.get("variant") == "fully_async"
-    per_update, group_size = c.count("$actor.ppo_mini_batch_size"), c.count("$rollout.n", least=1)
-    groups = c.count("data.train_batch_size", least=1)
+    pace, is_fully_async = _Pace.from_program(c), c.get("variant") == "fully_async"
+    per_update, group_size = c.count("$actor.ppo_mini_batch_size"), c.count("$rollout.n", minimum=1)
+    groups = c.count("data.train_batch_size", minimum=1)
     if is_fully_async:
         groups = max(per_update * c.count("async_training.require_batches"), 1)
     minibatches = 1
@@ -204,14 +204,14 @@ def _sizes(c: ForeignConfig, max_tokens: int, *, has_images: bool) -> dict[str, 
         if warmup and steps is None:
             c.check("warmup_share", steps=ASSUMED_STEPS)
 
-    per_engine = c.count("$rollout.tensor_model_parallel_size", least=1)
+    per_engine = c.count("$rollout.tensor_model_parallel_size", minimum=1)
     gpu_count = c.count("trainer.nnodes") * c.count("trainer.n_gpus_per_node")
     if not pace.generating_prefix:
         devices = divide_gpus(c, gpu_count, per_engine)
     else:
-        nodes, per_node = (c.count(pace.generating_prefix + name, least=1) for name in ("nnodes", "n_gpus_per_node"))
+        nodes, per_node = (c.count(pace.generating_prefix + name, minimum=1) for name in ("nnodes", "n_gpus_per_node"))
         devices = Devices(max(gpu_count, 1), max(nodes * per_node // per_engine, 1), per_engine)
-    per_sequence = c.count("$actor.ulysses_sequence_parallel_size", least=1)
+    per_sequence = c.count("$actor.ulysses_sequence_parallel_size", minimum=1)
     if has_images and per_sequence > 1:
         c.check("whole_images", gpus=per_sequence)
         per_sequence = 1
@@ -219,7 +219,7 @@ def _sizes(c: ForeignConfig, max_tokens: int, *, has_images: bool) -> dict[str, 
     if 0 < max_ranks < devices.ranks:
         c.check("idle_ranks", gpus=devices.ranks, rollouts=max_ranks)
         devices = devices._replace(ranks=max_ranks)
-    tokens = max_tokens * c.count("$actor.ppo_micro_batch_size_per_gpu", least=1)
+    tokens = max_tokens * c.count("$actor.ppo_micro_batch_size_per_gpu", minimum=1)
     if c.flag("$actor.use_dynamic_bsz"):
         tokens = max(per_sequence * c.count("$actor.ppo_max_token_len_per_gpu"), max_tokens)
     if devices.ranks % per_sequence:
@@ -236,7 +236,7 @@ def _sizes(c: ForeignConfig, max_tokens: int, *, has_images: bool) -> dict[str, 
         "trainer.ranks": devices.ranks,
         "trainer.gpus_per_rank": devices.per_rank,
         # verl advances its schedule once per step, asyncrl once per update.
-        "trainer.schedule.warmup_updates": round(warmup * c.count("$actor.ppo_epochs", least=1) * minibatches),
+        "trainer.schedule.warmup_updates": round(warmup * c.count("$actor.ppo_epochs", minimum=1) * minibatches),
         "trainer.minibatches": minibatches,
         "trainer.tokens_per_microbatch": tokens,
         "trainer.sequence_parallel": 1 if devices.ranks % per_sequence else per_sequence,
@@ -246,9 +246,9 @@ def _sizes(c: ForeignConfig, max_tokens: int, *, has_images: bool) -> dict[str, 
         "pipeline.publish_every": pace.publish_every,
         "pipeline.weight_update": pace.weight_update,
         "stop.steps": steps,
-        "stop.epochs": None if steps else c.count("trainer.total_epochs", least=1),
-        "evaluation.every": multiple(c.count("trainer.test_freq", least=0) * interval, pace.publish_every),
-        "checkpoints.every": multiple(c.count("trainer.save_freq", least=0) * interval, pace.publish_every),
+        "stop.epochs": None if steps else c.count("trainer.total_epochs", minimum=1),
+        "evaluation.every": multiple(c.count("trainer.test_freq", minimum=0) * interval, pace.publish_every),
+        "checkpoints.every": multiple(c.count("trainer.save_freq", minimum=0) * interval, pace.publish_every),
     }
 
 
@@ -334,10 +334,10 @@ def _correction(c: ForeignConfig) -> dict[str, Any]:
 def _bounds(c: ForeignConfig, name: str) -> tuple[float | None, float | None]:
     """Lower and upper bound from a threshold of verl: a number (the upper bound), or a text `lower_upper`."""
     try:
-        numbers = [float(text) for text in str(c.get(name) or "").split("_")[:2] if text]
+        bounds = [float(text) for text in str(c.get(name) or "").split("_")[:2] if text]
     except ValueError:
         return None, None
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0] if numbers else None)
+    return (bounds[0], bounds[1]) if len(bounds) == 2 else (None, bounds[0] if bounds else None)
 
 
 def _task(c: ForeignConfig) -> str:
@@ -373,7 +373,7 @@ def _held_out(c: ForeignConfig, image_column: Any) -> dict[str, Any]:
         sets[unique_name] = {"data": {key: value for key, value in data.items() if value is not None}}
     return {
         "data.eval.path": _data_path(c, "data.eval.path", files[:1]),
-        "data.eval.size": c.count("data.val_max_samples", least=0) or None,
+        "data.eval.size": c.count("data.val_max_samples", minimum=0) or None,
         "evaluation.sets": sets or None,
     }
 

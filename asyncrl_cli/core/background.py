@@ -20,7 +20,7 @@ class Background:
     def __init__(self, name: str, limit: int = 1000) -> None:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(limit)
         self._closed = False
-        Thread(target=self._work, name=name, daemon=True).start()
+        Thread(target=self._run_jobs, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Run ``job`` after the earlier jobs. False if the queue is full or closed; then ``job`` is dropped."""
@@ -39,22 +39,22 @@ class Background:
     def wait(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` seconds for the jobs submitted so far; True if all are done."""
         deadline = time.monotonic() + timeout_s
-        done = Event()
+        earlier_jobs_ended = Event()
         try:
-            self._queue.put(done.set, timeout=timeout_s)
+            self._queue.put(earlier_jobs_ended.set, timeout=timeout_s)
         except queue.Full:
             return False
-        return done.wait(max(0.0, deadline - time.monotonic()))
+        return earlier_jobs_ended.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self, timeout_s: float) -> bool:
         """Refuse further jobs, and ``wait``."""
         self._closed = True
-        done = self.wait(timeout_s)
-        if done:
+        all_ended = self.wait(timeout_s)
+        if all_ended:
             self._queue.put(None)
-        return done
+        return all_ended
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
                 job()

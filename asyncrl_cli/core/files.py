@@ -102,22 +102,22 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     ``OSError``, also if ``path`` is a folder that is not empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
-        if re.fullmatch("[0-9a-f]{8}", left.name.removeprefix(f".{path.name}-")):
-            _remove_unlocked(left)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}-*"):
+        if re.fullmatch("[0-9a-f]{8}", leftover.name.removeprefix(f".{path.name}-")):
+            _remove_unlocked(leftover)
     unfinished = _unfinished(path)
-    new = unfinished.with_name(f"{unfinished.name}.new")
-    new.mkdir()
-    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    unlocked = unfinished.with_name(f"{unfinished.name}.new")
+    unlocked.mkdir()
+    lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # some network file systems cannot lock folders; leftovers stay there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(new, unfinished)  # after the lock: another process removes an unlocked folder of this name
+        os.rename(unlocked, unfinished)  # after the lock: another process removes an unlocked folder of this name
         yield unfinished
         os.rename(unfinished, path)
     finally:
         os.close(lock)
-        for folder in (new, unfinished):
+        for folder in (unlocked, unfinished):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -63,15 +63,15 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
     from importlib.metadata import PackageNotFoundError, requires
 
     module = (error.name or "").partition(".")[0]
-    wanted = {"yaml": "pyyaml", "starlette": "fastapi"}.get(module, module.lower().replace("_", "-"))
+    distribution = {"yaml": "pyyaml", "starlette": "fastapi"}.get(module, module.lower().replace("_", "-"))
     try:
         declared = requires("asyncrl") or []
     except PackageNotFoundError:  # run from a source tree without an installation
         declared = []
     for requirement in declared:
-        parts = re.fullmatch(r"([\w.-]+)([^;]*)(?:;.*extra == ['\"](.+)['\"])?.*", requirement)
-        name, version, extra = parts.groups() if parts else ("", "", None)
-        if name.lower().replace("_", "-") == wanted:
+        match = re.fullmatch(r"([\w.-]+)([^;]*)(?:;.*extra == ['\"](.+)['\"])?.*", requirement)
+        name, version, extra = match.groups() if match else ("", "", None)
+        if name.lower().replace("_", "-") == distribution:
             if extra in STACK:
                 install = f"{shlex.quote(sys.executable)} -m pip install 'asyncrl[cpu]' --extra-index-url {TORCH_INDEX}"
                 return ConfigError(

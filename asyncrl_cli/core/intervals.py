@@ -48,10 +48,10 @@ def share_interval(clusters: Clusters, answers: int | None = None) -> Interval:
     """
     mean, error = clustered_error(clusters)
     mean = min(1.0, max(0.0, mean))
-    spread, most = mean * (1 - mean), float(answers or sum(map(len, clusters)))
+    spread, max_cases = mean * (1 - mean), float(answers or sum(map(len, clusters)))
     if len(clusters) == 1 or not spread:
         return wilson(mean, len(clusters))
-    return wilson(mean, min(most, spread / error**2) if error else most)
+    return wilson(mean, min(max_cases, spread / error**2) if error else max_cases)
 
 
 def mean_interval(clusters: Clusters) -> Interval | None:

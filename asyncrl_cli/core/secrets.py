@@ -19,9 +19,9 @@ SECRET_PART = re.compile(
     re.IGNORECASE,
 )
 """Words in the names of variables and settings that hold secrets. They match API_KEY, but not MONKEY or TOKENIZER."""
-NUMBER = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null", re.IGNORECASE)
+PLAIN_VALUE = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null", re.IGNORECASE)
 """Numbers and switches, which are not secrets."""
-SHORTEST = 6
+MIN_LENGTH = 6
 """Smallest length of a secret in characters; shorter values occur in ordinary words."""
 PATTERNS = (
     # user:password@ and token@ in a URI; only the scheme's last letter, or a long word would be searched quadratically
@@ -44,7 +44,7 @@ _values: dict[str, str] = {}
 def remember(name: str, value: str) -> None:
     """Have ``hide`` mask the value of an environment variable that a spec refers to, if it is a secret."""
     # The path check excludes PWD.
-    if len(value) >= SHORTEST and is_secret(name) and not NUMBER.fullmatch(value) and not os.path.exists(value):
+    if len(value) >= MIN_LENGTH and is_secret(name) and not PLAIN_VALUE.fullmatch(value) and not os.path.exists(value):
         _values[value] = f"${{env:{name}}}"
 
 
@@ -59,7 +59,7 @@ def hide(text: str) -> str:
 
 def is_secret(name: str) -> bool:
     """True if a variable or setting with this name holds a secret. Other values (paths, model names) stay readable."""
-    return any(SECRET_PART.fullmatch(part) for part in NAME_PART.findall(name))
+    return any(SECRET_PART.fullmatch(word) for word in NAME_PART.findall(name))
 
 
 def hide_settings(value: Any, name: str = "") -> Any:
@@ -70,9 +70,9 @@ def hide_settings(value: Any, name: str = "") -> Any:
         return [hide_settings(inner, name) for inner in value]
     if not isinstance(value, str):
         return value
-    shown = hide(f"{name}: {value}").removeprefix(f"{name}: ")  # with the name: a webhook keeps its host
-    if not is_secret(name) or shown != value or NUMBER.fullmatch(value) or value.startswith(("${env:", "env:")):
-        return shown
+    masked = hide(f"{name}: {value}").removeprefix(f"{name}: ")  # with the name: a webhook keeps its host
+    if not is_secret(name) or masked != value or PLAIN_VALUE.fullmatch(value) or value.startswith(("${env:", "env:")):
+        return masked
     return MASK if value else value
 
 
@@ -83,10 +83,12 @@ def hide_argument(argument: str) -> str:
     name, equals, text = argument.partition("=")
     try:
         value = yaml.safe_load(text)
-        shown = hide_settings(value, name.rpartition(".")[2])
+        masked = hide_settings(value, name.rpartition(".")[2])
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date such as 2024-13-45
         return name + equals + MASK if is_secret(name.rpartition(".")[2]) else hide(argument)
-    if shown == value:
+    if masked == value:
         return hide(argument)
-    written = shown if isinstance(shown, str) else yaml.safe_dump(shown, default_flow_style=True, width=10**6).strip()
-    return hide(name) + equals + written
+    masked_text = (
+        masked if isinstance(masked, str) else yaml.safe_dump(masked, default_flow_style=True, width=10**6).strip()
+    )
+    return hide(name) + equals + masked_text

@@ -29,5 +29,5 @@ def plain_text(text: str = "", style: str = "") -> Text:
 def counted(count: int | str, noun: str) -> str:
     """A number of things: ``1 engine``, ``2 engines``, ``1 to 2 engines``, ``2 batches``, ``2 epochs``."""
     plural = "es" if noun.endswith(("s", "x", "nch", "tch", "sh")) else "s"
-    shown = f"{count:,}" if isinstance(count, int) else count
-    return f"{shown} {noun}{'' if shown == '1' else plural}"
+    count_text = f"{count:,}" if isinstance(count, int) else count
+    return f"{count_text} {noun}{'' if count_text == '1' else plural}"

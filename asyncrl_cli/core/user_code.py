@@ -40,8 +40,8 @@ class _TooLong(BaseException):
 
 
 @contextmanager
-def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
-    """Run a block that executes user code. ``what`` describes it, such as "importing the task".
+def user_code(description: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
+    """Run a block that executes user code. ``description`` names it, such as "importing the task".
 
     While it runs, ``notice`` gets its description and the current line of the user's code. Raises ``ConfigError`` if
     the block runs for more than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are neither
@@ -59,31 +59,33 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
         if waited_s >= next_notice_s:
             next_notice_s *= 2
             limit = f" of at most {limit_s:.0f} s" if limit_s is not None else ""
-            own = _own_line(walk_stack(frame))
-            notice(f"{what} takes long: {waited_s:.0f} s{limit}" + (f", now at {own}" if own else ""))
+            user_line = _own_line(walk_stack(frame))
+            notice(
+                f"{description} takes long: {waited_s:.0f} s{limit}" + (f", now at {user_line}" if user_line else "")
+            )
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
-        before = signal.signal(signal.SIGALRM, look)
+        outer_handler = signal.signal(signal.SIGALRM, look)
         outer_s, outer_interval_s = signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
     try:
         yield
     except SystemExit as error:
         raise ConfigError(
-            f"{what} called sys.exit({'' if error.code is None else repr(error.code)})",
+            f"{description} called sys.exit({'' if error.code is None else repr(error.code)})",
             location=_line(reversed(list(walk_tb(error.__traceback__)))),
             hint='remove the call, or put it below `if __name__ == "__main__":`',
         ) from None
     except _TooLong as error:
         raise ConfigError(
-            f"{what} took more than {limit_s:.0f} s",
+            f"{description} took more than {limit_s:.0f} s",
             location=str(error),
             hint="move slow work out of the module's top level and out of the constructor",
         ) from None
     finally:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, outer_handler)
             if outer_s:  # an outer timer continues
                 left_s = outer_s - (time.monotonic() - started)
                 signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001), outer_interval_s)
@@ -106,8 +108,8 @@ def _own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 def _is_own(file: str) -> bool:
     """True if a file belongs neither to Python, nor to an installed package or its commands, nor to asyncrl."""
-    others = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
-    return not file.startswith(("<", *others, __file__.rpartition("/core/")[0]))
+    library_folders = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
+    return not file.startswith(("<", *library_folders, __file__.rpartition("/core/")[0]))
 
 
 def raised_at(error: BaseException) -> str:
@@ -135,16 +137,16 @@ def import_named(
         message = f"{target} is not of the form module:name"
         raise error_type(message, location=location, hint=f"write it like an import, as `{imported}`")
     module_name, _, path = target.partition(":")
-    found: Any = _module(module_name, folder=folder and folder.resolve(), location=location, error_type=error_type)
-    where = getattr(found, "__file__", None) or module_name
+    value: Any = _module(module_name, folder=folder and folder.resolve(), location=location, error_type=error_type)
+    where = getattr(value, "__file__", None) or module_name
     for name in path.split("."):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError:
-            public = [known for known in vars(found) if not known.startswith("_")]
+            public = [attribute for attribute in vars(value) if not attribute.startswith("_")]
             message = f"module {module_name} ({where}) has no {path!r}"
             raise error_type(message, location=location, hint=did_you_mean(name, public, hint)) from None
-    return found
+    return value
 
 
 def missing_name(target: str, folder: Path) -> tuple[str, str] | None:
@@ -209,15 +211,15 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
     try:
         return importlib.import_module(name)
     except Exception as error:
-        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        missing_module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         within = f" in {folder}" if folder else ""
         message = f"importing module {name} failed: {type(error).__name__}: {error}"
         hint = f"fix the import; full traceback: python -c 'import {name}'{within}"
-        if missing and f"{name}.".startswith(f"{missing}."):
+        if missing_module and f"{name}.".startswith(f"{missing_module}."):
             message = f"no module {name!r}{within and f'{within} or'} on Python's path"
             hint = _place(name)
-        elif missing:
-            message = f"module {name} needs {missing!r}, which is not installed"
+        elif missing_module:
+            message = f"module {name} needs {missing_module!r}, which is not installed"
             hint = "install it in this environment"
         raise error_type(message, location=location, hint=hint) from error
 

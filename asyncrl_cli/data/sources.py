@@ -73,7 +73,7 @@ def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt
 
 
 def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
-    paths = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in spec.named]
+    paths = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in spec.path_list]
     sources = [file for path in paths for file in files_of(path)]
     return [
         RowForm(

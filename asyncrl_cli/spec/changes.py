@@ -33,7 +33,7 @@ FIXED = {
     "pipeline.publish_every": "it decides which steps have a version",
 }
 """Keys that cannot change, including all keys below them, and why."""
-ALLOWED = re.compile(
+CHANGEABLE = re.compile(
     r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox"
     r"|tools\.mcp\.\w+\.(url|(headers|env)\..+|timeout_s))"
 )
@@ -41,33 +41,40 @@ ALLOWED = re.compile(
 
 
 def check_changes(
-    before: ExperimentSpec, after: ExperimentSpec, references: Mapping[tuple[str, ...], str] | None = None
+    recorded_spec: ExperimentSpec, resumed_spec: ExperimentSpec, references: Mapping[tuple[str, ...], str] | None = None
 ) -> list[str]:
     """Return the keys that changed, as `key=value`. Raises ``SpecError`` if one of them must not change.
 
     A value with an entry in ``references`` (``LoadedSpec.references``) is written as its reference.
     """
-    old, new = _flat(before), _flat(after)
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")
+    recorded, resumed = _flat(recorded_spec), _flat(resumed_spec)
+    changed = sorted(
+        key for key in recorded.keys() | resumed.keys() if recorded.get(key) != resumed.get(key) and key != "runs_dir"
+    )
     problems = [problem for key in changed if (problem := _problem(key)) is not None]
-    if after.pipeline.max_staleness < before.pipeline.max_staleness:
-        message = f"cannot be lower than {before.pipeline.max_staleness}: groups were admitted under that bound"
+    if resumed_spec.pipeline.max_staleness < recorded_spec.pipeline.max_staleness:
+        message = f"cannot be lower than {recorded_spec.pipeline.max_staleness}: groups were admitted under that bound"
         problems.append(Problem("pipeline.max_staleness", message, "keep or raise it"))
     if problems:
         raise SpecError(problems)
-    written = {".".join(path): text for path, text in (references or {}).items()}
-    return [hide(f"{key}={written.get(key, new.get(key))}") for key in changed]
+    reference_texts = {".".join(path): text for path, text in (references or {}).items()}
+    return [hide(f"{key}={reference_texts.get(key, resumed.get(key))}") for key in changed]
 
 
-def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
+def kept_horizon(recorded_spec: ExperimentSpec, resumed_spec: ExperimentSpec) -> int | None:
     """Return `trainer.schedule.steps` for a resumed run with another `stop.steps`; None if the spec needs no change.
 
     The schedule keeps its length: stretched, it would give other rates to the steps that are trained again.
     """
-    old, new = before.trainer.schedule, after.trainer.schedule
-    if before.stop.total == after.stop.total or old.kind == "constant" or old != new or new.steps is not None:
+    recorded, resumed = recorded_spec.trainer.schedule, resumed_spec.trainer.schedule
+    if (
+        recorded_spec.stop.total == resumed_spec.stop.total
+        or recorded.kind == "constant"
+        or recorded != resumed
+        or resumed.steps is not None
+    ):
         return None
-    return before.stop.total
+    return recorded_spec.stop.total
 
 
 def training_changes(changed: str) -> list[str]:
@@ -88,8 +95,8 @@ def is_fixed(key: str) -> bool:
 
 def _problem(key: str) -> Problem | None:
     for fixed, why in FIXED.items():
-        rest = key.removeprefix(fixed)
-        if rest != key and (not rest or rest[0] == ".") and not ALLOWED.fullmatch(key):
+        subkey = key.removeprefix(fixed)
+        if subkey != key and (not subkey or subkey[0] == ".") and not CHANGEABLE.fullmatch(key):
             return Problem(key, f"cannot change for a recorded run: {why}", "start a new run")
     return None
 

@@ -80,14 +80,14 @@ class SplitSpec(Section):
     """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
 
     @property
-    def named(self) -> list[str]:
+    def path_list(self) -> list[str]:
         """The sources as written. Empty if the task makes the prompts."""
         return [self.path] if isinstance(self.path, str) else self.path or []
 
     @property
     def paths(self) -> list[str]:
         """The sources in order, with each pattern replaced by its files."""
-        return [file for path in self.named for file in files_of(path)]
+        return [file for path in self.path_list for file in files_of(path)]
 
 
 class RateSchedule(Section):

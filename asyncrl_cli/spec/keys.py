@@ -56,26 +56,26 @@ class Key:
 @cache
 def keys() -> dict[str, Key]:
     """All keys in the order of the sections."""
-    found: dict[str, Key] = {}
+    all_keys: dict[str, Key] = {}
 
     def visit(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
             opens, many = _opened(field.annotation)
-            found[prefix + name] = Key(section, name=name, field=field, opens=opens, many=many)
+            all_keys[prefix + name] = Key(section, name=name, field=field, opens=opens, many=many)
             if opens:
                 visit(opens, f"{prefix}{name}.*." if many else f"{prefix}{name}.")
 
     visit(ExperimentSpec, "")
-    return found
+    return all_keys
 
 
 def general(path: str) -> str:
     """Return a path with `*` in place of user-defined names and list indices."""
-    parts: list[str] = []
-    for part in path.split("."):
-        above = keys().get(".".join(parts))
-        parts.append("*" if above is not None and above.many else part)
-    return ".".join(parts)
+    general_names: list[str] = []
+    for name in path.split("."):
+        section_key = keys().get(".".join(general_names))
+        general_names.append("*" if section_key is not None and section_key.many else name)
+    return ".".join(general_names)
 
 
 def _words(annotation: Any) -> Iterator[str]:

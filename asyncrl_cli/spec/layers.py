@@ -46,8 +46,11 @@ def merge(base: Node, over: Node) -> Node:
         return base
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
-    below = base.value
-    return replace(over, value=below | {k: merge(below[k], v) if k in below else v for k, v in over.value.items()})
+    entries = base.value
+    return replace(
+        over,
+        value=entries | {k: merge(entries[k], v) if k in entries else v for k, v in over.value.items()},
+    )
 
 
 class Layers:
@@ -61,7 +64,7 @@ class Layers:
         self.problems = problems
         self.files: list[Path] = []
         self.partial = False
-        self._done: dict[str, Node | None] = {}
+        self._read_layers: dict[str, Node | None] = {}
 
     def read(self, path: str, data: bytes | None = None) -> Node | None:
         """Merge the file onto all files that it extends. None if the file itself cannot be read.
@@ -78,15 +81,15 @@ class Layers:
         key = "extends" if blame else ""
         location = blame or Location(path)
 
-        def refuse(message: str, hint: str, at: Location = location, key: str = key) -> Node | None:
-            self.problems.append(Problem(key, message, hint).at(at))
+        def refuse(message: str, hint: str, problem_location: Location = location, key: str = key) -> Node | None:
+            self.problems.append(Problem(key, message, hint).at(problem_location))
             return None
 
         if file in chain:
             loop = " → ".join(step.name for step in (*chain[chain.index(file) :], file))
             return refuse(f"{path} extends itself: {loop}", "remove the circular `extends`")
-        if path in self._done:
-            return self._done[path]
+        if path in self._read_layers:
+            return self._read_layers[path]
         if data is None:
             if not os.path.exists(path):
                 return refuse(f"{path} does not exist" if blame else "no such file", _similar(path))
@@ -116,21 +119,23 @@ class Layers:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line_start = data.rfind(b"\n", 0, error.start) + 1
-            at = Location(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
-            return refuse("not UTF-8 text", "save the file as UTF-8", at, "")
+            error_location = Location(path, data.count(b"\n", 0, error.start) + 1, error.start - line_start + 1)
+            return refuse("not UTF-8 text", "save the file as UTF-8", error_location, "")
         root = read_yaml(text, Location(path, 1, 1), self.problems)
         if root is None:
             return None
         if not isinstance(root.value, dict):
-            found = "empty" if root.value is None else "not a mapping"
-            return refuse(f"the file is {found}", "start with keys such as `model:` and `task:`", root.location, "")
-        self._done[path] = merged = self._onto_bases(root, (*chain, file))
+            content_text = "empty" if root.value is None else "not a mapping"
+            return refuse(
+                f"the file is {content_text}", "start with keys such as `model:` and `task:`", root.location, ""
+            )
+        self._read_layers[path] = merged = self._onto_bases(root, (*chain, file))
         return merged
 
     def _onto_bases(self, root: Node, chain: tuple[Path, ...]) -> Node:
         assert isinstance(root.value, dict)
         merged: Node | None = None
-        bases = [self._read(target, at, chain) for target, at in self._targets(root.value.pop("extends", None))]
+        bases = [self._read(target, place, chain) for target, place in self._targets(root.value.pop("extends", None))]
         self.partial |= None in bases
         for layer in (*filter(None, bases), root):
             for preset in PRESETS:
@@ -165,8 +170,8 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     location = Location(f"--set {path}")
     if not equals or not all(path.split(".")) or path.count(".") > MAX_DEPTH:
         hint = "write it like --set rollout.group_size=16"
-        shown = assignment if len(assignment) <= SHOWN_CHARACTERS else f"{assignment[:SHOWN_CHARACTERS]}…"
-        problems.append(Problem("", "not a dotted key, `=` and a value", hint).at(Location(f"--set {shown}")))
+        display_text = assignment if len(assignment) <= SHOWN_CHARACTERS else f"{assignment[:SHOWN_CHARACTERS]}…"
+        problems.append(Problem("", "not a dotted key, `=` and a value", hint).at(Location(f"--set {display_text}")))
         return root
     if path.partition(".")[0] == "extends":
         hint = "write `extends` into a spec, and give that file to the command"
@@ -181,17 +186,17 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     def placed(node: Node, keys: list[str]) -> Node:
         if not keys:
             return replace(value, key_location=location)
-        key, *rest = keys
-        below = node.child(key)
+        key, *further_keys = keys
+        child = node.child(key)
         if isinstance(node.value, list):
-            if below is None:
+            if child is None:
                 message = f"`{key}` is not an index of this list of {len(node.value)}"
                 problems.append(Problem(path, message, "indices count from 0").at(location))
                 return node
             items = list(node.value)
-            items[int(key)] = placed(below, rest)
+            items[int(key)] = placed(child, further_keys)
             return replace(node, value=items)
-        inner = placed(below or Node({}, location, location), rest)
+        inner = placed(child or Node({}, location, location), further_keys)
         entries = node.value if isinstance(node.value, dict) else {}
         return replace(node, value=entries | {key: inner}, location=node.location if entries else location)
 
@@ -202,13 +207,13 @@ def _without_preset(root: Node, preset: str) -> Node:
     """The tree without the files' values of the keys that a preset decides. Values from `--set` stay."""
     section, _, _ = preset.rpartition(".")
 
-    def kept(key: str, node: Node) -> bool:
+    def is_kept(key: str, node: Node) -> bool:
         return key not in PRESETS[preset] or node.location.file.startswith("--set")
 
     def without(node: Node) -> Node:
         if not isinstance(node.value, dict):
             return node
-        return replace(node, value={key: below for key, below in node.value.items() if kept(key, below)})
+        return replace(node, value={key: child for key, child in node.value.items() if is_kept(key, child)})
 
     return root.changed(section.split("."), without)
 
@@ -222,7 +227,7 @@ def _child(node: Node | None, *keys: str) -> Node | None:
 def _similar(path: str) -> str:
     folder, name = os.path.split(path)
     try:
-        stems = {Path(other).stem: other for other in os.listdir(folder or ".") if Path(other).suffix in SUFFIXES}
+        stems = {Path(file).stem: file for file in os.listdir(folder or ".") if Path(file).suffix in SUFFIXES}
     except OSError:
         return "check the path"
     # Compare the names without their suffixes, which would make all of them similar.

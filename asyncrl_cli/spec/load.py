@@ -74,7 +74,10 @@ def load_spec(
         file = problem.file if NUL in problem.file else os.path.realpath(problem.file)
         return order.get(file, len(order)), problem.line or 0, problem.column or 0
 
-    hidden = (replace(one, message=hide(one.message), hint=hide(one.hint), file=hide(one.file)) for one in problems)
+    hidden = (
+        replace(problem, message=hide(problem.message), hint=hide(problem.hint), file=hide(problem.file))
+        for problem in problems
+    )
     problems = sorted(dict.fromkeys(hidden), key=where)
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
@@ -95,13 +98,13 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
             hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` work without it",
         )
     try:
-        loaded = load_spec(file, overrides)
+        recorded = load_spec(file, overrides)
     except SpecError:
         # Fixed keys come first: "X cannot be combined with Y" would suggest that correcting Y is enough.
         refuse_fixed(override.partition("=")[0] for override in overrides)
         raise
-    references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
-    return replace(loaded, spec=loaded.spec.model_copy(update={"runs_dir": run.parent}), references=references)
+    references = {path: text for path, text in recorded.references.items() if path != ("runs_dir",)}
+    return replace(recorded, spec=recorded.spec.model_copy(update={"runs_dir": run.parent}), references=references)
 
 
 def _load(
@@ -181,7 +184,7 @@ def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, 
     if length < MAX_BYTES // 32:  # Fits even if every character is written as an escape. Dumping would take time.
         return ""
     if length <= MAX_BYTES and count <= MAX_VALUES:
-        count, _ = _measure(_written(spec.model_dump(), path=(), references=references, text=_literal))
+        count, _ = _measure(_with_references(spec.model_dump(), path=(), references=references, text=_literal))
         length = len(dump_spec(spec, references).encode()) if count <= MAX_VALUES else length
     if count > MAX_VALUES:
         return f"more than {MAX_VALUES:,} values"
@@ -192,9 +195,9 @@ def _measure(value: Any) -> tuple[int, int]:
     """The number of values, and a lower bound on their size in bytes."""
     if not isinstance(value, (dict, list)):
         return 1, len(str(value)) + 1
-    below = [_measure(inner) for inner in (value.values() if isinstance(value, dict) else value)]
+    inner_measures = [_measure(inner) for inner in (value.values() if isinstance(value, dict) else value)]
     keys_length = sum(map(len, value)) if isinstance(value, dict) else 0
-    return 1 + sum(count for count, _ in below), keys_length + sum(length for _, length in below)
+    return 1 + sum(count for count, _ in inner_measures), keys_length + sum(length for _, length in inner_measures)
 
 
 def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
@@ -206,12 +209,12 @@ def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
         return replace(node, value=[_absolute(item, is_path) for item in node.value])
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
-    written = os.path.expanduser(node.value)
-    path = os.path.abspath(node.location.folder / written)
+    expanded_text = os.path.expanduser(node.value)
+    path = os.path.abspath(node.location.folder / expanded_text)
     if not is_path(node.value, path):
         return node
     reference = node.reference
-    if reference is not None and not os.path.isabs(written):
+    if reference is not None and not os.path.isabs(expanded_text):
         reference = f"{_literal(os.path.abspath(node.location.folder))}/{reference}"
     return replace(node, value=path, reference=reference)
 
@@ -220,8 +223,12 @@ def _expanded(node: Node, shows_references: bool) -> Node:
     """Replace each pattern by its files. A pattern with a reference stays, because the file names would show the value
     of the environment variable, unless the values of this key are public anyway."""
     if isinstance(node.value, list):
-        found = [_expanded(item, shows_references) for item in node.value]
-        files = [file for one in found for file in (one.value if isinstance(one.value, list) else [one])]
+        expanded_nodes = [_expanded(item, shows_references) for item in node.value]
+        files = [
+            file
+            for node_or_list in expanded_nodes
+            for file in (node_or_list.value if isinstance(node_or_list.value, list) else [node_or_list])
+        ]
         return replace(node, value=files)
     if not isinstance(node.value, str) or NUL in node.value or (node.reference is not None and not shows_references):
         return node
@@ -279,23 +286,23 @@ for _tag, _pattern in SCALARS.items():
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def resolved(loaded: LoadedSpec) -> dict[str, Any]:
+def resolved(loaded_spec: LoadedSpec) -> dict[str, Any]:
     """Return the complete spec with defaults as JSON values, with references as ``dump_spec`` writes them."""
-    spec = loaded.spec.model_dump(mode="json")
-    values: dict[str, Any] = _written(spec, path=(), references=loaded.references, text=str)
+    spec = loaded_spec.spec.model_dump(mode="json")
+    values: dict[str, Any] = _with_references(spec, path=(), references=loaded_spec.references, text=str)
     return values
 
 
-def _written(
+def _with_references(
     value: Any, path: tuple[str, ...], references: Mapping[tuple[str, ...], str], text: Callable[[str], str]
 ) -> Any:
-    def below(key: object, inner: Any) -> Any:
-        return _written(inner, path=(*path, str(key)), references=references, text=text)
+    def inner_value(key: object, inner: Any) -> Any:
+        return _with_references(inner, path=(*path, str(key)), references=references, text=text)
 
     if isinstance(value, dict):
-        return {key: below(key, inner) for key, inner in value.items()}
+        return {key: inner_value(key, inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [below(index, inner) for index, inner in enumerate(value)]
+        return [inner_value(index, inner) for index, inner in enumerate(value)]
     if path in references and not _is_public(".".join(path), value):
         return references[path]
     return text(str(value)) if isinstance(value, (str, Path)) else value
@@ -307,5 +314,5 @@ def dump_spec(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -
     Values from environment variables are written as references, which keeps secrets out of files. Two kinds are written
     as values: numbers and switches, and keys that a resume must not change (``spec.changes.FIXED``).
     """
-    values = _written(spec.model_dump(), path=(), references=references, text=_literal)
+    values = _with_references(spec.model_dump(), path=(), references=references, text=_literal)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncrl_cli.core.errors import Severity, UserError, diagnostic
 from asyncrl_cli.core.terminal import counted, printable
 
-SHOWN = 50
+MAX_DISPLAYED = 50
 """Largest number of problems in a message; the rest are only counted."""
 
 
@@ -25,7 +25,7 @@ class Location:
     column: int | None = None
 
     def __str__(self) -> str:
-        return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        return ":".join(str(coordinate) for coordinate in (self.file, self.line, self.column) if coordinate is not None)
 
     @property
     def folder(self) -> Path:
@@ -52,8 +52,8 @@ class Problem:
     def __str__(self) -> str:
         message = f"{self.path}: {self.message}" if self.path else self.message
         location = str(Location(self.file, self.line, self.column))
-        parts = (part.replace("\n", r"\n") for part in (message, location, self.hint))
-        return printable(diagnostic(self.severity, *parts))
+        lines = (line.replace("\n", r"\n") for line in (message, location, self.hint))
+        return printable(diagnostic(self.severity, *lines))
 
 
 class SpecError(UserError):
@@ -66,9 +66,9 @@ class SpecError(UserError):
         super().__init__(f"the spec has {count_problems(self.problems)}")
 
     def __str__(self) -> str:
-        blocks = [*map(str, self.problems[:SHOWN])]
-        if len(self.problems) > SHOWN:
-            blocks.append(f"... and {len(self.problems) - SHOWN:,} more")
+        blocks = [*map(str, self.problems[:MAX_DISPLAYED])]
+        if len(self.problems) > MAX_DISPLAYED:
+            blocks.append(f"... and {len(self.problems) - MAX_DISPLAYED:,} more")
         return "\n\n".join([*blocks, count_problems(self.problems)])
 
     def diagnostic(self) -> str:

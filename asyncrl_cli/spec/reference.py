@@ -51,13 +51,13 @@ def reference() -> str:
     for path, key in keys().items():
         if key.opens:
             sections.setdefault(key.opens, []).append(f"{path}.*" if key.many else path)
-    parts = [_INTRODUCTION]
+    chapters = [_INTRODUCTION]
     for section, paths in sections.items():
         fields = schema if section is ExperimentSpec else schema["$defs"][section.__name__]
-        parts.append(_table(section, paths, fields["properties"]))
+        chapters.append(_table(section, paths, fields["properties"]))
     rules = "\n".join(f"- {' '.join(inspect.getdoc(rule).split())}" for rule in RULES)  # type: ignore[union-attr]
-    parts.append(f"## Rules between keys\n\n{rules}\n")
-    return "\n".join(parts)
+    chapters.append(f"## Rules between keys\n\n{rules}\n")
+    return "\n".join(chapters)
 
 
 def _table(section: type[Section], paths: list[str], properties: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def _values(schema: dict[str, Any]) -> list[str]:
 
 
 def _choice(words: list[str]) -> str:
-    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+    return " or ".join(phrase for phrase in (", ".join(words[:-1]), words[-1]) if phrase)
 
 
 def _default(key: Key) -> str:

@@ -55,9 +55,9 @@ def _list_entries(schema: dict[str, Any]) -> set[str]:
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema extended to accept `${env:NAME}` for a scalar, and null for a section."""
     schema = dict(schema)
-    for part in ("items", "additionalProperties"):
-        if isinstance(schema.get(part), dict):
-            schema[part] = _or_variable(schema[part])
+    for keyword in ("items", "additionalProperties"):
+        if isinstance(schema.get(keyword), dict):
+            schema[keyword] = _or_variable(schema[keyword])
     if "patternProperties" in schema:
         schema["patternProperties"] = {key: _or_variable(value) for key, value in schema["patternProperties"].items()}
     if "prefixItems" in schema:
@@ -73,14 +73,14 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
 def _required() -> dict[str, Any]:
     root: dict[str, Any] = {}
     for path, key in keys().items():
-        *above, name = path.split(".")
-        if not key.field.is_required() or "mix" in above:
+        *sections, name = path.split(".")
+        if not key.field.is_required() or "mix" in sections:
             continue
-        here = root
-        for part in above:
-            inside = here if part == "*" else here.setdefault("properties", {})
-            here = inside.setdefault("additionalProperties" if part == "*" else part, {})
-        here.setdefault("required", []).append(name)
+        schema = root
+        for section in sections:
+            inside = schema if section == "*" else schema.setdefault("properties", {})
+            schema = inside.setdefault("additionalProperties" if section == "*" else section, {})
+        schema.setdefault("required", []).append(name)
     return root
 
 

@@ -57,7 +57,7 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
     trainer = next((CONVERTIBLE[str(d["loc"][0])] for d in unknown if str(d["loc"][0]) in CONVERTIBLE), "")
     for count, detail in enumerate(unknown):
         for location in _foreign(detail["loc"], detail["input"]) if count < _SUGGESTED else [detail["loc"]]:
-            suggestions, hint = _known(location) if count < _SUGGESTED else ([], "")
+            suggestions, hint = _suggestions(location) if count < _SUGGESTED else ([], "")
             meant.update(suggestions[:1])
             yield Problem(_dotted(location), "unknown key", hint), True
     for detail in details:
@@ -67,7 +67,7 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
                 convert = f"this looks like a configuration of another trainer: asyncrl convert {trainer} FILE"
                 yield Problem(path, "missing", convert if trainer and path == "task" else _missing_hint(path)), True
         elif detail["type"] == "missing":
-            yield Problem(_dotted(detail["loc"][:-1]), f"too few values: {_shown(detail['input'])}"), False
+            yield Problem(_dotted(detail["loc"][:-1]), f"too few values: {_display_text(detail['input'])}"), False
         elif detail["type"] not in ("extra_forbidden", "default_factory_not_called"):
             message = _message(detail, words.get(detail["loc"], ""))
             yield Problem(path, message, _hint(detail, keys().get(general(path)))), False
@@ -79,18 +79,18 @@ def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dic
     Pydantic reports an error for each alternative, with the type in its location. Returns the errors of the other type,
     located at the key itself, and the valid words, by location.
     """
-    kept: list[ErrorDetails] = []
+    key_details: list[ErrorDetails] = []
     words: dict[KeyPath, str] = {}
     for detail in details:
         location = detail["loc"]
         leaf = next((end for end in range(1, len(location)) if _is_leaf(location[:end])), len(location))
-        key = location[:leaf] + tuple(part for part in location[leaf:] if isinstance(part, int))
+        key = location[:leaf] + tuple(step for step in location[leaf:] if isinstance(step, int))
         if key != location and detail["type"] == "literal_error":
-            words[key] = _choice(_allowed(detail))
+            words[key] = _choice(_allowed_words(detail))
         else:
             detail["loc"] = key
-            kept.append(detail)
-    return kept, words
+            key_details.append(detail)
+    return key_details, words
 
 
 def _is_leaf(location: KeyPath) -> bool:
@@ -102,14 +102,14 @@ def _foreign(location: KeyPath, value: Any, *, inside: bool = False) -> list[Key
     """The keys to report for an unknown key: for another trainer's section, its keys that have a counterpart here;
     otherwise the key itself."""
     answered = any(elsewhere(*_parent(location)))
-    if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
-        return [location] if not inside or answered or _known(location)[0] else []
+    if not isinstance(value, dict) or answered or (not inside and _suggestions(location)[0]):
+        return [location] if not inside or answered or _suggestions(location)[0] else []
     children = islice(value.items(), _SUGGESTED)
-    inner = [below for key, child in children for below in _foreign((*location, key), child, inside=True)]
+    inner = [inner_key for key, child in children for inner_key in _foreign((*location, key), child, inside=True)]
     return inner or ([] if inside else [location])
 
 
-def _known(location: KeyPath) -> tuple[list[str], str]:
+def _suggestions(location: KeyPath) -> tuple[list[str], str]:
     parent, key = _parent(location)
     if instead := elsewhere(parent, key)[1]:
         return [], instead
@@ -139,24 +139,24 @@ def _flow(value: Any) -> str:
 
 def _message(detail: ErrorDetails, words: str = "") -> str:
     """``words``: further valid values."""
-    kind, value = detail["type"], detail["input"]
-    if kind in _MESSAGES:
-        return _MESSAGES[kind].format(**detail.get("ctx", {}), shown=_shown(value), length=len(str(value)))
-    if kind == "format":
-        return f"{detail['msg']}, not {_shown(value)}"
-    if kind in ("literal_error", "named"):
-        return f"must be {_choice(_allowed(detail))}, not {_shown(value)}"
-    if kind in _KINDS:
-        return f"must be {f'{words} or ' if words else ''}{_KINDS[kind]}, not {_shown(value)}"
+    error_type, value = detail["type"], detail["input"]
+    if error_type in _MESSAGES:
+        return _MESSAGES[error_type].format(**detail.get("ctx", {}), shown=_display_text(value), length=len(str(value)))
+    if error_type == "format":
+        return f"{detail['msg']}, not {_display_text(value)}"
+    if error_type in ("literal_error", "named"):
+        return f"must be {_choice(_allowed_words(detail))}, not {_display_text(value)}"
+    if error_type in _KINDS:
+        return f"must be {f'{words} or ' if words else ''}{_KINDS[error_type]}, not {_display_text(value)}"
     return detail["msg"]
 
 
 def _hint(detail: ErrorDetails, key: Key | None) -> str:
     value = detail["input"]
     if detail["type"] in ("literal_error", "named") and isinstance(value, str):
-        allowed = _allowed(detail)
-        meant = [name for name in VALUES.get(value, ()) if name in allowed]
-        if hint := did_you_mean(meant[0] if meant else value, allowed):
+        allowed_words = _allowed_words(detail)
+        meant = [name for name in VALUES.get(value, ()) if name in allowed_words]
+        if hint := did_you_mean(meant[0] if meant else value, allowed_words):
             return hint
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "put it in quotes"
@@ -178,27 +178,27 @@ def _default_hint(key: Key | None) -> str:
     default = key.default
     if key.opens and not isinstance(default, int):  # Of all sections, only rollout.engines may also be a number.
         return f"write its keys below it: {', '.join(key.opens.model_fields)}"
-    return "" if default is PydanticUndefined or default == {} else f"default: {_shown(default)}"
+    return "" if default is PydanticUndefined or default == {} else f"default: {_display_text(default)}"
 
 
-def _allowed(detail: ErrorDetails) -> list[str]:
+def _allowed_words(detail: ErrorDetails) -> list[str]:
     return [word.strip("'") for word in re.split(", | or ", detail["ctx"]["expected"])]
 
 
 def _choice(words: list[str]) -> str:
     quoted = [f"`{word}`" for word in words]
-    return " or ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
+    return " or ".join(phrase for phrase in (", ".join(quoted[:-1]), quoted[-1]) if phrase)
 
 
 def _dotted(location: KeyPath) -> str:
     return ".".join(map(str, location))
 
 
-def _shown(value: Any) -> str:
+def _display_text(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]" if len(value) < 5 else "a list"
+        return f"[{', '.join(map(_display_text, value))}]" if len(value) < 5 else "a list"
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -216,30 +216,36 @@ def suggest(parent: str, key: str) -> list[str]:
     """
     parent = general(parent)
     prefix = f"{parent}." if parent else ""
-    here = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
-    siblings = [name for name in here if "." not in name]
+    section_keys = {path.removeprefix(prefix): path for path in keys() if path.startswith(prefix)}
+    siblings = [name for name in section_keys if "." not in name]
     if not parent:
-        siblings.append(here.setdefault("extends", "extends"))
+        siblings.append(section_keys.setdefault("extends", "extends"))
     close = closest(key, siblings, cutoff=0.75)
-    known, _ = elsewhere(parent, key)
-    own = [path for path in _suffixes(parent, key) if "." in path and path in keys()]
-    if own:
-        return own[:1]
-    if close and not any(_shared(parent, path) for path in known) and (parent or not known):
-        return [here[close[0]]]
+    counterparts, _ = elsewhere(parent, key)
+    exact_paths = [path for path in _suffixes(parent, key) if "." in path and path in keys()]
+    if exact_paths:
+        return exact_paths[:1]
+    if close and not any(_shared(parent, path) for path in counterparts) and (parent or not counterparts):
+        return [section_keys[close[0]]]
     names = {path: path.rpartition(".")[2] for path in keys()}
-    wanted = {names[path] for path in known}
-    closer = max((_shared(parent, path) for path in known), default=-1)
-    found = known + [path for path in names if names[path] in wanted and _shared(parent, path) > closer]
-    found += [path for path in names if names[path] == key.lower() and path not in found]
-    if not found:
-        near = closest(key, known=set(names.values()), count=2, cutoff=0.8)
-        found = [path for path, name in names.items() if name in near]
+    counterpart_names = {names[path] for path in counterparts}
+    closer = max((_shared(parent, path) for path in counterparts), default=-1)
+    candidates = counterparts + [
+        path for path in names if names[path] in counterpart_names and _shared(parent, path) > closer
+    ]
+    candidates += [path for path in names if names[path] == key.lower() and path not in candidates]
+    if not candidates:
+        near = closest(key, candidates=set(names.values()), count=2, cutoff=0.8)
+        candidates = [path for path, name in names.items() if name in near]
 
     def rank(path: str) -> tuple[int, int, int]:
-        return -_shared(parent, path), known.index(path) if path in known else len(known), path.count(".")
+        return (
+            -_shared(parent, path),
+            counterparts.index(path) if path in counterparts else len(counterparts),
+            path.count("."),
+        )
 
-    return sorted(found, key=rank)[: max(3, len(known))]
+    return sorted(candidates, key=rank)[: max(3, len(counterparts))]
 
 
 def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
@@ -255,8 +261,8 @@ def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
 
 def _suffixes(parent: str, key: str) -> list[str]:
     """The path of a key, then without its first section, and so on."""
-    parts = [*filter(None, parent.lower().split(".")), key.lower()]
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    names = [*filter(None, parent.lower().split(".")), key.lower()]
+    return [".".join(names[start:]) for start in range(len(names))]
 
 
 def _shared(parent: str, path: str) -> int:

@@ -101,24 +101,24 @@ class Node:
     def changed(self, keys: list[str], change: Callable[[Node], Node | None]) -> Node:
         """Return a copy of the tree with ``change`` applied to every node at the path ``keys`` (``*``: any key or
         index). If ``change`` returns None, the entry is removed."""
-        first, *rest = keys
+        head, *further_keys = keys
 
-        def below(child: Node) -> Node | None:
-            return child.changed(rest, change) if rest else change(child)
+        def changed_child(child: Node) -> Node | None:
+            return child.changed(further_keys, change) if further_keys else change(child)
 
-        if isinstance(self.value, list) and first == "*":
-            return replace(self, value=[node for node in map(below, self.value) if node is not None])
+        if isinstance(self.value, list) and head == "*":
+            return replace(self, value=[node for node in map(changed_child, self.value) if node is not None])
         if not isinstance(self.value, dict):
             return self
-        chosen = {name: below(child) if first in ("*", name) else child for name, child in self.value.items()}
-        return replace(self, value={name: child for name, child in chosen.items() if child is not None})
+        entries = {name: changed_child(child) if head in ("*", name) else child for name, child in self.value.items()}
+        return replace(self, value={name: child for name, child in entries.items() if child is not None})
 
     def references(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the path (keys and indices) and the original text of each value with environment variables."""
         if self.reference is not None:
             yield path, self.reference
-        below = dict(enumerate(self.value)) if isinstance(self.value, list) else self.value
-        for name, node in below.items() if isinstance(below, dict) else ():
+        children = dict(enumerate(self.value)) if isinstance(self.value, list) else self.value
+        for name, node in children.items() if isinstance(children, dict) else ():
             yield from node.references((*path, str(name)))
 
     def location_of(self, path: str, *, key: bool = False) -> Location:
@@ -130,12 +130,12 @@ class Node:
         while names:
             # Longest first: a key may itself contain dots.
             for count in range(len(names), 0, -1):
-                below = node.child(".".join(names[:count]))
-                if below is not None:
+                child = node.child(".".join(names[:count]))
+                if child is not None:
                     break
             else:
                 return node.key_location or node.location
-            node, names = below, names[count:]
+            node, names = child, names[count:]
         return node.key_location or node.location if key else node.location
 
 
@@ -270,19 +270,19 @@ class _Reader:
                 self.report(path, message=f"environment variable {name} is not set", location=location, hint=hint)
                 return match[0]
             substituted = True
-            found = os.environ.get(name, default or "")
-            remember(name, found)
-            return found
+            variable_value = os.environ.get(name, default or "")
+            remember(name, variable_value)
+            return variable_value
 
         return _REFERENCE.sub(value, text), substituted
 
 
 def _convert(tag: str, text: str) -> Scalar:
     """Raises ``ValueError`` if the text does not fit the tag."""
-    kind = tag.removeprefix(_TAG)
-    if kind in ("null", "bool", "int", "float") and not SCALARS[tag].match(text):
+    type_name = tag.removeprefix(_TAG)
+    if type_name in ("null", "bool", "int", "float") and not SCALARS[tag].match(text):
         raise ValueError(text)
-    match kind:
+    match type_name:
         case "null":
             return None
         case "bool":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.convert.prime_rl import TRAINER, read
+from asyncrl_cli.convert.prime_rl import TRAINER, read_command_line
 from asyncrl_cli.convert.table import Conversion, convert, spec_text
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -23,7 +23,7 @@ WIKI = str(DATA / "wiki_search.toml")
 
 
 def converted(*words: str) -> Conversion:
-    return convert(read(words)[1], TRAINER)
+    return convert(read_command_line(words)[1], TRAINER)
 
 
 def spec_of(*words: str) -> ExperimentSpec:

@@ -72,8 +72,8 @@ def test_a_command_without_one_of_its_packages_ends_with_its_name(
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "yaml", None)  # the import system's mark for a module that cannot be found
-    monkeypatch.delitem(sys.modules, "asyncrl_cli.convert.source", raising=False)
-    monkeypatch.delitem(sys.modules, "asyncrl_cli.convert.files", raising=False)
+    for module in ("config", "table"):
+        monkeypatch.delitem(sys.modules, f"asyncrl_cli.convert.{module}", raising=False)
     monkeypatch.setattr(sys, "argv", ["asyncrl", "convert", "verl", "a=b"])
     with pytest.raises(SystemExit) as ended:
         main()

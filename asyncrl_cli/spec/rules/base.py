@@ -22,12 +22,12 @@ def warning(path: str, message: str, hint: str = "") -> Problem:
     return Problem(path, message=message, hint=hint, severity="warning")
 
 
-def argument_name(written: str) -> str:
+def argument_name(argument: str) -> str:
     """Return the Python name of a vLLM argument, which may be written as on the command line (`--max-model-len`)."""
-    return written.strip("-").replace("-", "_").lower()
+    return argument.strip("-").replace("-", "_").lower()
 
 
-def divisors(number: int) -> str:
+def divisors(dividend: int) -> str:
     """Return the divisors of a number as text; at most the twelve largest."""
-    found = [part for part in range(1, min(number, 100_000) + 1) if number % part == 0]
-    return ", ".join(map(str, found[-12:]))
+    results = [divisor for divisor in range(1, min(dividend, 100_000) + 1) if dividend % divisor == 0]
+    return ", ".join(map(str, results[-12:]))

@@ -68,22 +68,22 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
     """`use` is a ready task or a well-formed `module:name`; the module is imported at launch."""
-    named = [("task.use", spec.task.use)] if spec.task.use is not None else []
-    named += [(f"task.mix.{index}.use", member.use) for index, member in enumerate(spec.task.mix)]
-    for path, use in named:
+    task_names = [("task.use", spec.task.use)] if spec.task.use is not None else []
+    task_names += [(f"task.mix.{index}.use", member.use) for index, member in enumerate(spec.task.mix)]
+    for path, use in task_names:
         if ":" in use:
             if (imported := as_import(use)) != use or not re.fullmatch(MODULE_NAME, use):
                 hint = f"write it like an import, as `{imported}`"
                 yield Problem(path, f"`{use}` is not of the form module:name", hint)
         elif use not in READY_TASKS and not use.startswith(GYM):
-            known = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
-            known += " (`asyncrl init --list` has examples)"
+            fallback_hint = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
+            fallback_hint += " (`asyncrl init --list` has examples)"
             if use == "shapes":
                 yield Problem(path, "the task `shapes` left asyncrl", "`asyncrl init vision` has it: use shapes:Shapes")
                 continue
             if "." in use:
-                known = f"yours is `{as_import(use)}`, module and name as in an import"
-            yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, known))
+                fallback_hint = f"yours is `{as_import(use)}`, module and name as in an import"
+            yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, fallback_hint))
 
 
 @rule
@@ -105,25 +105,29 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
     train, held_out = spec.data.train, spec.data.eval
     if held_out is None or (train.config, train.split) != (held_out.config, held_out.split):
         return
-    if both := sorted(set(train.paths) & set(held_out.paths)):
-        found = "the held-out prompts are" if both == sorted(held_out.paths) else f"the prompts of {both[0]} are"
-        yield warning("data.eval.path", f"{found} also trained on", "use another file")
+    if shared_paths := sorted(set(train.paths) & set(held_out.paths)):
+        subject = (
+            "the held-out prompts are"
+            if shared_paths == sorted(held_out.paths)
+            else f"the prompts of {shared_paths[0]} are"
+        )
+        yield warning("data.eval.path", f"{subject} also trained on", "use another file")
 
 
 def _source_fault(path: str, several: bool) -> str:
     """The mistake in one source of a split, or empty text. ``several``: the split has several sources."""
-    kind = kind_of(path)
-    if several and kind in ("hub", "function", "saved"):
+    source_kind = kind_of(path)
+    if several and source_kind in ("hub", "function", "saved"):
         return f"only files can be joined, and {path} is not a file; task.mix joins any sources"
     if not names_a_file(path):
         return ""
     if not os.path.exists(path):
         return f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
-    if kind is None:
+    if source_kind is None:
         return f"unknown kind of file: {os.path.basename(path)}"
-    if not (os.path.isdir if kind == "saved" else os.path.isfile)(path):
+    if not (os.path.isdir if source_kind == "saved" else os.path.isfile)(path):
         return f"{path} is {'a' if os.path.isdir(path) else 'not a'} folder"
-    if kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
+    if source_kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
         return f"{path} is not a folder that `datasets` saved"
     return ""
 
@@ -132,49 +136,51 @@ def _source_fault(path: str, several: bool) -> str:
 def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
     """A split's `template` names columns. Only data sets have `config` and `split`, and a hub id needs a `split`."""
     for key, split in all_splits(spec):
-        first = next(iter(split.paths), None)
-        kind = None if first is None else kind_of(first)
+        first_path = next(iter(split.paths), None)
+        source_kind = None if first_path is None else kind_of(first_path)
         if split.template is not None:
             try:
                 template_columns(split.template)
             except ValueError as error:
                 hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
                 yield Problem(f"{key}.template", f"invalid template: {error}", hint)
-        if kind == "hub" and not HUB_ID.fullmatch(first or ""):
-            yield Problem(f"{key}.path", f"`{first}` is not a hub id", "write it as hf:owner/name")
-        if kind == "hub" and split.split is None:
+        if source_kind == "hub" and not HUB_ID.fullmatch(first_path or ""):
+            yield Problem(f"{key}.path", f"`{first_path}` is not a hub id", "write it as hf:owner/name")
+        if source_kind == "hub" and split.split is None:
             yield Problem(f"{key}.split", "missing: a hub data set needs a split", "set it, for example to `train`")
-        if kind != "hub" and split.config is not None:
+        if source_kind != "hub" and split.config is not None:
             yield Problem(f"{key}.config", "only hub data sets (`hf:owner/name`) have a config", "remove it")
-        own = key.startswith("evaluation.") and split.path is None
-        if own and split.split not in (None, "train", "eval"):
+        is_task_split = key.startswith("evaluation.") and split.path is None
+        if is_task_split and split.split not in (None, "train", "eval"):
             yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
-        elif not own and kind not in ("hub", "saved") and split.split is not None:
+        elif not is_task_split and source_kind not in ("hub", "saved") and split.split is not None:
             yield Problem(f"{key}.split", "only hub and saved data sets have splits", "remove it")
 
 
 @rule
 def mcp_servers(spec: ExperimentSpec) -> Iterator[Problem]:
     """An MCP server has a `command` or a `url`, and only settings of that kind."""
-    tools = {"task": spec.task.tools} | {f"task.mix.{index}": one.tools for index, one in enumerate(spec.task.mix)}
-    for name, chosen in spec.evaluation.sets.items():
-        tools[f"evaluation.sets.{name}.task"] = chosen.task.tools if chosen.task is not None else None
-    for location, given in tools.items():
-        for name, server in (given.mcp if given is not None else {}).items():
+    tools = {"task": spec.task.tools} | {
+        f"task.mix.{index}": member.tools for index, member in enumerate(spec.task.mix)
+    }
+    for name, subset in spec.evaluation.sets.items():
+        tools[f"evaluation.sets.{name}.task"] = subset.task.tools if subset.task is not None else None
+    for location, tool_settings in tools.items():
+        for name, server in (tool_settings.mcp if tool_settings is not None else {}).items():
             key = f"{location}.tools.mcp.{name}"
             if (server.command is None) == (server.url is None):
                 hint = "set `command` for a stdio server, or `url` for a streamable HTTP server"
                 yield Problem(key, "needs one of `command` and `url`", hint)
-            for other in ("args", "env") if server.command is None else ("headers",):
-                if getattr(server, other):
-                    yield Problem(f"{key}.{other}", "not a setting of this kind of server", "remove it")
+            for setting in ("args", "env") if server.command is None else ("headers",):
+                if getattr(server, setting):
+                    yield Problem(f"{key}.{setting}", "not a setting of this kind of server", "remove it")
 
 
 @rule
 def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
     """In an evaluation set, `samples` above 1 needs `greedy: false`: all greedy responses are equal."""
-    for name, chosen in spec.evaluation.sets.items():
-        if chosen.greedy and chosen.samples > 1:
+    for name, evaluation_set in spec.evaluation.sets.items():
+        if evaluation_set.greedy and evaluation_set.samples > 1:
             hint = "set greedy to false, or remove samples"
             yield Problem(f"evaluation.sets.{name}.samples", "all greedy responses are equal", hint)
 
@@ -182,9 +188,9 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
     """An evaluation set's task has the same `special_tokens` as the run: engines decode all responses alike."""
-    for name, chosen in spec.evaluation.sets.items():
-        own = chosen.task.special_tokens if chosen.task is not None else None
-        if own is not None and own != (spec.task.special_tokens or "hidden"):
+    for name, evaluation_set in spec.evaluation.sets.items():
+        set_tokens = evaluation_set.task.special_tokens if evaluation_set.task is not None else None
+        if set_tokens is not None and set_tokens != (spec.task.special_tokens or "hidden"):
             message = "the engines decode all responses as task.special_tokens says"
             yield Problem(f"evaluation.sets.{name}.task.special_tokens", message, "remove it, or set both alike")
 
@@ -200,5 +206,5 @@ def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:
         for name, split in (("train", member.train), ("eval", member.eval)):
             if split is not None:
                 yield f"task.mix.{index}.{name}", split
-    for name, chosen in spec.evaluation.sets.items():
-        yield f"evaluation.sets.{name}.data", chosen.data
+    for name, evaluation_set in spec.evaluation.sets.items():
+        yield f"evaluation.sets.{name}.data", evaluation_set.data

@@ -66,8 +66,10 @@ def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def float32_on_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
     """Trainer and engines on GPUs compute in bfloat16. float32 is for tests of exactness."""
-    parts = {"rollout.dtype": spec.rollout.gpus_per_engine, "trainer.dtype": spec.trainer.gpus_per_rank}
-    slow = [path for path, gpus in parts.items() if gpus and getattr(spec, path.partition(".")[0]).dtype == "float32"]
+    gpu_counts = {"rollout.dtype": spec.rollout.gpus_per_engine, "trainer.dtype": spec.trainer.gpus_per_rank}
+    slow = [
+        path for path, gpus in gpu_counts.items() if gpus and getattr(spec, path.partition(".")[0]).dtype == "float32"
+    ]
     if slow:
         message = "float32 on a GPU takes twice the memory and several times as long: it has no flash attention"
         yield warning(slow[0], message, f"set {' and '.join(slow)} to bfloat16")
@@ -92,9 +94,9 @@ def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
     if not fractions:
         return
     if len(fractions) < 2:
-        (missing,) = shares.keys() - fractions
+        (whole_key,) = shares.keys() - fractions
         message = f"must be a share of a GPU, too: {fractions[0]} is {shares[fractions[0]]:g}"
-        yield Problem(missing, message, f"set it to {1 - shares[fractions[0]]:g}, or both to 1")
+        yield Problem(whole_key, message, f"set it to {1 - shares[fractions[0]]:g}, or both to 1")
     elif engine + rank > 1:
         message = f"an engine and a rank take {engine:g} + {rank:g} of the GPU that they share"
         yield Problem("rollout.gpus_per_engine", message, f"lower it to {1 - rank:g}, or lower trainer.gpus_per_rank")
@@ -117,11 +119,11 @@ def threads(spec: ExperimentSpec) -> Iterator[Problem]:
     trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()
     if spec.cluster.address is not None or trainer.gpus_per_rank or rollout.gpus_per_engine or cores is None:
         return
-    parts = (trainer.ranks * trainer.threads_per_rank, rollout.max_engines * rollout.threads_per_engine)
-    needed = max(parts) if spec.pipeline.mode == "sync" else sum(parts)
-    if needed > cores:
-        message = f"trainer and engines need {parts[0]} + {parts[1]} threads, and this machine has {cores} cores"
-        path = "trainer.threads_per_rank" if parts[0] > parts[1] else "rollout.threads_per_engine"
+    counts = (trainer.ranks * trainer.threads_per_rank, rollout.max_engines * rollout.threads_per_engine)
+    thread_count = max(counts) if spec.pipeline.mode == "sync" else sum(counts)
+    if thread_count > cores:
+        message = f"trainer and engines need {counts[0]} + {counts[1]} threads, and this machine has {cores} cores"
+        path = "trainer.threads_per_rank" if counts[0] > counts[1] else "rollout.threads_per_engine"
         yield warning(path, message, f"lower threads, ranks or engines until they need {cores} together")
 
 
@@ -196,8 +198,8 @@ def finite_values(spec: ExperimentSpec) -> Iterator[Problem]:
     ]
     free += [(f"task.mix.{index}.options", member.options) for index, member in enumerate(spec.task.mix)]
     for path, value in free:
-        for below in _not_finite(path, value):
-            yield Problem(below, "must be a finite number", "the spec is recorded as JSON, which has no others")
+        for value_path in _not_finite(path, value):
+            yield Problem(value_path, "must be a finite number", "the spec is recorded as JSON, which has no others")
 
 
 def _not_finite(path: str, value: object) -> Iterator[str]:

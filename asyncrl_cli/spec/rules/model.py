@@ -30,8 +30,8 @@ HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 def _sizes(spec: ExperimentSpec) -> dict[str, int]:
     """The valid values of ``SIZES`` in `model.init.config`."""
     config, _ = _text_config(spec)
-    found = {name: config.get(name) for name in SIZES}
-    return {name: size for name, size in found.items() if type(size) is int and 1 <= size <= LARGEST}
+    sizes = {name: config.get(name) for name in SIZES}
+    return {name: size for name, size in sizes.items() if type(size) is int and 1 <= size <= LARGEST}
 
 
 def _text_config(spec: ExperimentSpec) -> tuple[Mapping[str, Any], str]:
@@ -89,9 +89,9 @@ def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """transformers has a causal language model of the type `model.init.architecture`."""
-    name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
-    if spec.model.init and known and name not in {*known, *VISION_LANGUAGE}:
-        hint = did_you_mean(name, known, "for a small model, use `qwen3` or `llama`")
+    name, architectures = spec.model.init.architecture if spec.model.init else "", _architectures()
+    if spec.model.init and architectures and name not in {*architectures, *VISION_LANGUAGE}:
+        hint = did_you_mean(name, architectures, "for a small model, use `qwen3` or `llama`")
         yield Problem("model.init.architecture", f"transformers has no causal language model of type `{name}`", hint)
 
 
@@ -163,8 +163,8 @@ def _architectures() -> frozenset[str]:
     source = Path(package.origin or "").parent / "models/auto/modeling_auto.py" if package else Path()
     if not source.is_file():
         return frozenset()
-    _, _, rest = source.read_text(encoding="utf-8").partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
-    return frozenset(re.findall(r'\("([^"]+)", *"', rest.partition("\n)")[0]))
+    _, _, mapping_source = source.read_text(encoding="utf-8").partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    return frozenset(re.findall(r'\("([^"]+)", *"', mapping_source.partition("\n)")[0]))
 
 
 @rule
@@ -257,8 +257,8 @@ def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
         return
     head_dim = size.get("head_dim") or size["hidden_size"] // heads
     item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
-    needed = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
-    if cache * 2**20 < needed:
-        hint = f"raise it to {-(-needed // 2**20)} or more, or remove it"
+    required_bytes = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
+    if cache * 2**20 < required_bytes:
+        hint = f"raise it to {-(-required_bytes // 2**20)} or more, or remove it"
         message = f"{cache} MiB cannot hold a sequence of model.max_length {spec.model.max_length}"
         yield Problem("rollout.kv_cache_mb", message, hint)

@@ -19,30 +19,30 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
     """Stale rollouts are corrected: by weights, masks or rejection, or by a clipped ratio relative to the policy that
     sampled them. A bound is set only together with the key that uses it."""
     algorithm, staleness = spec.algorithm, spec.pipeline.max_staleness
-    chosen = algorithm.correction
+    settings = algorithm.correction
     key = "algorithm.correction"
-    corrects = chosen.level is not None or chosen.reject_by is not None
-    if chosen.proximal != "behaviour" and not corrects and staleness > 0:
+    corrects = settings.level is not None or settings.reject_by is not None
+    if settings.proximal != "behaviour" and not corrects and staleness > 0:
         message = f"no correction for rollouts that are up to {staleness} versions stale"
         yield warning(f"{key}.level", message, "use the preset truncated")
-    if chosen.proximal == "behaviour" and chosen.level is not None:
+    if settings.proximal == "behaviour" and settings.level is not None:
         message = "the clipped ratio is already relative to the behaviour policy; weights would correct twice"
         yield Problem(f"{key}.level", message, f"set it to null, or {key}.proximal to recomputed")
-    bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(chosen, bound) is not None]
-    if chosen.level is not None and not bounds:
+    bounds = [bound for bound in ("cap", "mask_low", "mask_high") if getattr(settings, bound) is not None]
+    if settings.level is not None and not bounds:
         yield warning(f"{key}.cap", "missing: without a bound, one token can dominate a batch", "set it to 2.0")
-    if chosen.mask_low is not None and chosen.mask_high is not None and chosen.mask_low >= chosen.mask_high:
-        yield Problem(f"{key}.mask_low", f"{chosen.mask_low} is not below mask_high {chosen.mask_high}", "lower it")
-    if chosen.reject_by is not None and chosen.reject_high is None:
+    if settings.mask_low is not None and settings.mask_high is not None and settings.mask_low >= settings.mask_high:
+        yield Problem(f"{key}.mask_low", f"{settings.mask_low} is not below mask_high {settings.mask_high}", "lower it")
+    if settings.reject_by is not None and settings.reject_high is None:
         yield Problem(f"{key}.reject_by", "has no effect without a bound", f"set {key}.reject_high")
-    if chosen.reject_by == "k1" and chosen.reject_over == "sequence_max":
+    if settings.reject_by == "k1" and settings.reject_over == "sequence_max":
         yield Problem(f"{key}.reject_over", "k1 has no maximum: it can be negative", "set reject_by to k2 or k3")
-    if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
-        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound except 0", "remove it")
-    if chosen.reject_by == "k1" and chosen.reject_high is not None:
-        low = chosen.reject_low or 1.0 / chosen.reject_high
-        if low >= chosen.reject_high:
-            message = f"{chosen.reject_high:g} is not above the lower bound {low:g}"
+    if settings.reject_by in ("k2", "k3") and settings.reject_low is not None:
+        yield Problem(f"{key}.reject_low", f"{settings.reject_by} has no lower bound except 0", "remove it")
+    if settings.reject_by == "k1" and settings.reject_high is not None:
+        low = settings.reject_low or 1.0 / settings.reject_high
+        if low >= settings.reject_high:
+            message = f"{settings.reject_high:g} is not above the lower bound {low:g}"
             yield Problem(f"{key}.reject_high", message, "raise it above 1")
 
 
@@ -77,17 +77,19 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
     """An advantage relative to the group needs a `group_size` of 2 or more. `running_baseline` needs a `group_size` of
     1, and 2 or more groups per step. `data.filter` does not exclude a prompt after a single rollout."""
-    chosen, size, groups = spec.algorithm.advantage, spec.rollout.group_size, spec.pipeline.groups_per_step
-    if chosen in (*GROUP_BASELINES, *TURN_BASELINES) and size < 2:
-        message = f"advantage {chosen} compares the rollouts of a group, and 1 is too few"
+    advantage, size, groups = spec.algorithm.advantage, spec.rollout.group_size, spec.pipeline.groups_per_step
+    if advantage in (*GROUP_BASELINES, *TURN_BASELINES) and size < 2:
+        message = f"advantage {advantage} compares the rollouts of a group, and 1 is too few"
         hint = "raise it to 2 or more (8 is usual), or set algorithm.preset to single_rollout"
         yield Problem("rollout.group_size", message, hint)
-    if chosen == RUNNING_BASELINE and size > 1:
-        message = f"advantage {chosen} compares a single rollout with the prompt's earlier ones, and a group has {size}"
+    if advantage == RUNNING_BASELINE and size > 1:
+        message = (
+            f"advantage {advantage} compares a single rollout with the prompt's earlier ones, and a group has {size}"
+        )
         hint = f"set it to 1, with pipeline.groups_per_step {groups * size} for as many rollouts, or use group_norm"
         yield Problem("rollout.group_size", message, hint)
-    elif chosen == RUNNING_BASELINE and groups < 2:
-        message = f"advantage {chosen} is normalized over the groups of a step, and 1 is too few"
+    elif advantage == RUNNING_BASELINE and groups < 2:
+        message = f"advantage {advantage} is normalized over the groups of a step, and 1 is too few"
         yield Problem("pipeline.groups_per_step", message, "raise it (256 is usual)")
     if size == 1 and spec.data.filter is not None and spec.data.filter.solved_streak == 1:
         message = "1 excludes a prompt after a single correct rollout, because a group has one"

@@ -20,8 +20,12 @@ EXACT = {"quantization": (), "kv_cache_dtype": ("auto", "bfloat16")}
 
 def fp8_arguments(spec: ExperimentSpec) -> dict[str, object]:
     """Return the entries of `rollout.engine_args` that make engines compute in FP8 or another quantized format."""
-    own = {argument_name(written): value for written, value in spec.rollout.engine_args.items()}
-    return {name: own[name] for name in FP8_ENGINES if own.get(name) is not None and own.get(name) not in EXACT[name]}
+    values = {argument_name(argument): value for argument, value in spec.rollout.engine_args.items()}
+    return {
+        name: values[name]
+        for name in FP8_ENGINES
+        if values.get(name) is not None and values.get(name) not in EXACT[name]
+    }
 
 
 @rule
@@ -29,11 +33,11 @@ def fp8_engines(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `rollout.engine_args`, `quantization` and `kv_cache_dtype` may be FP8 for engines on GPUs, with
     `rollout.dtype: bfloat16` and an off-policy correction (`algorithm.correction`)."""
     for name, value in fp8_arguments(spec).items():
-        path, allowed = f"rollout.engine_args.{name}", ", ".join(FP8_ENGINES[name])
+        path, allowed_values = f"rollout.engine_args.{name}", ", ".join(FP8_ENGINES[name])
         correction = spec.algorithm.correction
         if value not in FP8_ENGINES[name]:
             message = f"{value!r} cannot work: engines must compute with the weights that the trainer publishes"
-            yield Problem(path, message, f"remove it, or use one of {allowed} on GPU engines")
+            yield Problem(path, message, f"remove it, or use one of {allowed_values} on GPU engines")
         elif not spec.rollout.gpus_per_engine:
             message = f"{value!r} cannot work: vLLM's CPU engines do not compute in FP8"
             yield Problem(path, message, "remove it, or use engines on GPUs (rollout.gpus_per_engine)")

@@ -61,17 +61,21 @@ def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def engine_range(spec: ExperimentSpec) -> Iterator[Problem]:
     """`rollout.engines.min` is at most `rollout.engines.max`."""
-    least, most = spec.rollout.min_engines, spec.rollout.max_engines
-    if least > most:
-        yield Problem("rollout.engines.max", f"{most} is less than rollout.engines.min {least}", f"use {least} or more")
+    low, high = spec.rollout.min_engines, spec.rollout.max_engines
+    if low > high:
+        yield Problem(
+            "rollout.engines.max",
+            f"{high} is less than rollout.engines.min {low}",
+            f"use {low} or more",
+        )
 
 
 @rule
 def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.minibatches` divides `pipeline.groups_per_step`."""
-    parts, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
-    if groups % parts:
-        message = f"{parts} does not divide pipeline.groups_per_step {groups}"
+    minibatch_count, groups = spec.trainer.minibatches, spec.pipeline.groups_per_step
+    if groups % minibatch_count:
+        message = f"{minibatch_count} does not divide pipeline.groups_per_step {groups}"
         yield Problem("trainer.minibatches", message, f"use one of {divisors(groups)}")
 
 
@@ -116,26 +120,26 @@ def expert_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem(key, message, f"use one of {divisors(trainer.ranks)}")
     if size == 1:
         return
-    for other, excluded, hint in (
+    for setting, excluded, hint in (
         (f"trainer.zero_stage {trainer.zero_stage}", trainer.zero_stage != 3, "set trainer.zero_stage to 3"),
         ("model.lora", spec.model.lora is not None, "train all weights"),
         ("trainer.offload", trainer.offload != "none", "set trainer.offload to none"),
     ):
         if excluded:
-            yield Problem(key, f"does not work with {other}", f"{hint}, or set {key} to 1")
+            yield Problem(key, f"does not work with {setting}", f"{hint}, or set {key} to 1")
 
 
 @rule
 def offload(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.offload` needs GPU ranks; `optimizer` needs ZeRO-1 or higher, and `all` needs ZeRO-3."""
     trainer = spec.trainer
-    least = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
-    if least and not trainer.gpus_per_rank:
+    min_stage = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
+    if min_stage and not trainer.gpus_per_rank:
         message = f"`{trainer.offload}` has no effect: ranks without a GPU are in CPU memory anyway"
         yield Problem("trainer.offload", message, "set it to none")
-    elif trainer.zero_stage < least:
-        message = f"`{trainer.offload}` needs ZeRO {least}, and trainer.zero_stage is {trainer.zero_stage}"
-        yield Problem("trainer.offload", message, f"raise trainer.zero_stage to {least}, or offload less")
+    elif trainer.zero_stage < min_stage:
+        message = f"`{trainer.offload}` needs ZeRO {min_stage}, and trainer.zero_stage is {trainer.zero_stage}"
+        yield Problem("trainer.offload", message, f"raise trainer.zero_stage to {min_stage}, or offload less")
 
 
 @rule
