@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -37,7 +37,6 @@ from asyncrl_cli.records.groups import (
     TakenBatch,
     Waiting,
 )
-from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -223,9 +222,9 @@ class Buffer:
             self._book.journal.checkpoint_removed(removed_step)
         await self._commit()
 
-    async def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
-        """Record an evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
-        self._book.journal.evaluated(result, images)
+    async def evaluated(self, result: Mapping[str, Any]) -> None:
+        """Record an evaluation (the fields of ``monitors.base.EvaluationResult``)."""
+        self._book.journal.evaluated(result)
         await self._commit(urgent=False)
 
     async def failed(self, failure_kind: str, part_name: str, message: str) -> None:

@@ -50,7 +50,7 @@ from asyncrl_cli.records.groups import (
     PublishRecord,
     StepRecord,
 )
-from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.token_prefix import TokenPrefix
 
@@ -285,18 +285,16 @@ class Journal(JournalFile):
         recorded_steps = {row.after_step for row in self.read(checkpoints) if row.removed_at is None}
         for step, (folder, saved_at) in on_disk.items():
             if step not in recorded_steps:
-                self.checkpointed(
-                    step, folder=folder, seconds=0.0, saved_at=saved_at
-                )  # how long the save took is unknown
+                # Nobody knows how long the save took.
+                self.checkpointed(step, folder=folder, seconds=0.0, saved_at=saved_at)
         for step in recorded_steps - on_disk.keys():
             self.checkpoint_removed(step)
 
     def checkpoint_removed(self, step: int) -> None:
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
-    def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
-        """Note an evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
-        self._note_data(images)
+    def evaluated(self, result: Mapping[str, Any]) -> None:
+        """Note an evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
         self._insert("evaluations", replace=True, at=time.time(), **{name: result[name] for name in names})
 
@@ -345,17 +343,13 @@ class Journal(JournalFile):
             self._noted.append(("INSERT OR REPLACE INTO experts VALUES (?, ?, ?, ?, ?, ?)", columns))
 
     def _note_images(self, group_id: int, index: int, branch: int, images: Iterable[PlacedImage]) -> None:
-        images = list(images)
-        self._note_data(image.image for image in images)
-        for position, image in enumerate(images):
-            columns = (group_id, index, branch, position, image.offset, image.length, image.image.digest)
+        for position, placed_image in enumerate(images):
+            image = placed_image.image
+            self._note("INSERT OR IGNORE INTO images VALUES (?, ?)", image.digest, image.data)
+            columns = (group_id, index, branch, position, placed_image.offset, placed_image.length, image.digest)
             self._note(
                 "INSERT OR REPLACE INTO image_places VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *columns, row_crc(*columns)
             )
-
-    def _note_data(self, images: Iterable[Image]) -> None:
-        for image in images:
-            self._note("INSERT OR IGNORE INTO images VALUES (?, ?)", image.digest, image.data)
 
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))

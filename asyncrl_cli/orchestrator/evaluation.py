@@ -24,7 +24,6 @@ from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.groups import Opening
-from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import CORRECT
@@ -147,7 +146,6 @@ class Evaluation:
     warning: str
     file: str  # path in a run's folder
     text: str  # JSON Lines: the result, then one row for each response
-    images: tuple[Image, ...]  # the prompts' images
 
 
 async def measure(
@@ -169,7 +167,6 @@ async def measure(
         warning=_failures(series, step, samples),
         file=f"evaluations/step-{step:06d}-{series.kind.replace(':', '-')}.jsonl",
         text=_text(result, samples),
-        images=tuple(dict.fromkeys(image for sample in samples for image in sample.prompt.images)),
     )
 
 
@@ -231,7 +228,7 @@ class Evaluator:
         if result.kind == "greedy":
             self.accuracies[step] = result.accuracy
         self._reporter.evaluated(result)
-        await self._buffer.evaluated(asdict(result), evaluation.images)
+        await self._buffer.evaluated(asdict(result))
 
     def _is_end(self, step: int) -> bool:
         return step in (0, self._spec.stop.total)

@@ -24,7 +24,6 @@ from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, Series, mean_pass_at, pass_at
 from asyncrl_cli.orchestrator.offline import offline
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
-from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.runs.directory import RunDirectory
@@ -90,7 +89,7 @@ class Journal:
         self.results: list[EvaluationResult] = []
         self.warnings: list[str] = []
 
-    async def evaluated(self, result: dict[str, Any], images: tuple[Image, ...]) -> None:
+    async def evaluated(self, result: dict[str, Any]) -> None:
         self.results.append(EvaluationResult(**result))
 
     async def failed(self, kind: str, part: str, message: str) -> None:
