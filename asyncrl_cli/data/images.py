@@ -75,24 +75,10 @@ def image_sources(content: str | Sequence[Message]) -> list[Any]:
 def with_read_images(prompt: Prompt, folder: Path) -> Prompt:
     """Read and check a prompt's images, and put their digests into its messages. Relative paths start from ``folder``.
     Raises ``ImageError``."""
-    if not image_sources(prompt.content):
+    if isinstance(prompt.content, str) or not image_sources(prompt.content):
         return prompt
-    images: list[Image] = []
-
-    def canonical(item: Any) -> Any:
-        if not is_image(item):
-            return item
-        images.append(_read_image(_image_source(item), folder, len(images) + 1))
-        return {"type": "image", "image": images[-1].digest}
-
-    messages: tuple[Any, ...] = tuple(prompt.content)
-    content = tuple(
-        {**message, "content": [canonical(item) for item in _content_items(message)]}
-        if any(map(is_image, _content_items(message)))
-        else message
-        for message in messages
-    )
-    return replace(prompt, content=content, images=tuple(images))
+    content, images = _with_digests(prompt.content, lambda source, number: _read_image(source, folder, number))
+    return replace(prompt, content=tuple(content), images=tuple(images))
 
 
 def embedded(
@@ -104,28 +90,34 @@ def embedded(
     errors of ``check_count``, which gets the number of images before one is decoded.
     """
     urls = [item["image"] for message in messages for item in _content_items(message) if is_image(item)]
-    images: dict[str, Image] = {}
     for image_number, url in enumerate(urls, start=1):
         if not url.startswith("data:"):
             raise ImageError(
                 f"image {image_number} is not a data URL ({url:.80}), and nothing is downloaded: send it in base64"
             )
     check_count(len(urls))
+    embedded_messages, images = _with_digests(
+        messages, lambda url, number: _from_data_url(url, f"image {number}", max_pixels)
+    )
+    return embedded_messages, {image.digest: image for image in images}
+
+
+def _with_digests(messages: Sequence[Message], read: Callable[[Any, int], Image]) -> tuple[list[Message], list[Image]]:
+    """Replace the images in messages by digests. ``read`` gets an image's source and number, from 1."""
+    images: list[Image] = []
 
     def canonical(item: Any) -> Any:
         if not is_image(item):
             return item
-        image = _from_data_url(item["image"], f"image {len(images) + 1}", max_pixels)
-        images[image.digest] = image
-        return {"type": "image", "image": image.digest}
+        images.append(read(_image_source(item), len(images) + 1))
+        return {"type": "image", "image": images[-1].digest}
 
-    embedded_messages = [
-        {**message, "content": [canonical(item) for item in message["content"]]}
-        if isinstance(message.get("content"), list)
+    return [
+        {**message, "content": [canonical(item) for item in _content_items(message)]}
+        if any(map(is_image, _content_items(message)))
         else message
         for message in messages
-    ]
-    return embedded_messages, images
+    ], images
 
 
 def checked_image(data: bytes, name: str = "the image", max_pixels: int = MAX_PIXELS) -> Image:
