@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from asyncrl_cli.tasks.ready.shapes import Shapes
+from shapes import Shapes
 from typer.testing import CliRunner
 
 from asyncrl_cli.cli.app import app
