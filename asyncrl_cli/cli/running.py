@@ -196,11 +196,14 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
     if quiet:
         show(run.run_id)
     else:
+        work = (
+            f"{counted(spec.stop.total, 'step')} of {pipeline.groups_per_step} × {spec.rollout.group_size} "
+            f"rollouts, {pipeline.mode}, staleness at most {pipeline.max_staleness}, "
+            f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}"
+        )
         show(
             f"run      {run.run_id}",
-            f"what     {counted(spec.stop.total, 'step')} of {pipeline.groups_per_step} × {spec.rollout.group_size} "
-            f"rollouts, {pipeline.mode}, staleness at most {pipeline.max_staleness}, "
-            f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}, "
+            f"what     {work if spec.stop.total else 'supervised training'}, "
             f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
             f"where    {_relative(run.path)}",
         )

@@ -44,9 +44,9 @@ def with_its_result(spec: ExperimentSpec, run: RunDirectory) -> ExperimentSpec:
     return spec.model_copy(update={"model": spec.model.model_copy(update=saved)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WarmStart:
-    """The warm start of a run. ``status`` gets progress texts, ``note`` the metrics of each update."""
+    """The warm start of a run. ``status`` gets progress texts, ``note`` the metrics of each update, once."""
 
     spec: ExperimentSpec
     run: RunDirectory
@@ -55,6 +55,7 @@ class WarmStart:
     budget: RestartBudget
     status: Callable[[str], None]
     note: Callable[[dict[str, float]], None]
+    noted_updates: int = 0
 
     async def make(self, folder: Path) -> None:
         """Train, and save the model in ``folder``. Ranks that die are restarted, and the training is repeated.
@@ -110,7 +111,9 @@ class WarmStart:
             rate = warm_start.learning_rate * schedule.factor(update, updates, warm_start.schedule)
             report = await ranks.supervised_step(SupervisedBatch(tuple(islice(order, warm_start.batch_size)), rate))
             tokens += report.trained_tokens
-            self.note({**_row(report), "step": update + 1 - updates})
+            if update == self.noted_updates:  # otherwise repeated after the loss of a rank
+                self.note({**_row(report), "step": update + 1 - updates})
+                self.noted_updates += 1
             if (now_s := time.monotonic()) >= reported_s + PROGRESS_S or update + 1 == updates:
                 reported_s = now_s
                 loss, speed = report.metrics["warm_start/loss"], tokens / (now_s - start_s)
