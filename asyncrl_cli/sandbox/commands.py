@@ -160,7 +160,7 @@ class ShellSandbox:
         message = wire.packed([supervisor.LISTENING])
         message_start, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
         listening = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        message_rest = await self._read(len(message) - len(message_start)) if message_start else b""
+        message_rest = await self._receive_bytes(len(message) - len(message_start)) if message_start else b""
         if message_start + message_rest != message or not listening:
             for listener in listening:
                 listener.close()
@@ -251,9 +251,9 @@ class ShellSandbox:
             await asyncio.get_running_loop().sock_sendall(self._control, wire.packed(fields))
 
     async def _receive(self) -> list[bytes]:
-        return wire.unpacked(await self._read(wire.size_of(await self._read(wire.HEAD))))
+        return wire.unpacked(await self._receive_bytes(wire.size_of(await self._receive_bytes(wire.HEAD))))
 
-    async def _read(self, size: int) -> bytes:
+    async def _receive_bytes(self, size: int) -> bytes:
         loop, data = asyncio.get_running_loop(), bytearray()
         while len(data) < size:
             if not (chunk := await loop.sock_recv(self._control, min(size - len(data), wire.CHUNK_BYTES))):

@@ -29,7 +29,9 @@ from asyncrl_cli.sandbox import confine, wire
 
 MAX_MESSAGE_BYTES = 2**26
 """Bytes of the longest message."""
-SEQUENCES: dict[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+SEQUENCES: dict[str, type[Any]] = {
+    sequence_type.__name__: sequence_type for sequence_type in (list, tuple, set, frozenset)
+}
 BYTES: dict[str, type[Any]] = {"bytes": bytes, "bytearray": bytearray}
 RECIPES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.complex": lambda value: (value.real, value.imag),
@@ -329,8 +331,8 @@ def _is_shared(full_name: str) -> bool:
     return (module == "builtins" and hasattr(builtins, name)) or full_name in EXCEPTIONS
 
 
-def _full_name(kind: type[Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _full_name(value_type: type[Any]) -> str:
+    return f"{value_type.__module__}.{value_type.__qualname__}"
 
 
 def _imported(full_name: str) -> Any:

@@ -110,8 +110,8 @@ def _await(coroutine: Any) -> Any:
 
 
 ACTIONS: dict[str, Callable[..., Any]] = {
-    "update": lambda value, name, new: update(getattr(value, name), new),
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "update": lambda value, name, new_value: update(getattr(value, name), new_value),
+    "call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
     "await": _await,
     "getattr": getattr,
     "setattr": setattr,

@@ -185,7 +185,7 @@ def _ask(remote: Remote, action: str, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _forwarded(action: str) -> Any:
-    return lambda self, *arguments, **named: _ask(self, action, *arguments, **named)
+    return lambda self, *arguments, **keywords: _ask(self, action, *arguments, **keywords)
 
 
 def _between_remotes(action: str) -> Any:

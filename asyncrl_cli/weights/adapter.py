@@ -58,12 +58,12 @@ class AdapterTransferEngine(ReplicaTransferEngine):
     def prepare(self, version: int, path: str) -> None:
         """Begin to read the adapter of ``version`` while the engine generates."""
 
-        def read() -> LoRAModel:
+        def read_adapter() -> LoRAModel:
             with self.replica.open(path, version) as tensors:
                 # Copies: vLLM scales the matrices in place, which would change the replica.
                 return self._adapter({name: tensor.clone() for name, tensor in self.named_tensors(tensors)})
 
-        self.adapter = self.thread.submit(read)
+        self.adapter = self.thread.submit(read_adapter)
 
     def prepared(self) -> bool:
         """True if the adapter is read. Raises ``ReplicaGone`` if the memory now has another version."""
