@@ -22,8 +22,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-REFRESH_S = 1.0
-"""Seconds between two frames."""
+REFRESH_S = 1.0  # seconds between two frames
 
 
 def step_line(

@@ -131,8 +131,7 @@ class WeightsAndBiases(Monitor):
     def finish(self, ending: Ending) -> str:
         import wandb
 
-        offline = self._spec.mode == "offline"
-        note = f"wandb sync {Path(self._run.settings.sync_dir)}" if offline else str(self._run.url)
+        note = str(self._run.url) if self._spec.mode == "online" else f"wandb sync {self._run.settings.sync_dir}"
         code = 0 if ending.phase == "finished" else 1
         self._run.finish(exit_code=code)
         wandb.teardown(code)  # now: the run's processes, including W&B's, are killed before its exit hook runs

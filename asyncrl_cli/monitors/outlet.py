@@ -21,8 +21,7 @@ from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.system.logs import redirect_output
 
-CLOSE_S = 3.0
-"""Seconds that a run waits at its end for a stalled reader."""
+CLOSE_S = 3.0  # seconds that a run waits at its end for a stalled reader
 LINES, FRAMES = 10_000, 100
 """Largest number of lines, or of a panel's frames, that wait for a reader."""
 

@@ -28,10 +28,8 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
-PAUSE_S = 2.0
-"""Seconds between two looks at the run's folder."""
-SAMPLE_S = 10.0
-"""Seconds between two samples of the machine, as in MLflow."""
+PAUSE_S = 2.0  # seconds between two looks at the run's folder
+SAMPLE_S = 10.0  # seconds between two samples of the machine, as in MLflow
 
 
 class Mlflow(Monitor):
