@@ -311,7 +311,7 @@ class Crashes(RuleBasedStateMachine):
                     for one, prefix in known.prefixes.items()
                     if _rollout_of(one) == name
                 }
-            assert self.book._recorded_scores(group_id) == {
+            assert self.book._scores[group_id] == {
                 group_and_index(name)[1]: replace(scored, turns=())
                 for name, scored in known.scores.items()
                 if group_and_index(name)[0] == group_id
