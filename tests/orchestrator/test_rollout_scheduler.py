@@ -653,7 +653,7 @@ def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
         pending = harness.client.engines[0].pending
         chosen = data.draw(st.sampled_from(sorted(pending))) if pending else ""
         if event == "grow" and chosen:
-            start = sum(len(part.ids) for part in pending[chosen].segments)
+            start = pending[chosen].tokens.end
             await harness.engines[0].deliver(segments=[segment(chosen, start, 2)])
         elif event == "fail" and chosen:
             await harness.end(RolloutFailure(chosen, "no"))
