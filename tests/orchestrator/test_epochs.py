@@ -38,11 +38,11 @@ def test_a_start_counts_the_steps_of_its_epochs(
         task={"use": "exact"},
         data={"train": {"path": str(rows)}, "eval": None},
         pipeline={"groups_per_step": 4, "publish_every": publish_every},
-        checkpoints={"every": 12},
+        trainer={"schedule": {"warmup_updates": 12}},
         stop=stop,
     )
     counted = Experiment.load(made, rows.parent, notices.append).spec
     assert counted.stop.steps == counted.stop.total == BufferSettings.from_spec(counted).total_steps == steps
     assert counted.stop.epochs is None and counted.model_copy(update={"stop": made.stop}) == made
-    late = "checkpoints.every: no checkpoint is written before the end"
-    assert any(late in notice for notice in notices) == (steps != stop.get("steps") and steps < 12)
+    too_long = "trainer.schedule.warmup_updates: longer than the schedule"
+    assert any(too_long in notice for notice in notices) == (steps != stop.get("steps") and steps < 12)
