@@ -37,7 +37,8 @@ def overrides(changes: Iterable[str]) -> list[str]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's steps. A killed run's last line may be incomplete, and is skipped."""
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [row for row in rows if row["step"] > 0]  # without the updates of a warm start
 
 
 def seconds_of(action: Callable[[], object]) -> float:

@@ -5,7 +5,7 @@
       spec.yaml         the resolved spec
       state.json        the run's phase and progress; replaced after every step
       lock              locked (flock), like the folder, by the driver; the kernel frees both locks when it ends
-      metrics.jsonl     one line per step
+      metrics.jsonl     one line per step, and per update of the warm start
       system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and how far metrics.jsonl and system.jsonl were sent to it

@@ -135,6 +135,11 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's steps, without the updates of its warm start."""
+    return [row for row in rows(run, "metrics.jsonl") if row["step"] > 0]
+
+
 def until(condition: Callable[[], Any], what: str, seconds: float = LIMIT_S) -> Any:
     """The first true answer of ``condition``; fails the test when there is none in time."""
     deadline = time.monotonic() + seconds

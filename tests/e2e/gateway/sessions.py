@@ -24,7 +24,7 @@ import yaml
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import CONTEXT, Segment, TokenSequence
-from tests.e2e.conftest import ROOT, Runs, rows
+from tests.e2e.conftest import ROOT, Runs, rows, steps_of
 from tests.e2e.gateway import program_sessions
 from tests.e2e.gateway.program_sessions import Decode
 
@@ -165,7 +165,7 @@ def audit(run: Path) -> Audit:
         }
         times = [at for (at,) in journal.execute("SELECT at FROM publishes ORDER BY version")]
     found.versions = len(times) - 1
-    found.updates = int(sum(row["train/updates"] for row in rows(run, "metrics.jsonl")))
+    found.updates = int(sum(row["train/updates"] for row in steps_of(run)))
     found.publish_s = (times[-1] - times[0]) / max(1, len(times) - 1)
     for name, rollout in recorded.items():
         if len(logged[name]) != 1:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from tests.e2e.conftest import ROOT, Runs, rows
+from tests.e2e.conftest import ROOT, Runs
 from tests.e2e.gateway.sessions import warm_start
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
@@ -48,4 +48,4 @@ def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:
     assert sum(one.get("changed", 0.0) for one in metrics) > 0, "files were changed with the shell"
     assert all(one.get("changed") for (reward, _, _), one in zip(found, metrics, strict=True) if reward == 1.0)
     assert sum(one.get("tool_calls", 0.0) for one in metrics) > len(metrics)
-    assert len(rows(run, "metrics.jsonl")) == 3
+    assert len(steps_of(run)) == 3

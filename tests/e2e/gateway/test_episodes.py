@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
-from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
+from tests.e2e.conftest import Runs, mark_of, processes_of, rows, steps_of, until
 from tests.e2e.faults.parts import processes_of_part
 from tests.e2e.test_data import MIXTRAL
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
@@ -209,7 +209,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         stop={"steps": 100},
     )
     process = runs.start("train", spec)
-    until(lambda: list(runs.folder.glob("*/metrics.jsonl")) or process.poll() is not None, "the first step")
+    until(
+        lambda: (
+            process.poll() is not None or any(steps_of(file.parent) for file in runs.folder.glob("*/metrics.jsonl"))
+        ),
+        "the first step",
+    )
     run = runs.newest()
 
     def some_are_halfway() -> bool:
@@ -263,7 +268,7 @@ def test_agents_environments_and_commands_are_trained(killed: Killed) -> None:
         versions |= set(sampled)
     assert versions > {0}, "weights were updated while episodes ran"
     assert {one.failure for one in found.values()} == {""}, "no agent received an error"
-    assert len(rows(killed.run, "metrics.jsonl")) == killed.steps
+    assert len(steps_of(killed.run)) == killed.steps
     samples = rows(killed.run, f"evaluations/step-{killed.steps:06}-greedy.jsonl")[1:]
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import Runs, rows
+from tests.e2e.conftest import Runs
 from tests.e2e.gateway.sessions import CALCULATOR, warm_start
 from tests.e2e.gateway.test_episodes import played
 from tests.small_models import UNTRAINED
@@ -110,7 +110,7 @@ def test_a_policy_is_trained_with_the_tools_of_mcp_servers(tmp_path: Path, monke
         calls = sum(one.metrics.get("tool_calls", 0) for one in member)
         assert calls >= len(member) / 2, "the warm start taught the model to call the tool"
         assert sum(one.metrics.get("tool_errors", 0) for one in member) < calls / 2
-    assert max(row["reward/mean"] for row in rows(run, "metrics.jsonl")) > 0, "answers of the tool lead to rewards"
+    assert max(row["reward/mean"] for row in steps_of(run)) > 0, "answers of the tool lead to rewards"
     holding = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not holding, "the value of a reference is in no file of the run"
     left = [process for process in psutil.process_iter(["cmdline"]) if "serve.py" in (process.info["cmdline"] or [])]

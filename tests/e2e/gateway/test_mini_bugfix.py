@@ -17,7 +17,7 @@ import yaml
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
-from tests.e2e.conftest import ROOT, Runs, rows
+from tests.e2e.conftest import ROOT, Runs
 from tests.e2e.gateway.installed import AGENTS, installed
 from tests.e2e.gateway.sessions import warm_start
 
@@ -85,4 +85,4 @@ def test_mini_swe_agent_is_trained_on_bugfix(tmp_path: Path, spec: dict[str, Any
                 turns.append(sum(now and not before for before, now in pairwise([False, *sampled])))
     assert len(turns) == len(found)
     assert max(turns) == 3, "look, change, finish, in one token-exact conversation"
-    assert len(rows(run, "metrics.jsonl")) == STEPS
+    assert len(steps_of(run)) == STEPS
