@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from tests.e2e.conftest import ROOT, Runs
+from tests.e2e.conftest import ROOT, Runs, steps_of
 from tests.e2e.gateway.sessions import warm_start
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 

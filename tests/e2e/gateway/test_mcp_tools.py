@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import Runs
+from tests.e2e.conftest import Runs, steps_of
 from tests.e2e.gateway.sessions import CALCULATOR, warm_start
 from tests.e2e.gateway.test_episodes import played
 from tests.small_models import UNTRAINED

@@ -17,7 +17,7 @@ import yaml
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
-from tests.e2e.conftest import ROOT, Runs
+from tests.e2e.conftest import ROOT, Runs, steps_of
 from tests.e2e.gateway.installed import AGENTS, installed
 from tests.e2e.gateway.sessions import warm_start
 
