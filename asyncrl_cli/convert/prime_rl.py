@@ -94,7 +94,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     if algorithm not in ("grpo", "opd"):
         text = f"orchestrator.algo.type = {display_text(algorithm)}: grpo and opd have a counterpart"
         c.unsupported.append(text)
-    skips_equal_rewards = c.flag("$train.filter_zero_advantages") and algorithm != "opd"
 
     per_engine, group_size = c.count(f"{VLLM}tensor_parallel_size", minimum=1), c.count("$group_size", minimum=1)
     node_gpus = c.count("deployment.gpus_per_node") if c.get("deployment.type") == "multi_node" else 0
@@ -119,9 +118,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     step_limits = c.matching("*max_steps")
     if c.get(*step_limits) is None:
         c.check("no_end", steps=ASSUMED_STEPS)
-    in_host = c.flag("trainer.model.optim_cpu_offload") or c.flag("trainer.model.full_offload")
-    offload = "optimizer" if in_host and expert_parallel < 2 else "none"
-    dtype = "float32" if c.get(f"{VLLM}dtype") == "float32" else "bfloat16"
     attention = str(c.get("trainer.model.attn")).replace("fa4", "flash_attention_4")
     attention = attention if attention in ATTENTION else "flash_attention_2"
     path = c.get("trainer.model.name", "$model.name", f"{VLLM}model", "model.name")
@@ -136,18 +132,12 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "rollout.max_running_rollouts": devices.running_rollouts(running, group_size, groups * 9),
         "rollout.max_prompt_tokens": length - response,
         "rollout.max_response_tokens": response,
-        "rollout.dtype": dtype,
-        "algorithm.router_replay": c.flag("trainer.enable_router_replay") or None,
-        "algorithm.uniform_groups": "skip" if skips_equal_rewards else "train",
         "trainer.ranks": devices.ranks,
-        "trainer.dtype": dtype,
-        "trainer.schedule.kind": schedule if schedule in ("linear", "cosine") else "constant",
         "trainer.schedule.warmup_updates": c.count("trainer.scheduler.warmup_steps") if schedule != "constant" else 0,
         "trainer.schedule.final_fraction": final_fraction if schedule != "constant" else None,
         "trainer.tokens_per_microbatch": length,
-        "trainer.attention": attention if dtype == "bfloat16" else "sdpa",
+        "trainer.attention": attention if c.get(f"{VLLM}dtype") != "float32" else "sdpa",
         "trainer.expert_parallel": expert_parallel if expert_parallel > 1 else None,
-        "trainer.offload": "all" if c.flag("trainer.model.fsdp_cpu_offload") else offload,
         "pipeline.groups_per_step": groups,
         "checkpoints.every": c.get(*c.matching("*ckpt.interval")) or 0,
         "stop.steps": c.get(*step_limits) or ASSUMED_STEPS,

@@ -47,9 +47,13 @@ class Row(BaseModel):
     """
 
     names: Words = Field(alias="from")
+    further_names: Words = Field((), alias="also")
+    """Names that decide the value, too, by a condition or in the trainer's module. They are never the value."""
     note: str = ""
     when: str = ""
     """The condition under which the row holds, as in ``ForeignConfig.holds``."""
+    cases: tuple[tuple[str, Any], ...] = ()
+    """Conditions, as in ``when``, with the spec's values: the first that holds decides. `=name` is that key's value."""
     values: ByText = {}
     """The spec's value for each value of the other trainer; `*` is any other value."""
     fallback: Any = Field(None, alias="else")
@@ -168,12 +172,13 @@ def convert(values: Mapping[str, Any], trainer: Trainer) -> Conversion:
     converted: set[str] = set()
     for keys, row in foreign.rows.items():
         names = [name for pattern in row.names for name in config.matching(pattern)]
-        row_names.update(names)
+        all_names = [*names, *(name for pattern in row.further_names for name in config.matching(pattern))]
+        row_names.update(all_names)
         for key in keys.split():
             value = computed[key] if key in computed else _value(config, key, row, names)
             remarks = tuple(config.remarks.get(key, ()))
             if value is not None or remarks:
-                origins = {name: config.values[name] for name in names if name in config.values}
+                origins = {name: config.values[name] for name in all_names if name in config.values}
                 converted.update(origins)
                 result.settings.append(Setting(key, value, origins, row.note, remarks))
     for name in config.values.keys() - converted:
@@ -200,6 +205,10 @@ def _value(config: ForeignConfig, key: str, row: Row, names: Sequence[str]) -> A
         return None
     if row.takes_list:
         return [config.get(name) for name in row.names]
+    for condition, case_value in row.cases:
+        if not condition or config.holds(condition):
+            is_name = isinstance(case_value, str) and case_value.startswith("=")
+            return config.get(case_value[1:]) if is_name else case_value
     value = config.get(*names, *row.names)
     text = str(value).lower()
     if text in row.checks:

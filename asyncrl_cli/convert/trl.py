@@ -141,14 +141,6 @@ def read_program(path: str) -> Arguments:
 
 def settings(c: ForeignConfig) -> dict[str, Any]:
     """Return the values by key of the spec. None: the key is not written."""
-    named_stage = {"zero1": 1, "zero2": 2, "zero3": 3}.get(str(c.get("accelerate_config")))
-    has_stage = c.get("deepspeed_config.zero_stage") is not None
-    zero_stage = named_stage or (c.count("deepspeed_config.zero_stage") if has_stage else 3)
-    offload = "optimizer" if c.get("deepspeed_config.offload_optimizer_device") == "cpu" else "none"
-    if c.get("deepspeed_config.offload_param_device") == "cpu" and zero_stage == 3:
-        offload = "all"
-    is_float32 = c.get("bf16") is not None and not c.flag("bf16") and not c.flag("fp16")
-    dtype = "float32" if is_float32 else "bfloat16"
     tracking = tracking_settings(c, "report_to", c.text("tracking.experiment", "wandb_project", "project"))
     model = c.text("model.path", "model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
     is_frozen = any(map(c.flag, c.matching("freeze_vision*")))
@@ -159,11 +151,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "model.chat_template_kwargs": c.section("chat_template_kwargs."),
         **_task(c),
         **_data(c),
-        "rollout.dtype": dtype,
         **_correction(c),
-        "trainer.zero_stage": zero_stage,
-        "trainer.dtype": dtype,
-        "trainer.offload": offload,
         **_sizes(c),
         **tracking,
         "tracking.wandb.entity": c.get("wandb_entity") if tracking["tracking.wandb.project"] else None,
@@ -271,46 +259,21 @@ def _interval(c: ForeignConfig, key: str, prefix: str, *, steps: int, updates: i
 
 
 def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
-    """The keys of `algorithm` that depend on the trainer and its loss. ``updates``: optimizer updates per step."""
-    method, loss_type = str(c.get("variant")), str(c.get("loss_type"))
-    is_ppo, is_rloo = method == "ppo", method == "rloo"
-    loss = "gspo" if c.get("importance_sampling_level") == "sequence" else "clip"
-    if loss_type in ("cispo", "sapo"):
-        loss = loss_type
-    elif method in ("grpo", "async_grpo") and loss_type not in ("grpo", "dr_grpo", "dapo", "bnpo"):
-        c.check("other_loss", loss_type=loss_type)
-    elif is_rloo and updates > 1:
+    """The keys of `algorithm` that need arithmetic. ``updates``: optimizer updates per step."""
+    is_ppo = c.get("variant") == "ppo"
+    if c.get("variant") == "rloo" and updates > 1:
         c.check("sequence_ratios")
-    scale = str(c.get("scale_rewards")).lower()
-    advantage = "gae" if is_ppo else "leave_one_out" if is_rloo else "group_mean"
-    if advantage == "group_mean" and scale in ("group", "true"):
-        advantage = "group_norm"
     clip = c.number("cliprange" if is_ppo else "epsilon")
     clip_high = clip if is_ppo or c.get("epsilon_high") is None else c.number("epsilon_high")
-    if loss_type == "cispo" and not is_ppo:  # `epsilon_high` is the upper edge itself.
+    if c.get("loss_type") == "cispo":  # `epsilon_high` is the upper edge itself.
         if clip_high <= 1:
             c.check("low_edge")
         clip_high = clip_high - 1 if clip_high > 1 else 4.0
-    reference_steps = 0
-    if c.flag("sync_ref_model"):
-        reference_steps = multiple(c.number("ref_model_sync_steps"), updates) // updates
-    preset = loss if loss != "clip" else "dr_grpo" if loss_type == "dr_grpo" else "grpo"
-    values = {
-        # Only a name, because all keys that a preset decides are written.
-        "algorithm.preset": method if is_ppo or is_rloo else preset,
-        "algorithm.advantage": advantage,
-        "algorithm.whiten_advantages": is_ppo or c.flag("normalize_advantages"),
-        "algorithm.loss": loss,
-        "algorithm.clip_low": 1.0 if loss_type == "cispo" else clip,
+    reference_steps = multiple(c.number("ref_model_sync_steps"), updates) // updates
+    return {
         "algorithm.clip_high": clip_high,
-        "algorithm.dual_clip": c.number("delta") or None if loss == "clip" else None,
-        "algorithm.sequence_divisor": 1 if is_rloo else None,
-        "algorithm.kl_coef": c.number("kl_coef" if is_ppo else "beta"),
-        "algorithm.kl_estimator": str(c.get("kl_estimator")) if is_ppo else "k1" if is_rloo else "k3",
-        "algorithm.kl_placement": "reward" if is_ppo or is_rloo else "loss",
-        "algorithm.reference_update_every": reference_steps,
+        "algorithm.reference_update_every": reference_steps if c.flag("sync_ref_model") else 0,
     }
-    return values | ({"algorithm.aggregation": "sequence_sum"} if is_rloo else {})
 
 
 def _distillation(c: ForeignConfig) -> dict[str, Any]:
@@ -352,6 +315,7 @@ def _task(c: ForeignConfig) -> dict[str, Any]:
         module = module or ("trl.rewards" if name in BUILT_IN_REWARDS else "my_rewards")
         c.check("copy_rewards", module=module)
         return task | {"task.use": f"{module}:{name}"}
+    names = names or ["my_reward"]
     weights = c.get("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
     weights_by_name = {name.rpartition(".")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}

@@ -33,9 +33,6 @@ OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg.",
     "reward_model.overlong_buffer.",
 )
-PRESETS = {"gae": "ppo", "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
-PRESETS |= {"rloo": "rloo", "rloo_vectorized": "rloo"}
-"""Presets of verl's advantage estimators; the others have the preset of the loss."""
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 INSTEAD = (
     "convert the shell script that starts it, or have Hydra print its configuration, `bash run.sh --cfg job > "
@@ -83,7 +80,7 @@ def trainer_of(name: str, values: Mapping[str, Any]) -> Trainer:
 
 def settings(c: ForeignConfig) -> dict[str, Any]:
     """Return the values by key of the spec. None: the key is not written."""
-    estimator, loss = str(c.get("algorithm.adv_estimator")), c.get("$actor.policy_loss.loss_mode")
+    estimator = str(c.get("algorithm.adv_estimator"))
     prompt_tokens, response_tokens = c.count("data.max_prompt_length"), c.count("data.max_response_length")
     if c.count("$rollout.prompt_length") not in (0, prompt_tokens):
         c.check("other_prompt_length")
@@ -98,8 +95,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         column = "images" if sees_images(path) else None
     image_limit = c.count(*c.matching("*limit_mm_per_prompt.image"), *c.matching("*limit_images"))
     overlong = next((name for name in OVERLONG if c.flag(f"{name}enable")), None)
-    offloads_all = c.flag("$actor.fsdp_config.param_offload") or c.flag("$actor.fsdp_config.offload_policy")
-    offloads_optimizer = c.flag("$actor.fsdp_config.optimizer_offload")
     values = {
         "name": run_name(c.text("name", "trainer.experiment_name")),
         "model.path": model_path(c, path),
@@ -110,26 +105,18 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "task.use": _task(c),
         "data.train.path": _data_path(c, "data.train.path", c.text("data.train.path", "data.train_files")),
         "data.train.size": c.count("data.train_max_samples", minimum=0) or None,
-        "algorithm.preset": PRESETS.get(estimator) or ("grpo" if loss not in ("gspo", "cispo", "sapo") else loss),
         **_reward_parts(c, estimator),
         # Ratios are never negative, so a clip_low above 1 has no effect.
         "algorithm.clip_low": min(c.number("$actor.clip_ratio_low", "$actor.clip_ratio"), 1.0),
-        "algorithm.sequence_divisor": {
-            "seq-mean-token-sum": 1,
-            "seq-mean-token-sum-norm": c.count("$actor.loss_scale_factor") or None,
-        }.get(str(c.get("$actor.loss_agg_mode"))),
         **_kl(c),
         **_correction(c),
         "algorithm.overlong_penalty": (c.number(f"{overlong}penalty_factor") or 1.0) if overlong else 0.0,
         "algorithm.overlong_buffer": min(c.number(f"{overlong}len") / max(response_tokens, 1), 1) if overlong else None,
-        "trainer.offload": "all" if offloads_all else "optimizer" if offloads_optimizer else "none",
         **_sizes(c, prompt_tokens + response_tokens, has_images=bool(column or image_limit or sees_images(path))),
         **_held_out(c, column),
         **tracking_settings(c, "trainer.logger", project=c.text("tracking.experiment", "trainer.project_name")),
         **_distillation(c),
     }
-    if estimator.startswith("grpo") and not c.flag("algorithm.norm_adv_by_std_in_grpo"):
-        values.setdefault("algorithm.advantage", "group_mean")
     if c.get("model_engine") == "veomni" and "actor_rollout_ref.actor.optim.lr_scheduler_type" not in c.values:
         values["trainer.schedule.kind"] = "cosine"
     return values
@@ -260,22 +247,15 @@ def _data_path(c: ForeignConfig, key: str, path: object) -> str | list[str] | No
 
 
 def _kl(c: ForeignConfig) -> dict[str, Any]:
-    in_loss, in_reward = c.flag("$actor.use_kl_loss"), c.flag("algorithm.use_kl_in_reward")
-    coef = c.number("$actor.kl_loss_coef") if in_loss else 0.0
-    is_reward = in_reward and not in_loss
-    if is_reward:
-        coef = c.number("algorithm.kl_ctrl.kl_coef")
+    is_reward = c.flag("algorithm.use_kl_in_reward") and not c.flag("$actor.use_kl_loss")
     name = "algorithm.kl_penalty" if is_reward else "$actor.kl_loss_type"
     estimator_name = str(c.get(name))
     if estimator_name.endswith("+"):
         c.check("straight_through_kl", name=estimator_name)
-    elif coef and estimator_name not in KL_ESTIMATORS:
+    elif (is_reward or c.flag("$actor.use_kl_loss")) and estimator_name not in KL_ESTIMATORS:
         c.check("other_kl_estimator", name=estimator_name)
-    return {
-        "algorithm.kl_coef": coef,
-        "algorithm.kl_estimator": "k2" if estimator_name.endswith("+") else KL_ESTIMATORS.get(estimator_name, "k3"),
-        "algorithm.kl_placement": "reward" if is_reward else "loss",
-    }
+    estimator = "k2" if estimator_name.endswith("+") else KL_ESTIMATORS.get(estimator_name, "k3")
+    return {"algorithm.kl_estimator": estimator}
 
 
 def _distillation(c: ForeignConfig) -> dict[str, Any]:

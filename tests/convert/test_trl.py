@@ -199,7 +199,7 @@ def test_settings_of_other_trainers(home: Path, words: list[str], key: str, valu
     [
         (["--num_generations", "7"], "not divisible by num_generations"),
         (["--scale_rewards", "batch"], "deviation of the batch"),
-        (["--loss_type", "vespo"], "loss_type=vespo has no counterpart"),
+        (["--loss_type", "vespo"], "this loss_type has no counterpart"),
         (
             ["--reward_funcs", "my_lib.rewards.fluent", "think_format_reward", "--reward_weights", "2", "1"],
             "(fluent, 2.0), (think_format_reward, 1.0)",
