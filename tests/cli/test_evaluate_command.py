@@ -196,7 +196,7 @@ def test_the_options_hold_for_all_evaluations(folder: Path, options: list[str], 
 def test_no_evaluation_replaces_another(folder: Path) -> None:
     run = RunDirectory.create(folder / "runs", "mine")
     file = "evaluations/step-000002-offline-greedy.jsonl"
-    one = Evaluation(result=None, warning="", file=file, text="first\n", images=())
+    one = Evaluation(result=None, warning="", file=file, text="first\n")
     paths = [store(run, replace(one, text=f"{number}\n")) for number in range(3)]
     assert [path.name.removeprefix("step-000002-") for path in paths] == [
         "offline-greedy.jsonl",

@@ -27,7 +27,7 @@ from tests.cluster.hosts import Network, why_not
 from tests.cluster.runs import HostedRun, HostedRuns
 from tests.e2e.conftest import leftover_files, rows
 from tests.e2e.faults.audit import Audit
-from tests.e2e.faults.campaign import LONG_WORDS, conclude, own_folder, timed_lines
+from tests.e2e.faults.campaign import LONG_SUMS, conclude, own_folder, timed_lines
 from tests.e2e.faults.disturbed import Hung
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
 
@@ -37,9 +37,9 @@ TOLERANCE = 1e-3
 """Nats, in fp32 (docs/metrics.md)."""
 COMPARED = "no staleness"
 KINDS: dict[str, dict[str, Any]] = {
-    "async": {**LONG_WORDS, "checkpoints": {"every": 10}},
+    "async": {**LONG_SUMS, "checkpoints": {"every": 10}},
     "recompute": {
-        **LONG_WORDS,
+        **LONG_SUMS,
         "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
         "checkpoints": {"every": 10},
     },

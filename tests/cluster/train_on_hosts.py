@@ -28,7 +28,7 @@ async def train(spec: ExperimentSpec, folder: Path) -> TrainerRanks:
     factory = ActorFactory(spec, folder, folder, folder)
     ranks = TrainerRanks(factory.trainer, factory.trainer_group(), folder, 120.0, print)
     await ranks.preload()
-    await ranks.prepare_model(print)
+    await ranks.prepare_model()
     await ranks.start(None)
     for step in range(STEPS):
         await ranks.train_step(batch(step, 4))

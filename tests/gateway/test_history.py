@@ -15,7 +15,7 @@ def test_a_turn_keeps_a_digest_of_its_messages() -> None:
     messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(100)]
     full, same, other = (Conversation.of(part, None) for part in (messages, messages[:50], messages[1:]))
     kept = same.after(None)
-    assert full.after(None).count == 101 and len(full.after(None).last) == len(kept.last)
+    assert full.after(None).count == 101 and len(full.after(None).key) == len(kept.key)
     assert full.covered_by(kept) == 51 and other.covered_by(kept) is None
 
 

@@ -58,7 +58,7 @@ def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, da
 
     kept: dict[str, Message] = {}
     answer = answer_of(kept)
-    stream = b"".join(answer.piece(0, part) for part in data.draw(pieces(message)))
+    stream = b"".join(answer.part_events(0, part) for part in data.draw(pieces(message)))
     events = parsed(stream + answer.closing(0, reply) + answer.end([[reply]]))
 
     first, second, *between, last = events
@@ -83,7 +83,7 @@ def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, da
 def test_a_failure_ends_the_stream() -> None:
     for error, code in ((ApiError(503, "gone"), "server_error"), (ApiError(410, "gone"), "invalid_prompt")):
         answer = answer_of()
-        events = parsed(answer.piece(0, ReplyPart("content", "a")) + answer.failed(error))
+        events = parsed(answer.part_events(0, ReplyPart("content", "a")) + answer.failed(error))
         assert events[-1]["type"] == "response.failed"
         assert events[-1]["response"]["status"] == "failed"
         assert events[-1]["response"]["error"] == {"code": code, "message": "gone"}

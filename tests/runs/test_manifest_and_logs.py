@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.inspect.history_page import _manifest_lines
+from asyncrl_cli.inspect.history_page import history_page
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
 from tests.journal.recorded_run import make_run
@@ -111,6 +111,8 @@ def test_a_run_from_another_runs_model_names_the_run_and_its_step(tmp_path: Path
     (run.path / "model").mkdir()
     manifest = describe_start(tmp_path / "spec.yaml", model=str(run.path / "model"))
     assert manifest["model_from"] == {"run": "first", "step": 7}
-    assert "model    of first, step 7" in list(_manifest_lines(manifest))
+    later = make_run(tmp_path, "later", step=0, steps=7)
+    (later.path / "manifest.json").write_text(json.dumps(manifest))
+    assert "model    of first, step 7" in history_page(later, None).lines
     for other in (None, str(tmp_path / "model"), str(run.path / "checkpoints"), "org/model"):
         assert "model_from" not in describe_start(tmp_path / "spec.yaml", model=other)
