@@ -61,7 +61,7 @@ def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> Non
             algorithm={"preset": "distill", "reference_path": str(teacher)},
             rollout={"group_size": 2},
             pipeline={"groups_per_step": 32},
-            stop={"steps": 80},
+            stop={"steps": 100},
         ),
     )
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
