@@ -27,7 +27,14 @@ from asyncrl_cli.core.imports import TORCH_INDEX
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sandbox.trial import HINTS, check_judge, problem
-from asyncrl_cli.sizing.host import DRIVER_BYTES, ENGINE_BYTES, GIB, RANK_BYTES, memory_without_weights
+from asyncrl_cli.sizing.host import (
+    DRIVER_BYTES,
+    ENGINE_BYTES,
+    GIB,
+    OBJECT_STORE_BYTES,
+    RANK_BYTES,
+    memory_without_weights,
+)
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
@@ -35,10 +42,14 @@ from asyncrl_cli.train.model.flash_attention import check_attention
 
 IMPORTS = frozenset({"vLLM", "DeepSpeed", "Ray"})
 """The libraries that only `asyncrl doctor` without `--quick` imports."""
-START_CHECKS = frozenset({"packages", "images", "devices", "memory", "runs folder", "file limits", "compiler"})
+START_CHECKS = frozenset(
+    {"packages", "images", "devices", "memory", "shared memory", "runs folder", "file limits", "compiler"}
+)
 """The checks of every start, which take milliseconds. A task that needs the sandbox tries it itself."""
 
 MIN_DISK_BYTES = 1 * GIB
+SHARED_MEMORY = "/dev/shm"
+"""Where Ray keeps its object store. Docker gives a container 64 MB there unless told otherwise."""
 JOB_FOLDERS = "/runtime_resources/working_dir_files/"
 """Occurs in the path of every working directory that Ray makes for a job."""
 REQUIRED = ("torch", "deepspeed", "ray", "transformers", "mlflow")
@@ -58,6 +69,7 @@ halfway."""
 def machine_checks(runs_dir: Path, spec: ExperimentSpec | None = None) -> tuple[Check, ...]:
     """Return all checks of this machine, for the run of a spec, or (None) for any run."""
     gpu_count = wanted_gpus(spec) if spec is not None else len(installed_gpus())
+    shared_bytes = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
     return (
@@ -65,6 +77,7 @@ def machine_checks(runs_dir: Path, spec: ExperimentSpec | None = None) -> tuple[
         Check("images", lambda: check_images(spec)),
         Check("devices", lambda: check_devices(spec) if spec is not None else check_gpu_build()),
         Check("memory", lambda: check_memory(spec)),
+        Check("shared memory", lambda: check_shared_memory(shared_bytes, spec)),
         Check("runs folder", lambda: check_run_folder(runs_dir.absolute())),
         Check("file limits", lambda: check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))),
         Check("compiler", lambda: check_compiler(compiler, headers, gpu_count > 0)),
@@ -240,6 +253,20 @@ def check_memory(spec: ExperimentSpec | None = None) -> str:
             hint="stop other programs, or lower rollout.engines or trainer.ranks",
         )
     return f"{available / GIB:.1f} GiB available, about {run_bytes / GIB:.1f} GiB needed before the weights"
+
+
+def check_shared_memory(free: int | None, spec: ExperimentSpec | None = None) -> Result:
+    """Check for room in /dev/shm, where a local run's Ray keeps its object store. ``free``: bytes, or None without it.
+
+    Weights are in anonymous memory, which does not count there.
+    """
+    if spec is not None and spec.cluster.address is not None:
+        return "the cluster's"
+    text = f"no {SHARED_MEMORY}" if free is None else f"{free / GIB:.1f} GiB free in {SHARED_MEMORY}"
+    if free is None or free < OBJECT_STORE_BYTES:
+        store = f"{OBJECT_STORE_BYTES / GIB:.1f} GiB"
+        return Warned(text, f"enlarge it (docker run --shm-size 2g): Ray keeps {store} there, or on disk")
+    return text
 
 
 def check_run_folder(folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +17,10 @@ from asyncrl_cli.data.chat_template import ChatTemplate, Feature, chat_of
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.supervised_rows import DATA, RowEncoder, Rows, encode_row
 from asyncrl_cli.data.tokenizer import templates_texts
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.tasks.tools import call_message, result_message
 
 SPREAD = 1000
 """Number of evenly spread prompts in one pass over a split. A pass may be cut short by the time limit."""
@@ -199,6 +202,30 @@ def check_template(
         return "; ".join(notes)
     hint = "use another template (model.chat_template), unless the agent or environment needs none of this"
     return Warned("; ".join(notes), hint)
+
+
+def check_turns(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:
+    """Warn if the gateway cannot continue a conversation after a text or a tool call, because the chat template renders
+    the end of a reply differently when other messages follow. ``ends``: tokens at which engines end a reply."""
+    chat = ChatFormat(tokenizer, template=template, end_tokens=ends)
+    turns = {
+        "texts": (Feature.USER, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "Why?"}),
+        "tool calls": (Feature.RESULTS, call_message(0, "find", {"city": "Oslo"}), result_message(0, "cold")),
+    }
+    lost_features = template.abilities().lost
+    branching = []
+    for name, (feature, reply, answer) in turns.items():
+        for end in ends if feature not in lost_features else ():
+            with suppress(ChatError):
+                chat.continue_([answer], None, end, reply)
+                break
+        else:
+            branching += [name] if feature not in lost_features else []
+    if not branching:
+        return ""
+    text = f"the template ends {' and '.join(branching)} differently when other messages follow"
+    hint = "use a template that only appends (model.chat_template), or conversations with one request"
+    return Warned(f"{text}, so each later request of a conversation begins a branch", hint)
 
 
 def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:

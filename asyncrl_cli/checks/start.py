@@ -8,7 +8,7 @@ and there is more time for prompts. A check that depends on a failed check is sk
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -47,6 +47,10 @@ from asyncrl_cli.system.reaper import running_reaper
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Time limit, in seconds, for trying the prompts of a split."""
+PROMPT_CHECKS = frozenset(
+    {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", "first prompt"}
+)
+"""The checks that show the first prompt, and those that it needs."""
 TRAINING_CHECKS = frozenset({"memory", "runs folder", "tracking", "data.train", "memory with weights", "algorithm"})
 """The checks that an evaluation without training does not need."""
 
@@ -113,10 +117,11 @@ class StartChecks:
             refuse(self._hosts(), self._notice)
         return self._experiment
 
-    def findings(self) -> Iterator[Finding]:
-        """Make all checks and yield their findings, including failures."""
-        yield from findings_of(self._checks())
-        yield from self._hosts()
+    def findings(self, names: Collection[str] | None = None) -> Iterator[Finding]:
+        """Make the checks with these names, by default all, and yield their findings, including failures."""
+        yield from findings_of(check for check in self._checks() if names is None or check.name in names)
+        if names is None:
+            yield from self._hosts()
 
     def _checks(self) -> Iterator[Check]:
         """All checks, the cheapest first. The order matters: later checks use what earlier checks have loaded."""
@@ -205,7 +210,8 @@ class StartChecks:
             required=episodic or spec.data.apply_chat_template or spec.model.chat_template is not None,
         )
         ends = end_tokens(self._model_dir, tokenizer)
-        return joined(prompts.check_reply_end(template, tokenizer, ends), features)
+        turns = prompts.check_turns(template, tokenizer, ends) if episodic else ""
+        return joined(prompts.check_reply_end(template, tokenizer, ends), features, turns)
 
     def _prompt_checks(self, experiment: Experiment) -> Iterator[Check]:
         data, sets = self._spec.data, self._spec.evaluation.sets

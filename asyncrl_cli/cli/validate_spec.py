@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
+from asyncrl_cli.cli.doctor import show_finding
 from asyncrl_cli.cli.memory import parse_memory
 from asyncrl_cli.cli.output import debugging, echo, echo_json
 from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
+    from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.spec.load import LoadedSpec
     from asyncrl_cli.spec.problems import Problem
 
@@ -30,6 +32,12 @@ def validate_spec(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the complete spec, with all defaults.")] = False,
+    prompt: Annotated[
+        bool,
+        typer.Option(
+            "--prompt", help="Load task, data and tokenizer, and show the first prompt as the model reads it."
+        ),
+    ] = False,
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse a spec that does not fit."),
@@ -61,12 +69,16 @@ def validate_spec(
         return
     if not specs:
         raise typer.BadParameter("name a spec, or use --schema", param_hint="SPEC")
-    if len(specs) > 1 and (resolved or "-" in specs):
-        raise typer.BadParameter("--resolved and `-` take one spec at a time", param_hint="SPEC")
+    if len(specs) > 1 and (resolved or prompt or "-" in specs):
+        raise typer.BadParameter("--resolved, --prompt and `-` take one spec at a time", param_hint="SPEC")
+    if prompt and specs == ["-"]:
+        raise typer.BadParameter("--prompt needs a file: task and data are in its folder", param_hint="SPEC")
     if not memory and (gpu_memory is not None or model_config is not None):
         raise typer.BadParameter("needs --memory", param_hint="--gpu-memory" if gpu_memory else "--model-config")
     sizes = _Memory(parse_memory(gpu_memory), model_config) if memory else None
-    answers = [_check(spec, overrides=overrides or (), resolved=resolved, memory=sizes) for spec in specs]
+    answers = [
+        _check(spec, overrides=overrides or (), resolved=resolved, prompt=prompt, memory=sizes) for spec in specs
+    ]
     if as_json:
         documents = [answer.document for answer in answers]
         echo_json(documents if len(specs) > 1 else documents[0])
@@ -78,7 +90,9 @@ def validate_spec(
                 echo(answer.text)
             for line in answer.diagnostics:
                 echo(line, err=True)
-    if not all(answer.valid for answer in answers):
+            for finding in answer.findings:
+                show_finding(finding)
+    if not all(answer.valid and all(f.status != "failure" for f in answer.findings) for answer in answers):
         raise typer.Exit(2)
 
 
@@ -89,6 +103,7 @@ class _Answer:
     problems: tuple[object, ...]
     document: dict[str, object]
     diagnostics: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 class _Memory(NamedTuple):
@@ -98,7 +113,7 @@ class _Memory(NamedTuple):
     config_folder: Path | None
 
 
-def _check(spec: str, overrides: Sequence[str], resolved: bool, memory: _Memory | None) -> _Answer:
+def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, memory: _Memory | None) -> _Answer:
     from asyncrl_cli.spec.load import dump_spec, load_spec
     from asyncrl_cli.spec.load import resolved as resolved_values
     from asyncrl_cli.spec.problems import SpecError
@@ -115,8 +130,11 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, memory: _Memory 
     if resolved:
         document["resolved"] = resolved_values(loaded)
     text = dump_spec(loaded.spec, loaded.references).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
+    findings = _prompt_findings(spec, loaded) if prompt else ()
+    if prompt:
+        document["findings"] = [asdict(finding) for finding in findings]
     if memory is None:
-        return _Answer(True, text=text, problems=warnings, document=document)
+        return _Answer(True, text=text, problems=warnings, document=document, findings=findings)
     from asyncrl_cli.cli.memory import memory_answer
 
     answer = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
@@ -126,7 +144,17 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, memory: _Memory 
         problems=warnings,
         document=document | {"fits": answer.fits, "memory": answer.document},
         diagnostics=answer.diagnostics,
+        findings=findings,
     )
+
+
+def _prompt_findings(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:
+    """Make the checks of a dry run that show the first prompt."""
+    from asyncrl_cli.checks.start import PROMPT_CHECKS
+    from asyncrl_cli.cli.output import start_checks
+
+    with start_checks(loaded.spec, Path(spec).absolute().parent, thorough=True, references=loaded.references) as checks:
+        return tuple(checks.findings(PROMPT_CHECKS))
 
 
 def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:

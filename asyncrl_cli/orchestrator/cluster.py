@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.interrupts import GROUP_SIGNALS
 from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
-from asyncrl_cli.sizing.host import stored_bytes
+from asyncrl_cli.sizing.host import OBJECT_STORE_BYTES, stored_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import MARK, running_reaper
 from asyncrl_cli.system.remote import CONNECT_S, head_answers
@@ -37,8 +37,6 @@ HEAD_LOST_S = 40.0
 without a message. If the head restarts in time, the run continues."""
 LOOK_S = 1.0
 """Seconds between two checks of Ray's processes."""
-OBJECT_STORE_BYTES = 512 * 2**20
-"""The smallest object store of a local run. It holds batches of tokens, never weights."""
 T = TypeVar("T")
 
 _lost = Event()

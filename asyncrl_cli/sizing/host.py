@@ -20,6 +20,8 @@ RANK_BYTES = int(0.6 * GIB)
 """A trainer rank with its imports, without weights."""
 DRIVER_BYTES = int(1.2 * GIB)
 """Driver, Ray's own processes, scorer and MLflow."""
+OBJECT_STORE_BYTES = 512 * 2**20
+"""The smallest object store of a local run. It holds batches of tokens, never weights."""
 GPU_PROCESS_BYTES = 4 * GIB
 """Host memory of a process that uses a GPU, with CUDA's libraries and pinned buffers: assumed."""
 STORED_BYTES = 16

@@ -19,6 +19,7 @@ from asyncrl_cli.checks.prompts import (
     check_reply_end,
     check_template,
     check_template_kwargs,
+    check_turns,
     shown_prompt,
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
@@ -235,6 +236,21 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     )  # it is unknown whether it reads x
     marked = "{% generation %}{{ x }}{%- endgeneration -%}{% for m in messages %}{% break %}{% endfor %}"
     assert ChatTemplate(tokenizer(marked)).variables() == {"x"}
+
+
+def test_a_template_that_cannot_continue_a_conversation_is_a_warning() -> None:
+    loaded = tokenizer()
+    ends = frozenset({loaded.eos_token_id})
+    assert check_turns(ChatTemplate(loaded), loaded, ends) == ""
+    loaded.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}{{ ';' if loop.last and m.tool_calls else eos_token }}{% endfor %}"
+    )
+    result = check_turns(ChatTemplate(loaded), loaded, ends)
+    assert isinstance(result, Warned) and "ends tool calls differently when other messages follow" in result.text
+    loaded.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token if loop.last else '' }}{% endfor %}"
+    result = check_turns(ChatTemplate(loaded), loaded, ends)
+    assert isinstance(result, Warned) and "ends texts and tool calls differently" in result.text
 
 
 def reply_end(loaded: Any, ends: frozenset[int]) -> Result:

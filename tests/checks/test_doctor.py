@@ -53,6 +53,9 @@ def quick_checks(folder: Path) -> list[Check]:
         (machine.check_file_limits, (1024, 2048), "warning", "ulimit"),
         (machine.check_file_limits, (1024, 1_000_000), "ok", "1024"),
         (machine.check_file_limits, (1024, NO_LIMIT), "ok", "no limit"),
+        (machine.check_shared_memory, (64 * 2**20,), "warning", "--shm-size"),
+        (machine.check_shared_memory, (None,), "warning", "no /dev/shm"),
+        (machine.check_shared_memory, (2**30,), "ok", "1.0 GiB"),
         (machine.check_compiler, ("/bin/g++", True, True), "ok", "/bin/g++"),
         (machine.check_compiler, ("/bin/g++", False, True), "failure", "python3-dev"),
         (machine.check_compiler, ("/bin/g++", False, False), "ok", "without"),
@@ -94,7 +97,7 @@ def test_vllm_needs_the_build_for_this_machines_gpus(
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     findings = list(findings_of(quick_checks(tmp_path / "not" / "there")))
-    assert len({finding.check for finding in findings}) == len(findings) == 8
+    assert len({finding.check for finding in findings}) == len(findings) == 9
     assert list(tmp_path.iterdir()) == []
     assert all(finding.hint for finding in findings if finding.status != "ok")
 

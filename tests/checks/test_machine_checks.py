@@ -15,6 +15,7 @@ from asyncrl_cli.checks import machine, services
 from asyncrl_cli.checks.finding import Check, Warned, run_check
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
+from asyncrl_cli.sizing.host import OBJECT_STORE_BYTES
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model import flash_attention
 from tests.orchestrator.stand_ins import spec
@@ -156,7 +157,7 @@ def test_the_object_store_has_room_for_two_batches_with_their_experts(monkeypatc
     free = 10 * 2**30
     monkeypatch.setattr(cluster.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     base = changed("rollout", max_prompt_tokens=1000, max_response_tokens=2000, group_size=8)
-    assert cluster.object_store_bytes(base) == cluster.OBJECT_STORE_BYTES
+    assert cluster.object_store_bytes(base) == OBJECT_STORE_BYTES
     replayed = base.model_copy(update={"algorithm": base.algorithm.model_copy(update={"router_replay": True})})
     large = replayed.model_copy(update={"pipeline": base.pipeline.model_copy(update={"groups_per_step": 128})})
     assert cluster.object_store_bytes(large) == 2 * 128 * 8 * 2000 * (16 + 1024)

@@ -79,15 +79,18 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
 
 def test_a_saved_models_first_prompt_is_shown(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("init", "saved-model", "mine")[0] == 0
-    _, out, _ = asyncrl("train", "mine/spec.yaml", "--dry-run")
+    code, out, err = asyncrl("validate-spec", "mine/spec.yaml", "--prompt")
+    assert (code, err) == (0, "") and "mine runs" in out
     assert "<|im_end|>\\n<|im_start|>assistant\\n" in out.replace("\n" + " " * 23, "")
     code, out, _ = asyncrl(
-        *("train", "mine/spec.yaml", "--dry-run", "--json"),
+        *("validate-spec", "mine/spec.yaml", "--prompt", "--json"),
         *("--set", "model.chat_template_kwargs={enable_thinkin: false}"),
     )
     failed = [finding for finding in json.loads(out)["findings"] if finding["status"] == "failure"]
     assert code == 2 and [finding["check"] for finding in failed] == ["chat template"]
     assert failed[0]["hint"] == "did you mean `enable_thinking`?"
+    for arguments in (("mine/spec.yaml", "mine/spec.yaml"), ("-",)):
+        assert asyncrl("validate-spec", *arguments, "--prompt")[0] == 2
 
 
 def test_a_folder_in_use_is_unchanged_unless_forced(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
