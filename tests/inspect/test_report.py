@@ -22,6 +22,7 @@ from asyncrl_cli.inspect.report import charts
 from asyncrl_cli.inspect.report import samples as samples_module
 from asyncrl_cli.inspect.report.answers import HEALTH_LINES, failed, healthy
 from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, Curves, Points, curve_charts, curves, smoothed
+from asyncrl_cli.inspect.report.held_out import evaluation_files, held_out_prompts
 from asyncrl_cli.inspect.report.page import embedded, render, summarize, write
 from asyncrl_cli.inspect.report.samples import samples
 from asyncrl_cli.journal.history import step_spans
@@ -75,6 +76,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     for step, accuracy in ((0, 0.25), (10, 0.75)):
         journal.execute("INSERT INTO evaluations VALUES (?, 'greedy', 1790000100, ?, 0, 0, 8, 0, 0)", (step, accuracy))
     journal.close()
+    (run.path / "evaluations").mkdir()
+    for step, reward in ((0, 0.0), (10, 1.0)):
+        head = {"kind": "greedy", "step": step, "samples": 1, "pass_at": []}
+        row = {"uid": "a", "prompt": HTML_TEXT, "response": HTML_TEXT, "answer": HTML_TEXT, "reward": reward}
+        run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", f"{json.dumps(head)}\n{json.dumps(row)}\n")
+    head = {"kind": "sampled", "step": 10, "pass_at": [0.5, 0.625, 0.75]}
+    run.write_text("evaluations/step-000010-sampled.jsonl", json.dumps(head))
     return run
 
 
@@ -96,6 +104,8 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     assert policy is not None and policy.startswith("default-src 'none'")
     assert HTML_TEXT in found.text["td"], "a fault"
     assert found.text["p"].count(HTML_TEXT) >= 2, "a prompt and its reference"
+    assert found.text["div"].count(HTML_TEXT) == 4, "a held-out prompt, its reference and its answers"
+    assert "pass@1 0.500, pass@3 0.750" in found.text["td"] and "Held-out pass@k (sampled)" in page
     assert HTML_TEXT in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
@@ -250,7 +260,7 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
     with snapshot(run.path / FILE) as connection:
         spans = list(step_spans(connection, 1))
         monkeypatch.setattr(charts, "POINTS", points)
-        found = curves(connection, spans, 2)
+        found = curves(connection, spans, [], 2)
     size = -(-7 // points)
     parts = [np.array(rewards[at : at + size]) for at in range(0, 7, size)]
     expected = [np.nanmean(part) if np.isfinite(part).any() else None for part in parts]
@@ -301,6 +311,37 @@ def test_samples_are_different_rollouts_of_different_steps(tmp_path: Path, monke
         ]
 
 
+def test_held_out_prompts_show_learned_and_wrong_answers(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    run = RunDirectory(tmp_path)
+    rewards = {"always": (1, 1), "learned": (0, 1), "never": (0, 0), "lost": (1, 0), "new": (None, 0)}
+    for index, step in enumerate((0, 10)):
+        rows = [
+            {
+                "uid": uid,
+                "prompt": [{"role": "user", "content": uid}],
+                "response": f"{uid} {step}",
+                "reward": both[index],
+            }
+            for uid, both in rewards.items()
+        ]
+        lines = [json.dumps(row) for row in ({"kind": "greedy", "step": step}, *rows)]
+        run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", "\n".join([*lines, '{"uid": "half a li']))
+    prompts = held_out_prompts(evaluation_files(tmp_path))
+    assert [held_out.prompt for held_out in prompts] == ["user: learned", "user: never", "user: lost"]
+    assert prompts[0].answers == ((0, "learned 0", False), (10, "learned 10", True))
+
+
+def test_damaged_files_of_evaluations_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    run = RunDirectory(tmp_path)
+    run.write_text("evaluations/a.jsonl", "no json\n")
+    run.write_text("evaluations/b.jsonl", '{"kind": "greedy", "step": "x"}\n')
+    run.write_text("evaluations/c.jsonl", '{"kind": "sampled", "step": 3, "pass_at": [0.5, 0.75]}\n')
+    (tmp_path / "evaluations/d.jsonl").mkdir()
+    assert [(file.step, file.pass_at) for file in evaluation_files(tmp_path)] == [(3, (0.5, 0.75))]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -344,7 +385,7 @@ def test_a_running_mean_is_a_mean_of_neighbours(values: list[float | None]) -> N
 def course(steps: int, **changes: Any) -> Curves:
     axis = dict.fromkeys(("steps", "tokens", "hours"), tuple(float(at) for at in range(steps)))
     varied = {name: tuple(at / steps + len(name) for at in range(steps)) for name in SERIES}
-    return replace(Curves(axis, varied, {}, max_staleness=2), **changes)
+    return replace(Curves(axis, varied, {}, {}, max_staleness=2), **changes)
 
 
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.inspect.report.answers import PART_NAMES, StepTime
+from asyncrl_cli.inspect.report.held_out import EvaluationFile, several_samples
 from asyncrl_cli.journal.history import StepSpan, evaluations, first_start
 from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
@@ -42,6 +43,8 @@ RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")
 """From low to high. Colour-blind people see the same order."""
 POINTS = 500
 """Largest number of points of a curve. With more steps, a point is the mean of consecutive steps."""
+PASS_AT = 4
+"""Largest number of values of k in the chart of pass@k."""
 SMOOTHED_FROM = 20
 """Smallest number of points with a running mean."""
 STEP_RANGES = 80
@@ -116,15 +119,18 @@ class Points(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Curves:
     """A run's measurements over time. In ``series`` None stands for a missing value. ``accuracy`` is by kind and number
-    of prompts, because evaluations on different prompts cannot be compared."""
+    of prompts, because evaluations on different prompts cannot be compared. ``pass_at`` is by label: ``pass@4``."""
 
     axis: Axis
     series: Mapping[str, Sequence[float | None]]
     accuracy: Mapping[tuple[str, int], Points]
+    pass_at: Mapping[str, Points]
     max_staleness: int = 0
 
 
-def curves(connection: sqlite3.Connection, spans: Sequence[StepSpan], max_staleness: int) -> Curves:
+def curves(
+    connection: sqlite3.Connection, spans: Sequence[StepSpan], files: Sequence[EvaluationFile], max_staleness: int
+) -> Curves:
     """Read the metrics ``SERIES`` of a run's steps, and all evaluations."""
     run_start = first_start(connection)
     span_steps = [span.step for span in spans]
@@ -138,17 +144,26 @@ def curves(connection: sqlite3.Connection, spans: Sequence[StepSpan], max_stalen
     ends = [step_range[-1] for step_range in ranges]
     series = {name: [mean(span.metrics.get(name) for span in step_range) for step_range in ranges] for name in SERIES}
     evaluated: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    for evaluation in sorted(evaluations(connection), key=lambda evaluation: evaluation.kind):
+    all_evaluations = sorted(evaluations(connection), key=lambda evaluation: evaluation.kind)
+    for evaluation in all_evaluations:
         point = (evaluation.after_step, evaluation.at, evaluation.accuracy)
         evaluated.setdefault((evaluation.kind, evaluation.prompts), []).append(point)
     accuracy = {}
     for (mode, prompts), points in evaluated.items():
         steps, times, values = zip(*points, strict=True)
         accuracy[mode, prompts] = Points(axis(steps, times), values, [wilson(value, prompts) for value in values])
+    pass_at = {}
+    if sampled := several_samples(files):
+        unix_times = {evaluation.after_step: evaluation.at for evaluation in all_evaluations}
+        sampled_axis = axis([f.step for f in sampled], [unix_times.get(f.step, run_start) for f in sampled])
+        largest_k = min(len(file.pass_at) for file in sampled)
+        for k in sorted({1, largest_k, *(2**power for power in range(1, PASS_AT - 1) if 2**power < largest_k)}):
+            pass_at[f"pass@{k}"] = Points(sampled_axis, [file.pass_at[k - 1] for file in sampled])
     return Curves(
         axis=axis([span.step + 1.0 for span in ends], [span.reported_at for span in ends]),
         series={name: values for name, values in series.items() if any(value is not None for value in values)},
         accuracy=accuracy,
+        pass_at=pass_at,
         max_staleness=max_staleness,
     )
 
@@ -183,7 +198,7 @@ def in_parts(values: Sequence[Value], limit: int) -> list[Sequence[Value]]:
 
 
 def curve_charts(curves: Curves) -> tuple[list[Chart], dict[str, float]]:
-    """Draw held-out accuracy and the ``PANELS`` that have data. A constant panel is returned by title instead."""
+    """Draw the held-out charts and the ``PANELS`` that have data. A constant panel is returned by title instead."""
     charts, constants = [], {}
     for panel in PANELS:
         lines = {
@@ -203,8 +218,11 @@ def curve_charts(curves: Curves) -> tuple[list[Chart], dict[str, float]]:
                 figure.update_yaxes(tickformat="~g", rangemode="tozero")
             elif panel.title == STALENESS:
                 _add_bound(figure, curves.max_staleness)
-    if curves.accuracy:
-        charts.insert(1, Chart("Held-out accuracy", _accuracy(curves), LEARNING))
+    held_out = [
+        Chart("Held-out accuracy", _accuracy(curves), LEARNING),
+        Chart("Held-out pass@k (sampled)", _figure(curves.pass_at), LEARNING),
+    ]
+    charts[1:1] = [chart for chart in held_out if chart.figure.data]
     return charts, constants
 
 

@@ -10,6 +10,7 @@ from statistics import median
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import duration
 from asyncrl_cli.inspect.report.answers import leading_series, with_interval
+from asyncrl_cli.inspect.report.held_out import EvaluationFile, several_samples
 from asyncrl_cli.journal.history import Evaluation, History, StepSpan
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -18,10 +19,10 @@ Facts = Mapping[str, Mapping[str, str]]
 """Groups of values by their names."""
 
 
-def facts(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> Facts:
+def facts(run: RunDirectory, history: History, spans: Sequence[StepSpan], files: Sequence[EvaluationFile]) -> Facts:
     return {
         "Run": _run(run, history, spans),
-        "Held-out": _held_out(history.evaluations),
+        "Held-out": _held_out(history.evaluations, files),
         "Speed": _speed(history, spans),
     }
 
@@ -46,14 +47,17 @@ def _run(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> dict
     }
 
 
-def _held_out(evaluations: Sequence[Evaluation]) -> dict[str, str]:
+def _held_out(evaluations: Sequence[Evaluation], files: Sequence[EvaluationFile]) -> dict[str, str]:
     series = leading_series(evaluations) or list(evaluations[-1:])
     accuracies = dict.fromkeys(("first accuracy", "last accuracy", "best accuracy"), UNKNOWN)
     if series:
         selected_evaluations = (series[0], series[-1], max(series, key=lambda evaluation: evaluation.accuracy))
         for name, evaluation in zip(accuracies, selected_evaluations, strict=True):
             accuracies[name] = f"{with_interval(evaluation)}, step {evaluation.after_step}, {evaluation.kind}"
-    return accuracies
+    pass_at = UNKNOWN
+    for file in several_samples(files)[-1:]:
+        pass_at = f"pass@1 {file.pass_at[0]:.3f}, pass@{len(file.pass_at)} {file.pass_at[-1]:.3f}"
+    return accuracies | {"pass@k, last": pass_at}
 
 
 def _speed(history: History, spans: Sequence[StepSpan]) -> dict[str, str]:

@@ -34,6 +34,7 @@ from asyncrl_cli.inspect.report.answers import (
 )
 from asyncrl_cli.inspect.report.charts import Chart, Curves, curve_charts, curves, run_charts
 from asyncrl_cli.inspect.report.facts import Facts, facts
+from asyncrl_cli.inspect.report.held_out import HeldOutPrompt, evaluation_files, held_out_prompts
 from asyncrl_cli.inspect.report.samples import Sample, samples
 from asyncrl_cli.inspect.reproduction import no_advice, prediction
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
@@ -59,6 +60,7 @@ class RunSummary:
     curves: Curves
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
+    held_out: tuple[HeldOutPrompt, ...]
     decoded: bool
     faults: tuple[Fault, ...]
     faults_in_all: int
@@ -67,7 +69,7 @@ class RunSummary:
 
 def summarize(run: RunDirectory) -> RunSummary:
     """Read a run. Raises ``JournalError`` if its journal is missing or cannot be read."""
-    spec = resolved_spec(run)
+    spec, files = resolved_spec(run), evaluation_files(run.path)
     phase = run.status
     has_ended = phase not in ACTIVE
     decoder = open_decoder(run)
@@ -85,7 +87,7 @@ def summarize(run: RunDirectory) -> RunSummary:
             list(other_costs(connection, spans, shares, settings.groups_per_step)) if shares and not unhealthy else []
         )
         faults = failures(connection, FAULTS_SHOWN, newest_first=False)
-        run_curves = curves(connection, spans, settings.max_staleness)
+        run_curves = curves(connection, spans, files, settings.max_staleness)
         charts = tuple(run_charts(times, staleness.steps, distributions(connection)))
         rollouts = tuple(samples(connection, decoder))
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
@@ -101,10 +103,11 @@ def summarize(run: RunDirectory) -> RunSummary:
             failed(phase, run.state.reason, run_history.failures_by_kind, first_fault, is_healthy),
         ),
         prediction=predicted,
-        facts=facts(run, run_history, spans),
+        facts=facts(run, run_history, spans, files),
         curves=run_curves,
         charts=charts,
         samples=rollouts,
+        held_out=tuple(held_out_prompts(files)),
         decoded=decoder is not None,
         faults=faults,
         faults_in_all=sum(run_history.failures_by_kind.values()),
