@@ -113,7 +113,7 @@ def test_names_of_the_users_code_are_looked_up_without_an_import(  # type: ignor
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("raise SystemExit('imported')")
     (tmp_path / "package/inner.py").write_text("def f(): pass")
-    code, _, error = asyncrl("validate-spec", str(tmp_path / "spec.yaml"), assignment)
+    code, _, error = asyncrl("validate-spec", str(tmp_path / "spec.yaml"), "--set", assignment)
     assert (code, message.format(folder=tmp_path) in error) == (2 if message else 0, True), error
 
 

@@ -127,9 +127,7 @@ WRONG = [
 ]
 """A setting, the location of its error, and a part of the hint."""
 USELESS = [
-    ("pipeline.max_staleness=20", "pipeline.max_staleness"),
     ("pipeline.publish_every=20", "pipeline.publish_every"),
-    ("checkpoints={keep_best: 2, every: 3}", "checkpoints.keep_best"),
 ]
 """Settings without effect, which give a warning."""
 
