@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import socket
 import urllib.request
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from asyncrl_cli.system.network import family_of, proxies_in_force
 
 SERVER_S = 3.0
 """Time limit for an MLflow server's answer in seconds."""
+SHELL_BUILTINS = frozenset({"cd", "exec", "export", "if", "for", "set", "test", "umask", "while"})
 
 
 def check_gateway(spec: ExperimentSpec, used: bool) -> str:
@@ -50,3 +53,26 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
             hint = "start it, or correct tracking.uri; the run keeps its data, and `asyncrl track` sends it later"
             return Warned(f"the MLflow server at {host} does not answer: {error}", hint)
     return f"MLflow at {host or 'a local store'}"
+
+
+def check_upload(spec: ExperimentSpec) -> Result:
+    """Check that fsspec supports the protocol of `checkpoints.upload`, or that the command's program exists."""
+    target, protocol = spec.checkpoints.upload, spec.checkpoints.upload_protocol
+    if target is None:
+        return "off"
+    if protocol is None:
+        program = re.match(r"\s*([\w./+-]+)(?=\s|$)", target)
+        if program is not None and shutil.which(program[1]) is None and program[1] not in SHELL_BUILTINS:
+            return Warned(f"there is no program {program[1]}", "correct checkpoints.upload, or install it")
+        return "a command"
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"fsspec cannot write {protocol}:// here: {error}",
+            location="checkpoints.upload",
+            hint=f"install the package of {protocol}://, or give a command",
+        ) from None
+    return f"{protocol}://"

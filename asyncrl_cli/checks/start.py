@@ -128,6 +128,7 @@ class StartChecks:
         spec = self._spec
         yield from (check for check in machine_checks(spec.runs_dir, spec) if check.name in START_CHECKS)
         yield Check("tracking", self._tracking)
+        yield Check("upload", lambda: services.check_upload(spec))
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)
         experiment = self._experiment

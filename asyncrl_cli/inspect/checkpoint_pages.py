@@ -53,6 +53,8 @@ class Stored:
             "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
             "accuracy": self.accuracies.get(checkpoint.step),
             "kept": list(self.reasons(self.retention)[checkpoint.step]),
+            # `done`, or why the last upload failed.
+            "upload": record and (record.upload_failure or (record.uploaded_at and "done")),
         }
 
 
@@ -91,9 +93,10 @@ def list_page(run_checkpoints: Stored) -> Page:
             duration(time.time() - row["saved_at"]),
             f"{len(row['damages'])} damaged" if row["damages"] else "ok",
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
+            {None: "-", "done": "done"}.get(row["upload"], "failed"),
             ", ".join(row["kept"]) or NOT_KEPT,
         )
         for row in rows
     ]
-    header = ("step", "size", "age", "files", "greedy", "kept because")
-    return Page(document, table(header, cells, left_aligned=(3, 5)))
+    header = ("step", "size", "age", "files", "greedy", "upload", "kept because")
+    return Page(document, table(header, cells, left_aligned=(3, 5, 6)))

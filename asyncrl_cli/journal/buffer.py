@@ -222,6 +222,11 @@ class Buffer:
             self._book.journal.checkpoint_removed(removed_step)
         await self._commit()
 
+    async def uploaded(self, step: int, failure: str) -> None:
+        """Record that a checkpoint was uploaded, or why it was not."""
+        self._book.journal.uploaded(step, failure)
+        await self._commit()
+
     async def evaluated(self, result: Mapping[str, Any]) -> None:
         """Record an evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         self._book.journal.evaluated(result)

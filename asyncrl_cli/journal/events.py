@@ -42,7 +42,7 @@ QUERIES = {
     "leave": "SELECT at, engine, reason FROM engine_changes WHERE at > :since AND change = 'leave'",
     "publish": "SELECT at, version, step AS after_step, checksum, seconds, stall_s, gap, change FROM publishes "
     "WHERE at > :since",
-    "checkpoint": "SELECT at, step AS after_step, folder, seconds, stall_s, removed_at "
+    "checkpoint": "SELECT at, step AS after_step, folder, seconds, stall_s, removed_at, uploaded_at, upload_failure "
     "FROM checkpoints WHERE at > :since",
     "eval": "SELECT at, step AS after_step, kind, accuracy, mean_reward, mean_length, prompts, oldest, newest "
     "FROM evaluations WHERE at > :since",

@@ -51,7 +51,7 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete checkpoint. It took ``seconds``, and stopped training for ``stall_s``. ``removed_at`` is None while it
-    exists."""
+    exists; `checkpoints.upload` copied it at ``uploaded_at``, or failed with ``upload_failure``."""
 
     at: float
     after_step: int
@@ -59,6 +59,8 @@ class Checkpoint:
     seconds: float
     stall_s: float
     removed_at: float | None
+    uploaded_at: float | None
+    upload_failure: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,10 @@ def first_start(connection: sqlite3.Connection) -> float:
 
 def checkpoints(connection: sqlite3.Connection) -> tuple[Checkpoint, ...]:
     """Return all recorded checkpoints by time, including removed ones."""
-    rows = connection.execute("SELECT at, step, folder, seconds, stall_s, removed_at FROM checkpoints ORDER BY at")
+    rows = connection.execute(
+        "SELECT at, step, folder, seconds, stall_s, removed_at, uploaded_at, upload_failure FROM checkpoints "
+        "ORDER BY at"
+    )
     return tuple(Checkpoint(*row) for row in rows)
 
 

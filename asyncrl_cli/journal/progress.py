@@ -84,6 +84,12 @@ def checksum(connection: sqlite3.Connection, version: int) -> str | None:
     return str(row[0]) if row else None
 
 
+def checkpoints_to_upload(connection: sqlite3.Connection) -> set[int]:
+    """Return the steps of all checkpoints that exist and were not uploaded."""
+    query = "SELECT step FROM checkpoints WHERE removed_at IS NULL AND uploaded_at IS NULL"
+    return {step for (step,) in connection.execute(query)}
+
+
 # -- groups and their prompts
 
 

@@ -293,6 +293,11 @@ class Journal(JournalFile):
     def checkpoint_removed(self, step: int) -> None:
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
+    def uploaded(self, step: int, failure: str) -> None:
+        """Note that a checkpoint was uploaded, or the ``failure`` that prevented it."""
+        at = None if failure else time.time()
+        self._note("UPDATE checkpoints SET uploaded_at = ?, upload_failure = ? WHERE step = ?", at, failure, step)
+
     def evaluated(self, result: Mapping[str, Any]) -> None:
         """Note an evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")

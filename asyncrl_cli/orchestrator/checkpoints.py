@@ -93,7 +93,9 @@ class Checkpoints:
         name = checkpoint_name(step)
         return Checkpoint(self._folder / name, step), self._folder / f".saving-{name}"
 
-    def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
+    def prune(
+        self, accuracies: Mapping[int, float], awaited: Collection[int] = (), uploading: Collection[int] = ()
+    ) -> list[int]:
         """Delete checkpoints without a reason (see ``keep_reasons``) that no other process reads; returns their steps.
         May block."""
         checkpoints = complete_checkpoints(self._folder)
@@ -102,6 +104,7 @@ class Checkpoints:
             accuracies=accuracies,
             keep=self._retention,
             awaited=awaited,
+            uploading=uploading,
         )
         return [
             checkpoint.step for checkpoint in checkpoints if not reasons[checkpoint.step] and remove_unread(checkpoint)

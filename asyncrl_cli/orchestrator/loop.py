@@ -16,7 +16,7 @@ The loop connects these parts:
     ResilientTrainer    trains batches; brings restarted ranks back to the current step
     Publisher           brings each weight version to all engines, and has them prove it; Replicas hold the bytes
     Evaluator           measures the accuracy on held-out prompts
-    Checkpoints         saves the trainer's state, and deletes checkpoints that no rule keeps
+    Checkpoints         saves the trainer's state; Uploads copies it elsewhere
     StepRecorder        computes each step's metrics; the Reporter sends them to files and monitors
     Watchdog            ends the run when one of the loop's waits takes too long
 
@@ -50,6 +50,7 @@ from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.orchestrator.uploads import Uploads
 from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
 from asyncrl_cli.records.groups import Opening, TakenBatch
 from asyncrl_cli.records.training import StepReport, TrainingBatch
@@ -101,6 +102,7 @@ class Orchestrator:
         self._watchdog = parts.watchdog
         self._tasks = asyncio.TaskGroup()
         self._checkpoints = Checkpoints(parts.run, parts.ranks, spec)
+        self._uploads = Uploads(spec.checkpoints, parts.run, parts.buffer, parts.reporter.warn)
         self._steps = StepRecorder(
             spec,
             client=parts.client,
@@ -243,9 +245,11 @@ class Orchestrator:
                 self._checkpoints.prune,
                 dict(self._evaluator.accuracies),
                 set(self._evaluator.running),
+                set(self._uploads.waiting),
             )
             self._steps.extra_metrics["checkpoint/seconds"] = seconds = time.monotonic() - started
             await self._buffer.checkpointed(step, saved.folder.name, seconds, stall_s, removed)
+            self._uploads.begin()  # after ``checkpointed``: the upload's result completes this row
             if self._spec.journal.keep != "all":
                 await self._buffer.prune(self._spec.journal.keep)
 
@@ -264,6 +268,7 @@ class Orchestrator:
         alternating = partial or self._spec.pipeline.max_staleness == 0
         # Before any engine serves: unfinished rollouts must take their slots before new groups are admitted.
         self._scheduler.resume(self._opening)
+        self._uploads.begin()  # uploads that earlier drivers left
         behind = self._step - self._trainer.step
         self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
         while self._publish_due:  # twice if a publish was in flight when the run stopped
@@ -312,6 +317,9 @@ class Orchestrator:
         await self.checkpoint()
         self._reporter.status("saving the model")
         await self._trainer.at_step(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
+        if self._uploads.waiting:
+            self._reporter.status("waiting for uploads")
+        await self._uploads.finish()
 
     def _unhealthy(self, idle_steps: int) -> RunError:
         findings = [finding for finding in self.health.open_findings if finding.stops_learning]

@@ -290,12 +290,14 @@ def keep_reasons(
     accuracies: Mapping[int, float],
     keep: CheckpointSpec,
     awaited: Collection[int] = (),
+    uploading: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
     """The reasons why each step's checkpoint is kept. Checkpoints without a reason are deleted.
 
     ``accuracies``: greedy held-out accuracy by step; among equally good steps the newest is better, and a step without
-    an accuracy is never among the best. ``awaited``: steps with a running evaluation, kept if ``keep_best`` is set. 0
-    turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
+    an accuracy is never among the best. ``awaited``: steps with a running evaluation, kept if ``keep_best`` is set.
+    ``uploading``: steps with a running upload, always kept. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last``
+    is at least 1.
     """
     newest_steps = sorted(steps, reverse=True)[: keep.keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
@@ -306,6 +308,7 @@ def keep_reasons(
             f"last {keep.keep_last}": step in newest_steps,
             f"every {keep.keep_every}": bool(keep.keep_every) and step % keep.keep_every == 0,
             f"best {keep.keep_best}": step in best_steps,
+            "upload running": step in uploading,
             "evaluation running": bool(keep.keep_best) and step in awaited and step not in accuracies,
         }
         reasons[step] = tuple(reason for reason, holds in rules.items() if holds)

@@ -93,13 +93,27 @@ def test_list_says_why_each_checkpoint_is_kept(asyncrl: Any, run: RunDirectory) 
     code, out, _ = asyncrl("list")
     assert code == 0
     header, *rows = [" ".join(line.split()) for line in out.splitlines()]
-    assert header == "step size age files greedy kept because"
+    assert header == "step size age files greedy upload kept because"
     assert [row.split()[0] for row in rows] == ["10", "20", "30", "40", "50"]
-    assert "0.250 nothing: `prune` removes it" in rows[0]
-    assert rows[1].endswith("ok 0.750 best 1")
-    assert rows[2].endswith("0.500 every 30")
-    assert "1 damaged - nothing" in rows[3]
-    assert rows[4].endswith("- last 1")
+    assert "0.250 - nothing: `prune` removes it" in rows[0]
+    assert rows[1].endswith("ok 0.750 - best 1")
+    assert rows[2].endswith("0.500 - every 30")
+    assert "1 damaged - - nothing" in rows[3]
+    assert rows[4].endswith("- - last 1")
+
+
+def test_uploads_are_listed(asyncrl: Any, run: RunDirectory) -> None:
+    spec = (run.path / "spec.yaml").read_text().replace("upload: null", "upload: file:///backup")
+    run.write_text("spec.yaml", spec)
+    with closing(open_for_writing(run.path / FILE)) as journal:
+        journal.execute("UPDATE checkpoints SET uploaded_at = 1 WHERE step = 20")
+        journal.execute("UPDATE checkpoints SET upload_failure = 'no space' WHERE step = 30")
+    _, out, _ = asyncrl("list")
+    header, *rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert header == "step size age files greedy upload kept because"
+    assert "0.750 done best 1" in rows[1] and "0.500 failed every 30" in rows[2] and "- - last 1" in rows[4]
+    listed = {row["step"]: row["upload"] for row in json.loads(asyncrl("list", "--json")[1])["checkpoints"]}
+    assert (listed[20], listed[30], listed[50]) == ("done", "no space", None)
 
 
 def test_list_as_json(asyncrl: Any, run: RunDirectory) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checks import machine, programs
+from asyncrl_cli.checks import machine, programs, services
 from asyncrl_cli.checks.start import StartChecks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.rollout.engine_settings import engine_config
@@ -218,15 +218,15 @@ def test_a_cache_that_can_be_large_enough_is_accepted(check: Callable[[str], Non
 def test_an_exception_that_no_check_expects_is_the_error_of_that_check(
     check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails() -> str:
+    def fails(_: object) -> str:
         raise ZeroDivisionError("an unexpected value")
 
-    monkeypatch.setattr(machine, "check_packages", fails)
-    with pytest.raises(ConfigError, match="packages: the check failed: ZeroDivisionError: an unexpected value"):
+    monkeypatch.setattr(services, "check_upload", fails)
+    with pytest.raises(ConfigError, match="upload: the check failed: ZeroDivisionError: an unexpected value"):
         check("")
     with StartChecks(load_spec("spec.yaml").spec, Path(), print) as checks:
         found = {finding.check: finding.status for finding in checks.findings()}
-    assert found["packages"] == "failure"
+    assert found["upload"] == "failure"
     assert found["algorithm"] == "ok"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
@@ -201,6 +202,15 @@ def versions(spec: ExperimentSpec) -> Iterator[Problem]:
     if every >= steps >= TRIAL_STEPS:
         message = f"{every} is not less than stop.steps {steps}: all steps train on rollouts of the initial weights"
         yield warning("pipeline.publish_every", message, "lower it")
+
+
+@rule
+def upload(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`checkpoints.upload` is a URL or a command, not a folder."""
+    folder = os.path.expanduser(spec.checkpoints.upload or "")
+    if os.path.isdir(folder):
+        url = f"file://{os.path.abspath(folder)}"
+        yield Problem("checkpoints.upload", "is a folder, neither a URL nor a command", f"write {url}")
 
 
 @rule

@@ -1,0 +1,155 @@
+"""Copies complete checkpoints to an fsspec URL, or with the user's command.
+
+Invariant: an upload delays no step and ends no run. Uploads have their own thread. A failure is a warning and a row in
+the journal; the upload is tried again after the next checkpoint and at a resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from asyncrl_cli.core.background import Background
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.journal.buffer import Buffer
+from asyncrl_cli.journal.progress import checkpoints_to_upload
+from asyncrl_cli.journal.schema import FILE, reading
+from asyncrl_cli.runs.checkpoints import FILES_FILE, Checkpoint, complete_checkpoints, verify
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import CheckpointSpec
+
+COMMAND = "ASYNCRL_COMMAND"
+LOG = "logs/upload.log"
+"""The command's output, in the run's folder."""
+LIMIT_S, BYTES_PER_S = 600.0, 20e6
+"""The limit of an upload, and of the wait for uploads at a run's end: ``LIMIT_S`` plus a second per ``BYTES_PER_S``."""
+
+
+class Uploads:
+    """One run's uploads. Use it from the event loop."""
+
+    def __init__(self, spec: CheckpointSpec, run: RunDirectory, buffer: Buffer, warn: Callable[[str], None]) -> None:
+        self._target = spec.upload
+        self._is_url = spec.upload_protocol is not None
+        self._run = run
+        self._buffer = buffer
+        self._warn = warn
+        self._loop = asyncio.get_running_loop()
+        self._background = Background("upload")
+        self._newest_end: asyncio.Future[None] | None = None
+        self._warnings: set[str] = set()
+        self.waiting: set[int] = set()
+        """Steps with a checkpoint that must not be deleted yet, because its upload has not ended."""
+
+    def begin(self) -> None:
+        """Upload the journal's checkpoints that are not uploaded yet, without waiting."""
+        if self._target is None:
+            return
+        end = self._newest_end = self._loop.create_future()
+        newest_steps = {checkpoint.step for checkpoint in complete_checkpoints(self._run.path / "checkpoints")[-1:]}
+        self.waiting |= newest_steps
+
+        def job() -> None:
+            try:
+                with reading(self._run.path / FILE) as connection:
+                    steps = checkpoints_to_upload(connection)
+                for checkpoint in complete_checkpoints(self._run.path / "checkpoints"):
+                    # Once the driver has left its loop, nothing would end a further command.
+                    if checkpoint.step in steps and not self._loop.is_closed():
+                        self._upload(checkpoint)
+            except Exception as error:
+                self._warn(hide(f"checkpoints.upload: {error}"))
+            finally:
+                self.waiting -= newest_steps  # also if an earlier driver has uploaded it
+                with suppress(RuntimeError):  # the loop has ended, so no task waits
+                    self._loop.call_soon_threadsafe(end.cancel)
+
+        self._background.submit(job)
+
+    async def finish(self) -> None:
+        """Wait a limited time for the uploads that have begun."""
+        if self._newest_end is None:
+            return
+        checkpoints = complete_checkpoints(self._run.path / "checkpoints")
+        limit_s = LIMIT_S + sum(each.size for each in checkpoints if each.step in self.waiting) / BYTES_PER_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.wait([self._newest_end])
+        except TimeoutError:
+            steps = ", ".join(map(str, sorted(self.waiting)))
+            self._warn(f"checkpoints.upload: not done after {limit_s:.0f} s for steps {steps}; copy them yourself")
+
+    def _upload(self, checkpoint: Checkpoint) -> None:
+        assert self._target is not None
+        step, failure = checkpoint.step, ""
+        self.waiting.add(step)
+        try:
+            if damages := verify(checkpoint):
+                raise OSError(f"the checkpoint is damaged: {damages[0]}")
+            if self._is_url:
+                copy(checkpoint.folder, f"{self._target.rstrip('/')}/{self._run.run_id}/{checkpoint.folder.name}")
+            else:
+                values = {"RUN_ID": self._run.run_id, "CHECKPOINT": str(checkpoint.folder), "STEP": str(step)}
+                environment = os.environ | {f"ASYNCRL_{name}": value for name, value in values.items()}
+                limit_s = LIMIT_S + checkpoint.size / BYTES_PER_S
+                run_command(self._target, environment, log=self._run.path / LOG, limit_s=limit_s)
+        except Exception as error:  # file systems raise any error, and the run continues
+            failure = hide(str(error) or type(error).__name__)
+            text = f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}"
+            if text not in self._warnings:  # it is tried again after every checkpoint
+                self._warnings.add(text)
+                self._warn(text)
+        finally:
+            recording = self._buffer.uploaded(step, failure)
+            try:
+                asyncio.run_coroutine_threadsafe(recording, self._loop).result(LIMIT_S)
+            except RuntimeError:  # the loop has ended; a resume uploads it again
+                recording.close()
+            except TimeoutError:
+                self._warn(f"checkpoints.upload: the journal does not answer; step {step} may be uploaded again")
+            self.waiting.discard(step)
+
+
+def copy(folder: Path, url: str) -> None:
+    """Copy a checkpoint's files to an fsspec URL, and compare their sizes. The list of files comes last, so a copy that
+    has it is complete. Raises the file system's errors."""
+    import fsspec
+
+    files, root = fsspec.core.url_to_fs(url)
+    paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == FILES_FILE)
+    for path in paths:
+        target = f"{root}/{path.relative_to(folder).as_posix()}"
+        files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        files.put_file(str(path), target)
+        if (size := files.info(target)["size"]) != path.stat().st_size:
+            raise OSError(f"{path.name} has {size} bytes at its destination, not {path.stat().st_size}")
+
+
+def run_command(command: str, environment: Mapping[str, str], log: Path, limit_s: float) -> None:
+    """Run a command to its end; its output is appended to ``log``.
+
+    After ``limit_s`` seconds its processes are killed. Raises ``TimeoutError`` then, and ``OSError`` if it fails.
+    """
+    log.parent.mkdir(exist_ok=True)
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
+        process = subprocess.Popen(
+            ["sh", "-c", f'eval "${COMMAND}"'],  # not in the arguments, which every user of the machine can read
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**environment, COMMAND: command},
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise TimeoutError(f"the command took more than {limit_s:.0f} s and was ended") from None
+    if process.returncode:
+        raise OSError(f"the command ended with {process.returncode}; its output is in {log.parent.name}/{log.name}")
