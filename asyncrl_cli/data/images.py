@@ -77,7 +77,9 @@ def with_read_images(prompt: Prompt, folder: Path) -> Prompt:
     Raises ``ImageError``."""
     if isinstance(prompt.content, str) or not image_sources(prompt.content):
         return prompt
-    content, images = _with_digests(prompt.content, lambda source, number: _read_image(source, folder, number))
+    content, images = _with_digests(
+        prompt.content, lambda source, image_number: _read_image(source, folder, image_number)
+    )
     return replace(prompt, content=tuple(content), images=tuple(images))
 
 
@@ -97,7 +99,7 @@ def embedded(
             )
     check_count(len(urls))
     embedded_messages, images = _with_digests(
-        messages, lambda url, number: _from_data_url(url, f"image {number}", max_pixels)
+        messages, lambda url, image_number: _from_data_url(url, f"image {image_number}", max_pixels)
     )
     return embedded_messages, {image.digest: image for image in images}
 
@@ -257,7 +259,7 @@ def _from_data_url(url: str, name: str, max_pixels: int = MAX_PIXELS) -> Image:
         raise error if isinstance(error, ImageError) else ImageError(f"{name} is not a data URL: {error}") from None
 
 
-def _read_image(value: Any, folder: Path, image_number: int) -> Image:
+def _read_image(value: Any, image_number: int, folder: Path) -> Image:
     name = f"image {image_number}"
     if isinstance(value, bytes):
         return checked_image(value, name)

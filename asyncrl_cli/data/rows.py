@@ -300,10 +300,10 @@ class _ColumnFormatter(Formatter):
 class CollectedPrompts(LazyPrompts):
     """Prompts of rows in memory, with the rows' lines or numbers. Image files are read at each access."""
 
-    def __init__(self, rows: Sequence[Prompt], numbers: Sequence[int], form: RowForm) -> None:
+    def __init__(self, rows: Sequence[Prompt], row_numbers: Sequence[int], form: RowForm) -> None:
         self.rows = rows
-        self.numbers = numbers
-        super().__init__(len(rows), lambda row: form.with_read_images(rows[row], numbers[row]))
+        self.row_numbers = row_numbers
+        super().__init__(len(rows), lambda row: form.with_read_images(rows[row], row_numbers[row]))
 
     def field(self, name: str) -> Sequence[Any]:
         return field_of(self.rows, name)

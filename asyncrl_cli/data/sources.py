@@ -68,7 +68,7 @@ def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt
         return f"{key}:{row + 1}"
     file, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
     file_prompts = prompts.files[file] if isinstance(prompts, JoinedPrompts) else prompts
-    row_number = file_prompts.numbers[row] if isinstance(file_prompts, CollectedPrompts) else row + 1
+    row_number = file_prompts.row_numbers[row] if isinstance(file_prompts, CollectedPrompts) else row + 1
     return f"{_forms_of(spec, base)[file].source}:{row_number}"
 
 
