@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,7 @@ def with_read_images(prompt: Prompt, folder: Path) -> Prompt:
     Raises ``ImageError``."""
     if isinstance(prompt.content, str) or not image_sources(prompt.content):
         return prompt
-    content, images = _with_digests(
-        prompt.content, lambda source, image_number: _read_image(source, folder, image_number)
-    )
+    content, images = _with_digests(prompt.content, partial(_read_image, folder=folder))
     return replace(prompt, content=tuple(content), images=tuple(images))
 
 
