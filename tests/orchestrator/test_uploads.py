@@ -17,7 +17,7 @@ from stand_ins import spec
 
 from asyncrl_cli.checks.services import check_upload
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.journal import events
+from asyncrl_cli.journal import history
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator import uploads as subject
@@ -71,8 +71,8 @@ class Driver:
     def recorded(self) -> dict[int, str]:
         """`done` or the reason of the failure, by step."""
         with reading(self.run.path / FILE) as connection:
-            found = list(events.Checkpoint.read(connection))
-        return {one.after_step: one.upload_failure or ("done" if one.uploaded_at else "-") for one in found}
+            rows = history.checkpoints(connection)
+        return {row.after_step: row.upload_failure or ("done" if row.uploaded_at else "-") for row in rows}
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
