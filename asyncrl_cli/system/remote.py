@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl_cli.core.errors import RunError, UserError
 
@@ -55,10 +56,10 @@ async def head_answers() -> bool:
     """True if Ray's head accepts connections."""
     import ray
 
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    head = urlsplit(f"//{ray.get_runtime_context().gcs_address}")
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            _, writer = await asyncio.open_connection(head.hostname, head.port)
     except OSError:  # TimeoutError is one
         return False
     writer.close()

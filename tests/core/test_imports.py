@@ -53,7 +53,7 @@ def test_the_collector_is_off_and_then_as_before(collecting: bool) -> None:
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("numpy", "numpy>="), ("yaml", "pyyaml>="), ("prometheus_client.core", "prometheus-client"), ("peft", "[lora]")],
+    [("numpy", "numpy>="), ("yaml", "pyyaml>="), ("uvicorn.config", "uvicorn"), ("peft", "[lora]")],
 )
 def test_a_missing_dependency_is_named_with_the_command_that_installs_it(module: str, package: str) -> None:
     found = missing_package(ModuleNotFoundError("", name=module))
