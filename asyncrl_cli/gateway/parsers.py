@@ -35,7 +35,7 @@ class ParserFamily:
     """One of vLLM's two kinds of parsers.
 
     Args:
-        what: the kind's name in messages.
+        label: the kind's name in messages.
         location: the kind's key in the spec.
         names: returns the parsers' names without importing vLLM; None if this version of vLLM does not list them.
     """
@@ -45,7 +45,7 @@ class ParserFamily:
     names: Callable[[], Collection[str] | None]
 
     def check(self, name: str, builtin_names: Collection[str]) -> None:
-        """Raise ``ParserError`` if neither asyncrl (``own``) nor vLLM has this parser. Does not import vLLM."""
+        """Raise ``ParserError`` if neither asyncrl (``builtin_names``) nor vLLM has this parser. Does not import vLLM."""
         vllm_names = None if name in builtin_names else self.names()
         if vllm_names is not None:
             self.check_registered(name, vllm_names)

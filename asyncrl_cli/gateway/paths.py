@@ -32,7 +32,7 @@ Prepare = Callable[[Session, B, Render], Awaitable[Prepared]]
 
 
 def router_of(service: Service, session_of: SessionOf, responses_of: Callable[[Session], KeptResponses]) -> APIRouter:
-    """The paths of all APIs, under one prefix. ``kept_of`` returns the responses that calls may continue."""
+    """The paths of all APIs, under one prefix. ``responses_of`` returns the responses that calls may continue."""
     router = APIRouter()
     _add_models(router, service, session_of)
 

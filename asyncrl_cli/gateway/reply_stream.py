@@ -172,7 +172,7 @@ class FieldStream:
     ) -> None:
         """``readable`` filters new tokens: it returns the visible ones, and True if nothing may be sent after them.
         ``form``: the marks around reasoning, if any. ``calls``: texts that may end the content; None if they are
-        unknown, so content is sent by ``finish``. ``held``: nothing is sent before ``finish``."""
+        unknown, so content is sent by ``finish``. ``is_held``: nothing is sent before ``finish``."""
         self._readable = readable
         self._text = TextStream(decode, stop)
         self._division = Division(form) if form else None

@@ -119,7 +119,7 @@ class Reporter:
         self._tell(lambda monitor: monitor.faulted(fault_kind))
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], unix_time: float) -> None:
-        """A step is done, at the unix time ``at``."""
+        """A step is done, at ``unix_time``."""
         self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": unix_time, **metrics})
         self._recorder.update(phase="running", step=step, version=version)
         bound_log()  # monitors and data sources print to the driver's log

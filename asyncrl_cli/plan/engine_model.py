@@ -29,7 +29,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """An engine. While it loads weights, its clock ``at`` is ahead of the simulation's clock."""
+    """An engine. While it loads weights, its ``clock_s`` is ahead of the simulation's clock."""
 
     cost: EngineCost
     slots: int
@@ -54,7 +54,7 @@ class Engine:
         return len(self.running) + len(self.waiting)
 
     def advance(self, until_s: float) -> None:
-        """Generate until ``now``."""
+        """Generate until ``until_s``."""
         seconds = until_s - self.clock_s
         if seconds <= 0:
             return
@@ -103,7 +103,7 @@ class Engine:
             self._start(self.waiting.popleft())
 
     def stall(self, seconds: float) -> None:
-        """Generate nothing for ``seconds``, starting at ``at``."""
+        """Generate nothing for ``seconds``, starting at ``clock_s``."""
         if self.running:
             self.stalled_s += seconds
         else:

@@ -38,7 +38,7 @@ Groups = Sequence[GroupLengths]
 
 
 def scaled(groups: Groups, factor: float, max_tokens: int) -> tuple[GroupLengths, ...]:
-    """Return the groups with responses ``factor`` times as long, but at most ``longest``."""
+    """Return the groups with responses ``factor`` times as long, but at most ``max_tokens``."""
     return tuple(
         replace(
             group,

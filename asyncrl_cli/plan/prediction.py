@@ -195,7 +195,7 @@ def predict(scenario: Scenario, max_response_tokens: int, devices: Devices | Non
     """Simulate a scenario and its neighbours.
 
     Args:
-        longest: the length, in tokens, at which responses are cut.
+        max_response_tokens: the length at which responses are cut.
         devices: None if trainer and engines share processors or GPUs. More of either would then slow down the other, so
             no change of their number is tried.
     """

@@ -31,7 +31,7 @@ def shares_host(spec: ExperimentSpec) -> bool:
 def planned_scenario(
     spec: ExperimentSpec, settings: BufferSettings, calibration: Calibration, measured_spec: ExperimentSpec
 ) -> PlannedScenario:
-    """Build the scenario of a spec from the measurements of another run with the spec ``of_run``.
+    """Build the scenario of a spec from the measurements of another run with the spec ``measured_spec``.
 
     Raises ``ConfigError`` if the specs differ in a setting on which the measured constants depend.
     """

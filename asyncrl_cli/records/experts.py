@@ -35,7 +35,7 @@ def join_experts(runs: Iterable[tuple[int, Experts | None]]) -> Experts | None:
 
 
 def filled(experts: Experts | None, substitutes: Experts | None) -> Experts | None:
-    """Replace unknown rows of ``experts`` by rows of ``others``; both have the same number of rows."""
+    """Replace unknown rows of ``experts`` by rows of ``substitutes``; both have the same number of rows."""
     if experts is None or substitutes is None:
         return substitutes if experts is None else experts
     return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), substitutes, experts)

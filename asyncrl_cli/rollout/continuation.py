@@ -67,11 +67,11 @@ def finished(
     decode: Callable[[Any], str],
     earlier_experts: Experts | None = None,
 ) -> Rollout:
-    """Join a request's prefix and the ``rest``, which may be empty, into its rollout.
+    """Join a request's prefix and its new ``segments``, which may be empty, into its rollout.
 
-    ``reason`` says how the rest ended; a stop string that began in the prefix ends the rollout, too. Text is decoded
-    once, from all ids. ``before``: experts that the engine of ``rest`` chose for prompt and prefix. The prefix keeps
-    its own experts where they are known. Raises ``ValueError`` when prefix and rest do not form one sequence.
+    ``reason`` says how the segments ended; a stop string that began in the prefix ends the rollout, too. Text is decoded
+    once, from all ids. ``earlier_experts``: experts that the engine of ``segments`` chose for prompt and prefix. The prefix keeps
+    its own experts where they are known. Raises ``ValueError`` when prefix and segments do not form one sequence.
     """
     tokens = TokenSequence.join([*request.prefix, *segments])
     prompt_experts = None

@@ -155,7 +155,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
 
 
 def merged(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Override the ``usual`` arguments by the user's ``own``; mappings such as hf_overrides are merged key by key."""
+    """Override the ``defaults`` by the user's ``overrides``; mappings such as hf_overrides are merged key by key."""
     nested = {
         name: {**defaults[name], **overrides[name]}
         for name in defaults.keys() & overrides.keys()

@@ -40,7 +40,7 @@ def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
 
 
 def decoder(tokenizer: Any, end_tokens: Collection[int], shows_special: bool) -> Decode:
-    """Make a function that decodes a response. ``shown``: with special tokens, except ``end_tokens``."""
+    """Make a function that decodes a response. ``shows_special``: with special tokens, except ``end_tokens``."""
     if not shows_special:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
     dropped = special_tokens(tokenizer) & frozenset(end_tokens)

@@ -104,7 +104,7 @@ def hold_s(core: Any, request_id: str) -> float:
 class JoinedOutputs:
     """Reads the core's output queue, and joins the records of each request.
 
-    ``read`` is the queue's ``get``. Its entries are bytes, or a client's index with ``EngineCoreOutputs``. ``hold_s``
+    ``read_queue`` is the queue's ``get``. Its entries are bytes, or a client's index with ``EngineCoreOutputs``. ``hold_s``
     returns the seconds that a request's tokens may wait; 0: its records must not be joined.
     """
 

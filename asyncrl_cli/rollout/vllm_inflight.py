@@ -20,7 +20,7 @@ from asyncrl_cli.rollout.continuation import split_by_version
 
 
 def request_id(rollout_id: str, first_token: int) -> str:
-    """The id under which vLLM generates a rollout from token ``first`` on."""
+    """The id under which vLLM generates a rollout from token ``first_token`` on."""
     return f"{rollout_id}+{first_token}"
 
 
@@ -30,7 +30,7 @@ def sampled_logprobs(flat: Any) -> list[float]:
 
 
 def newest_experts(chunks: Sequence[Any], tokens: int) -> Experts | None:
-    """Return the last ``tokens`` rows of vLLM's experts, given in ``parts`` [rows, layers, k]; None without parts.
+    """Return the last ``tokens`` rows of vLLM's experts, given in ``chunks`` [rows, layers, k]; None without chunks.
 
     They belong to the newest tokens: vLLM gives a row for every token of prompt and response except the last. Raises
     ``RuntimeError`` when there are fewer rows.

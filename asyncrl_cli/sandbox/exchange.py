@@ -294,7 +294,7 @@ def is_builtin(value: Any) -> bool:
 
 
 def update(target: Any, replacement: Any) -> Any:
-    """Make a mutable value equal to ``new`` in place and return it; return ``new`` for other values."""
+    """Make a mutable value equal to ``replacement`` in place and return it; return ``replacement`` for other values."""
     if type(target) is not type(replacement):
         return replacement
     if isinstance(target, list):

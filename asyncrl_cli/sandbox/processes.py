@@ -1,6 +1,6 @@
 """Measure and end the other processes of a sandbox.
 
-The first process of a namespace (``alone``) sees only the sandbox's processes. Without a namespace, these are its
+The first process of a namespace (``in_namespace``) sees only the sandbox's processes. Without a namespace, these are its
 descendants, because it adopts orphans.
 """
 
@@ -23,7 +23,7 @@ KILL_INTERVAL_S = 0.002
 
 
 def exceeded(in_namespace: bool, memory: int, max_processes: int) -> bytes:
-    """Return the limit that has been reached, or b"": ``memory`` in bytes, ``most`` processes and threads."""
+    """Return the limit that has been reached, or b"": ``memory`` in bytes, ``max_processes`` processes and threads."""
     resident, threads, pids = 0, 0, []
     for pid in _other_pids(in_namespace):
         try:

@@ -41,7 +41,7 @@ def activation_bytes(config: Any, layer_kinds: Sequence[object], microbatch: Tra
 
     Args:
         config: the model's transformers config.
-        kinds: one value per layer, in order; equal values mean equal shapes.
+        layer_kinds: one value per layer, in order; equal values mean equal shapes.
 
     Raises an error of transformers or torch if the model's code needs the values of its tensors.
     """

@@ -120,7 +120,7 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
 
 
 def _construct(task_class: type, use: str, options: Mapping[str, Any]) -> Any:
-    """Construct a task of the class ``found``, or wrap it if it is an environment class."""
+    """Construct a task of this class, or wrap it if it is an environment class."""
     methods = [
         name
         for name in ("reward", "rewards", "run", "environment", "reset", "step")

@@ -231,7 +231,7 @@ class Snapshot:
                 torch.cuda.synchronize()  # before the next update changes what is being copied
 
     def add(self, state: Any, path: Path) -> None:
-        """Begin to copy a state that torch can save; the block of ``taken`` waits for the end. Without memory for a
+        """Begin to copy a state that torch can save; the block of ``recording`` waits for the end. Without memory for a
         copy, write the file now."""
         import torch
         from torch.utils._pytree import tree_leaves

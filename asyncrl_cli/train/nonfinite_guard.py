@@ -29,7 +29,7 @@ class SkipLimit:
     """Stops the run when too many updates in a row are skipped."""
 
     def __init__(self, max_skipped: int) -> None:
-        """``most``: updates in a row that may be skipped."""
+        """``max_skipped``: updates in a row that may be skipped."""
         self._max_skipped = max_skipped
         self._in_a_row = 0
 

@@ -93,7 +93,7 @@ class PaddedRows:
 
     @property
     def policy_arguments(self) -> dict[str, Any]:
-        """Arguments of the policy: ``seen``, and the recorded ``experts``."""
+        """Arguments of the policy: ``model_arguments``, and the recorded ``experts``."""
         return self.model_arguments if self.experts is None else {**self.model_arguments, "experts": self.experts}
 
     def to(self, device: torch.device | str) -> PaddedRows:
@@ -213,7 +213,7 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: in
 
 
 def _split(microbatches: list[list[int]], lengths: Sequence[int], count: int, packing: bool) -> None:
-    """Halve the largest micro-batches in place, then add empty ones, until there are ``wanted``."""
+    """Halve the largest micro-batches in place, then add empty ones, until there are ``count``."""
     while len(microbatches) < count:
         # Tokens that the model computes; 0 where there is nothing to halve.
         sizes = [

@@ -57,7 +57,7 @@ def chunked_logprobs(
         head: the output layer.
         hidden: [positions, width]; gradients flow through it.
         targets: int64, [positions]; the tokens to score.
-        most: logits that exist at a time; None: chosen by the device of ``hidden``.
+        max_logits: logits that exist at a time; None: chosen by the device of ``hidden``.
 
     Returns:
         log softmax(logits / temperature) at ``targets``, and the entropy of the distribution, H = −Σ p log p: nats,
@@ -185,6 +185,6 @@ def _blocks(logs: Tensor) -> list[slice]:
 
 
 def _chunks(rows: int, width: int, max_numbers: int) -> list[slice]:
-    """Slices of rows with at most ``numbers`` numbers, or of one row; at least one slice."""
+    """Slices of rows with at most ``max_numbers`` numbers, or of one row; at least one slice."""
     size = max(1, max_numbers // width)
     return [slice(start, start + size) for start in range(0, max(1, rows), size)]

@@ -89,7 +89,7 @@ class SequenceGroup:
     def joined(self, values: Tensor, local_mask: Tensor) -> Tensor:
         """Return the values of all slices, [positions]; collective. Gradients flow only through this rank's values.
 
-        ``values``: this rank's values; ``own``, bool [positions], is true at their places.
+        ``values``: this rank's values; ``local_mask``, bool [positions], is true at their places.
         """
         local_values = torch.zeros(local_mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
             local_mask, values

@@ -37,7 +37,7 @@ def streamed() -> Iterator[None]:
 
 
 def _load(load_all: Any, model: Any, state_dict: Any, files: list[str] | None, config: Any, *arguments: Any) -> Any:
-    """Replaces ``PreTrainedModel._load_pretrained_model``, which is ``whole``."""
+    """Replaces ``PreTrainedModel._load_pretrained_model``, which is ``load_all``."""
     from transformers.modeling_utils import LoadStateDictInfo
 
     if state_dict is not None or not files or not all(str(file).endswith(".safetensors") for file in files):
