@@ -45,7 +45,8 @@ class ParserFamily:
     names: Callable[[], Collection[str] | None]
 
     def check(self, name: str, builtin_names: Collection[str]) -> None:
-        """Raise ``ParserError`` if neither asyncrl (``builtin_names``) nor vLLM has this parser. Does not import vLLM."""
+        """Raise ``ParserError`` if neither asyncrl (``builtin_names``) nor vLLM has this parser. Does not import
+        vLLM."""
         vllm_names = None if name in builtin_names else self.names()
         if vllm_names is not None:
             self.check_registered(name, vllm_names)

@@ -167,8 +167,8 @@ async def respond(
 ) -> Response:
     """Generate and answer. A failure before a stream's first text is raised, and so still gets a status code.
 
-    ``closes_session``: the session belongs to this call, and ends with it. The caller must have freed the request's body, because
-    only a few large ones may be in memory (decision 0016).
+    ``closes_session``: the session belongs to this call, and ends with it. The caller must have freed the request's
+    body, because only a few large ones may be in memory (decision 0016).
     """
     parts_queue: PartQueue | None = asyncio.Queue() if stream else None
 

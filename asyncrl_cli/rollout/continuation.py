@@ -69,9 +69,10 @@ def finished(
 ) -> Rollout:
     """Join a request's prefix and its new ``segments``, which may be empty, into its rollout.
 
-    ``reason`` says how the segments ended; a stop string that began in the prefix ends the rollout, too. Text is decoded
-    once, from all ids. ``earlier_experts``: experts that the engine of ``segments`` chose for prompt and prefix. The prefix keeps
-    its own experts where they are known. Raises ``ValueError`` when prefix and segments do not form one sequence.
+    ``reason`` says how the segments ended; a stop string that began in the prefix ends the rollout, too. Text is
+    decoded once, from all ids. ``earlier_experts``: experts that the engine of ``segments`` chose for prompt and
+    prefix. The prefix keeps its own experts where they are known. Raises ``ValueError`` when prefix and segments do not
+    form one sequence.
     """
     tokens = TokenSequence.join([*request.prefix, *segments])
     prompt_experts = None

@@ -104,8 +104,8 @@ def hold_s(core: Any, request_id: str) -> float:
 class JoinedOutputs:
     """Reads the core's output queue, and joins the records of each request.
 
-    ``read_queue`` is the queue's ``get``. Its entries are bytes, or a client's index with ``EngineCoreOutputs``. ``hold_s``
-    returns the seconds that a request's tokens may wait; 0: its records must not be joined.
+    ``read_queue`` is the queue's ``get``. Its entries are bytes, or a client's index with ``EngineCoreOutputs``.
+    ``hold_s`` returns the seconds that a request's tokens may wait; 0: its records must not be joined.
     """
 
     def __init__(self, read_queue: Callable[..., Any], hold_s: Callable[[str], float]) -> None:

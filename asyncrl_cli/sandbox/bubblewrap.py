@@ -58,7 +58,8 @@ class Process:
         environment: Mapping[str, str],
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """``bwrap``: bwrap with its arguments, if it is to start the command. ``inherited_descriptors``: those that it inherits."""
+        """``bwrap``: bwrap with its arguments, if it is to start the command. ``inherited_descriptors``: those that it
+        inherits."""
         self._info, info = os.pipe()
         os.set_blocking(self._info, False)
         self._info_text = b""

@@ -1,7 +1,7 @@
 """Measure and end the other processes of a sandbox.
 
-The first process of a namespace (``in_namespace``) sees only the sandbox's processes. Without a namespace, these are its
-descendants, because it adopts orphans.
+The first process of a namespace (``in_namespace``) sees only the sandbox's processes. Without a namespace, these are
+its descendants, because it adopts orphans.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def plan_trees(keys: Sequence[Keys], max_positions: int, pair_cost: float, ranks
     Rows are sorted by their keys, so a row shares its longest prefix with the row before it. It joins that row's tree
     if this saves more than it costs. It saves the shared positions, and costs attention, which is computed for all
     pairs of a tree's positions but only for half of a single row's. If all trees together save little, every row stays
-    alone. A tree has at most ``max_positions`` positions, unless it is one row. Several ranks get smaller trees if the busiest
-    rank then has fewer positions.
+    alone. A tree has at most ``max_positions`` positions, unless it is one row. Several ranks get smaller trees if the
+    busiest rank then has fewer positions.
 
     ``pair_cost``: see ``cost_of_pair``.
     """

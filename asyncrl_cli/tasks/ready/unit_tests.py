@@ -149,7 +149,8 @@ def tests_in(code: str, entry_point: str | None) -> list[Check]:
 
 
 def _check_arguments(node: Function, passed_arguments: int) -> None:
-    """Raise ``UnusableTests`` if a test needs more arguments than ``passed_arguments``, which only pytest could pass."""
+    """Raise ``UnusableTests`` if a test needs more arguments than ``passed_arguments``, which only pytest could
+    pass."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     required_arguments = (
         len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) + node.args.kw_defaults.count(None)

@@ -112,8 +112,8 @@ def of_scored(function: AdvantageFunction, rewards: Tensor, extra_arguments: Map
     """Return the advantages of rewards [groups, group_size], in the same shape and dtype. NaN marks a masked rollout.
 
     A masked rollout gets 0, and the rest is treated as a group without it: the function is called once for each number
-    of scored rollouts, with all groups that have this number. ``extra_arguments``: further arguments by name, tensors like the
-    rewards or mappings of names to such tensors. Raises ``ValueError`` like ``check_advantages``.
+    of scored rollouts, with all groups that have this number. ``extra_arguments``: further arguments by name, tensors
+    like the rewards or mappings of names to such tensors. Raises ``ValueError`` like ``check_advantages``.
     """
     scored = ~rewards.isnan()
     counts = scored.sum(dim=1)
@@ -211,8 +211,8 @@ def advantages_of_parts(reward_parts: Tensor, weights: Sequence[float]) -> Tenso
     GDPO, arXiv 2601.05242: each reward is normalized within the group, the weighted sum over the batch. The sum's mean
     over the batch is not subtracted: it is 0, because every group's mean is 0.
 
-    ``reward_parts``: [parts, groups, group_size], floating point, NaN where a rollout lacks the part: it adds nothing to this
-    rollout, and the part's baseline is computed from the other rollouts. Returns [groups, group_size].
+    ``reward_parts``: [parts, groups, group_size], floating point, NaN where a rollout lacks the part: it adds nothing
+    to this rollout, and the part's baseline is computed from the other rollouts. Returns [groups, group_size].
     """
     total = sum(
         weight * of_scored(group_norm, reward_part) for weight, reward_part in zip(weights, reward_parts, strict=True)

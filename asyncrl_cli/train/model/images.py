@@ -193,8 +193,8 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
     """Compute the last hidden states, [rows, positions, width], of a transformers model without its head.
 
     ``ids``: int64, [rows, positions], every token's true id. ``positions``: token positions in packed rows, like
-    ``ids``; None: 0, 1, 2, ... Image features replace the embeddings of placeholders. ``extra_arguments``: further arguments of
-    the model.
+    ``ids``; None: 0, 1, 2, ... Image features replace the embeddings of placeholders. ``extra_arguments``: further
+    arguments of the model.
     """
     features = backbone.get_image_features(**images.pixels, return_dict=True)
     placeholders, has_images = images.placeholders, bool(images.placeholders.any())
