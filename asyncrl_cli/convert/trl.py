@@ -115,7 +115,9 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def read_program(path: str) -> Arguments:
-    """Read the literals of `GRPOConfig(…)` or a similar call in a Python program, without running it.
+    """Read the literals of the calls that configure a Python program's training, without running it: `GRPOConfig` or a
+    similar class, its trainer, `LoraConfig` and `load_dataset`. Names of constants and functions in the program count
+    as literals.
 
     A value that only a run gives is refused if it decides a key of the spec. Raises ``ConfigError``.
     """
@@ -123,19 +125,47 @@ def read_program(path: str) -> Arguments:
         tree = ast.parse(content(path, MAX_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"the program is not Python: {error}", location=path[-60:], hint=INSTEAD) from None
+    constants, rewards = dict[str, ast.expr](), dict[str, str]()
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign):
+            constants |= {target.id: statement.value for target in statement.targets if isinstance(target, ast.Name)}
+        elif isinstance(statement, ast.FunctionDef):
+            rewards[statement.name] = f"{PurePath(path).stem}.{statement.name}"
+        elif isinstance(statement, ast.ImportFrom):
+            rewards |= {alias.asname or alias.name: f"{statement.module}.{alias.name}" for alias in statement.names}
+
+    def literal(node: ast.expr) -> Any:
+        try:
+            return ast.literal_eval(constants.get(node.id, node) if isinstance(node, ast.Name) else node)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            reason = f"line {node.lineno} computes it"
+            return unknown_fragment(ast.unparse(node), reason, location=f"{path}:{node.lineno}")
+
+    def reward_names(node: ast.expr) -> list[str]:
+        functions = constants.get(node.id, node) if isinstance(node, ast.Name) else node
+        names = map(ast.unparse, functions.elts if isinstance(functions, ast.List) else [functions])
+        return [rewards.get(name, name) for name in names]
+
     method, values = "", dict[str, Any]()
-    for node in ast.walk(tree):
-        class_name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Call) and class_name in METHODS.values():
+    for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(tree)):
+        assert isinstance(call, ast.Call)
+        class_name = ast.unparse(call.func).rpartition(".")[2]
+        arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        if class_name in METHODS.values():
             method = next(name for name, config in METHODS.items() if config == class_name)
-            for keyword in node.keywords:
-                try:
-                    value = ast.literal_eval(keyword.value)
-                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    line = keyword.value.lineno
-                    reason = f"line {line} computes it"
-                    value = unknown_fragment(ast.unparse(keyword.value), reason, location=f"{path}:{line}")
-                values |= {keyword.arg: value} if keyword.arg else {}
+        elif class_name == "LoraConfig":
+            values["use_peft"] = True
+            arguments = {f"lora_{name.removeprefix('lora_')}": node for name, node in arguments.items()}
+        elif class_name == "load_dataset" and "dataset_name" not in values:
+            split = {"dataset_train_split": arguments["split"]} if "split" in arguments else {}
+            arguments = dict(zip(("dataset_name", "dataset_config"), call.args, strict=False)) | split
+        elif class_name.replace("Trainer", "Config") in METHODS.values():
+            if "reward_funcs" in arguments:
+                values["reward_funcs"] = reward_names(arguments["reward_funcs"])
+            arguments = {"model_name_or_path": arguments["model"]} if "model" in arguments else {}
+        else:
+            continue
+        values |= {name: literal(node) for name, node in arguments.items()}
     return Arguments(method, [], values)
 
 

@@ -271,16 +271,37 @@ def test_gkd_with_another_meaning_is_refused_by_its_key(words: list[str], key: s
 
 PROGRAM = """
 from trl import GRPOConfig, GRPOTrainer
-arguments = GRPOConfig(output_dir="out/mine", learning_rate=2e-6, num_generations=4, bf16=torch.ok(), run_name=f"{LR}")
-GRPOTrainer(model="Qwen/Qwen3-0.6B", args=arguments, reward_funcs=[brief]).train()
+from trl.rewards import think_format_reward
+RATE = 2e-6
+data = load_dataset("trl-lib/DeepMath-103K", "default", split="test")
+def brief(completions, **_): return [0.0 for _ in completions]
+functions = [brief, think_format_reward]
+arguments = GRPOConfig(output_dir="out/mine", learning_rate=RATE, num_generations=4, bf16=torch.ok(), run_name=f"{x}")
+adapter = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"])
+GRPOTrainer(model="Qwen/Qwen3-0.6B", args=arguments, reward_funcs=functions, peft_config=adapter).train()
 """
 
 
-def test_literals_of_a_programs_configuration_are_read(home: Path) -> None:
+def test_literals_of_a_program_are_read(home: Path) -> None:
     Path("train.py").write_text(PROGRAM)
-    spec = spec_of("train.py", "--bf16", "True", *BASE)
-    expected = {"name": "mine", "trainer.optimizer.learning_rate": 2e-6, "rollout.group_size": 4}
+    spec = spec_of("train.py", "--bf16", "True", "--num_processes", "4")
+    expected = {
+        "name": "mine",
+        "model.path": "Qwen/Qwen3-0.6B",
+        "model.lora.rank": 8,
+        "model.lora.alpha": 16,
+        "data.train.path": "hf:trl-lib/DeepMath-103K",
+        "data.train.config": "default",
+        "data.train.split": "test",
+        "trainer.optimizer.learning_rate": 2e-6,
+        "rollout.group_size": 4,
+    }
     assert {key: spec[key] for key in expected} == expected
+    (remark,) = converted("train.py", "--bf16", "True").config.remarks["task.use"]
+    assert "(brief, 1.0), (think_format_reward, 1.0)" in remark
+    Path("train.py").write_text(PROGRAM.replace("reward_funcs=functions", "reward_funcs=brief"))
+    assert spec_of("train.py", "--bf16", "True")["task.use"] == "train:brief"
+    Path("train.py").write_text(PROGRAM)
     with pytest.raises(ConfigError, match=r"torch\.ok") as refused:
-        spec_of("train.py", *BASE)
+        spec_of("train.py")
     assert refused.value.hint == "add `--bf16 VALUE` after the script"
