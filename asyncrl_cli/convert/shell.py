@@ -33,6 +33,7 @@ MAX_CHARACTERS = 1 << 17
 """Limit of the characters of all assigned values."""
 PASTE = "paste the command, as the shell runs it (`bash -x` shows it), in place of the script"
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 _FIELD = re.compile("(?:\0(?:[^\0]*\0){4}|[^\\s\0])+")
 _ENVIRONMENT_SCRIPT = re.compile(r"/(?:usr|opt|etc)/.*|(?:.*/)?(?:activate|conda\.sh|\.bashrc)|.*(?:conda|mamba) .*")
 """Scripts that set up programs, and no variables of a trainer's command."""
@@ -334,6 +335,8 @@ class _Script:
                 return self._sequence(node, node.children[1:-1], is_quoted=True)
             case "string_content":
                 return [re.sub(r"\\\n", "", re.sub(r'\\([$`"\\])', r"\1", text))]
+            case "concatenation" if not is_quoted and _BRACES.search(_unquoted(node)):
+                return [self._unknown(text, f"line {self.line} has braces, which bash expands into several words")]
             case "concatenation":
                 return self._sequence(node, node.children, is_quoted=is_quoted)
             case "arithmetic_expansion":
@@ -478,6 +481,12 @@ def _separated(root: Node, text: bytes) -> bytes:
 
 def _text(node: Node) -> str:
     return (node.text or b"").decode(errors="surrogateescape")
+
+
+def _unquoted(node: Node) -> str:
+    """The text of a word, with `x` in place of its quoted fragments and its expansions."""
+    is_plain = ("word", "brace_expression")
+    return "".join(_text(child).replace("\\{", "x") if child.type in is_plain else "x" for child in node.children)
 
 
 def _known_text(value: str) -> str | None:

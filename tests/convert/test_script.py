@@ -141,6 +141,17 @@ def test_any_text_is_read_or_refused_and_unknown_values_are_marked_by_type(text:
     assert all(word.count("\0") == 5 * len(unknown_fragments(word)) for word in found)
 
 
+def test_braces_that_bash_expands_are_refused_and_quoted_ones_are_text(tmp_path: Path, programs: Path) -> None:
+    script = tmp_path / "run.sh"
+    for word in ("+a.b={1,c}", "a.b=[{x,$Y}]", "a{1..3}=2"):
+        script.write_text(f"{PROGRAM} x.y=1 {word}\n")
+        with pytest.raises(ConfigError, match="braces, which bash expands"):
+            command_words([str(script)], ARGUMENT)
+    script.write_text(f"{PROGRAM} a.b='{{1,2}}' c.d=\"{{a:1,b:2}}\" e.f={{g}} h.i=\\{{1,2}}\n")
+    words = command_words([str(script)], ARGUMENT)
+    assert words[words.index("-m") :] == words_of_bash(script, programs)
+
+
 def test_no_value_of_the_environment_gets_into_the_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret-value")
     script = tmp_path / "run.sh"
