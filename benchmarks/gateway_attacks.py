@@ -141,7 +141,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     import psutil
 
     from asyncrl_cli.gateway.actor import SessionOpening
-    from asyncrl_cli.gateway.session import Limits
+    from asyncrl_cli.gateway.session import SessionLimits
     from asyncrl_cli.orchestrator.actors import ActorFactory
     from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
     from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
@@ -185,7 +185,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     def ignore(_: Any) -> None:
         """Record nothing."""
 
-    sampling, limits = Sampling(1.0, 64, seed=1), Limits(MAX_LENGTH, 64)
+    sampling, limits = Sampling(1.0, 64, seed=1), SessionLimits(MAX_LENGTH, 64)
     for kind in ("nothing", "silent", *kinds(MIB)) * rounds:
         openings = [SessionOpening(f"{kind}-{who}", f"{who}", sampling, limits) for who in ("bad", "good")]
         async with (

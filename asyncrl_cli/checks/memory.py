@@ -13,7 +13,7 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
-from asyncrl_cli.sizing.memory_use import GB, Device, Role, size_text
+from asyncrl_cli.sizing.memory_use import GB, Device, MemoryRole, size_text
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.memory import available_memory
@@ -83,10 +83,10 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
     rollout, trainer, device = spec.rollout, spec.trainer, excess.device
     model = "model.init.config" if spec.model.init is not None else "model.path"
     smaller_model = "a smaller model, adapters (model.lora)"
-    if device.role is Role.ENGINE:
+    if device.role is MemoryRole.ENGINE:
         shorter = "lower model.max_length or rollout.max_running_rollouts"
         return "rollout.gpus_per_engine", f"raise rollout.gpus_per_engine, {shorter}, or use a smaller model"
-    if device.role is Role.BOTH:
+    if device.role is MemoryRole.BOTH:
         return "rollout.gpus_per_engine", f"lower rollout.gpus_per_engine, or use {smaller_model} or trainer.offload"
     largest = max(device.parts, key=lambda use: use.bytes).name
     if largest == "key-value caches":
@@ -102,6 +102,6 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
         sequence_text = f"a sequence has up to {rollout.longest_rollout:,} tokens"
         hint = f"{recomputing}lower it ({sequence_text}), or raise trainer.sequence_parallel"
         return "trainer.tokens_per_microbatch", hint
-    if device.role is Role.HOST and trainer.gpus_per_rank and trainer.offload != "none":
+    if device.role is MemoryRole.HOST and trainer.gpus_per_rank and trainer.offload != "none":
         return "trainer.offload", f"set it to none, or use more hosts, {smaller_model}"
     return model, f"use {smaller_model}, a higher trainer.zero_stage with more trainer.ranks, or fewer engines"

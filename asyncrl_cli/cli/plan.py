@@ -84,7 +84,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.plan.from_journal import calibrate
-    from asyncrl_cli.plan.prediction import Devices, predict, spans
+    from asyncrl_cli.plan.prediction import DeviceSizes, predict, spans
     from asyncrl_cli.plan.scenario import planned_scenario, shares_host
     from asyncrl_cli.records.groups import BufferSettings
     from asyncrl_cli.spec.load import load_recorded
@@ -109,7 +109,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     planned_run = planned_scenario(
         spec, settings=BufferSettings.from_spec(spec), calibration=calibration, measured_spec=measured_spec
     )
-    devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
+    devices = DeviceSizes.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned_run.scenario, spec.rollout.max_response_tokens)
     return {

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.session import Limits, Session
+from asyncrl_cli.gateway.session import Session, SessionLimits
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
@@ -44,7 +44,7 @@ class SessionOpening:
     name: str
     rollout_id: str
     sampling: Sampling
-    limits: Limits
+    limits: SessionLimits
     session_number: int = -1
     priority: int = 0
     recorded: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
@@ -264,7 +264,7 @@ class GatewayActor:
 def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, transfer: Transfer) -> Callable[[], Session]:
     """Return a factory of sessions for calls outside of rollouts, which choose their own sampling."""
     max_length, call_numbers = spec.model.max_length, count()
-    limits = Limits(max_length=max_length, max_call_tokens=max_length)
+    limits = SessionLimits(max_length=max_length, max_call_tokens=max_length)
     sampling = Sampling(temperature=1.0, max_tokens=max_length)
 
     def make() -> Session:

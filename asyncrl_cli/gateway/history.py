@@ -32,7 +32,7 @@ class ReasoningChain:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class ConversationKey:
     """A conversation up to some message. Its keys are chained digests of the tools and of each message: ``count`` is
     their number, and ``key`` depends on all of them."""
 
@@ -40,13 +40,13 @@ class History:
     key: str
     reasoning: ReasoningChain | None = None
 
-    def then(self, message: Message) -> History:
+    def then(self, message: Message) -> ConversationKey:
         canonical = normalized(message)
         count = self.count + 1
         reasoning = self.reasoning
         if text := canonical.get("reasoning_content"):
             reasoning = ReasoningChain(count, _digest(text), reasoning)
-        return History(count, _chained(self.key, canonical_json(_spoken(canonical))), reasoning)
+        return ConversationKey(count, _chained(self.key, canonical_json(_spoken(canonical))), reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Conversation:
             sum(map(len, texts)) + sum(map(len, reasoning.values())),
         )
 
-    def covered_by(self, history: History | None) -> int | None:
+    def covered_by(self, history: ConversationKey | None) -> int | None:
         """The number of keys that an earlier history covers; None if the conversation does not begin with it."""
         if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.key:
             return None
@@ -92,7 +92,7 @@ class Conversation:
         )
         return history.count if same_reasoning else None
 
-    def after(self, history: History | None, continues: bool = False) -> History:
+    def after(self, history: ConversationKey | None, continues: bool = False) -> ConversationKey:
         """The history of all messages, or of all but the last if the reply ``continues`` it. ``history``: the earlier
         conversation that this one continues, if any; its reasoning is taken over."""
         covered, reasoning = (0, None) if history is None else (history.count, history.reasoning)
@@ -102,7 +102,7 @@ class Conversation:
                 reasoning = ReasoningChain(count, digest, reasoning)
         while reasoning is not None and reasoning.count > end:
             reasoning = reasoning.previous
-        return History(end, self.keys[end - 1], reasoning)
+        return ConversationKey(end, self.keys[end - 1], reasoning)
 
 
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:

@@ -33,7 +33,7 @@ PartQueue = asyncio.Queue[tuple[int, ReplyPart] | None]
 """A choice's index over all prompts, and its next part; None when the generation has ended."""
 
 
-class Answer(Protocol):
+class ReplyFormat(Protocol):
     """The answer to one request, in its API's format: complete, or as server-sent events.
 
     The events of a choice are any number of ``part_events`` with its reasoning and content, then ``closing``. After all
@@ -138,7 +138,7 @@ class Prepared:
 
     rendered: list[Rendered]
     options: CallOptions
-    answer: Answer
+    answer: ReplyFormat
 
 
 async def render_chat(
@@ -220,7 +220,7 @@ def token_counts(prompts: Prompts) -> tuple[int, int]:
 
 
 async def _events(
-    call: RunningGeneration, parts_queue: PartQueue, reply_part: tuple[int, ReplyPart] | None, answer: Answer
+    call: RunningGeneration, parts_queue: PartQueue, reply_part: tuple[int, ReplyPart] | None, answer: ReplyFormat
 ) -> AsyncGenerator[bytes, None]:
     try:
         while reply_part is not None:

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.chat import ChatFormat, Tokens
 from asyncrl_cli.gateway.errors import ApiError, invalid_value
-from asyncrl_cli.gateway.history import Conversation, History
+from asyncrl_cli.gateway.history import Conversation, ConversationKey
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.reply_stream import FieldStream, ReplyPart
-from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
+from asyncrl_cli.gateway.transcript import Branch, Call, ReplyEnd, Transcript
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message
@@ -68,7 +68,7 @@ class CallOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     max_length: int
     """Tokens of one sequence."""
     max_call_tokens: int
@@ -100,10 +100,10 @@ class Rendered:
     """A call's prompt."""
 
     prompt_ids: tuple[int, ...]
-    continued_turn: tuple[Branch, Turn] | None = None
+    continued_turn: tuple[Branch, ReplyEnd] | None = None
     """The turn that the call continues; without one it begins a branch."""
     tools: Tools | None = None
-    history: History | None = None
+    history: ConversationKey | None = None
     """A chat's messages, by which a later call finds this one."""
     text: str | None = None
     """A completion's text, for the same purpose."""
@@ -131,7 +131,7 @@ class Session:
         chat: ChatFormat,
         generate: Generate,
         sampling: Sampling,
-        limits: Limits,
+        limits: SessionLimits,
         *,
         fixed_sampling: bool,
         priority: int = 0,
@@ -242,7 +242,7 @@ class Session:
         message: Message = {"role": "assistant", "content": text}
         if rendered.chat is not None:
             message = rendered.chat.parse(call.prompt_ids, token_ids=ids, tools=rendered.tools, stop=sampling.stop)
-        turn = Turn(
+        turn = ReplyEnd(
             end=call.prompt_length + len(ids),
             last_token=ids[-1],
             messages=rendered.history and rendered.history.then(_joined_reply(rendered.continued_message, message)),
@@ -401,7 +401,7 @@ class Session:
         self._refuse_if_ended()
         self._refuse_flood(len(prompt))
 
-        def covers(_: Branch, turn: Turn) -> int | None:
+        def covers(_: Branch, turn: ReplyEnd) -> int | None:
             return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
 
         with _chat_errors():
@@ -420,7 +420,7 @@ class Session:
             raise invalid_value(f"token ids must be from 0 to {self._chat.vocabulary - 1}")
         ids = np.asarray(prompt, np.int32)
 
-        def covers(branch: Branch, turn: Turn) -> int | None:
+        def covers(branch: Branch, turn: ReplyEnd) -> int | None:
             turn_ids = branch.prefix.tokens.ids[: turn.end]
             return turn.end if np.array_equal(turn_ids, ids[: turn.end]) else None
 
@@ -494,7 +494,7 @@ def _chat_errors() -> Iterator[None]:
         raise invalid_value(str(error)) from error
 
 
-def _turn_ids(branch: Branch, turn: Turn) -> list[int]:
+def _turn_ids(branch: Branch, turn: ReplyEnd) -> list[int]:
     ids: list[int] = branch.prefix.tokens.ids[: turn.end].tolist()
     return ids
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl_cli.gateway.history import History
+from asyncrl_cli.gateway.history import ConversationKey
 from asyncrl_cli.records.experts import filled, join_experts
 from asyncrl_cli.records.generation import CONTEXT, FinishReason, Rollout, Segment, TokenSequence, branch_id
 from asyncrl_cli.records.images import PlacedImage
@@ -30,7 +30,7 @@ from asyncrl_cli.rollout.open_requests import OnSegments
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReplyEnd:
     """The end of a reply, at which a conversation can continue: ``end`` tokens into its branch.
 
     ``messages``: a chat's tools and messages including the reply, for comparison. ``text``: a completion's text
@@ -39,7 +39,7 @@ class Turn:
 
     end: int
     last_token: int
-    messages: History | None = None
+    messages: ConversationKey | None = None
     text: str | None = None
     stopped: bool = False
 
@@ -51,7 +51,7 @@ class Branch:
     index: int
     prefix: TokenPrefix = field(default_factory=TokenPrefix)  # ``on_segments`` got all of it
     length: int = 0
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ReplyEnd] = field(default_factory=list)
     busy: bool = False
     finish: FinishReason = "length"
     images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt
@@ -60,7 +60,7 @@ class Branch:
         """The images in the first ``end`` tokens."""
         return tuple(placed for placed in self.images if placed.end <= end)
 
-    def extends(self, turn: Turn) -> bool:
+    def extends(self, turn: ReplyEnd) -> bool:
         """True if a call may continue the turn in this branch."""
         return not self.busy and turn is self.turns[-1]
 
@@ -102,7 +102,7 @@ class Transcript:
         # By branch number: tokens of recorded branches that no call has begun yet.
         self._recorded = {index: TokenPrefix(segments) for index, segments in recorded.items()}
 
-    def longest_turn(self, covers: Callable[[Branch, Turn], int | None]) -> tuple[Branch, Turn] | None:
+    def longest_turn(self, covers: Callable[[Branch, ReplyEnd], int | None]) -> tuple[Branch, ReplyEnd] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
 
         ``covers`` returns how much of the prompt a turn covers, or None if the prompt does not begin with it.
@@ -143,7 +143,7 @@ class Transcript:
         ]
         return [token for segment in self._add(call.branch, branch_segments) for token in segment.ids.tolist()]
 
-    def end(self, call: Call, sampled: TokenSequence, finish: FinishReason, turn: Turn) -> None:
+    def end(self, call: Call, sampled: TokenSequence, finish: FinishReason, turn: ReplyEnd) -> None:
         branch, call.is_over = call.branch, True
         end = call.prompt_length + len(sampled.ids)
         self._add(branch, sampled.segments(self._name(branch), call.prompt_length))

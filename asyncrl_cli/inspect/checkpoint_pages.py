@@ -35,7 +35,7 @@ class Stored:
     run: RunDirectory
     checkpoints: tuple[Checkpoint, ...]
     accuracies: Mapping[int, float]
-    recorded: Mapping[int, history.Checkpoint]
+    recorded: Mapping[int, history.CheckpointRecord]
     retention: CheckpointSpec
 
     def reasons(self, retention: CheckpointSpec) -> dict[int, tuple[str, ...]]:
@@ -64,7 +64,7 @@ def stored(run: RunDirectory) -> Stored:
     Raises ``RunError`` for an invalid spec, and ``JournalError`` for a damaged journal.
     """
     greedy: dict[int, float] = {}
-    recorded: dict[int, history.Checkpoint] = {}
+    recorded: dict[int, history.CheckpointRecord] = {}
     if (run.path / FILE).is_file():
         with reading(run.path / FILE) as connection:
             rows = history.evaluations(connection)

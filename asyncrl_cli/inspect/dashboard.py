@@ -167,7 +167,7 @@ def picture(due: Due, groups_per_cell: int) -> str:
     return FINISHED * finished_cells + RUNNING * running_cells
 
 
-class Trend(NamedTuple):
+class Sparkline(NamedTuple):
     """A row with a sparkline: its label, the newest value as text, and the last values."""
 
     label: str
@@ -219,20 +219,20 @@ class Panel:
         yield table
 
 
-def _trends(view: RunView, metric_rows: int) -> Iterator[Trend]:
+def _trends(view: RunView, metric_rows: int) -> Iterator[Sparkline]:
     """Any metric may be missing in a run of another version of asyncrl."""
     metrics = view.metrics
     for index, (name, (label, form)) in enumerate(METRIC_ROWS.items()):
         if name in metrics and index < metric_rows:
-            yield Trend(label, form.format(metrics[name]), view.trends.get(name, ()))
+            yield Sparkline(label, form.format(metrics[name]), view.trends.get(name, ()))
         if index == 0:
             for series, values in view.accuracy.items():
                 series_label = series if ":" in series else f"held-out, {series}"
-                yield Trend(series_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values)
+                yield Sparkline(series_label, f"{values[-1]:.3f}, first {values[0]:.3f}", values)
     if "staleness/groups_mean" in metrics and "staleness/groups_max" in metrics:
         mean, maximum = metrics["staleness/groups_mean"], metrics["staleness/groups_max"]
         bound = f"{mean:.2f}, max {maximum:.0f} of {view.max_staleness} versions"
-        yield Trend("staleness", bound, view.trends.get("staleness/groups_mean", ()))
+        yield Sparkline("staleness", bound, view.trends.get("staleness/groups_mean", ()))
 
 
 def _speed(view: RunView) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, limit_text, savings_text
 from asyncrl_cli.plan.scenario import PlannedScenario
-from asyncrl_cli.plan.simulator import Outcome
+from asyncrl_cli.plan.simulator import SimulationResult
 
 LABEL = 9
 """Width of a line's label in columns."""
@@ -142,7 +142,7 @@ def _compared(line: Line) -> tuple[str, str, str]:
             return f"{line.predicted:.2f}", f"{line.measured:.2f}", f"{line.off:+.2f} versions"
 
 
-def _outcome_document(outcome: Outcome) -> dict[str, Any]:
+def _outcome_document(outcome: SimulationResult) -> dict[str, Any]:
     return asdict(outcome) | {
         "staleness": {str(age): groups for age, groups in sorted(outcome.staleness.items())},
         "mean_staleness": mean_age(outcome.staleness),

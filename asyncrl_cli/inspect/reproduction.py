@@ -12,7 +12,7 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
 from asyncrl_cli.plan.comparison import Line, compare, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import STEPS, Devices, Prediction, predict
+from asyncrl_cli.plan.prediction import STEPS, DeviceSizes, Prediction, predict
 from asyncrl_cli.plan.simulator import Scenario, simulate
 
 
@@ -66,5 +66,5 @@ def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Predi
     if simulated.misfit is not None:
         return f"the simulator does not reproduce the recorded steps within 10 % (the worst part: {simulated.misfit})"
     longest_response = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
-    devices = Devices.of(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
+    devices = DeviceSizes.of(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
     return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest_response), devices)

@@ -49,7 +49,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointRecord:
     """A complete checkpoint. It took ``seconds``, and stopped training for ``stall_s``. ``removed_at`` is None while it
     exists; `checkpoints.upload` copied it at ``uploaded_at``, or failed with ``upload_failure``."""
 
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationRecord:
     """An evaluation; weight versions ``oldest`` to ``newest`` sampled its tokens."""
 
     at: float
@@ -106,8 +106,8 @@ class History:
     failures: tuple[Fault, ...]
     failures_by_kind: Mapping[str, int]
     work: Totals
-    checkpoints: tuple[Checkpoint, ...]
-    evaluations: tuple[Evaluation, ...]
+    checkpoints: tuple[CheckpointRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
 
 
 def history(connection: sqlite3.Connection) -> History:
@@ -135,22 +135,22 @@ def first_start(connection: sqlite3.Connection) -> float:
     return float(connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()[0])
 
 
-def checkpoints(connection: sqlite3.Connection) -> tuple[Checkpoint, ...]:
+def checkpoints(connection: sqlite3.Connection) -> tuple[CheckpointRecord, ...]:
     """Return all recorded checkpoints by time, including removed ones."""
     rows = connection.execute(
         "SELECT at, step, folder, seconds, stall_s, removed_at, uploaded_at, upload_failure FROM checkpoints "
         "ORDER BY at"
     )
-    return tuple(Checkpoint(*row) for row in rows)
+    return tuple(CheckpointRecord(*row) for row in rows)
 
 
-def evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
+def evaluations(connection: sqlite3.Connection) -> tuple[EvaluationRecord, ...]:
     """Return all evaluations, sorted by step and kind."""
     rows = connection.execute(
         "SELECT at, step, kind, accuracy, mean_reward, mean_length, prompts, oldest, newest FROM evaluations "
         "ORDER BY step, kind"
     )
-    return tuple(Evaluation(*row) for row in rows)
+    return tuple(EvaluationRecord(*row) for row in rows)
 
 
 def failures(connection: sqlite3.Connection, count: int, newest_first: bool = True) -> tuple[Fault, ...]:

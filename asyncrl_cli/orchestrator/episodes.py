@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
-from asyncrl_cli.gateway.session import Limits
+from asyncrl_cli.gateway.session import SessionLimits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
@@ -140,7 +140,7 @@ class Episodes:
         self._gateway = gateway
         self._workers = workers
         self._scoring = scoring
-        self._limits = Limits(
+        self._limits = SessionLimits(
             max_length=spec.model.max_length,
             max_call_tokens=spec.rollout.max_response_tokens,
             max_calls=task.episode.max_calls,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from asyncrl_cli.journal.staleness import mean_age
 from asyncrl_cli.plan.from_journal import Observed
-from asyncrl_cli.plan.simulator import Outcome
+from asyncrl_cli.plan.simulator import SimulationResult
 
 Unit = Literal["s", "share", "versions"]
 WITHIN: dict[Unit, float] = {"s": 0.10, "share": 0.10, "versions": 0.2}
@@ -30,7 +30,7 @@ class Line:
         return abs(self.off) <= self.within
 
 
-def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
+def compare(outcome: SimulationResult, observed: Observed) -> tuple[Line, ...]:
     """Compare the quantities that both have."""
     seconds = sum(observed.trainer.values())
     measured_shares = {activity: spent / seconds for activity, spent in observed.trainer.items()}
@@ -56,7 +56,7 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     )
 
 
-def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:
+def misfit(lines: tuple[Line, ...], outcome: SimulationResult, observed: Observed) -> str | None:
     """Return the part of the simulation with the largest error, or None if everything fits."""
     if all(line.fits for line in lines):
         return None
@@ -71,5 +71,5 @@ def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str
     return max(errors_s, key=lambda name: abs(errors_s[name]))
 
 
-def _per_step(outcome: Outcome, *activities: str) -> float:
+def _per_step(outcome: SimulationResult, *activities: str) -> float:
     return sum(outcome.trainer.get(activity, 0.0) for activity in activities) / outcome.steps

@@ -28,7 +28,7 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class SimulatedEngine:
     """An engine. While it loads weights, its ``clock_s`` is ahead of the simulation's clock."""
 
     cost: EngineCost

@@ -26,7 +26,7 @@ SETTLED = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestTiming:
     """A request on an engine from ``start_time`` to ``end_time``, with its sampled tokens and its prompt's tokens.
 
     ``fitted``: constants are fitted to its duration. Other requests only ran at the same time.
@@ -81,7 +81,7 @@ def nonnegative(columns: Floats, target: Floats) -> Floats:
 
 
 def fit_engine(
-    engines: Sequence[Sequence[Request]],
+    engines: Sequence[Sequence[RequestTiming]],
     stalls: Sequence[Sequence[tuple[float, float]]],
     training: Sequence[tuple[float, float]],
     shared_host: bool,
@@ -163,7 +163,7 @@ class _Engine:
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[RequestTiming],
         stalls: Sequence[tuple[float, float]],
         training: Sequence[tuple[float, float]],
         contexts: bool,

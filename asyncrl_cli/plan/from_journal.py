@@ -31,7 +31,7 @@ from asyncrl_cli.journal.history import (
 )
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
-from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
+from asyncrl_cli.plan.fit import EngineFit, RequestTiming, TrainerFit, fit_engine, fit_trainer
 from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import BufferSettings
@@ -191,7 +191,7 @@ class _Measurement:
 
     def _engine(self, shared_host: bool) -> EngineFit:
         first_time, last_time = self._fitted[0].batch_taken_at, self._fitted[-1].free_at
-        requests_by_engine: dict[str, list[Request]] = defaultdict(list)
+        requests_by_engine: dict[str, list[RequestTiming]] = defaultdict(list)
         for record in self._requests:
             begin, end = _running(record)
             # Fit only requests with known times in vLLM and all tokens known.
@@ -201,7 +201,9 @@ class _Measurement:
             is_fitted = (
                 is_fitted and not record.request_id.startswith(EVALUATION) and first_time <= begin and end <= last_time
             )
-            request = Request(begin, end, tokens=float(record.tokens), prompt=record.context_tokens, fitted=is_fitted)
+            request = RequestTiming(
+                begin, end, tokens=float(record.tokens), prompt=record.context_tokens, fitted=is_fitted
+            )
             requests_by_engine[record.engine].append(request)
         pauses = pauses_since(self._connection, self._requests[0].begun_at)
         stalls = [joined(pauses.get(engine, ())) for engine in requests_by_engine]

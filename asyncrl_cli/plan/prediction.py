@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.plan.costs import PublishCost
 from asyncrl_cli.plan.lengths import Groups, describe, scaled
-from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
+from asyncrl_cli.plan.simulator import Scenario, SimulationResult, simulate
 
 STEPS = 30
 """Steps that a prediction simulates, after the buffer has filled."""
@@ -79,7 +79,7 @@ IMPROVED: Mapping[Limit, Improvement] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
+class DeviceSizes:
     """GPUs of an engine and of a trainer rank, which do not share them, and the number of ranks."""
 
     engine_gpus: float
@@ -87,7 +87,7 @@ class Devices:
     ranks: int
 
     @classmethod
-    def of(cls, engine_gpus: float, rank_gpus: float, ranks: int) -> Devices | None:
+    def of(cls, engine_gpus: float, rank_gpus: float, ranks: int) -> DeviceSizes | None:
         """Return a spec's devices, or None if trainer and engines share processors or GPUs."""
         shared = (not engine_gpus and not rank_gpus) or 0 < engine_gpus < 1
         return None if shared else cls(engine_gpus, rank_gpus, ranks)
@@ -109,8 +109,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    outcome: Outcome
-    sync: Outcome  # the same scenario with ``max_staleness`` 0, so trainer and engines work in turns
+    outcome: SimulationResult
+    sync: SimulationResult  # the same scenario with ``max_staleness`` 0, so trainer and engines work in turns
     lengths: Mapping[str, float]  # ``describe`` of its rollouts
     bound: int  # its ``max_staleness``
     bounds: Mapping[int, float]  # seconds of a step by ``max_staleness``
@@ -191,7 +191,9 @@ def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
-def predict(scenario: Scenario, max_response_tokens: int, devices: Devices | None, steps: int = STEPS) -> Prediction:
+def predict(
+    scenario: Scenario, max_response_tokens: int, devices: DeviceSizes | None, steps: int = STEPS
+) -> Prediction:
     """Simulate a scenario and its neighbours.
 
     Args:
@@ -264,7 +266,7 @@ def _even(groups: Groups) -> Groups:
 
 
 def _alternatives(
-    scenario: Scenario, max_response_tokens: int, devices: Devices | None
+    scenario: Scenario, max_response_tokens: int, devices: DeviceSizes | None
 ) -> dict[str, tuple[Scenario, float]]:
     trainer = scenario.costs.trainer
     shorter = scaled(scenario.groups, 1.0, max(1, max_response_tokens // 2))

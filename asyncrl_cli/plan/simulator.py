@@ -20,7 +20,7 @@ from typing import Literal
 
 from asyncrl_cli.journal.ledger import Batch, Ledger
 from asyncrl_cli.plan.costs import Costs
-from asyncrl_cli.plan.engine_model import Engine, Sequence
+from asyncrl_cli.plan.engine_model import Sequence, SimulatedEngine
 from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.records.groups import BufferSettings
 
@@ -42,7 +42,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """The simulated steps, without the first ones, which fill the buffer."""
 
     steps: int
@@ -64,7 +64,7 @@ class Outcome:
         return sum(self.trainer.get(activity, 0.0) for activity in activities) / total if total else 0.0
 
 
-def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:
+def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> SimulationResult:
     """Simulate ``warm_up`` steps, which do not count, and then ``steps`` steps. By default, warm-up fills the buffer.
 
     Raises ``ValueError`` if all engines together have fewer slots than a group has rollouts.
@@ -91,7 +91,7 @@ class Simulation:
         self._clock_s = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
-        self._engines = [Engine(self._costs.engine, scenario.slots) for _ in range(scenario.engines)]
+        self._engines = [SimulatedEngine(self._costs.engine, scenario.slots) for _ in range(scenario.engines)]
         self._places = scenario.engines * scenario.slots
         self._open = 0  # rollouts that have not ended
         self._rollouts_left: dict[int, int] = {}  # by group, the rollouts that have not ended
@@ -111,7 +111,7 @@ class Simulation:
         self._tokens = 0
         self._step_ends: list[float] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         self._trainer = self._train()
         self._admit()
         self._resume_trainer()
@@ -123,7 +123,7 @@ class Simulation:
         for engine in self._engines:
             engine.advance(self._clock_s)
         wall = seconds * len(self._engines) or 1.0
-        return Outcome(
+        return SimulationResult(
             steps=self._steps,
             step_s=seconds / self._steps,
             trainer=dict(self._spent),
@@ -319,14 +319,14 @@ class Simulation:
 
     # -- engines
 
-    def _schedule(self, engine: Engine) -> None:
+    def _schedule(self, engine: SimulatedEngine) -> None:
         """The engine has changed, so its next event is scheduled again. The new stamp cancels the old event."""
         engine.stamp += 1
         self._note_busy()
         if (end := engine.next_end()) < inf:
             self._call_at(end, self._engine_event, engine, engine.stamp)
 
-    def _engine_event(self, engine: Engine, stamp: int) -> None:
+    def _engine_event(self, engine: SimulatedEngine, stamp: int) -> None:
         if stamp != engine.stamp:
             return
         engine.advance(self._clock_s)
@@ -372,7 +372,7 @@ class Simulation:
             self._schedule(engine)
         self._call_at(self._clock_s + stall_s, self._served)
 
-    def _drained(self, engine: Engine) -> None:
+    def _drained(self, engine: SimulatedEngine) -> None:
         """With ``drain``, an engine loads when it has no rollout; all serve the version when the last has loaded it."""
         if engine.running:
             return

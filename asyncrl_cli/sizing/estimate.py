@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_uses, gpu_cache, gpu_share
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_uses, step_tokens
-from asyncrl_cli.sizing.memory_use import GB, Device, MemoryUse, Role
+from asyncrl_cli.sizing.memory_use import GB, Device, MemoryRole, MemoryUse
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_uses, rank_uses
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -49,7 +49,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
         count = rollout.max_engines * tensor_parallel(spec)
-        devices.append(Device(Role.ENGINE, name, count, parts=engine_memory, capacity=gpu_bytes))
+        devices.append(Device(MemoryRole.ENGINE, name, count, parts=engine_memory, capacity=gpu_bytes))
     if engines_sleep(spec):
         devices.append(_both_awake(spec, model=model, engine=engine_memory, gpu_bytes=gpu_bytes))
     for host_kind in host_kinds(spec):
@@ -61,7 +61,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
             if host_bytes is not None and sum(use.bytes for use in (*uses, copy)) > WARNING_SHARE * host_bytes:
                 copy = MemoryUse("checkpoint", 0, "no memory for a copy: training waits while it is written")
             uses = (*uses, copy)
-        devices.append(Device(Role.HOST, host_kind.name, host_kind.host_count, parts=uses, capacity=host_bytes))
+        devices.append(Device(MemoryRole.HOST, host_kind.name, host_kind.host_count, parts=uses, capacity=host_bytes))
     journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
     return Estimate(tuple(devices), cache, journal)
 
@@ -75,7 +75,7 @@ def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None)
         name = f"share of a {name}"
         share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
         capacity = None if gpu_bytes is None else int(share * gpu_bytes)
-    return Device(Role.TRAINER, name, spec.trainer.ranks, parts=uses, capacity=capacity)
+    return Device(MemoryRole.TRAINER, name, spec.trainer.ranks, parts=uses, capacity=capacity)
 
 
 def _both_awake(
@@ -88,7 +88,7 @@ def _both_awake(
         MemoryUse("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
     )
     name = "GPU of an engine that is awake and a rank"
-    return Device(Role.BOTH, name, spec.trainer.ranks, parts=uses, capacity=gpu_bytes)
+    return Device(MemoryRole.BOTH, name, spec.trainer.ranks, parts=uses, capacity=gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ def excesses(spec: ExperimentSpec, memory: Estimate) -> list[Excess]:
     for device in memory.devices:
         if device.capacity is None:
             continue
-        if device.role is Role.ENGINE:
+        if device.role is MemoryRole.ENGINE:
             problems += _cache_problems(spec, device, memory.cache)
             continue
         # More exact than the other sums: the engine takes its share to the byte, and the rank's states are known.
-        warning_share, refusal_share = (1.0, 1.0) if device.role is Role.BOTH else (WARNING_SHARE, REFUSAL_SHARE)
+        warning_share, refusal_share = (1.0, 1.0) if device.role is MemoryRole.BOTH else (WARNING_SHARE, REFUSAL_SHARE)
         if device.total > warning_share * device.capacity:
             message = f"a {device.name} needs about {device.total / GB:.1f} GB, and has {device.capacity / GB:.1f} GB"
             problems.append(Excess(device, device.total > refusal_share * device.capacity, message))

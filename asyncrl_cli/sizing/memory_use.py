@@ -21,7 +21,7 @@ class MemoryUse:
     note: str = ""  # the reason for its size
 
 
-class Role(StrEnum):
+class MemoryRole(StrEnum):
     TRAINER = "trainer"  # a trainer rank's GPU
     ENGINE = "engine"  # an engine's GPU
     BOTH = "both"  # a shared GPU, while both use it
@@ -32,7 +32,7 @@ class Role(StrEnum):
 class Device:
     """One of ``count`` equal GPUs or hosts of a run."""
 
-    role: Role
+    role: MemoryRole
     name: str
     count: int
     parts: tuple[MemoryUse, ...]

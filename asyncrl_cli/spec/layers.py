@@ -16,7 +16,7 @@ from asyncrl_cli.core.suggest import closest
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.spec.base import NUL, Section
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, Node, read_yaml
+from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, YamlNode, read_yaml
 
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 32
@@ -40,7 +40,7 @@ PRESETS = {
 """The preset keys, each with the keys of its section that follow it: a layer that sets the preset drops them."""
 
 
-def merge(base: Node, over: Node) -> Node:
+def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     """Merge the values of ``over`` into ``base``."""
     if over is base:
         return base
@@ -64,9 +64,9 @@ class Layers:
         self.problems = problems
         self.files: list[Path] = []
         self.partial = False
-        self._read_layers: dict[str, Node | None] = {}
+        self._read_layers: dict[str, YamlNode | None] = {}
 
-    def read(self, path: str, data: bytes | None = None) -> Node | None:
+    def read(self, path: str, data: bytes | None = None) -> YamlNode | None:
         """Merge the file onto all files that it extends. None if the file itself cannot be read.
 
         ``data`` is the file's content if it comes from elsewhere, such as standard input.
@@ -75,13 +75,13 @@ class Layers:
 
     def _read(
         self, path: str, blame: Location | None, chain: tuple[Path, ...], data: bytes | None = None
-    ) -> Node | None:
+    ) -> YamlNode | None:
         """``blame``: the location of the `extends` that named this file; ``chain``: the files that led to it."""
         file = Path(os.path.realpath(path))
         key = "extends" if blame else ""
         location = blame or Location(path)
 
-        def refuse(message: str, hint: str, problem_location: Location = location, key: str = key) -> Node | None:
+        def refuse(message: str, hint: str, problem_location: Location = location, key: str = key) -> YamlNode | None:
             self.problems.append(Problem(key, message, hint).at(problem_location))
             return None
 
@@ -132,9 +132,9 @@ class Layers:
         self._read_layers[path] = merged = self._onto_bases(root, (*chain, file))
         return merged
 
-    def _onto_bases(self, root: Node, chain: tuple[Path, ...]) -> Node:
+    def _onto_bases(self, root: YamlNode, chain: tuple[Path, ...]) -> YamlNode:
         assert isinstance(root.value, dict)
-        merged: Node | None = None
+        merged: YamlNode | None = None
         bases = [self._read(target, place, chain) for target, place in self._targets(root.value.pop("extends", None))]
         self.partial |= None in bases
         for layer in (*filter(None, bases), root):
@@ -144,7 +144,7 @@ class Layers:
             merged = merge(merged, layer) if merged else layer
         return merged or root
 
-    def _targets(self, parents: Node | None) -> list[tuple[str, Location]]:
+    def _targets(self, parents: YamlNode | None) -> list[tuple[str, Location]]:
         if parents is None:
             return []
         targets = []
@@ -164,7 +164,7 @@ class Layers:
         return targets
 
 
-def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
+def override(root: YamlNode, assignment: str, problems: list[Problem]) -> YamlNode:
     """Apply one ``a.b=value`` of `--set` to the tree, and create missing mappings on the way."""
     path, equals, text = assignment.partition("=")
     location = Location(f"--set {path}")
@@ -183,7 +183,7 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
     if value is None:
         return root
 
-    def placed(node: Node, keys: list[str]) -> Node:
+    def placed(node: YamlNode, keys: list[str]) -> YamlNode:
         if not keys:
             return replace(value, key_location=location)
         key, *further_keys = keys
@@ -196,21 +196,21 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
             items = list(node.value)
             items[int(key)] = placed(child, further_keys)
             return replace(node, value=items)
-        inner = placed(child or Node({}, location, location), further_keys)
+        inner = placed(child or YamlNode({}, location, location), further_keys)
         entries = node.value if isinstance(node.value, dict) else {}
         return replace(node, value=entries | {key: inner}, location=node.location if entries else location)
 
     return placed(root, path.split("."))
 
 
-def _without_preset(root: Node, preset: str) -> Node:
+def _without_preset(root: YamlNode, preset: str) -> YamlNode:
     """The tree without the files' values of the keys that a preset decides. Values from `--set` stay."""
     section, _, _ = preset.rpartition(".")
 
-    def is_kept(key: str, node: Node) -> bool:
+    def is_kept(key: str, node: YamlNode) -> bool:
         return key not in PRESETS[preset] or node.location.file.startswith("--set")
 
-    def without(node: Node) -> Node:
+    def without(node: YamlNode) -> YamlNode:
         if not isinstance(node.value, dict):
             return node
         return replace(node, value={key: child for key, child in node.value.items() if is_kept(key, child)})
@@ -218,7 +218,7 @@ def _without_preset(root: Node, preset: str) -> Node:
     return root.changed(section.split("."), without)
 
 
-def _child(node: Node | None, *keys: str) -> Node | None:
+def _child(node: YamlNode | None, *keys: str) -> YamlNode | None:
     for key in keys:
         node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
     return node

@@ -32,7 +32,7 @@ from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.validation_errors import explain
-from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, Node
+from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, YamlNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
 
 
 def _load(
-    root: Node | None,
+    root: YamlNode | None,
     overrides: Sequence[str],
     layers: Layers,
     references: dict[tuple[str, ...], str],
@@ -166,7 +166,7 @@ def _user_code(spec: ExperimentSpec) -> Iterator[tuple[str, str]]:
             yield key, text
 
 
-def _without_evaluation(root: Node, problems: list[Problem]) -> Node:
+def _without_evaluation(root: YamlNode, problems: list[Problem]) -> YamlNode:
     """Carry out `evaluation: off`: remove the held-out prompts. A later override may name prompts again."""
     evaluation = root.child("evaluation")
     if evaluation is None or evaluation.value not in (False, "off"):
@@ -175,7 +175,7 @@ def _without_evaluation(root: Node, problems: list[Problem]) -> Node:
     return override(root.changed(["evaluation"], lambda _: None), "data.eval=null", problems)
 
 
-def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
+def _too_large(root: YamlNode, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
     """The limit that the spec exceeds when it is written as one file, or empty text.
 
     A spec beyond a limit could not be loaded again, so the run could not be resumed.
@@ -200,7 +200,7 @@ def _measure(value: Any) -> tuple[int, int]:
     return 1 + sum(count for count, _ in inner_measures), keys_length + sum(length for _, length in inner_measures)
 
 
-def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
+def _absolute(node: YamlNode, is_path: Callable[[str, str], bool]) -> YamlNode:
     """Make the node's path absolute, or each item of a list. Relative paths start at the folder of the node's file.
 
     ``is_path(text, path)`` tells paths from other texts, such as hub ids; ``path`` is the text's absolute form.
@@ -219,7 +219,7 @@ def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
     return replace(node, value=path, reference=reference)
 
 
-def _expanded(node: Node, shows_references: bool) -> Node:
+def _expanded(node: YamlNode, shows_references: bool) -> YamlNode:
     """Replace each pattern by its files. A pattern with a reference stays, because the file names would show the value
     of the environment variable, unless the values of this key are public anyway."""
     if isinstance(node.value, list):

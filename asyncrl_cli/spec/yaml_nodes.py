@@ -72,10 +72,10 @@ Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A value with its location, and the location of its key if it has a key."""
 
-    value: dict[str, Node] | list[Node] | Scalar
+    value: dict[str, YamlNode] | list[YamlNode] | Scalar
     location: Location
     key_location: Location | None = None
     reference: str | None = None
@@ -90,7 +90,7 @@ class Node:
             return [node.plain(with_references) for node in self.value]
         return self.reference if with_references and self.reference is not None else self.value
 
-    def child(self, key: str) -> Node | None:
+    def child(self, key: str) -> YamlNode | None:
         """Return the entry of a key, or of an index of a list."""
         if isinstance(self.value, dict):
             return self.value.get(key)
@@ -98,12 +98,12 @@ class Node:
             return self.value[int(key)]
         return None
 
-    def changed(self, keys: list[str], change: Callable[[Node], Node | None]) -> Node:
+    def changed(self, keys: list[str], change: Callable[[YamlNode], YamlNode | None]) -> YamlNode:
         """Return a copy of the tree with ``change`` applied to every node at the path ``keys`` (``*``: any key or
         index). If ``change`` returns None, the entry is removed."""
         head, *further_keys = keys
 
-        def changed_child(child: Node) -> Node | None:
+        def changed_child(child: YamlNode) -> YamlNode | None:
             return child.changed(further_keys, change) if further_keys else change(child)
 
         if isinstance(self.value, list) and head == "*":
@@ -139,7 +139,7 @@ class Node:
         return node.key_location or node.location if key else node.location
 
 
-def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = "") -> Node | None:
+def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = "") -> YamlNode | None:
     """Read one YAML document; None if its structure cannot be read (``problems`` says why).
 
     ``origin`` names the file; if it is a command-line option, every node has this option as its location. ``path`` is
@@ -148,7 +148,7 @@ def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = 
     reader = _Reader(origin, problems)
     try:
         root = _Loader(text).get_single_node()
-        return reader.node(root, path) if root else Node(None, reader.location(0, 0))
+        return reader.node(root, path) if root else YamlNode(None, reader.location(0, 0))
     except yaml.reader.ReaderError as error:
         line, column = text.count("\n", 0, error.position), error.position - text.rfind("\n", 0, error.position) - 1
         character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
@@ -185,7 +185,7 @@ class _Reader:
     def report(self, path: str, message: str, location: Location, hint: str = "") -> None:
         self.problems.append(Problem(path, message, hint).at(location))
 
-    def node(self, source: yaml.Node, path: str) -> Node:
+    def node(self, source: yaml.Node, path: str) -> YamlNode:
         location = self.location(source.start_mark.line, source.start_mark.column)
         self.values += 1
         if self.values > MAX_VALUES:
@@ -194,20 +194,20 @@ class _Reader:
             raise _TooLarge(_TOO_DEEP, source.start_mark)
         if any(source is parent for parent in self.open):
             self.report(path, "alias contains itself", location)
-            return Node(None, location)
+            return YamlNode(None, location)
         self.open.append(source)
         try:
             if isinstance(source, yaml.MappingNode):
-                return Node(self.mapping(source, path), location)
+                return YamlNode(self.mapping(source, path), location)
             if isinstance(source, yaml.SequenceNode):
-                return Node([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], location)
+                return YamlNode([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], location)
             value, substituted = self.scalar(source.tag, text=source.value, path=path, location=location)
-            return Node(value, location, reference=source.value if substituted else None)
+            return YamlNode(value, location, reference=source.value if substituted else None)
         finally:
             self.open.pop()
 
-    def mapping(self, source: yaml.MappingNode, path: str) -> dict[str, Node]:
-        entries: dict[str, Node] = {}
+    def mapping(self, source: yaml.MappingNode, path: str) -> dict[str, YamlNode]:
+        entries: dict[str, YamlNode] = {}
         for key, value in source.value:
             location = self.location(key.start_mark.line, key.start_mark.column)
             if key.tag != _TAG + "str":

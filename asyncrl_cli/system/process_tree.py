@@ -27,7 +27,7 @@ NOT_STARTED = 127
 """Exit status when the command cannot be started, as in a shell."""
 
 
-class Process(NamedTuple):
+class ProcessEntry(NamedTuple):
     """One process. ``is_zombie``: it has ended, and its parent has not waited for it yet."""
 
     pid: int
@@ -47,16 +47,16 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Process]:
+def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[ProcessEntry]:
     """The descendants of all ``roots``, without the roots, and without ``excluded`` and their descendants."""
     # Not psutil: it reads all of /proc for each root and excluded process, and the keeper starts faster without it.
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessEntry]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has just ended
                 # The line is "pid (name) state parent ...", and the name may hold parentheses and spaces.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                process = Process(int(entry.name), int(fields[1]), fields[0] in "ZX")
+                process = ProcessEntry(int(entry.name), int(fields[1]), fields[0] in "ZX")
                 children.setdefault(process.parent, []).append(process)
     result, parents, excluded_pids = [], list(roots), frozenset(excluded)
     while parents:

@@ -27,7 +27,7 @@ from asyncrl_cli.tasks.base import SPEC_FOLDER
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.workers.episode_player import EpisodePlayer, display_name
-from asyncrl_cli.workers.messages import BEAT_S, Beat, Blocked, Cancel, Load, LoadedTask, Play, Role, Score
+from asyncrl_cli.workers.messages import BEAT_S, Beat, BlockedLoop, Cancel, Load, LoadedTask, Play, Role, Score
 from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
 ORPHANS_S = 60.0
@@ -105,7 +105,7 @@ class Heartbeat(threading.Thread):
             else:
                 missed += 1
                 if missed == self._allowed_misses and self._blocked_by is not None:
-                    self._owner.send(self._blocked_by(self._loop), Blocked())
+                    self._owner.send(self._blocked_by(self._loop), BlockedLoop())
             self._orphans.reap()
             time.sleep(BEAT_S)
 

@@ -118,5 +118,5 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class BlockedLoop:
     """The episode with this message's number blocks the event loop. Without a number it is unknown which one does."""

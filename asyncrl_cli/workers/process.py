@@ -42,7 +42,7 @@ from asyncrl_cli.workers.messages import (
     BEAT_S,
     GRACE_S,
     Beat,
-    Blocked,
+    BlockedLoop,
     Cancel,
     Load,
     LoadedTask,
@@ -281,7 +281,7 @@ class WorkerProcess:
                 self._silent_s = 0.0
                 if isinstance(answer, Beat):
                     continue
-                if isinstance(answer, Blocked):
+                if isinstance(answer, BlockedLoop):
                     reason = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
                     if request_id is not None:
                         self._answer(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.checks.hosts import probe
-from asyncrl_cli.checks.hosts.probe import ANOTHER_HOST, CLOSED, NO_ROUTE, REFUSED, SILENT, Host, HostProbe, Problem
+from asyncrl_cli.checks.hosts.probe import ANOTHER_HOST, CLOSED, NO_ROUTE, REFUSED, SILENT, Host, HostProbe, HostProblem
 from asyncrl_cli.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -32,10 +32,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def problem_with(serve: Serve) -> Problem | None:
+def problem_with(serve: Serve) -> HostProblem | None:
     """The result of a connection to a server that does this."""
 
-    async def connect() -> Problem | None:
+    async def connect() -> HostProblem | None:
         async with await asyncio.start_server(serve, HERE, 0) as server:
             port = server.sockets[0].getsockname()[1]
             return await HostProbe(host("one"), "secret").connection_problem(host("two", port))
@@ -44,7 +44,7 @@ def problem_with(serve: Serve) -> Problem | None:
 
 
 def test_a_probe_reaches_another_one() -> None:
-    async def connect() -> Problem | None:
+    async def connect() -> HostProblem | None:
         one, two = HostProbe(host("one"), "secret"), HostProbe(host("two"), "secret")
         return await one.connection_problem(host("two", (await two.open()).port))
 
@@ -93,7 +93,7 @@ def test_a_host_that_answers_nothing_is_silent() -> None:
 
 
 @pytest.mark.parametrize(("answer", "problem"), [(b"three\n", ANOTHER_HOST), (b"", CLOSED)])
-def test_another_process_at_the_address_is_not_the_host(answer: bytes, problem: Problem) -> None:
+def test_another_process_at_the_address_is_not_the_host(answer: bytes, problem: HostProblem) -> None:
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.write(answer)
@@ -111,7 +111,7 @@ def test_another_process_at_the_address_is_not_the_host(answer: bytes, problem: 
     ],
 )
 def test_connection_errors_are_classified(
-    error: BaseException, problem: Problem, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, problem: HostProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_: object) -> None:
         raise error

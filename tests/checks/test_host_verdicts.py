@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import verdicts
-from asyncrl_cli.checks.hosts.probe import ANOTHER_HOST, CLOSED, NO_ROUTE, REFUSED, SILENT, Host, HostReport, Problem
+from asyncrl_cli.checks.hosts.probe import (
+    ANOTHER_HOST,
+    CLOSED,
+    NO_ROUTE,
+    REFUSED,
+    SILENT,
+    Host,
+    HostProblem,
+    HostReport,
+)
 from asyncrl_cli.checks.hosts.verdicts import MAX_LISTED
 from asyncrl_cli.checks.machine import GIB
 
@@ -33,7 +42,7 @@ def statuses(findings: list[Finding]) -> list[str]:
 
 
 def test_hosts_with_an_old_driver_are_named_together() -> None:
-    old = replace(FACTS, driver=Problem("the NVIDIA driver is 550", "install driver 580"))
+    old = replace(FACTS, driver=HostProblem("the NVIDIA driver is 550", "install driver 580"))
     (finding,) = verdicts.judge_drivers({"a": old, "b": FACTS, "c": old})
     assert finding == Finding("GPUs", Status.FAILURE, "a; c: the NVIDIA driver is 550", "install driver 580")
     assert list(verdicts.judge_drivers({"b": FACTS})) == []
@@ -112,7 +121,7 @@ def test_a_cluster_without_a_token_is_a_warning() -> None:
 
 
 def test_lost_hosts_and_unshared_folders_are_failures() -> None:
-    lost, left = verdicts.judge_lost(dict.fromkeys("ab", Problem("the process died", "look")), {"b"})
+    lost, left = verdicts.judge_lost(dict.fromkeys("ab", HostProblem("the process died", "look")), {"b"})
     assert (lost.status, lost.found, lost.hint) == ("failure", "a: the process died", "look")
     assert (left.status, left.found) == ("warning", "b has left the cluster during the check") and left.hint
     assert verdicts.judge_folder(Path("/runs"), {}).found == "all hosts read and write /runs"

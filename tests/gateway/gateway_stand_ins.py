@@ -22,7 +22,7 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits
 from asyncrl_cli.gateway.server import Gateway, listen
 from asyncrl_cli.gateway.service import Service
-from asyncrl_cli.gateway.session import Limits, Session
+from asyncrl_cli.gateway.session import Session, SessionLimits
 from asyncrl_cli.gateway.sessions import Sessions, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import GatewaySpec
@@ -155,7 +155,7 @@ def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limit
         engine.chat,
         engine.generate,
         Sampling(temperature=1.0, max_tokens=MAX_LENGTH, seed=11 if fixed_sampling else None),
-        Limits(**({"max_length": MAX_LENGTH, "max_call_tokens": MAX_LENGTH} | limits)),
+        SessionLimits(**({"max_length": MAX_LENGTH, "max_call_tokens": MAX_LENGTH} | limits)),
         fixed_sampling=fixed_sampling,
     )
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
+from asyncrl_cli.gateway.session import CallOptions, Reply, Session, SessionLimits
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from tests.gateway.conversation_stand_ins import (
     CALC,
@@ -29,7 +29,7 @@ from tests.gateway.conversation_stand_ins import (
 pytestmark = pytest.mark.slow
 
 Messages = list[dict[str, Any]]
-LIMITS = Limits(max_length=4000, max_call_tokens=400)
+LIMITS = SessionLimits(max_length=4000, max_call_tokens=400)
 SAMPLING = Sampling(temperature=1.0, max_tokens=400, seed=5)
 
 

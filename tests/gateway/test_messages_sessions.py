@@ -13,7 +13,7 @@ from test_messages_blocks import TEXTS, javascript
 
 from asyncrl_cli.gateway.messages_reply import reply_blocks
 from asyncrl_cli.gateway.messages_request import MessagesRequest
-from asyncrl_cli.gateway.session import CallOptions, Limits, Session
+from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
 from asyncrl_cli.records.generation import Sampling
 from tests.gateway.conversation_stand_ins import CALC, HashModel, ask_chat, byte_chat, character_chat
 
@@ -31,7 +31,7 @@ def answered(call: dict[str, Any], text: str, is_error: bool) -> dict[str, Any]:
 def test_every_call_continues_the_one_before(chat: Any, turns: list[tuple[str, bool]]) -> None:
     chat = chat()
     model = HashModel(chat)
-    limits = Limits(max_length=2**14, max_call_tokens=64)
+    limits = SessionLimits(max_length=2**14, max_call_tokens=64)
     session = Session("7-2", chat, model.generate, Sampling(1.0, 64, seed=5), limits, fixed_sampling=True)
     history: list[Any] = []
 

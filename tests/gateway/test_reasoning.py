@@ -15,7 +15,7 @@ from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
 from asyncrl_cli.gateway.reply_stream import ReplyPart, divided
-from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
+from asyncrl_cli.gateway.session import CallOptions, Reply, Session, SessionLimits
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.response_text import decoder
@@ -161,7 +161,7 @@ class Script:
         )
 
     def session(self) -> Session:
-        limits = Limits(max_length=1000, max_call_tokens=500)
+        limits = SessionLimits(max_length=1000, max_call_tokens=500)
         return Session("3-1", self.chat, self.generate, Sampling(1.0, 500, seed=3), limits, fixed_sampling=True)
 
 

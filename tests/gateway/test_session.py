@@ -12,7 +12,7 @@ import pytest
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import CallOptions, Limits, Session
+from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
@@ -72,8 +72,8 @@ class Model:
         )
 
 
-def session(model: Any, *, limits: Limits | None = None, fixed: bool = True, **arguments: Any) -> Session:
-    limits = limits or Limits(max_length=100, max_call_tokens=50)
+def session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = True, **arguments: Any) -> Session:
+    limits = limits or SessionLimits(max_length=100, max_call_tokens=50)
     return Session("3-1", CHAT, model.generate, SAMPLING, limits, fixed_sampling=fixed, priority=3, **arguments)
 
 
@@ -134,7 +134,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
 def byte_session(*texts: str) -> Session:
     chat = ChatFormat(byte_tokenizer(), reasoning_parser_name="qwen3")
     model = Model(*texts, chat=chat)
-    return Session("3-1", chat, model.generate, SAMPLING, Limits(500, 50), fixed_sampling=True)
+    return Session("3-1", chat, model.generate, SAMPLING, SessionLimits(500, 50), fixed_sampling=True)
 
 
 def test_a_reply_continues_the_message_at_the_end_and_the_turn_continues_in_its_tokens() -> None:
@@ -251,7 +251,7 @@ def test_texts_continue_in_token_space() -> None:
     ],
 )
 def test_refused_calls(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
-    one = session(Model(), limits=Limits(max_length=100, max_call_tokens=50, max_calls=4))
+    one = session(Model(), limits=SessionLimits(max_length=100, max_call_tokens=50, max_calls=4))
     with pytest.raises(ApiError) as error:
         run(work(one))
     assert error.value.status == status
@@ -263,7 +263,7 @@ def test_refused_calls(work: Callable[[Session], Any], status: int, code: str, f
 
 def test_limits_are_kept() -> None:
     model = Model(*["0123456789"] * 9)
-    one = session(model, limits=Limits(max_length=40, max_call_tokens=8, max_calls=4, max_sampled_tokens=25))
+    one = session(model, limits=SessionLimits(max_length=40, max_call_tokens=8, max_calls=4, max_sampled_tokens=25))
     conversation: list[Any] = list(HELLO)
     for allowed in (8, 8, 8, 1):
         (reply,) = run(ask_chat(one, conversation, None, CallOptions(max_tokens=40)))
@@ -278,7 +278,7 @@ def test_limits_are_kept() -> None:
     assert error.value.code == "max_sampled_tokens_exceeded"
     assert one.failure == "this session has reached its limit of 4 calls", "the first one"
 
-    short = session(model, limits=Limits(max_length=9, max_call_tokens=50))
+    short = session(model, limits=SessionLimits(max_length=9, max_call_tokens=50))
     for most in (None, 32_000):
         (reply,) = run(ask_chat(short, HELLO, None, CallOptions(max_tokens=most)))
         assert (len(reply.token_ids), reply.finish_reason) == (4, "length"), "as many tokens as fit"
@@ -371,7 +371,9 @@ def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
     ids = np.asarray([*CHAT.encode("hello"), *CHAT.encode("done.")], np.int32)
     versions = np.asarray([CONTEXT] * 5 + [4] * 5, np.int32)
     parts = tuple(split_by_version("3-1", 0, ids, np.zeros(10, np.float32), [(CONTEXT, 0), (4, 5)]))
-    one = Session("3-1", chat, Model().generate, SAMPLING, Limits(100, 50), fixed_sampling=True, recorded={0: parts})
+    one = Session(
+        "3-1", chat, Model().generate, SAMPLING, SessionLimits(100, 50), fixed_sampling=True, recorded={0: parts}
+    )
     (reply,) = run(ask_chat(one, HELLO, None, CallOptions()))
     assert (reply.text, reply.finish_reason) == ("done.", "stop")
     rollout = one.rollout()
@@ -400,7 +402,7 @@ def test_a_template_that_cannot_continue_gives_each_call_a_branch() -> None:
     tokenizer = character_tokenizer(100)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}"
     model = Model("a", "b")
-    one = Session("3-1", ChatFormat(tokenizer), model.generate, SAMPLING, Limits(100, 50), fixed_sampling=True)
+    one = Session("3-1", ChatFormat(tokenizer), model.generate, SAMPLING, SessionLimits(100, 50), fixed_sampling=True)
     (first,) = run(ask_chat(one, HELLO, None, CallOptions()))
     (second,) = run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
     assert CHAT.decode(second.prompt_ids) == "hello,a,?."

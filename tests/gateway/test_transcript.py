@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.transcript import Transcript, Turn
+from asyncrl_cli.gateway.transcript import ReplyEnd, Transcript
 from asyncrl_cli.records.generation import Segment, TokenSequence
 
 IDS = st.lists(st.integers(1, 3), min_size=1, max_size=6)
@@ -26,7 +26,9 @@ def test_reported_tokens_end_as_the_final_replys_tokens(
     call = transcript.begin(None, prompt)
     on_the_way = sampled(streamed)
     transcript.grow(call, [Segment("0-0", 0, 7, on_the_way.ids, on_the_way.logprobs)])
-    transcript.end(call, sampled(sampled_ids), "stop", Turn(len(prompt) + len(sampled_ids), sampled_ids[-1], text=""))
+    transcript.end(
+        call, sampled(sampled_ids), "stop", ReplyEnd(len(prompt) + len(sampled_ids), sampled_ids[-1], text="")
+    )
     received: list[int] = []
     for segment in reported:
         received[segment.start :] = segment.ids.tolist()

@@ -14,7 +14,7 @@ from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.report.answers import change, leading_series, trend
 from asyncrl_cli.inspect.report.answers import learned as answer
-from asyncrl_cli.journal.history import Evaluation
+from asyncrl_cli.journal.history import EvaluationRecord
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,8 @@ def learned(*arguments: Any, **options: Any) -> tuple[str, str]:
 RISING = [at / 100 for at in range(100)]
 
 
-def evaluation(step: int, accuracy: float, prompts: int = 512, kind: str = "greedy") -> Evaluation:
-    return Evaluation(0.0, step, kind, accuracy, accuracy, 10.0, prompts, oldest=0, newest=0)
+def evaluation(step: int, accuracy: float, prompts: int = 512, kind: str = "greedy") -> EvaluationRecord:
+    return EvaluationRecord(0.0, step, kind, accuracy, accuracy, 10.0, prompts, oldest=0, newest=0)
 
 
 @pytest.mark.parametrize(

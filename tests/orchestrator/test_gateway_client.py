@@ -14,7 +14,7 @@ from stand_ins import StandInGateway, remote, run, spec, turns
 from test_episodes import CHAT, PROMPT, SAMPLING, Model
 
 from asyncrl_cli.gateway.actor import MAX_COLLECTED_TOKENS, GatewaySetup, Outgoing, SessionOpening, Transfer
-from asyncrl_cli.gateway.session import CallOptions, Limits
+from asyncrl_cli.gateway.session import CallOptions, SessionLimits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
@@ -70,7 +70,7 @@ class Harness:
         """A session without a journal."""
 
     def session(self, name: str) -> Any:
-        opening = SessionOpening(name, name.partition("~")[0], SAMPLING, Limits(200, 8))
+        opening = SessionOpening(name, name.partition("~")[0], SAMPLING, SessionLimits(200, 8))
         return self.client.session(opening, self.segments.extend, self.model.generate)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.plan.costs import Costs, EngineCost
-from asyncrl_cli.plan.engine_model import Engine, Sequence
-from asyncrl_cli.plan.fit import MOST_SHARED, EngineFit, Request, fit_engine, fit_trainer, nonnegative
+from asyncrl_cli.plan.engine_model import Sequence, SimulatedEngine
+from asyncrl_cli.plan.fit import MOST_SHARED, EngineFit, RequestTiming, fit_engine, fit_trainer, nonnegative
 from asyncrl_cli.plan.simulator import Simulation
 from tests.plan.scenarios import COSTS, lengths, scenario, settings
 
@@ -18,7 +18,7 @@ class Recorded(Simulation):
     """A simulation of one engine that records what a journal would: requests, training and stalls."""
 
     def run_and_fit(self, shared_host: bool) -> EngineFit:
-        self.requests: list[Request] = []
+        self.requests: list[RequestTiming] = []
         self.training: list[tuple[float, float]] = []
         self.stalls: list[tuple[float, float]] = []
         self._begun: dict[int, tuple[float, Sequence]] = {}
@@ -32,7 +32,7 @@ class Recorded(Simulation):
         super()._request(group_id)
         self._note()
 
-    def _engine_event(self, engine: Engine, stamp: int) -> None:
+    def _engine_event(self, engine: SimulatedEngine, stamp: int) -> None:
         super()._engine_event(engine, stamp)
         self._note()
 
@@ -51,7 +51,7 @@ class Recorded(Simulation):
         running = {id(sequence): sequence for sequence in self._engines[0].running.values()}
         for key in self._begun.keys() - running.keys():
             begun, sequence = self._begun.pop(key)
-            self.requests.append(Request(begun, self._clock_s, sequence.tokens_left, sequence.context))
+            self.requests.append(RequestTiming(begun, self._clock_s, sequence.tokens_left, sequence.context))
         for key in running.keys() - self._begun.keys():
             self._begun[key] = (self._clock_s, running[key])
 
@@ -140,4 +140,4 @@ def test_no_constant_is_below_0() -> None:
 
 def test_too_few_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="too few"):
-        fit_engine([[Request(0.0, 1.0, 10)]], [[]], [], False)
+        fit_engine([[RequestTiming(0.0, 1.0, 10)]], [[]], [], False)

@@ -16,7 +16,7 @@ from asyncrl_cli.inspect.plan_page import comparison_table
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.plan.comparison import WITHIN, Line, compare, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import NOTICEABLE, Devices, advice, predict, spans
+from asyncrl_cli.plan.prediction import NOTICEABLE, DeviceSizes, advice, predict, spans
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.generation import EngineRequest
 from tests.journal.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
@@ -176,7 +176,7 @@ def in_situation(name: str) -> Scenario:
 @pytest.mark.parametrize("part", ["trainer", "publish", "engines", "bound", "tail"])
 def test_the_limit_is_the_part_that_shortens_a_step_most(part: str) -> None:
     of = in_situation(part)
-    found = predict(of, 30_000, Devices(2, 1, 4), steps=12)
+    found = predict(of, 30_000, DeviceSizes(2, 1, 4), steps=12)
     assert found.limit == part, found.savings
     limit, _, bound, helps = advice(found)
     assert f"steps would take {found.savings[found.limit]:.0%} less time." in limit
@@ -199,7 +199,7 @@ def test_a_bound_whose_removal_saves_five_percent_does_not_limit(own_s: float, l
 
 
 def test_a_prediction_is_consistent() -> None:
-    found = predict(scenario(small(8, 2)), 300, Devices(2, 1, 4), steps=12)
+    found = predict(scenario(small(8, 2)), 300, DeviceSizes(2, 1, 4), steps=12)
     assert found.bounds[2] == found.outcome.step_s
     assert (1 - NOTICEABLE) * found.bounds[found.free] <= min(found.bounds.values())
     assert found.ratio_to_sync > 1
@@ -210,10 +210,10 @@ def test_a_prediction_is_consistent() -> None:
 
 def test_a_change_says_how_many_gpus_it_adds() -> None:
     of = replace(in_situation("engines"), engines=2)
-    (engines,) = [one for one in predict(of, 3000, Devices(2, 1, 4), steps=12).changes if one.more_gpus]
+    (engines,) = [one for one in predict(of, 3000, DeviceSizes(2, 1, 4), steps=12).changes if one.more_gpus]
     assert str(engines).startswith("rollout.engines=4 (needs 4 more GPUs): ") and str(engines).endswith("% less")
     (ranks,) = [
-        one for one in predict(in_situation("ranks"), 3000, Devices(2, 1, 1), steps=12).changes if one.more_gpus
+        one for one in predict(in_situation("ranks"), 3000, DeviceSizes(2, 1, 1), steps=12).changes if one.more_gpus
     ]
     assert str(ranks).startswith("trainer.ranks=2 (needs 1 more GPU): ")
     assert not [one for one in predict(of, 3000, None, steps=12).changes if "engines" in one.setting]

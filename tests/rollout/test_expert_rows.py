@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.transcript import Transcript, Turn
+from asyncrl_cli.gateway.transcript import ReplyEnd, Transcript
 from asyncrl_cli.records.experts import UNKNOWN, Experts, filled, from_bytes, join_experts, to_bytes
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.continuation import finished
@@ -190,7 +190,7 @@ def test_an_episode_has_the_experts_of_its_prompts_and_replies(turns: list[tuple
         if streamed:
             assert answer.experts is not None
             transcript.grow(call, [Segment("x", 0, 5, answer.ids, answer.logprobs, answer.experts)])
-        transcript.end(call, answer, "stop", Turn(end, end - 1))
+        transcript.end(call, answer, "stop", ReplyEnd(end, end - 1))
         engines += [number] * (given_tokens + sampled)
     rollout = transcript.rollout(str)
     assert rollout is not None

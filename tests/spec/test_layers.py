@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl_cli.spec.layers import Layers, merge, override
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Location, Problem, SpecError
-from asyncrl_cli.spec.yaml_nodes import Node
+from asyncrl_cli.spec.yaml_nodes import YamlNode
 
 pytestmark = pytest.mark.slow
 
@@ -21,13 +21,13 @@ HERE = Location("here", 1, 1)
 QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
 
 
-def tree(value: Any) -> Node:
+def tree(value: Any) -> YamlNode:
     if isinstance(value, dict):
-        return Node({key: tree(inner) for key, inner in value.items()}, HERE)
-    return Node([tree(inner) for inner in value] if isinstance(value, list) else value, HERE)
+        return YamlNode({key: tree(inner) for key, inner in value.items()}, HERE)
+    return YamlNode([tree(inner) for inner in value] if isinstance(value, list) else value, HERE)
 
 
-def layers(path: Path) -> tuple[Node | None, list[Problem]]:
+def layers(path: Path) -> tuple[YamlNode | None, list[Problem]]:
     problems: list[Problem] = []
     return Layers(problems).read(str(path)), problems
 

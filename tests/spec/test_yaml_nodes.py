@@ -7,10 +7,10 @@ import math
 import pytest
 
 from asyncrl_cli.spec.problems import Location, Problem
-from asyncrl_cli.spec.yaml_nodes import Node, read_yaml
+from asyncrl_cli.spec.yaml_nodes import YamlNode, read_yaml
 
 
-def read(text: str) -> tuple[Node | None, list[Problem]]:
+def read(text: str) -> tuple[YamlNode | None, list[Problem]]:
     problems: list[Problem] = []
     return read_yaml(text, Location("s.yaml", 1, 1), problems), problems
 

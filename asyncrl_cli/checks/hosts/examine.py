@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checks.finding import Finding, Status
-from asyncrl_cli.checks.hosts.probe import CONNECT_S, VISIBLE_S, Host, HostProbe, Problem, appears, marked_folder
+from asyncrl_cli.checks.hosts.probe import CONNECT_S, VISIBLE_S, Host, HostProbe, HostProblem, appears, marked_folder
 from asyncrl_cli.checks.hosts.verdicts import Answers, findings_about
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.core.terminal import counted
@@ -147,7 +147,7 @@ async def _answers(hosts: Sequence[Host], runs_dir: Path) -> Answers:
             return await wait_for(call, host.name, limit_s)
         except UserError as error:
             hint = error.hint if isinstance(error, ConfigError) else LOST_HINT
-            answers.lost[host.name] = Problem(error.message, hint)
+            answers.lost[host.name] = HostProblem(error.message, hint)
             answers.reports.pop(host.name, None)
             return None
 

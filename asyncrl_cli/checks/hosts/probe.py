@@ -33,28 +33,28 @@ some seconds."""
 POLL_S = 0.1
 
 
-class Problem(NamedTuple):
+class HostProblem(NamedTuple):
     """A problem of a host, and its remedy."""
 
     text: str
     hint: str
 
 
-SILENT = Problem(
+SILENT = HostProblem(
     f"gave no answer within {CONNECT_S:.0f} s",
     "a firewall drops the packets: open all TCP ports between the hosts; or other hosts cannot reach this address: "
     "start Ray with the right --node-ip-address",
 )
-REFUSED = Problem(
+REFUSED = HostProblem(
     "refused the connection",
     "a firewall rejects it, or another host has this address: open all TCP ports between the hosts",
 )
-NO_ROUTE = Problem(
+NO_ROUTE = HostProblem(
     "cannot be reached: no route",
     "the address belongs to another network: start Ray with the --node-ip-address of the network that hosts share",
 )
-CLOSED = Problem("closed the connection", "see Ray's logs on that host; its probe may have been killed")
-ANOTHER_HOST = Problem(
+CLOSED = HostProblem("closed the connection", "see Ray's logs on that host; its probe may have been killed")
+ANOTHER_HOST = HostProblem(
     "did not answer: another process answered at its address",
     "two hosts have one address: start Ray with a --node-ip-address that is not a bridge's, such as docker0",
 )
@@ -82,13 +82,13 @@ class HostReport:
     code: str  # checksum of asyncrl's code
     memory: int  # available bytes
     token: bool  # True if Ray asks for a token
-    driver: Problem | None = None  # why torch cannot use its GPUs
+    driver: HostProblem | None = None  # why torch cannot use its GPUs
 
 
 class Surroundings(NamedTuple):
     """A host's report about the other hosts (by name), and about the shared folder ("" if it is shared)."""
 
-    unreachable: Mapping[str, Problem]
+    unreachable: Mapping[str, HostProblem]
     folder_problem: str
 
 
@@ -116,7 +116,7 @@ class HostProbe:
         unreachable = {host.name: problem for host, problem in zip(other_hosts, problems, strict=True) if problem}
         return Surroundings(unreachable, await asyncio.to_thread(answer, mark, self._host.node_id))
 
-    async def connection_problem(self, target: Host) -> Problem | None:
+    async def connection_problem(self, target: Host) -> HostProblem | None:
         """Connect to another host. Returns the problem if this fails."""
         writer: asyncio.StreamWriter | None = None
         try:
@@ -163,7 +163,7 @@ def _report(port: int) -> HostReport:
         code=code_checksum(),
         memory=available_memory(),
         token=get_authentication_mode() == AuthenticationMode.TOKEN,
-        driver=None if unusable_gpus is None else Problem(*unusable_gpus),
+        driver=None if unusable_gpus is None else HostProblem(*unusable_gpus),
     )
 
 

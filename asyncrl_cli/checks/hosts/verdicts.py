@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl_cli.checks.finding import Finding, Status
-from asyncrl_cli.checks.hosts.probe import Host, HostReport, Problem
+from asyncrl_cli.checks.hosts.probe import Host, HostProblem, HostReport
 from asyncrl_cli.sizing.host import GIB
 
 MUST_BE_EQUAL = frozenset(
@@ -28,11 +28,11 @@ class Answers:
     """The hosts' answers, by host name."""
 
     reports: dict[str, HostReport] = field(default_factory=dict)
-    lost: dict[str, Problem] = field(default_factory=dict)
+    lost: dict[str, HostProblem] = field(default_factory=dict)
     """Hosts that did not answer."""
     departed: set[str] = field(default_factory=set)
     """Hosts that left the cluster during the check."""
-    unreachable: dict[Pair, Problem] = field(default_factory=dict)
+    unreachable: dict[Pair, HostProblem] = field(default_factory=dict)
     pair_count: int = 0
     unshared: dict[str, str] = field(default_factory=dict)
     """Hosts that do not see the driver's runs folder."""
@@ -56,7 +56,7 @@ def findings_about(hosts: Sequence[Host], answers: Answers, runs_dir: Path, repl
     ]
 
 
-def judge_lost(problems: Mapping[str, Problem], departed: Set[str]) -> Iterator[Finding]:
+def judge_lost(problems: Mapping[str, HostProblem], departed: Set[str]) -> Iterator[Finding]:
     """Report hosts that did not answer. Hosts that have left the cluster are only a warning, because a run does not use
     them; Ray notices after some seconds that a host has left."""
     for host, problem in problems.items():
@@ -107,7 +107,7 @@ def judge_drivers(reports: Mapping[str, HostReport]) -> Iterator[Finding]:
         yield Finding("GPUs", status=Status.FAILURE, found=f"{_list(hosts)}: {problem.text}", hint=problem.hint)
 
 
-def judge_connections(unreachable: Mapping[Pair, Problem], pair_count: int) -> Iterator[Finding]:
+def judge_connections(unreachable: Mapping[Pair, HostProblem], pair_count: int) -> Iterator[Finding]:
     """Check that every host reaches every other host, in ``pair_count`` pairs."""
     for (source, target), problem in list(unreachable.items())[:MAX_LISTED]:
         text = f"{source} -> {target}: {target} {problem.text}"

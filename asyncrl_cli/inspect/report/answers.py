@@ -28,7 +28,7 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.resolved import value_at
 from asyncrl_cli.journal.history import (
-    Evaluation,
+    EvaluationRecord,
     StepSpan,
     checkpoints,
     first_publish,
@@ -53,7 +53,7 @@ SURE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerCard:
     """A question with its answer, the evidence, and the remedy. ``tone``: good or bad news."""
 
     question: str
@@ -66,13 +66,13 @@ def _no_step(has_ended: bool) -> str:
     return "The run ended before its first step." if has_ended else "No step is trained yet."
 
 
-def healthy(findings: Sequence[HealthFinding], steps: int, has_ended: bool) -> Answer:
+def healthy(findings: Sequence[HealthFinding], steps: int, has_ended: bool) -> AnswerCard:
     """List the findings that last, then those that have ended. ``steps``: number of trained steps."""
     question = "Is it healthy?"
     if not steps:
-        return Answer(question, _no_step(has_ended), "plain")
+        return AnswerCard(question, _no_step(has_ended), "plain")
     if not findings:
-        return Answer(question, f"Yes: no rule was broken in {counted(steps, 'step')}.", "good")
+        return AnswerCard(question, f"Yes: no rule was broken in {counted(steps, 'step')}.", "good")
     # Findings that last and stop learning come first.
     worst, *other_findings = sorted(
         findings, key=lambda finding: (finding.last_step is not None, not finding.stops_learning)
@@ -85,30 +85,30 @@ def healthy(findings: Sequence[HealthFinding], steps: int, has_ended: bool) -> A
     details = [f"{finding.summary[:1].upper()}{finding.summary[1:]}." for finding in other_findings[:HEALTH_LINES]]
     if len(other_findings) > HEALTH_LINES:
         details.append(f"And {len(other_findings) - HEALTH_LINES} more (`asyncrl inspect run`).")
-    return Answer(question, answer, tone, tuple(details))
+    return AnswerCard(question, answer, tone, tuple(details))
 
 
-def stale(report: Report, has_ended: bool) -> Answer:
+def stale(report: Report, has_ended: bool) -> AnswerCard:
     """Say whether the bound on staleness held."""
     question = "Was it ever too stale?"
     bound = counted(report.progress.settings.max_staleness, "version")
     if not report.steps:
-        return Answer(question, _no_step(has_ended), "plain")
+        return AnswerCard(question, _no_step(has_ended), "plain")
     if report.violations:
         rows, first_row = counted(len(report.violations), "row"), report.violations[0]
-        return Answer(question, f"YES: the guarantee is violated ({rows}); the first: {first_row.what}.", "bad")
+        return AnswerCard(question, f"YES: the guarantee is violated ({rows}); the first: {first_row.what}.", "bad")
     ages = together(report.steps).groups
     statistics = f"{number(mean_age(ages))} versions on average and {max(ages, default=0)} at most"
     if report.late:
         verdict = f"{report.late:,} groups were trained past the bound of {bound}, which on_stale: train allows"
-        return Answer(question, f"{verdict}; their staleness was {statistics}.", "bad")
+        return AnswerCard(question, f"{verdict}; their staleness was {statistics}.", "bad")
     verdict = f"No: all {report.groups:,} groups kept the bound of {bound}"
-    return Answer(question, f"{verdict}; their staleness was {statistics}.", "good")
+    return AnswerCard(question, f"{verdict}; their staleness was {statistics}.", "good")
 
 
 def failed(
     phase: str, reason: str, fault_counts: Mapping[str, int], first_fault: str, is_healthy: bool = True
-) -> Answer:
+) -> AnswerCard:
     """Name the failures: ``phase`` and ``reason`` of the run, ``fault_counts`` by kind, and the first fault."""
     question = "What failed?"
     ending = f"The run {phase}: {reason}. " if phase in ("failed", "died") and reason else ""
@@ -118,12 +118,12 @@ def failed(
     if fault_counts:
         counts = ", ".join(f"{count} × {kind}" for kind, count in fault_counts.items())
         survived = "" if ending else " The run continued after each."
-        return Answer(question, f"{ending}Faults: {counts}; the first: {first_fault}.{survived}", tone)
+        return AnswerCard(question, f"{ending}Faults: {counts}; the first: {first_fault}.{survived}", tone)
     if ending:
-        return Answer(question, ending.strip(), tone)
+        return AnswerCard(question, ending.strip(), tone)
     if not is_healthy:
-        return Answer(question, "No part had a fault, but the training is not healthy (see above).", tone)
-    return Answer(question, "Nothing: no part had a fault.", "good")
+        return AnswerCard(question, "No part had a fault, but the training is not healthy (see above).", tone)
+    return AnswerCard(question, "Nothing: no part had a fault.", "good")
 
 
 # -- what limited its speed?
@@ -188,7 +188,7 @@ def trainer_shares(times: Sequence[StepTime]) -> Mapping[TrainerPart, float]:
 
 def limited(
     predicted: Prediction | str, shares: Mapping[TrainerPart, float], costs: Sequence[str], has_ended: bool
-) -> Answer:
+) -> AnswerCard:
     """Say which part limited the speed, and how to make the run faster.
 
     Args:
@@ -198,18 +198,18 @@ def limited(
     """
     question = "What limited its speed?"
     if not shares:
-        return Answer(question, _no_step(has_ended), "plain")
+        return AnswerCard(question, _no_step(has_ended), "plain")
     largest_first = sorted(
         (activity for activity in PART_NAMES if shares[activity] >= 0.005), key=lambda activity: -shares[activity]
     )
     breakdown = ", ".join(f"{PART_NAMES[activity]} {shares[activity]:.0%}" for activity in largest_first)
     evidence = [f"The trainer's time: {breakdown}.", *costs]
     if isinstance(predicted, str):
-        return Answer(question, f"No advice: {predicted}.", "plain", tuple(evidence))
+        return AnswerCard(question, f"No advice: {predicted}.", "plain", tuple(evidence))
     step_s, sync_s = predicted.outcome.step_s, predicted.sync.step_s
     limit, *details = advice(predicted)
     simulated = f"A step takes {step_s:.3g} s in the simulation; without staleness {sync_s:.3g} s."
-    return Answer(question, limit, "plain", (*details, simulated, *evidence))
+    return AnswerCard(question, limit, "plain", (*details, simulated, *evidence))
 
 
 def other_costs(
@@ -245,7 +245,7 @@ def other_costs(
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
 
 
-def change(earlier: Evaluation, later: Evaluation, z: float = Z) -> Direction:
+def change(earlier: EvaluationRecord, later: EvaluationRecord, z: float = Z) -> Direction:
     """Compare the accuracies of two evaluations, and ignore differences within their noise."""
     first_interval = wilson(earlier.accuracy, earlier.prompts, z)
     last_interval = wilson(later.accuracy, later.prompts, z)
@@ -282,16 +282,16 @@ def trend(values: Sequence[float]) -> Trend | None:
 
 def learned(
     rewards: Sequence[float],
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[EvaluationRecord],
     spec: Mapping[str, Any],
     has_ended: bool = False,
     findings: Sequence[HealthFinding] = (),
-) -> Answer:
+) -> AnswerCard:
     """Say whether the run learned. ``rewards``: the mean training reward of each step. ``findings`` of its health that
     last take precedence over an inconclusive comparison."""
     question = "Did it learn?"
     if not rewards and has_ended:
-        return Answer(question, _no_step(has_ended), "plain")
+        return AnswerCard(question, _no_step(has_ended), "plain")
     series = leading_series(evaluations)
     tone: Tone
     verdict, tone = _by_accuracy(series) if series else ("", "plain")
@@ -309,10 +309,10 @@ def learned(
         else:
             comparison = verdict.removeprefix("Inconclusive: ")
             verdict, tone = f"No: {since} {comparison[:1].upper()}{comparison[1:]}", "bad"
-    return Answer(question, verdict, tone)
+    return AnswerCard(question, verdict, tone)
 
 
-def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+def leading_series(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
     """Return the evaluations on which the answer rests, by step: greedy, or otherwise the most frequent kind."""
     ordered = sorted(evaluations, key=attrgetter("kind", "after_step"))
     kinds = {name: list(series) for name, series in groupby(ordered, attrgetter("kind"))}
@@ -320,15 +320,15 @@ def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return kinds["greedy"] if len(kinds.get("greedy", ())) > 1 else max(repeated, key=len, default=[])
 
 
-def with_interval(evaluation: Evaluation) -> str:
+def with_interval(evaluation: EvaluationRecord) -> str:
     """Format an accuracy with its interval and the number of prompts."""
     low, high = wilson(evaluation.accuracy, evaluation.prompts)
     return f"{evaluation.accuracy:.3f} ({low:.3f} to {high:.3f}, {evaluation.prompts:,} prompts)"
 
 
-def _by_accuracy(series: Sequence[Evaluation]) -> tuple[str, Tone]:
+def _by_accuracy(series: Sequence[EvaluationRecord]) -> tuple[str, Tone]:
     """Compare the first and the last evaluation on the same prompts; empty if no two have the same number."""
-    by_prompts: dict[int, list[Evaluation]] = {}
+    by_prompts: dict[int, list[EvaluationRecord]] = {}
     for evaluation in series:
         by_prompts.setdefault(evaluation.prompts, []).append(evaluation)
     comparable = [by_prompts[prompts] for prompts in sorted(by_prompts, reverse=True) if len(by_prompts[prompts]) > 1]
@@ -349,7 +349,7 @@ def _by_accuracy(series: Sequence[Evaluation]) -> tuple[str, Tone]:
     return f"Inconclusive: {measure} did not change beyond its noise, {went}", "plain"
 
 
-def _fell_again(same_prompts: Sequence[Evaluation]) -> str:
+def _fell_again(same_prompts: Sequence[EvaluationRecord]) -> str:
     """Say that the last evaluation is worse than the best by more than noise; empty if it is not."""
     *earlier, end = same_prompts
     best = max(earlier, key=attrgetter("accuracy"))

@@ -11,7 +11,7 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import duration
 from asyncrl_cli.inspect.report.answers import leading_series, with_interval
 from asyncrl_cli.inspect.report.held_out import EvaluationFile, several_samples
-from asyncrl_cli.journal.history import Evaluation, History, StepSpan
+from asyncrl_cli.journal.history import EvaluationRecord, History, StepSpan
 from asyncrl_cli.runs.directory import RunDirectory
 
 UNKNOWN = "–"
@@ -47,7 +47,7 @@ def _run(run: RunDirectory, history: History, spans: Sequence[StepSpan]) -> dict
     }
 
 
-def _held_out(evaluations: Sequence[Evaluation], files: Sequence[EvaluationFile]) -> dict[str, str]:
+def _held_out(evaluations: Sequence[EvaluationRecord], files: Sequence[EvaluationFile]) -> dict[str, str]:
     series = leading_series(evaluations) or list(evaluations[-1:])
     accuracies = dict.fromkeys(("first accuracy", "last accuracy", "best accuracy"), UNKNOWN)
     if series:

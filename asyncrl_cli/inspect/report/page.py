@@ -22,7 +22,7 @@ from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.health import health
 from asyncrl_cli.inspect.pages import moment, number
 from asyncrl_cli.inspect.report.answers import (
-    Answer,
+    AnswerCard,
     failed,
     healthy,
     learned,
@@ -54,7 +54,7 @@ class RunSummary:
     """A run on the page. ``prediction`` may be a text: the reason why there is none."""
 
     run_id: str
-    answers: tuple[Answer, ...]
+    answers: tuple[AnswerCard, ...]
     prediction: Prediction | str
     facts: Facts
     curves: Curves

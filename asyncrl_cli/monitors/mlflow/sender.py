@@ -70,7 +70,7 @@ def target_of(spec: ExperimentSpec) -> Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SendingProgress:
     """The content of ``mlflow.json``. One process at a time may write it."""
 
     run_id: str = ""
@@ -80,7 +80,7 @@ class Progress:
     has replaced the file, these bytes differ, and it is sent from its beginning."""
 
     @classmethod
-    def of(cls, run: RunDirectory) -> Progress:
+    def of(cls, run: RunDirectory) -> SendingProgress:
         """Read the noted progress; none if the file is missing, damaged or from another version of asyncrl."""
         try:
             return cls(**json.loads((run.path / PROGRESS).read_text()))
@@ -98,7 +98,7 @@ class Sender:
         self._client: Any = None
         self._sent_files: dict[str, int] = {}  # modification time (ns) by purpose and path
         self._status = self._health = ""
-        self.progress = Progress.of(run)
+        self.progress = SendingProgress.of(run)
         self.model_version = ""  # the registered model's version that the run's model is, if it is registered
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -145,7 +145,7 @@ class Sender:
         self._client = client
 
     def _note(self, sent: Mapping[str, tuple[int, str]], mlflow_run_id: str | None = None) -> None:
-        self.progress = Progress(mlflow_run_id or self.progress.run_id, sent)
+        self.progress = SendingProgress(mlflow_run_id or self.progress.run_id, sent)
         self._run.write_json(PROGRESS, asdict(self.progress), private=True)
 
     def _send_lines(self, name: str) -> None:

@@ -23,7 +23,7 @@ from select import select
 from typing import Any
 
 from asyncrl_cli.monitors.base import FINISH_S, Ending, Monitor, RunInfo
-from asyncrl_cli.monitors.mlflow.sender import SAMPLES, STATUS, Progress, Sender, Target, failure, target_of
+from asyncrl_cli.monitors.mlflow.sender import SAMPLES, STATUS, Sender, SendingProgress, Target, failure, target_of
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
@@ -72,7 +72,7 @@ class Mlflow(Monitor):
         if problem:
             return f"{problem}, see logs/mlflow.log; the rest is kept, later: asyncrl track {self._run.argument}"
         model = f", as a version of {self._target.model}" if self._target.model and ending.phase == "finished" else ""
-        return f"run {Progress.of(self._run).run_id} in experiment {self._target.experiment}{model}"
+        return f"run {SendingProgress.of(self._run).run_id} in experiment {self._target.experiment}{model}"
 
     def _tell(self, message: Any) -> None:
         assert self._child.stdin is not None
