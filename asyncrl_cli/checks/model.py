@@ -122,9 +122,12 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         replayed_routers(model)
     if spec.model.lora is not None:
         from asyncrl_cli.rollout.engine_settings import check_adapters
+        from asyncrl_cli.train.model.adapter_folder import load_adapter
         from asyncrl_cli.train.model.lora import adapted_layers, add_adapters
 
         add_adapters(model, spec.model.lora, seed=0)
+        if spec.model.lora.path is not None:
+            load_adapter(model, spec.model.lora)
         if spec.model.published_adapter is not None:
             check_adapters(model, adapted_layers(model), spec.rollout.gpus_per_engine > 0)
     sized_model = sized(spec, config, model)

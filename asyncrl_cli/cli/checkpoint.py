@@ -9,9 +9,9 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, Step, add
 from asyncrl_cli.cli.output import echo, show
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.runs.catalogue import find_run
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.directory import WARM_START, RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.runs.checkpoints import Checkpoint
@@ -56,6 +56,9 @@ def export(
     folder: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write; it must be empty or new.")],
     run: RunName = "latest",
     step: Step = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapters (model.lora), as peft does.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write the model of the newest checkpoint, or of --step's checkpoint, as a Hugging Face directory.
@@ -67,22 +70,24 @@ def export(
 
     run_directory = find_run(runs_dir, run)
     _checkpoints(run_directory, step)  # raises if there is none, before torch is imported
+    model = load_recorded(run_directory.path).spec.model
+    if adapter and model.lora is None:
+        raise ConfigError("the run has trained no adapters", location="model.lora", hint="leave out --adapter")
 
+    from asyncrl_cli.train.model.adapter_folder import export_adapter
     from asyncrl_cli.train.model.initial import model_stub_path
     from asyncrl_cli.train.model.saving import check_target, export_model
 
     check_target(folder)
     checkpoint = verified_checkpoint(run_directory, step)
     assert checkpoint is not None
-    model = load_recorded(run_directory.path).spec.model
-    export_model(
-        checkpoint,
-        model_stub=model_stub_path(model, run_directory.model_stub),
-        folder=folder,
-        lora=model.lora,
-        images=model.max_images > 0,
-    )
-    echo(f"the model of step {checkpoint.step} is in {folder}")
+    stub = model_stub_path(model, run_directory.model_stub)
+    if adapter and model.lora is not None:
+        warm_start = run_directory.path.absolute() / WARM_START
+        export_adapter(checkpoint, model.lora, str(warm_start if model.warm_start else model.path or stub), folder)
+    else:
+        export_model(checkpoint, model_stub=stub, folder=folder, lora=model.lora, images=model.max_images > 0)
+    echo(f"the {'adapter' if adapter else 'model'} of step {checkpoint.step} is in {folder}")
 
 
 def prune(

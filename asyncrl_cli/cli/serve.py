@@ -109,6 +109,12 @@ def initial_model(spec: ExperimentSpec) -> Path:
             location="model.warm_start",
             hint="train it with `asyncrl train SPEC --set stop.steps=0`, and name the folder runs/RUN/model",
         )
+    if spec.model.lora is not None and spec.model.lora.path is not None:
+        raise ConfigError(
+            "the initial model is one with an adapter, which is not merged yet",
+            location="model.lora.path",
+            hint="merge it (peft's merge_and_unload) and name the result's folder, or remove the key",
+        )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints to stdout that it found no accelerator
 
     from asyncrl_cli.train.model.initial import prepare_model

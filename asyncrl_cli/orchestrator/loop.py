@@ -55,7 +55,7 @@ from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
 from asyncrl_cli.records.groups import Opening, TakenBatch
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.runs.directory import ADAPTER, MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep
 from asyncrl_cli.system.supervised_actor import RestartBudget
@@ -316,7 +316,8 @@ class Orchestrator:
         await self._finish_evaluation("the evaluation after training")
         await self.checkpoint()
         self._reporter.status("saving the model")
-        await self._trainer.at_step(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
+        model, adapter = self._run.path / MODEL, self._run.path / ADAPTER
+        await self._trainer.at_step(self._step, lambda: self._ranks.save_model(model, adapter))
         if self._uploads.waiting:
             self._reporter.status("waiting for uploads")
         await self._uploads.finish()

@@ -177,9 +177,11 @@ class TrainerRanks:
         )
         return {path: digest for files in rank_digests for path, digest in files.items()}
 
-    async def save_model(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face model."""
-        await self._call("save_model", str(folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes))
+    async def save_model(self, folder: Path, adapter_folder: Path) -> None:
+        """Write the weights as a Hugging Face model, and its adapters, if any, to ``adapter_folder``."""
+        await self._call(
+            "save_model", str(folder), str(adapter_folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes)
+        )
 
     async def _call(
         self, method: str, *arguments: Any, limit_s: float | None = None, group: str | None = None

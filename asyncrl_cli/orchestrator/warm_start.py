@@ -27,7 +27,7 @@ from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import StepReport, SupervisedBatch, SupervisedRow
 from asyncrl_cli.rollout.response_text import end_tokens
-from asyncrl_cli.runs.directory import WARM_START, RunDirectory
+from asyncrl_cli.runs.directory import ADAPTER, WARM_START, RunDirectory
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
@@ -119,7 +119,7 @@ class WarmStart:
                 loss, speed = report.metrics["warm_start/loss"], tokens / (now_s - start_s)
                 self.status(f"warm start, update {update + 1} of {updates}, loss {loss:.3f}, {speed:,.0f} tokens/s")
         with atomic_folder(folder.absolute()) as unfinished:  # the ranks may have another working directory
-            await ranks.save_model(unfinished)
+            await ranks.save_model(unfinished, self.run.path.absolute() / ADAPTER)
 
 
 def _row(report: StepReport) -> dict[str, float]:

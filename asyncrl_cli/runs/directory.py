@@ -53,6 +53,8 @@ DEFAULT_RUNS = Path("runs")
 STATE = "state.json"
 MODEL = "model"
 """The name of the final model's folder in the run's folder."""
+ADAPTER = "adapter"
+"""The name of the folder with the final adapters, as peft saves them."""
 WARM_START = "warm_start"
 """The name of the folder with the warm start's result."""
 LOCK_TIMEOUT_S = 0.5

@@ -144,6 +144,9 @@ class LoraSpec(Section):
     There is no dropout, because it would make the trainer's log-probs differ from the engines' log-probs.
     """
 
+    path: Annotated[Text | None, SystemPath] = None
+    """Folder of an adapter to start from, as peft saves it (`runs/RUN/adapter`, for example). Its rank, alpha and
+    layers must be those given here. A KL penalty still compares with the model without adapters."""
     rank: Count = 16
     """Rank of an adapter, r."""
     alpha: float = Field(32.0, gt=0, le=1_000_000)

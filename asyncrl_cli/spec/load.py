@@ -244,6 +244,7 @@ def _path_keys() -> dict[str, Callable[[str, str], bool]]:
     return {
         "model.path": looks_like_path,
         "algorithm.reference_path": looks_like_path,
+        "model.lora.path": lambda *_: True,
         "model.init.tokenizer": looks_like_path,
         "model.chat_template": lambda text, path: not is_template_name(text) or os.path.isfile(path),
         **dict.fromkeys(splits, lambda text, _: names_a_file(text)),

@@ -14,6 +14,7 @@ from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model import repeatable_attention
+from asyncrl_cli.train.model.adapter_folder import load_adapter
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.flash_attention import check_attention
 from asyncrl_cli.train.model.image_models import model_class
@@ -151,6 +152,8 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     # Before ``initialize``: the optimizer must get only the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
+        if spec.model.lora.path is not None:
+            load_adapter(model, spec.model.lora)
     policy = policy_around(model, spec, model_dir)
     engine = initialize(policy, spec.trainer, load_universal)
     if policy.replay is not None and spec.trainer.expert_parallel > 1:

@@ -18,12 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, by_layer, full_shape, gathered, plain_weights
+from asyncrl_cli.train.model.lora import (
+    PEFT,
+    LoraError,
+    adapter_matrices,
+    by_layer,
+    full_shape,
+    gathered,
+    plain_weights,
+)
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 from asyncrl_cli.weights.mapped import Copies
-
-PEFT = "base_model.model."
-"""Prefix of layer names in adapters saved by peft."""
 
 
 def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:

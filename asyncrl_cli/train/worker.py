@@ -272,10 +272,12 @@ class TrainerWorker:
             raise lost_memory
         return replace(probe, base_logprobs=base) if self._rank == 0 else None
 
-    def save_model(self, folder: str) -> None:
-        """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
+    def save_model(self, folder: str, adapter_folder: str) -> None:
+        """Write the weights as a Hugging Face directory with the tokenizer, and adapters to their own. Rank 0
+        writes."""
         from asyncrl_cli.data.tokenizer import load_tokenizer
-        from asyncrl_cli.train.model.lora import full_weights
+        from asyncrl_cli.train.model.adapter_folder import save_adapter
+        from asyncrl_cli.train.model.lora import full_weights, gathered
         from asyncrl_cli.train.model.saving import save_while_gathered
         from asyncrl_cli.train.shards import engine_layout
 
@@ -288,6 +290,12 @@ class TrainerWorker:
         else:
             for _ in weights:
                 pass
+        if (lora := self._spec.model.lora) is not None:
+            matrices = {name: matrix for name, matrix in self._model.named_parameters() if matrix.requires_grad}
+            with gathered(list(matrices.values()), self._spec.trainer.zero_stage):
+                if self._rank == 0:
+                    Path(adapter_folder).mkdir(exist_ok=True)
+                    save_adapter(matrices, lora, self._model_dir, Path(adapter_folder))
 
     def save_checkpoint(self, folder: str, sharers: int) -> None:
         """Copy this rank's shard of weights and optimizer, its counters and random-number states, and the reference.

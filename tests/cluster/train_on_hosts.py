@@ -32,7 +32,7 @@ async def train(spec: ExperimentSpec, folder: Path) -> TrainerRanks:
     await ranks.start(None)
     for step in range(STEPS):
         await ranks.train_step(batch(step, 4))
-    await ranks.save_model(folder / "model")
+    await ranks.save_model(folder / "model", folder / "adapter")
     return ranks
 
 

@@ -406,7 +406,7 @@ class Rank(Actor):
         return {}
 
     @remote
-    async def save_model(self, folder: str) -> None:
+    async def save_model(self, folder: str, adapter_folder: str) -> None:
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "config.json").write_text(json.dumps(self._weights))
 

@@ -232,8 +232,8 @@ def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: l
         started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004", "/search")
         assert ranks.calls[-2:] == [(rank, "start", started) for rank in range(2)]
         assert len([call for call in ranks.calls if call[1] == "prepare_model"]) == 1, "the model is made once"
-        await ranks.trainer.save_model(Path("/model"))
-        assert ranks.calls[-2:] == [(rank, "save_model", ("/model",)) for rank in range(2)]
+        await ranks.trainer.save_model(Path("/model"), Path("/adapter"))
+        assert ranks.calls[-2:] == [(rank, "save_model", ("/model", "/adapter")) for rank in range(2)]
         assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
 
     run(check())
@@ -320,7 +320,7 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
         await ranks.save_checkpoint(Path("/x"), in_background=False)
         assert await ranks.write_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
         assert limits["save_checkpoint"] == limits["write_checkpoint"] == 60 + ranks.saving_s == 60 + 160
-        await ranks.save_model(Path("/x"))
+        await ranks.save_model(Path("/x"), Path("/y"))
         assert limits["save_model"] == 60 + 40
         await ranks.start(Path("/checkpoint"))
         assert limits["start"] == START_TIMEOUT_S + 40 + 160

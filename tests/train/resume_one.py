@@ -67,7 +67,7 @@ def main() -> None:
         worker.train_step(batch(step, spec.pipeline.groups_per_step))
     if target != "-":
         worker.save_checkpoint(target, spec.trainer.ranks)
-        worker.save_model(f"{out}.saved")
+        worker.save_model(f"{out}.saved", f"{out}.adapter")
     replica = Replica(worker.layout(), spec.trainer.ranks)
     path = replica.begin(0)
     worker.write(0, [path] * spec.trainer.ranks)

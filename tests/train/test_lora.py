@@ -39,7 +39,7 @@ def make(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **SIZES, **sizes, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(architecture, **(SIZES | sizes), tie_word_embeddings=tied)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if lora is not None:

@@ -78,6 +78,20 @@ def warm_start_ends(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def adapter_to_start_from(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`model.lora.path` is a folder, and adapts a saved model: not one made by `model.init` or `model.warm_start`."""
+    lora = spec.model.lora
+    if lora is None or lora.path is None:
+        return
+    if not os.path.isdir(lora.path):
+        hint = "name a folder with adapter_config.json, as peft writes it"
+        yield Problem("model.lora.path", f"{lora.path} is not a folder", hint)
+    if spec.model.path is None or spec.model.warm_start is not None:
+        message = "an adapter belongs to a saved model, and this spec makes another one"
+        yield Problem("model.lora.path", message, "name that model in model.path, without model.warm_start")
+
+
+@rule
 def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.chat_template` is a file, or a name."""
     text = spec.model.chat_template

@@ -26,6 +26,9 @@ from asyncrl_cli.train.model.expert_parallel import RoutedExperts, divided_layer
 ADAPTER = "default"
 """The adapter's name in peft."""
 
+PEFT = "base_model.model."
+"""Prefix of layer names in adapters saved by peft."""
+
 BASE = "base_layer"
 """Peft's name for the layer inside an adapted one."""
 
