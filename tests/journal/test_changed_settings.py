@@ -12,14 +12,9 @@ from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.journal.schema import FILE, JournalError, open_for_writing
+from asyncrl_cli.journal.schema import JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import Report, staleness_report
 from asyncrl_cli.records.groups import BufferSettings, OnStale
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / FILE
 
 
 def by(on_stale: OnStale, max_staleness: int = 1) -> BufferSettings:

@@ -38,11 +38,6 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.db"
-
-
 def opened(path: Path, settings: BufferSettings = SETTINGS, base: Any = None) -> tuple[DurableLedger, Opening]:
     """Open a ledger, and commit what the opening notes."""
     book = DurableLedger(path, settings, base)

@@ -47,11 +47,6 @@ from tests.conftest import not_writable
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / FILE
-
-
 def book_with_steps(path: Path, steps: int) -> DurableLedger:
     """A ledger with some taken steps, a finished group, and a group with a finished and an unfinished rollout."""
     book = DurableLedger(path, SETTINGS)

@@ -20,17 +20,12 @@ from buffer_stand_ins import (
 )
 
 from asyncrl_cli.journal.durable import DurableLedger
-from asyncrl_cli.journal.schema import FILE, JournalError
+from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.experts import Experts
 from asyncrl_cli.records.generation import Rollout
 
 WIDTH = 6
 VERSIONS = (0, 0, 1, 1, 1)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / FILE
 
 
 def rows_for(tokens: int, seed: int, dtype: type = np.uint8) -> Experts:

@@ -13,7 +13,7 @@ from buffer_stand_ins import PROMPT_IDS, SETTINGS, candidates, commit, finish, p
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.rollout_rows import read_batch, read_group
-from asyncrl_cli.journal.schema import FILE, JournalError, open_for_reading
+from asyncrl_cli.journal.schema import JournalError, open_for_reading
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import Candidate, Outcome
 from asyncrl_cli.records.images import Image, PlacedImage
@@ -31,11 +31,6 @@ def pictured(candidate: Candidate, *images: Image, episode: bool = False) -> Can
         return replace(candidate, prompt=prompt, prompt_ids=())
     places = tuple(PlacedImage(image, number, 1) for number, image in enumerate(images))
     return replace(candidate, prompt=prompt, images=places)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / FILE
 
 
 def book_of(path: Path) -> DurableLedger:

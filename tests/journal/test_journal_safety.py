@@ -29,11 +29,6 @@ pytestmark = pytest.mark.slow
 HALF_A_PAIR = "caf\ud83d"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / FILE
-
-
 def opened(path: Path, kind: str = "train") -> DurableLedger:
     """A buffer that has begun."""
     book = DurableLedger.begin(path, SETTINGS, kind, "")

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.db"
-
-
-@pytest.fixture
 def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     """A run with three trained steps, a fourth batch taken, a finished group and running groups. Groups last 3, 7, 11,
     3, ... s."""

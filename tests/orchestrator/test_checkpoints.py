@@ -45,11 +45,6 @@ class StandInRanks:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "test")
-
-
-@pytest.fixture
 def ranks() -> StandInRanks:
     return StandInRanks()
 

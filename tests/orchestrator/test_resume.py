@@ -34,11 +34,6 @@ GROUPS = {"groups_per_step": 1, "max_staleness": 0}
 SPEC = spec(rollout={"group_size": 1}, pipeline=GROUPS)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "test")
-
-
 def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
     """A journal with this many taken and trained steps, and a row of metrics for each taken step."""
     book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC), base)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from stand_ins import spec
@@ -25,11 +24,6 @@ from asyncrl_cli.spec.inputs import SplitSpec
 
 SPEC = spec(rollout={"group_size": 1}, pipeline={"groups_per_step": 1, "max_staleness": 0})
 PLAN = Plan(DriverStart("resume"), trained=0, again=False, without_journal=False)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "test")
 
 
 def with_data(run: RunDirectory, rows: list[dict[str, str]]) -> Experiment:

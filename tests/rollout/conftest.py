@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -26,3 +27,9 @@ def forked_cores() -> Iterator[None]:
         patch.setattr("torch._dynamo.config.disable", True, raising=False)
         fork_core()
         yield
+
+
+@pytest.fixture(scope="module")
+def loops() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as loops:
+        yield loops

@@ -93,12 +93,6 @@ class VisionBench(Bench):
             hook.remove()
 
 
-@pytest.fixture(scope="module")
-def loops() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as loops:
-        yield loops
-
-
 def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBench:
     tokens = character_tokenizer(256, VISION_TOKENS[architecture])
     tokens.add_tokens(["\n" * count for count in (2, 3, 4)])  # vLLM's processor of Gemma 3 asks for them

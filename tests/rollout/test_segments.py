@@ -42,12 +42,6 @@ time, however loaded the machine is. With ``endless`` weights greedy rollouts ha
 
 
 @pytest.fixture(scope="module")
-def loops() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as loops:
-        yield loops
-
-
-@pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
     settings = {**UNTRAINED, "max_length": LONG + 64}
     return load_spec(Runs(tmp_path_factory.mktemp("segments")).write_spec(model=settings)).spec
