@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
+import inspect
 import os
 import random
 import re
@@ -34,6 +36,8 @@ settings.register_profile("asyncrl", deadline=None)
 settings.register_profile("rotate", deadline=None, max_examples=40)
 settings.load_profile("asyncrl")
 
+ASYNC_LIMIT_S = 120.0
+"""Seconds that a coroutine test may take. Without a limit, a test that waits for an event would block its process."""
 SESSION = "ASYNCRL_TEST_SESSION"
 """Environment variable that child processes inherit; its value is different in each pytest (xdist) process."""
 GRACE_S = 30.0
@@ -140,6 +144,21 @@ def commit() -> str:
     with suppress(OSError):
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     return ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in its own event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def bounded() -> None:
+        async with asyncio.timeout(ASYNC_LIMIT_S):
+            await pyfuncitem.function(**arguments)
+
+    asyncio.run(bounded())
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

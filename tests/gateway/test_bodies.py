@@ -27,21 +27,17 @@ class Upload:
         yield b"x"
 
 
-def test_waiting_for_room_is_not_counted_against_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_room_is_not_counted_against_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "LARGE_AT_ONCE", 1)
     upload: Any = Upload()
-
-    async def test() -> None:
-        reader = Bodies(10 * LARGE, LIMIT_S)
-        async with AsyncExitStack() as first:
-            await reader._read(upload, first)
-            second = asyncio.create_task(reader._read(upload, AsyncExitStack()))
-            done, _ = await asyncio.wait({second}, timeout=4 * LIMIT_S)
-            assert not done
-        assert len(await second) == LARGE + 1
-        monkeypatch.setattr(bodies, "ROOM_S", LIMIT_S)
-        with pytest.raises(ApiError, match="no room") as refused:
-            await reader._read(upload, AsyncExitStack())
-        assert refused.value.status == 503
-
-    asyncio.run(test())
+    reader = Bodies(10 * LARGE, LIMIT_S)
+    async with AsyncExitStack() as first:
+        await reader._read(upload, first)
+        second = asyncio.create_task(reader._read(upload, AsyncExitStack()))
+        done, _ = await asyncio.wait({second}, timeout=4 * LIMIT_S)
+        assert not done
+    assert len(await second) == LARGE + 1
+    monkeypatch.setattr(bodies, "ROOM_S", LIMIT_S)
+    with pytest.raises(ApiError, match="no room") as refused:
+        await reader._read(upload, AsyncExitStack())
+    assert refused.value.status == 503

@@ -21,7 +21,7 @@ from asyncrl_cli.tasks.base import ModelAccess, Step
 from asyncrl_cli.tasks.play import play
 from asyncrl_cli.train.model.initial import write_model_stub
 from tests.data.pictures import picture
-from tests.gateway.gateway_stand_ins import MODEL, Engine, in_time, key_of, served
+from tests.gateway.gateway_stand_ins import MODEL, Engine, key_of, served
 from tests.small_models import IMAGE_MODELS
 
 pytestmark = [pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing"), pytest.mark.slow]
@@ -87,59 +87,51 @@ def body(api: str, messages: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", CALLS)
-def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, api: str) -> None:
+async def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, api: str) -> None:
     path, message = CALLS[api]
-
-    async def test() -> None:
-        engine = Engine(lambda *_: "two", chat=chat)
-        async with served(engine) as there:
-            session = there.session()
-            first = [message(RED, "how many?")]
-            answer = await there.post(f"/v1{path}", body(api, first), session="7-0")
-            assert answer.status_code == 200, answer.text
-            reply = {"role": "assistant", "content": "two"}
-            second = [*first, reply, message(BLUE, "and now?")]
-            answer = await there.post(f"/v1{path}", body(api, second), session="7-0")
-            assert answer.status_code == 200, answer.text
-            one, two = engine.asked
-            assert [placed.image for placed in one.images] == [Image.from_bytes(RED)]
-            assert [placed.image for placed in two.images] == [Image.from_bytes(RED), Image.from_bytes(BLUE)]
-            assert two.images[0] == one.images[0] and two.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids
-            pad = chat._tokenizer.convert_tokens_to_ids("<|image_pad|>")
-            for placed in two.images:
-                assert set(two.prompt_ids[placed.offset : placed.end]) == {pad}
-            assert two.prompt_ids.count(pad) == sum(placed.length for placed in two.images)
-            rollout = session.rollout()
-            assert rollout is not None and rollout.images == two.images and not rollout.branches
-            assert tuple(rollout.ids[: len(two.prompt_ids)].tolist()) == two.prompt_ids
-
-    in_time(test)
+    engine = Engine(lambda *_: "two", chat=chat)
+    async with served(engine) as there:
+        session = there.session()
+        first = [message(RED, "how many?")]
+        answer = await there.post(f"/v1{path}", body(api, first), session="7-0")
+        assert answer.status_code == 200, answer.text
+        reply = {"role": "assistant", "content": "two"}
+        second = [*first, reply, message(BLUE, "and now?")]
+        answer = await there.post(f"/v1{path}", body(api, second), session="7-0")
+        assert answer.status_code == 200, answer.text
+        one, two = engine.asked
+        assert [placed.image for placed in one.images] == [Image.from_bytes(RED)]
+        assert [placed.image for placed in two.images] == [Image.from_bytes(RED), Image.from_bytes(BLUE)]
+        assert two.images[0] == one.images[0] and two.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids
+        pad = chat._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        for placed in two.images:
+            assert set(two.prompt_ids[placed.offset : placed.end]) == {pad}
+        assert two.prompt_ids.count(pad) == sum(placed.length for placed in two.images)
+        rollout = session.rollout()
+        assert rollout is not None and rollout.images == two.images and not rollout.branches
+        assert tuple(rollout.ids[: len(two.prompt_ids)].tolist()) == two.prompt_ids
 
 
-def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> None:
+async def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> None:
     path, message = CALLS["chat"]
-
-    async def test() -> None:
-        async with served(Engine(lambda *_: "two", chat=chat)) as there:
-            session = there.session()
-            reply, later = {"role": "assistant", "content": "two"}, {"role": "user", "content": "sure?"}
-            blue = picture("blue", 112)  # as many tokens as RED
-            for messages in (
-                [message(RED, "?")],
-                [message(blue, "?"), reply, later],
-                [message(RED, "?"), reply, later],
-            ):
-                answer = await there.post(f"/v1{path}", body("chat", messages), session="7-0")
-                assert answer.status_code == 200, answer.text
-            rollout = session.rollout()
-            assert rollout is not None
-            shown = [[placed.image for placed in one.images] for one in rollout.sequences]
-            assert shown == [[Image.from_bytes(RED)], [Image.from_bytes(blue)]]
-
-    in_time(test)
+    async with served(Engine(lambda *_: "two", chat=chat)) as there:
+        session = there.session()
+        reply, later = {"role": "assistant", "content": "two"}, {"role": "user", "content": "sure?"}
+        blue = picture("blue", 112)  # as many tokens as RED
+        for messages in (
+            [message(RED, "?")],
+            [message(blue, "?"), reply, later],
+            [message(RED, "?"), reply, later],
+        ):
+            answer = await there.post(f"/v1{path}", body("chat", messages), session="7-0")
+            assert answer.status_code == 200, answer.text
+        rollout = session.rollout()
+        assert rollout is not None
+        shown = [[placed.image for placed in one.images] for one in rollout.sequences]
+        assert shown == [[Image.from_bytes(RED)], [Image.from_bytes(blue)]]
 
 
-def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFormat) -> None:
+async def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFormat) -> None:
     """The prompt's are named by digest, as the journal has them; the environment's are bytes."""
     prompt = Prompt(
         "row", ({"role": "user", "content": [part(Image.from_bytes(RED).digest)]},), images=(Image.from_bytes(RED),)
@@ -156,17 +148,14 @@ def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFor
             text = {"type": "text", "text": "and now?"}
             return Step([{"role": "user", "content": [part(BLUE), text]}], reward=0.5, done=self.turns == 2)
 
-    async def test() -> None:
-        engine = Engine(lambda *_: "two", chat=chat)
-        async with served(engine) as there, aiohttp.ClientSession() as http:
-            there.session(max_calls=9)
-            access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
-            result, _ = await play(Camera(), access, http, images=prompt.images)
-            assert result.reward == 1.0
-            seen = [[placed.image for placed in asked.images] for asked in engine.asked]
-            assert seen == [[Image.from_bytes(RED)], [Image.from_bytes(RED), Image.from_bytes(BLUE)]]
-
-    in_time(test)
+    engine = Engine(lambda *_: "two", chat=chat)
+    async with served(engine) as there, aiohttp.ClientSession() as http:
+        there.session(max_calls=9)
+        access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
+        result, _ = await play(Camera(), access, http, images=prompt.images)
+        assert result.reward == 1.0
+        seen = [[placed.image for placed in asked.images] for asked in engine.asked]
+        assert seen == [[Image.from_bytes(RED)], [Image.from_bytes(RED), Image.from_bytes(BLUE)]]
 
 
 @pytest.mark.parametrize(
@@ -181,18 +170,15 @@ def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFor
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}] * 3, "3 images, more than model.max_images (2)"),
     ],
 )
-def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatFormat, content: Any, why: str) -> None:
-    async def test() -> None:
-        async with served(Engine(chat=chat)) as there:
-            there.session()
-            asked = {"messages": [{"role": "user", "content": content}]}
-            answer = await there.post("/v1/chat/completions", asked, session="7-0")
-            assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
-
-    in_time(test)
+async def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatFormat, content: Any, why: str) -> None:
+    async with served(Engine(chat=chat)) as there:
+        there.session()
+        asked = {"messages": [{"role": "user", "content": content}]}
+        answer = await there.post("/v1/chat/completions", asked, session="7-0")
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
 
 
-def test_an_episode_ends_with_its_reward_when_it_has_too_many_images(chat: ChatFormat) -> None:
+async def test_an_episode_ends_with_its_reward_when_it_has_too_many_images(chat: ChatFormat) -> None:
     class Camera:
         def reset(self) -> Any:
             return [{"role": "user", "content": [part(RED)]}]
@@ -200,23 +186,17 @@ def test_an_episode_ends_with_its_reward_when_it_has_too_many_images(chat: ChatF
         def step(self, reply: Any) -> Step:
             return Step([{"role": "user", "content": [part(BLUE)]}], reward=0.5)
 
-    async def test() -> None:
-        engine = Engine(lambda *_: "two", chat=chat)
-        async with served(engine) as there, aiohttp.ClientSession() as http:
-            session = there.session(max_calls=9)
-            access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
-            result, _ = await play(Camera(), access, http)
-            assert result.reward == 1.0 and len(engine.asked) == 2
-            assert session.failure == "3 images, more than model.max_images (2)"
-
-    in_time(test)
+    engine = Engine(lambda *_: "two", chat=chat)
+    async with served(engine) as there, aiohttp.ClientSession() as http:
+        session = there.session(max_calls=9)
+        access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
+        result, _ = await play(Camera(), access, http)
+        assert result.reward == 1.0 and len(engine.asked) == 2
+        assert session.failure == "3 images, more than model.max_images (2)"
 
 
-def test_image_for_a_model_of_text_is_refused_by_the_key_that_allows_it() -> None:
-    async def test() -> None:
-        async with served() as there:
-            content = [{"type": "image_url", "image_url": {"url": url(RED[:60])}}]  # broken, and never decoded
-            answer = await there.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
-            assert answer.status_code == 400 and "model.max_images is 0" in answer.json()["error"]["message"]
-
-    in_time(test)
+async def test_image_for_a_model_of_text_is_refused_by_the_key_that_allows_it() -> None:
+    async with served() as there:
+        content = [{"type": "image_url", "image_url": {"url": url(RED[:60])}}]  # broken, and never decoded
+        answer = await there.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+        assert answer.status_code == 400 and "model.max_images is 0" in answer.json()["error"]["message"]

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import httpx
 import pytest
-from gateway_stand_ins import MODEL, Engine, Served, in_time, key_of, served, until
+from gateway_stand_ins import MODEL, Engine, Served, key_of, served, until
 
 from asyncrl_cli.gateway.sessions import session_url
 
@@ -34,43 +34,37 @@ async def many_connections(there: Served) -> AsyncIterator[Callable[[Any], Await
         yield post
 
 
-def test_a_thousand_requests_at_once_are_all_answered() -> None:
-    async def test() -> None:
-        engine = Engine(held=asyncio.Event())
-        async with served(engine) as there, many_connections(there) as post:
-            asked = [asyncio.create_task(post(CHAT | {"seed": seed})) for seed in range(1000)]
-            await until(lambda: engine.running == 1000)
-            assert engine.held is not None
-            engine.held.set()
-            answers = await asyncio.gather(*asked)
-            texts = [answer["choices"][0]["message"]["content"] for answer in answers]
-            assert texts == [f"hello ({seed})" for seed in range(1000)], "each client gets its own answer"
-
-    in_time(test)
+async def test_a_thousand_requests_at_once_are_all_answered() -> None:
+    engine = Engine(held=asyncio.Event())
+    async with served(engine) as there, many_connections(there) as post:
+        asked = [asyncio.create_task(post(CHAT | {"seed": seed})) for seed in range(1000)]
+        await until(lambda: engine.running == 1000)
+        assert engine.held is not None
+        engine.held.set()
+        answers = await asyncio.gather(*asked)
+        texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+        assert texts == [f"hello ({seed})" for seed in range(1000)], "each client gets its own answer"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnected_clients_generation_is_cancelled(stream: bool) -> None:
-    async def test() -> None:
-        engine = Engine(held=asyncio.Event())
-        async with served(engine) as there:
-            session = there.session("7-0")
-            async with httpx.AsyncClient(
-                base_url=session_url(there.gateway.url, "7-0"), headers={"Authorization": f"Bearer {key_of('7-0')}"}
-            ) as client:
-                call = asyncio.create_task(_read_on(client, CHAT | {"stream": stream}))
-                await until(lambda: engine.running == 1)
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-            await until(lambda: engine.cancelled == 1)
-            assert engine.running == 0
-            engine.held = None
-            again = await there.client("7-0").chat.completions.create(**CHAT)  # type: ignore[call-overload]
-            assert again.choices[0].message.content.startswith("hello"), "the session continues"
-            rollout = session.rollout()
-            assert rollout is not None and not rollout.branches
-
-    in_time(test)
+async def test_a_disconnected_clients_generation_is_cancelled(stream: bool) -> None:
+    engine = Engine(held=asyncio.Event())
+    async with served(engine) as there:
+        session = there.session("7-0")
+        async with httpx.AsyncClient(
+            base_url=session_url(there.gateway.url, "7-0"), headers={"Authorization": f"Bearer {key_of('7-0')}"}
+        ) as client:
+            call = asyncio.create_task(_read_on(client, CHAT | {"stream": stream}))
+            await until(lambda: engine.running == 1)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        await until(lambda: engine.cancelled == 1)
+        assert engine.running == 0
+        engine.held = None
+        again = await there.client("7-0").chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        assert again.choices[0].message.content.startswith("hello"), "the session continues"
+        rollout = session.rollout()
+        assert rollout is not None and not rollout.branches
 
 
 async def _read_on(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
@@ -79,54 +73,45 @@ async def _read_on(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
             pass
 
 
-def test_a_session_that_ends_ends_its_calls() -> None:
-    async def test() -> None:
-        engine = Engine(held=asyncio.Event())
-        async with served(engine) as there:
-            there.session("7-0")
-            call = asyncio.create_task(there.post(PATH, CHAT, "7-0"))
-            await until(lambda: engine.running == 1)
+async def test_a_session_that_ends_ends_its_calls() -> None:
+    engine = Engine(held=asyncio.Event())
+    async with served(engine) as there:
+        there.session("7-0")
+        call = asyncio.create_task(there.post(PATH, CHAT, "7-0"))
+        await until(lambda: engine.running == 1)
+        there.sessions.close("7-0")
+        answer = await call
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
+
+
+async def test_a_failure_during_a_stream_is_reported_in_it() -> None:
+    engine = Engine(held=asyncio.Event())
+    async with served(engine) as there:
+        there.session("7-0")
+        key = {"Authorization": f"Bearer {key_of('7-0')}"}
+        body = CHAT | {"stream": True}
+        async with there.http.stream("POST", "/sessions/7-0" + PATH, json=body, headers=key) as answer:
+            assert answer.status_code == 200
             there.sessions.close("7-0")
-            answer = await call
-            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
-
-    in_time(test)
-
-
-def test_a_failure_during_a_stream_is_reported_in_it() -> None:
-    async def test() -> None:
-        engine = Engine(held=asyncio.Event())
-        async with served(engine) as there:
-            there.session("7-0")
-            key = {"Authorization": f"Bearer {key_of('7-0')}"}
-            body = CHAT | {"stream": True}
-            async with there.http.stream("POST", "/sessions/7-0" + PATH, json=body, headers=key) as answer:
-                assert answer.status_code == 200
-                there.sessions.close("7-0")
-                lines = [line async for line in answer.aiter_lines() if line]
-            assert '"code":"session_ended"' in lines[-1]
-            assert "[DONE]" not in lines[-1]
-
-    in_time(test)
+            lines = [line async for line in answer.aiter_lines() if line]
+        assert '"code":"session_ended"' in lines[-1]
+        assert "[DONE]" not in lines[-1]
 
 
-def test_stopping_answers_waiting_clients_and_leaves_no_task() -> None:
-    async def test() -> None:
-        engine = Engine(held=asyncio.Event())
-        before = asyncio.all_tasks()
-        async with served(engine) as there:
-            call = asyncio.create_task(there.post(PATH, CHAT))
-            stuck = await asyncio.open_connection(*there.gateway.url.removeprefix("http://").split(":"))
-            stuck[1].write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
-            await until(lambda: engine.running == 1)
-            async with asyncio.timeout(6):
-                await there.gateway.stop()
-            answer = await call
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")
-            with pytest.raises(httpx.ConnectError):
-                await httpx.AsyncClient().get(there.gateway.url + "/health")
-            stuck[1].close()
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() <= before
-
-    in_time(test)
+async def test_stopping_answers_waiting_clients_and_leaves_no_task() -> None:
+    engine = Engine(held=asyncio.Event())
+    before = asyncio.all_tasks()
+    async with served(engine) as there:
+        call = asyncio.create_task(there.post(PATH, CHAT))
+        stuck = await asyncio.open_connection(*there.gateway.url.removeprefix("http://").split(":"))
+        stuck[1].write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+        await until(lambda: engine.running == 1)
+        async with asyncio.timeout(6):
+            await there.gateway.stop()
+        answer = await call
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient().get(there.gateway.url + "/health")
+        stuck[1].close()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() <= before

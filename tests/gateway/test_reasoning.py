@@ -192,35 +192,27 @@ def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, 
 
 
 @pytest.mark.parametrize(("template", "rendered"), [(KEEPS, "<think>two</think>2"), (DROPS, "\n2")])
-def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered: str) -> None:
+async def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered: str) -> None:
     script = Script(template, THOUGHT, "so", "so")
-
-    async def test() -> None:
-        session = script.session()
-        (reply,) = await ask_chat(session, [QUESTION], None, CallOptions())
-        changed = dict(reply.message) | {"reasoning_content": "two"}
-        (other,) = await ask_chat(session, [QUESTION, changed, QUESTION], None, CallOptions())
-        assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template decides whether it is kept"
-        rollout = session.rollout()
-        assert rollout is not None and len(rollout.branches) == 1
-        (same,) = await ask_chat(session, [QUESTION, reply.message, QUESTION], None, CallOptions())
-        assert len(session.rollout().branches) == 1, "the first sequence continues"  # type: ignore[union-attr]
-        known = (*reply.prompt_ids, *reply.token_ids)
-        assert same.prompt_ids[: len(known)] == known
-
-    asyncio.run(test())
+    session = script.session()
+    (reply,) = await ask_chat(session, [QUESTION], None, CallOptions())
+    changed = dict(reply.message) | {"reasoning_content": "two"}
+    (other,) = await ask_chat(session, [QUESTION, changed, QUESTION], None, CallOptions())
+    assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template decides whether it is kept"
+    rollout = session.rollout()
+    assert rollout is not None and len(rollout.branches) == 1
+    (same,) = await ask_chat(session, [QUESTION, reply.message, QUESTION], None, CallOptions())
+    assert len(session.rollout().branches) == 1, "the first sequence continues"  # type: ignore[union-attr]
+    known = (*reply.prompt_ids, *reply.token_ids)
+    assert same.prompt_ids[: len(known)] == known
 
 
-def test_a_text_is_not_divided() -> None:
+async def test_a_text_is_not_divided() -> None:
     script = Script(KEEPS, THOUGHT)
     parts: list[ReplyPart] = []
-
-    async def test() -> None:
-        (reply,) = await ask_text(script.session(), "a", CallOptions(), lambda _, part: parts.append(part))
-        assert reply.text == "".join(part.text for part in parts) == THOUGHT
-        assert {part.kind for part in parts} == {"content"}
-
-    asyncio.run(test())
+    (reply,) = await ask_text(script.session(), "a", CallOptions(), lambda _, part: parts.append(part))
+    assert reply.text == "".join(part.text for part in parts) == THOUGHT
+    assert {part.kind for part in parts} == {"content"}
 
 
 @pytest.mark.parametrize("most", [None, 4])

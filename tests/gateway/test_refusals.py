@@ -156,131 +156,109 @@ ACCEPTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("session", [None, "7-0"])
 @pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
-def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str, session: str | None) -> None:
-    async def test() -> None:
-        async with served() as there:
-            there.session("7-0")
-            answer = await there.post(path, asked(path, **ACCEPTED), session)
-            assert answer.status_code == 200, answer.text
-            for key, value in REFUSED.items():
-                answer = await there.post(path, asked(path, **{key: value}), session)
-                error = answer.json()["error"]
-                assert answer.status_code == 400 and error["message"].startswith(f"{key} is not supported"), answer.text
-                assert path == MESSAGES or (error["param"], error["code"]) == (key, "unsupported_parameter")
-            # Programs send sampling settings by habit: the run's own count in its sessions.
-            answer = await there.post(path, asked(path, temperature=0.1, top_p=0.5, top_k=3), session)
-            assert answer.status_code == (400 if session is None else 200), answer.text
-            assert there.engine.asked[-1].sampling.temperature == 1.0
-            typo = await there.post(path, asked(path, temprature=0.1), session)
-            assert "did you mean `temperature`?" in typo.text
-
-    in_time(test)
+async def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str, session: str | None) -> None:
+    async with served() as there:
+        there.session("7-0")
+        answer = await there.post(path, asked(path, **ACCEPTED), session)
+        assert answer.status_code == 200, answer.text
+        for key, value in REFUSED.items():
+            answer = await there.post(path, asked(path, **{key: value}), session)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["message"].startswith(f"{key} is not supported"), answer.text
+            assert path == MESSAGES or (error["param"], error["code"]) == (key, "unsupported_parameter")
+        # Programs send sampling settings by habit: the run's own count in its sessions.
+        answer = await there.post(path, asked(path, temperature=0.1, top_p=0.5, top_k=3), session)
+        assert answer.status_code == (400 if session is None else 200), answer.text
+        assert there.engine.asked[-1].sampling.temperature == 1.0
+        typo = await there.post(path, asked(path, temprature=0.1), session)
+        assert "did you mean `temperature`?" in typo.text
 
 
 @pytest.mark.parametrize(
     ("path", "part", "key"), [(RESPONSES, "text", "text.format"), (MESSAGES, "output_config", "output_config.format")]
 )
-def test_structured_outputs_are_refused_with_a_way_to_serve_them(path: str, part: str, key: str) -> None:
-    async def test() -> None:
-        async with served() as there:
-            text, schema = ({part: {"format": {"type": kind}}} for kind in ("text", "json_schema"))
-            assert (await there.post(path, asked(path, **text))).status_code == 200
-            answer = await there.post(path, asked(path, **schema))
-            assert answer.status_code == 400
-            assert answer.json()["error"]["message"].startswith(f"{key} is not supported; describe the format in the")
-            assert "vllm serve RUN/model" in answer.text
-
-    in_time(test)
+async def test_structured_outputs_are_refused_with_a_way_to_serve_them(path: str, part: str, key: str) -> None:
+    async with served() as there:
+        text, schema = ({part: {"format": {"type": kind}}} for kind in ("text", "json_schema"))
+        assert (await there.post(path, asked(path, **text))).status_code == 200
+        answer = await there.post(path, asked(path, **schema))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"{key} is not supported; describe the format in the")
+        assert "vllm serve RUN/model" in answer.text
 
 
 @pytest.mark.parametrize("path", CONVERSATIONS)
-def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
+async def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    async with served() as there:
+        session = there.session("7-0")
 
-    async def test() -> None:
-        async with served() as there:
-            session = there.session("7-0")
+        async def prompt_of(*messages: Any) -> str:
+            answer = await there.post(path, asked(path, *messages, **{limit: 32_000}), "7-0")
+            assert answer.status_code == 200, answer.text
+            return str(chat_format().decode(there.engine.asked[-1].prompt_ids))
 
-            async def prompt_of(*messages: Any) -> str:
-                answer = await there.post(path, asked(path, *messages, **{limit: 32_000}), "7-0")
-                assert answer.status_code == 200, answer.text
-                return str(chat_format().decode(there.engine.asked[-1].prompt_ids))
-
-            merged = await prompt_of(SYSTEM, SYSTEM, USER, REPLY, SYSTEM, USER, REPLY, SYSTEM)
-            assert merged == "s:s\n\ns\nu:u\na:a\nu:s\n\nu\na:a\nu:s\na:"
-            request = there.engine.asked[-1]
-            assert request.sampling.max_tokens == MAX_LENGTH - len(request.prompt_ids), "what is left of the context"
-            long = await there.post(path, asked(path, USER | {"content": "x" * MAX_LENGTH}), "7-0")
-            assert (long.status_code, "maximum context length" in long.text) == (400, True)
-            prefilled = await there.post(path, asked(path, USER, REPLY), "7-0")
-            if path == MESSAGES:  # as in Anthropic's API
-                assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
-            else:
-                assert prefilled.status_code == 400
-                assert "otherwise the last message must not be the assistant's" in prefilled.text
-            for model in ("gpt-4o", "claude-of-this-year", MODEL):
-                assert (await there.post(path, asked(path, model=model), "7-0")).status_code == 200
-            assert (await there.post(path, asked(path, model="gpt-4o"))).status_code == 404
-            assert (
-                await there.http.get("/sessions/7-0/v1/models/gpt-4o", headers=key_header("7-0"))
-            ).status_code == 200
-            assert session.failure.startswith("This model's maximum context length")
-
-    in_time(test)
+        merged = await prompt_of(SYSTEM, SYSTEM, USER, REPLY, SYSTEM, USER, REPLY, SYSTEM)
+        assert merged == "s:s\n\ns\nu:u\na:a\nu:s\n\nu\na:a\nu:s\na:"
+        request = there.engine.asked[-1]
+        assert request.sampling.max_tokens == MAX_LENGTH - len(request.prompt_ids), "what is left of the context"
+        long = await there.post(path, asked(path, USER | {"content": "x" * MAX_LENGTH}), "7-0")
+        assert (long.status_code, "maximum context length" in long.text) == (400, True)
+        prefilled = await there.post(path, asked(path, USER, REPLY), "7-0")
+        if path == MESSAGES:  # as in Anthropic's API
+            assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
+        else:
+            assert prefilled.status_code == 400
+            assert "otherwise the last message must not be the assistant's" in prefilled.text
+        for model in ("gpt-4o", "claude-of-this-year", MODEL):
+            assert (await there.post(path, asked(path, model=model), "7-0")).status_code == 200
+        assert (await there.post(path, asked(path, model="gpt-4o"))).status_code == 404
+        assert (await there.http.get("/sessions/7-0/v1/models/gpt-4o", headers=key_header("7-0"))).status_code == 200
+        assert session.failure.startswith("This model's maximum context length")
 
 
-def test_an_assistant_message_at_the_end_is_continued_as_by_vllm() -> None:
+async def test_an_assistant_message_at_the_end_is_continued_as_by_vllm() -> None:
     both = {"continue_final_message": True, "add_generation_prompt": False}
-
-    async def test() -> None:
-        async with served() as there:
-            there.session("7-0")
-            answer = await there.post(CHAT, asked(CHAT, USER, REPLY, **both), "7-0")
+    async with served() as there:
+        there.session("7-0")
+        answer = await there.post(CHAT, asked(CHAT, USER, REPLY, **both), "7-0")
+        assert answer.status_code == 200, answer.text
+        assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
+        for key, value in both.items():
+            alone = await there.post(CHAT, asked(CHAT, USER, REPLY, **{key: value}), "7-0")
+            assert (alone.status_code, "need each other" in alone.text) == (400, True)
+            other = await there.post(RESPONSES, asked(RESPONSES, USER, REPLY, **{key: value}), "7-0")
+            assert other.json()["error"]["message"].startswith(f"{key} is not supported")
+        for status in ("incomplete", "in_progress"):
+            item = {"type": "message", **REPLY, "status": status}
+            answer = await there.post(RESPONSES, asked(RESPONSES, USER, item), "7-0")
             assert answer.status_code == 200, answer.text
             assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
-            for key, value in both.items():
-                alone = await there.post(CHAT, asked(CHAT, USER, REPLY, **{key: value}), "7-0")
-                assert (alone.status_code, "need each other" in alone.text) == (400, True)
-                other = await there.post(RESPONSES, asked(RESPONSES, USER, REPLY, **{key: value}), "7-0")
-                assert other.json()["error"]["message"].startswith(f"{key} is not supported")
-            for status in ("incomplete", "in_progress"):
-                item = {"type": "message", **REPLY, "status": status}
-                answer = await there.post(RESPONSES, asked(RESPONSES, USER, item), "7-0")
-                assert answer.status_code == 200, answer.text
-                assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
-            item = {"type": "message", **REPLY, "status": "completed"}
-            ended = await there.post(RESPONSES, asked(RESPONSES, USER, item), "7-0")
-            assert (ended.status_code, "set its status to incomplete" in ended.text) == (400, True)
-            users = await there.post(CHAT, asked(CHAT, USER, **both), "7-0")
-            assert (users.status_code, "to continue an assistant message at the end" in users.text) == (400, True)
-
-    in_time(test)
+        item = {"type": "message", **REPLY, "status": "completed"}
+        ended = await there.post(RESPONSES, asked(RESPONSES, USER, item), "7-0")
+        assert (ended.status_code, "set its status to incomplete" in ended.text) == (400, True)
+        users = await there.post(CHAT, asked(CHAT, USER, **both), "7-0")
+        assert (users.status_code, "to continue an assistant message at the end" in users.text) == (400, True)
 
 
 @pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
-def test_requests_set_variables_of_the_template(path: str) -> None:
+async def test_requests_set_variables_of_the_template(path: str) -> None:
     tokenizer = deepcopy(chat_format()._tokenizer)
     tokenizer.chat_template = "{{ tone }}" + tokenizer.chat_template
-
-    async def test() -> None:
-        async with served(
-            Engine(chat=ChatFormat(tokenizer, template=ChatTemplate(tokenizer, {"tone": "soft "})))
-        ) as there:
-            there.session("7-0")
-            for tone in (None, "loud "):
-                more = {} if tone is None else {"chat_template_kwargs": {"tone": tone}}
-                answer = await there.post(path, asked(path, **more), "7-0")
-                if path == TEXT and tone:
-                    assert answer.json()["error"]["message"] == "chat_template_kwargs is not supported"
-                elif path != TEXT:
-                    assert answer.status_code == 200, answer.text
-                    prompt = chat_format().decode(there.engine.asked[-1].prompt_ids)
-                    assert prompt == f"{tone or 'soft '}u:hello\na:"
-            if path != TEXT:
-                wrong = await there.post(path, asked(path, chat_template_kwargs={"tine": "x"}), "7-0")
-                assert (wrong.status_code, "does not read 'tine': did you mean `tone`?" in wrong.text) == (400, True)
-
-    in_time(test)
+    async with served(Engine(chat=ChatFormat(tokenizer, template=ChatTemplate(tokenizer, {"tone": "soft "})))) as there:
+        there.session("7-0")
+        for tone in (None, "loud "):
+            more = {} if tone is None else {"chat_template_kwargs": {"tone": tone}}
+            answer = await there.post(path, asked(path, **more), "7-0")
+            if path == TEXT and tone:
+                assert answer.json()["error"]["message"] == "chat_template_kwargs is not supported"
+            elif path != TEXT:
+                assert answer.status_code == 200, answer.text
+                prompt = chat_format().decode(there.engine.asked[-1].prompt_ids)
+                assert prompt == f"{tone or 'soft '}u:hello\na:"
+        if path != TEXT:
+            wrong = await there.post(path, asked(path, chat_template_kwargs={"tine": "x"}), "7-0")
+            assert (wrong.status_code, "does not read 'tine': did you mean `tone`?" in wrong.text) == (400, True)
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -310,45 +288,35 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("path", CONVERSATIONS)
-def test_a_sound_in_a_tools_result_is_refused_with_the_reason(path: str) -> None:
-    async def test() -> None:
-        async with served() as there:
-            answer = await there.post(path, asked(path, USER, *SOUNDS[path]))
-            assert answer.status_code == 400
-            message = answer.json()["error"]["message"]
-            assert "content of type input_audio is not supported here, only " in message and "; or: " not in message
-
-    in_time(test)
+async def test_a_sound_in_a_tools_result_is_refused_with_the_reason(path: str) -> None:
+    async with served() as there:
+        answer = await there.post(path, asked(path, USER, *SOUNDS[path]))
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert "content of type input_audio is not supported here, only " in message and "; or: " not in message
 
 
 @pytest.mark.parametrize("session", [None, "7-0"])
 @pytest.mark.parametrize("path", TOOLS)
-def test_tools_that_are_not_allowed_are_hidden(path: str, session: str | None) -> None:
+async def test_tools_that_are_not_allowed_are_hidden(path: str, session: str | None) -> None:
     tools = [TOOLS[path](name) for name in ("f", "g", "h")]
-
-    async def test() -> None:
-        async with served() as there:
-            there.session("7-0")
-            for names, status in ((["f", "h"], 200), (["x"], 400)):
-                some = {"mode": "auto", "tools": [TOOLS[path](name) for name in names]}
-                choice = {"type": "allowed_tools", **(some if path == RESPONSES else {"allowed_tools": some})}
-                answer = await there.post(path, asked(path, tools=tools, tool_choice=choice), session)
-                assert answer.status_code == status, answer.text
-            (request,) = there.engine.asked
-            assert chat_format().decode(request.prompt_ids).startswith("[f][h]u:hello")
-
-    in_time(test)
+    async with served() as there:
+        there.session("7-0")
+        for names, status in ((["f", "h"], 200), (["x"], 400)):
+            some = {"mode": "auto", "tools": [TOOLS[path](name) for name in names]}
+            choice = {"type": "allowed_tools", **(some if path == RESPONSES else {"allowed_tools": some})}
+            answer = await there.post(path, asked(path, tools=tools, tool_choice=choice), session)
+            assert answer.status_code == status, answer.text
+        (request,) = there.engine.asked
+        assert chat_format().decode(request.prompt_ids).startswith("[f][h]u:hello")
 
 
 @pytest.mark.parametrize("key", ["audio", "function_call", "refusal"])
-def test_content_of_a_message_that_the_policy_would_not_see_is_refused(key: str) -> None:
-    async def test() -> None:
-        async with served() as there:
-            answer = await there.post(CHAT, asked(CHAT, REPLY | {key: {"name": "f"}}, USER))
-            error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, f"messages.0.{key}")
-
-    in_time(test)
+async def test_content_of_a_message_that_the_policy_would_not_see_is_refused(key: str) -> None:
+    async with served() as there:
+        answer = await there.post(CHAT, asked(CHAT, REPLY | {key: {"name": "f"}}, USER))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, f"messages.0.{key}")
 
 
 def test_the_documentation_lists_keys_without_effect_and_sampling_settings() -> None:
@@ -411,24 +379,21 @@ def test_nothing_is_rendered_without_a_bound() -> None:
     in_time(test, 120)
 
 
-def test_invalid_requests_get_the_right_error() -> None:
-    async def test() -> None:
-        async with served(max_body_mb=16) as there:
-            there.session("8-0")
-            there.sessions.close("8-0")
-            for (path, body, status, param, code), stream in product(WRONG, (False, True)):
-                session = path.split("/")[2] if path.startswith("/sessions") else None
-                answer = await there.post(path, {"stream": stream, **body}, headers=key_header(session))
-                case = f"{path} {str(body)[:100]}: {answer.text}"
-                assert answer.status_code == status, case
-                error = answer.json()["error"]
-                assert error.keys() == {"message", "type", "param", "code"}, case
-                assert error["type"] == "invalid_request_error" and error["message"], case
-                assert code in (None, error["code"]), case
-                assert param in (None, error["param"]), case
-            assert not there.engine.asked
-
-    in_time(test)
+async def test_invalid_requests_get_the_right_error() -> None:
+    async with served(max_body_mb=16) as there:
+        there.session("8-0")
+        there.sessions.close("8-0")
+        for (path, body, status, param, code), stream in product(WRONG, (False, True)):
+            session = path.split("/")[2] if path.startswith("/sessions") else None
+            answer = await there.post(path, {"stream": stream, **body}, headers=key_header(session))
+            case = f"{path} {str(body)[:100]}: {answer.text}"
+            assert answer.status_code == status, case
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}, case
+            assert error["type"] == "invalid_request_error" and error["message"], case
+            assert code in (None, error["code"]), case
+            assert param in (None, error["param"]), case
+        assert not there.engine.asked
 
 
 NO_REQUESTS = [
@@ -445,85 +410,70 @@ NO_REQUESTS = [
 ]
 
 
-def test_bodies_that_are_no_requests_get_an_error() -> None:
-    async def test() -> None:
-        async with served() as there:
-            for body in NO_REQUESTS:
-                answer = await there.post(TEXT, content=body)
-                assert answer.status_code == 400, body[:50]
-                assert answer.json()["error"]["code"] == "invalid_value", body[:50]
-
-    in_time(test)
+async def test_bodies_that_are_no_requests_get_an_error() -> None:
+    async with served() as there:
+        for body in NO_REQUESTS:
+            answer = await there.post(TEXT, content=body)
+            assert answer.status_code == 400, body[:50]
+            assert answer.json()["error"]["code"] == "invalid_value", body[:50]
 
 
-def test_keys_methods_sizes_and_sessions_by_header() -> None:
-    async def test() -> None:
-        async with served(max_body_mb=1) as there:
-            for key in ({"authorization": ""}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
-                refused = await there.http.get("/v1/models", headers=key)
-                assert refused.status_code == 401
-                assert refused.json()["error"]["code"] == "invalid_api_key"
-                assert (await there.http.get("/health", headers=key)).json() == {"status": "ok"}
-            with pytest.raises(openai.AuthenticationError):
-                await there.client(api_key="wrong").chat.completions.create(model=MODEL, messages=HELLO)  # type: ignore[arg-type]
-            wrong_method = await there.http.get(CHAT)
-            assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
-            assert wrong_method.json()["error"]["code"] == "method_not_allowed"
-            too_large = await there.post(TEXT, content=b"x" * (2**20 + 1))
-            assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
-            with pytest.raises(openai.NotFoundError, match="there is no session"):
-                await there.client("9-9").models.list()
-            assert (await there.post(TEXT, text())).status_code == 200, "it continues"
-
-    in_time(test)
+async def test_keys_methods_sizes_and_sessions_by_header() -> None:
+    async with served(max_body_mb=1) as there:
+        for key in ({"authorization": ""}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
+            refused = await there.http.get("/v1/models", headers=key)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert (await there.http.get("/health", headers=key)).json() == {"status": "ok"}
+        with pytest.raises(openai.AuthenticationError):
+            await there.client(api_key="wrong").chat.completions.create(model=MODEL, messages=HELLO)  # type: ignore[arg-type]
+        wrong_method = await there.http.get(CHAT)
+        assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+        assert wrong_method.json()["error"]["code"] == "method_not_allowed"
+        too_large = await there.post(TEXT, content=b"x" * (2**20 + 1))
+        assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
+        with pytest.raises(openai.NotFoundError, match="there is no session"):
+            await there.client("9-9").models.list()
+        assert (await there.post(TEXT, text())).status_code == 200, "it continues"
 
 
-def test_the_limits_of_a_session_are_reported_and_remembered() -> None:
-    async def test() -> None:
-        async with served() as there:
-            session = there.session("7-0", max_calls=1)
-            create = there.client("7-0").completions.create
+async def test_the_limits_of_a_session_are_reported_and_remembered() -> None:
+    async with served() as there:
+        session = there.session("7-0", max_calls=1)
+        create = there.client("7-0").completions.create
+        await create(model=MODEL, prompt="x")
+        with pytest.raises(openai.BadRequestError, match="reached its limit of 1 calls"):
             await create(model=MODEL, prompt="x")
-            with pytest.raises(openai.BadRequestError, match="reached its limit of 1 calls"):
-                await create(model=MODEL, prompt="x")
-            assert "1 calls" in session.failure
-
-    in_time(test)
+        assert "1 calls" in session.failure
 
 
-def test_a_generation_that_fails_is_the_servers_error() -> None:
-    async def test() -> None:
-        async with served(Engine(fails=GenerationFailed("the engine is on fire"))) as there:
-            for stream in (False, True):
-                answer = await there.post(CHAT, chat(stream=stream))
-                assert answer.status_code == 503
-                assert "on fire" in answer.json()["error"]["message"]
-            there.engine.fails = ZeroDivisionError("a bug")
-            answer = await there.post(CHAT, chat())
-            assert answer.status_code == 500
-            assert answer.json()["error"]["code"] == "internal_error"
-            assert "a bug" not in answer.text
-
-    in_time(test)
+async def test_a_generation_that_fails_is_the_servers_error() -> None:
+    async with served(Engine(fails=GenerationFailed("the engine is on fire"))) as there:
+        for stream in (False, True):
+            answer = await there.post(CHAT, chat(stream=stream))
+            assert answer.status_code == 503
+            assert "on fire" in answer.json()["error"]["message"]
+        there.engine.fails = ZeroDivisionError("a bug")
+        answer = await there.post(CHAT, chat())
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "a bug" not in answer.text
 
 
-def test_bytes_that_are_not_http_do_not_harm_the_gateway() -> None:
-    async def test() -> None:
-        async with served() as there:
-            host, port = there.gateway.url.removeprefix("http://").split(":")
-            for nonsense in (
-                b"\x16\x03\x01\x02",
-                b"GET\r\n\r\n",
-                b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-            ):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(nonsense)
-                writer.write_eof()
-                assert not (await reader.read()).startswith(b"HTTP/1.1 5")
-                writer.close()
-            assert (await there.post(TEXT, text())).status_code == 200
-
-    in_time(test)
+async def test_bytes_that_are_not_http_do_not_harm_the_gateway() -> None:
+    async with served() as there:
+        host, port = there.gateway.url.removeprefix("http://").split(":")
+        for nonsense in (
+            b"\x16\x03\x01\x02",
+            b"GET\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(nonsense)
+            writer.write_eof()
+            assert not (await reader.read()).startswith(b"HTTP/1.1 5")
+            writer.close()
+        assert (await there.post(TEXT, text())).status_code == 200
 
 
 def test_a_port_in_use_is_named() -> None:

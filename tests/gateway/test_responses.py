@@ -62,19 +62,15 @@ async def events(there: Served, session: str | None = None, **body: Any) -> list
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_repeated_tools_have_null_for_numbers_that_json_lacks(stream: bool) -> None:
+async def test_repeated_tools_have_null_for_numbers_that_json_lacks(stream: bool) -> None:
     tools = '[{"type": "function", "name": "f", "parameters": {"a": [1e999, 2]}}]'
     body = '{"input": "hi", "stream": ' + json.dumps(stream) + ', "tools": ' + tools + "}"
-
-    async def test() -> None:
-        async with served() as there:
-            answer = await there.post("/v1/responses", content=body)
-            assert answer.status_code == 200, answer.text
-            last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
-            (tool,) = (json.loads(last)["response"] if stream else answer.json())["tools"]
-            assert tool["parameters"] == {"a": [None, 2]}
-
-    in_time(test)
+    async with served() as there:
+        answer = await there.post("/v1/responses", content=body)
+        assert answer.status_code == 200, answer.text
+        last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+        (tool,) = (json.loads(last)["response"] if stream else answer.json())["tools"]
+        assert tool["parameters"] == {"a": [None, 2]}
 
 
 def test_agents_with_their_default_model_are_served() -> None:
@@ -128,116 +124,94 @@ def test_agents_with_their_default_model_are_served() -> None:
         ({"tool_choice": {"type": "web_search"}}, "unsupported_parameter", "tool_choice"),
     ],
 )
-def test_unsupported_keys_are_refused(changes: dict[str, Any], code: str, param: str | None) -> None:
-    async def test() -> None:
-        async with served() as there:
-            answer = await there.post("/v1/responses", {"input": "a", **changes})
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
-            assert not there.engine.asked
-
-    in_time(test)
+async def test_unsupported_keys_are_refused(changes: dict[str, Any], code: str, param: str | None) -> None:
+    async with served() as there:
+        answer = await there.post("/v1/responses", {"input": "a", **changes})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+        assert not there.engine.asked
 
 
-def test_a_session_of_training_overrides_what_changes_the_distribution() -> None:
-    async def test() -> None:
-        async with served(Engine()) as there:
-            there.session("7-0")
-            body = {"top_p": 0.5, "temperature": 0.0, "tools": [{"type": "web_search"}]}
-            response = await answered(there, "7-0", input="a", tool_choice={"type": "web_search"}, **body)
-            assert (response.temperature, response.top_p, response.tools) == (None, 1.0, [])
-            (asked,) = there.engine.asked
-            assert asked.sampling.temperature == 1.0
-            answer = await there.post("/v1/responses", {"input": "a", "background": True}, "7-0")
-            assert answer.status_code == 400, "what no session can serve"
-
-    in_time(test)
+async def test_a_session_of_training_overrides_what_changes_the_distribution() -> None:
+    async with served(Engine()) as there:
+        there.session("7-0")
+        body = {"top_p": 0.5, "temperature": 0.0, "tools": [{"type": "web_search"}]}
+        response = await answered(there, "7-0", input="a", tool_choice={"type": "web_search"}, **body)
+        assert (response.temperature, response.top_p, response.tools) == (None, 1.0, [])
+        (asked,) = there.engine.asked
+        assert asked.sampling.temperature == 1.0
+        answer = await there.post("/v1/responses", {"input": "a", "background": True}, "7-0")
+        assert answer.status_code == 400, "what no session can serve"
 
 
-def test_a_failure_in_a_stream_is_its_last_event() -> None:
-    async def test() -> None:
-        engine = Engine(lambda prompt, request: "half of this", held=asyncio.Event())
-        async with served(engine) as there, there.client("7-0") as client:
-            there.session("7-0")
-            stream = await client.responses.create(model=MODEL, input="a", stream=True)
-            kinds = []
-            async for event in stream:
-                kinds.append(event.type)
-                if event.type == "response.output_text.delta":
-                    there.sessions.close("7-0")
-            assert kinds[-1] == "response.failed"
-            assert event.response.error is not None and "has ended" in event.response.error.message
-            await until(lambda: engine.running == 0)
-
-    in_time(test)
+async def test_a_failure_in_a_stream_is_its_last_event() -> None:
+    engine = Engine(lambda prompt, request: "half of this", held=asyncio.Event())
+    async with served(engine) as there, there.client("7-0") as client:
+        there.session("7-0")
+        stream = await client.responses.create(model=MODEL, input="a", stream=True)
+        kinds = []
+        async for event in stream:
+            kinds.append(event.type)
+            if event.type == "response.output_text.delta":
+                there.sessions.close("7-0")
+        assert kinds[-1] == "response.failed"
+        assert event.response.error is not None and "has ended" in event.response.error.message
+        await until(lambda: engine.running == 0)
 
 
-def test_a_response_is_continued_in_its_own_session_alone() -> None:
-    async def test() -> None:
-        async with served(Engine()) as there:
-            there.session("7-0")
-            there.session("7-1")
-            first = await answered(there, "7-0", input="a")
-            assert (
-                await answered(there, "7-0", input="b", previous_response_id=first.id)
-            ).previous_response_id == first.id
-            plain = await answered(there, input="a")
-            await answered(there, input="b", previous_response_id=plain.id)
-            unkept = await answered(there, input="a", store=False)
-            for session, response_id in (
-                ("7-1", first.id),
-                (None, first.id),
-                ("7-0", plain.id),
-                (None, unkept.id),
-                (None, "x"),
-            ):
-                refused = await there.post(
-                    "/v1/responses", {"input": "b", "previous_response_id": response_id}, session
-                )
-                assert refused.status_code == 404
-                error = refused.json()["error"]
-                assert error["code"] == "previous_response_not_found"
-                assert error["param"] == "previous_response_id"
-                assert response_id in error["message"]
-
-    in_time(test)
+async def test_a_response_is_continued_in_its_own_session_alone() -> None:
+    async with served(Engine()) as there:
+        there.session("7-0")
+        there.session("7-1")
+        first = await answered(there, "7-0", input="a")
+        assert (await answered(there, "7-0", input="b", previous_response_id=first.id)).previous_response_id == first.id
+        plain = await answered(there, input="a")
+        await answered(there, input="b", previous_response_id=plain.id)
+        unkept = await answered(there, input="a", store=False)
+        for session, response_id in (
+            ("7-1", first.id),
+            (None, first.id),
+            ("7-0", plain.id),
+            (None, unkept.id),
+            (None, "x"),
+        ):
+            refused = await there.post("/v1/responses", {"input": "b", "previous_response_id": response_id}, session)
+            assert refused.status_code == 404
+            error = refused.json()["error"]
+            assert error["code"] == "previous_response_not_found"
+            assert error["param"] == "previous_response_id"
+            assert response_id in error["message"]
 
 
-def test_instructions_are_not_taken_over() -> None:
-    async def test() -> None:
-        prompts: list[str] = []
+async def test_instructions_are_not_taken_over() -> None:
+    prompts: list[str] = []
 
-        def script(prompt: str, request: Any) -> str:
-            prompts.append(prompt)
-            return "yes"
+    def script(prompt: str, request: Any) -> str:
+        prompts.append(prompt)
+        return "yes"
 
-        async with served(Engine(script)) as there:
-            there.session("7-0")
-            first = await answered(there, "7-0", input="a", instructions="Old.")
-            await answered(there, "7-0", input="b", instructions="New.", previous_response_id=first.id)
-            assert "Old." in prompts[0]
-            assert "Old." not in prompts[1] and "New." in prompts[1] and "u:a" in prompts[1]
-
-    in_time(test)
+    async with served(Engine(script)) as there:
+        there.session("7-0")
+        first = await answered(there, "7-0", input="a", instructions="Old.")
+        await answered(there, "7-0", input="b", instructions="New.", previous_response_id=first.id)
+        assert "Old." in prompts[0]
+        assert "Old." not in prompts[1] and "New." in prompts[1] and "u:a" in prompts[1]
 
 
-def test_a_conversation_may_change_its_api() -> None:
-    async def test() -> None:
-        async with served(says("one", "two")) as there, there.client("7-0") as client:
-            session = there.session("7-0")
-            await client.responses.create(model=MODEL, input="a", instructions="Be.")
-            messages: Any = [
-                {"role": "system", "content": "Be."},
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "one"},
-                {"role": "user", "content": "b"},
-            ]
-            await client.chat.completions.create(model=MODEL, messages=messages)
-            rollout = session.rollout()
-            assert rollout is not None and len(rollout.sequences) == 1
-
-    in_time(test)
+async def test_a_conversation_may_change_its_api() -> None:
+    async with served(says("one", "two")) as there, there.client("7-0") as client:
+        session = there.session("7-0")
+        await client.responses.create(model=MODEL, input="a", instructions="Be.")
+        messages: Any = [
+            {"role": "system", "content": "Be."},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "b"},
+        ]
+        await client.chat.completions.create(model=MODEL, messages=messages)
+        rollout = session.rollout()
+        assert rollout is not None and len(rollout.sequences) == 1
 
 
 def test_kept_conversations_are_bounded() -> None:
@@ -260,30 +234,27 @@ def test_kept_conversations_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("sent_back", ["all", "encrypted", "none"])
-def test_reasoning_is_continued_however_it_is_sent_back(sent_back: str) -> None:
-    async def test() -> None:
-        script = ["<think>Hm, x.</think>I look." + calling("find", {"q": "x"}), "<think>So.</think>Done."]
-        replies = iter(script)
-        engine = Engine(lambda prompt, request: next(replies), chat=chat_format("qwen3"))
-        async with served(engine) as there:
-            session = there.session("7-0")
-            history: list[Any] = [{"role": "user", "content": "go"}]
-            for _ in script:
-                got = await events(there, "7-0", input=history, tools=[FIND], store=False)
-                assert sum(event.type == "response.reasoning_text.delta" for event in got) > 1, "in pieces"
-                for item in got[-1].response.output:
-                    kept = item.model_dump(exclude_none=True)
-                    if item.type == "reasoning" and sent_back == "encrypted":
-                        kept.pop("content")
-                    if item.type != "reasoning" or sent_back != "none":
-                        history.append(kept)
-                    if item.type == "function_call":
-                        history.append({"type": "function_call_output", "call_id": item.call_id, "output": "ok"})
-            response = got[-1].response
-            assert [item.type for item in response.output] == ["reasoning", "message"]
-            assert response.output[0].content[0].text == "So."
-            assert response.usage.output_tokens_details.reasoning_tokens == len("<think>So.")
-            rollout = session.rollout()
-            assert rollout is not None and len(rollout.sequences) == 1
-
-    in_time(test)
+async def test_reasoning_is_continued_however_it_is_sent_back(sent_back: str) -> None:
+    script = ["<think>Hm, x.</think>I look." + calling("find", {"q": "x"}), "<think>So.</think>Done."]
+    replies = iter(script)
+    engine = Engine(lambda prompt, request: next(replies), chat=chat_format("qwen3"))
+    async with served(engine) as there:
+        session = there.session("7-0")
+        history: list[Any] = [{"role": "user", "content": "go"}]
+        for _ in script:
+            got = await events(there, "7-0", input=history, tools=[FIND], store=False)
+            assert sum(event.type == "response.reasoning_text.delta" for event in got) > 1, "in pieces"
+            for item in got[-1].response.output:
+                kept = item.model_dump(exclude_none=True)
+                if item.type == "reasoning" and sent_back == "encrypted":
+                    kept.pop("content")
+                if item.type != "reasoning" or sent_back != "none":
+                    history.append(kept)
+                if item.type == "function_call":
+                    history.append({"type": "function_call_output", "call_id": item.call_id, "output": "ok"})
+        response = got[-1].response
+        assert [item.type for item in response.output] == ["reasoning", "message"]
+        assert response.output[0].content[0].text == "So."
+        assert response.usage.output_tokens_details.reasoning_tokens == len("<think>So.")
+        rollout = session.rollout()
+        assert rollout is not None and len(rollout.sequences) == 1

@@ -287,62 +287,56 @@ def test_limits_are_kept() -> None:
     assert error.value.code == "context_length_exceeded"
 
 
-def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
-    async def main() -> None:
-        model = Model("one", "two", "three")
-        one = session(model)
-        await ask_chat(one, HELLO, None, CallOptions())
-        model.held = asyncio.Event()
-        call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
-        await model.begun.wait()
-        one.close()
-        for work in (call, ask_chat(one, HELLO, None, CallOptions()), ask_text(one, "x", CallOptions())):
-            with pytest.raises(ApiError) as error:
-                await work
-            assert (error.value.status, error.value.code) == (410, "session_ended")
-        rollout = one.rollout()
-        assert rollout is not None
-        assert CHAT.decode(rollout.ids.tolist()) == "helloone"
-        assert rollout.branches == (), "a reply that no client received is not part of it"
-
-    run(main())
+async def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
+    model = Model("one", "two", "three")
+    one = session(model)
+    await ask_chat(one, HELLO, None, CallOptions())
+    model.held = asyncio.Event()
+    call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
+    await model.begun.wait()
+    one.close()
+    for work in (call, ask_chat(one, HELLO, None, CallOptions()), ask_text(one, "x", CallOptions())):
+        with pytest.raises(ApiError) as error:
+            await work
+        assert (error.value.status, error.value.code) == (410, "session_ended")
+    rollout = one.rollout()
+    assert rollout is not None
+    assert CHAT.decode(rollout.ids.tolist()) == "helloone"
+    assert rollout.branches == (), "a reply that no client received is not part of it"
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> None:
-    async def main() -> None:
-        record = Record()
-        model = Model("first", *["second reply"] * 2 * n)
-        one = session(model, on_segments=record.add)
-        (first,) = await ask_chat(one, HELLO, None, CallOptions())
-        messages = [*HELLO, first.message, {"role": "user", "content": "?"}]
-        model.held = asyncio.Event()
-        call = asyncio.create_task(ask_chat(one, messages, None, CallOptions(n=n)))
-        await model.begun.wait()
-        if how == "cancelled":
-            call.cancel()
-        else:
-            model.fails = True
-            model.held.set()
-        with pytest.raises(asyncio.CancelledError if how == "cancelled" else GenerationFailed):
-            await call
-        rollout = one.rollout()
-        assert rollout is not None
-        assert rollout.ids.tolist() == [*first.prompt_ids, *first.token_ids]
+async def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> None:
+    record = Record()
+    model = Model("first", *["second reply"] * 2 * n)
+    one = session(model, on_segments=record.add)
+    (first,) = await ask_chat(one, HELLO, None, CallOptions())
+    messages = [*HELLO, first.message, {"role": "user", "content": "?"}]
+    model.held = asyncio.Event()
+    call = asyncio.create_task(ask_chat(one, messages, None, CallOptions(n=n)))
+    await model.begun.wait()
+    if how == "cancelled":
+        call.cancel()
+    else:
+        model.fails = True
+        model.held.set()
+    with pytest.raises(asyncio.CancelledError if how == "cancelled" else GenerationFailed):
+        await call
+    rollout = one.rollout()
+    assert rollout is not None
+    assert rollout.ids.tolist() == [*first.prompt_ids, *first.token_ids]
 
-        model.held, model.fails = None, False
-        replies = await ask_chat(one, messages, None, CallOptions(n=n))
-        assert [reply.text for reply in replies] == ["second reply"] * n
-        assert [request.generated for request in model.requests[-n:]] == [6] * n, "it continues its own tokens"
-        rollout = one.rollout()
-        assert rollout is not None
-        assert len(rollout.sequences) == n, "it continues in the same sequence"
-        for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
-            reported = [token for part in parts for token in part.ids.tolist()]
-            assert reported == sequence.ids.tolist()
-
-    run(main())
+    model.held, model.fails = None, False
+    replies = await ask_chat(one, messages, None, CallOptions(n=n))
+    assert [reply.text for reply in replies] == ["second reply"] * n
+    assert [request.generated for request in model.requests[-n:]] == [6] * n, "it continues its own tokens"
+    rollout = one.rollout()
+    assert rollout is not None
+    assert len(rollout.sequences) == n, "it continues in the same sequence"
+    for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
+        reported = [token for part in parts for token in part.ids.tolist()]
+        assert reported == sequence.ids.tolist()
 
 
 def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens() -> None:
@@ -430,15 +424,12 @@ def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
     assert len(sessions) == 1
 
 
-def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> None:
-    async def test() -> None:
-        model = Model("one", "two")
-        one = session(model)
-        call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
-        await asyncio.sleep(0)  # there is a task for each choice now
-        one.close()
-        with pytest.raises(ApiError, match="has ended"):
-            await call
-        assert not model.requests
-
-    asyncio.run(test())
+async def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> None:
+    model = Model("one", "two")
+    one = session(model)
+    call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
+    await asyncio.sleep(0)  # there is a task for each choice now
+    one.close()
+    with pytest.raises(ApiError, match="has ended"):
+        await call
+    assert not model.requests

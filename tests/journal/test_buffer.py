@@ -95,24 +95,20 @@ class Gate:
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_take_ends_when_it_is_cancelled_during_a_change(tmp_path: Path, turns: int) -> None:
+async def test_take_ends_when_it_is_cancelled_during_a_change(tmp_path: Path, turns: int) -> None:
     """Ctrl-C may cancel the loop at any turn of its event loop, also between a change and the take that it wakes."""
-
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        (taking,) = await started(buffer.take(0, patience_s=NEVER_S))
+    buffer = await opened(tmp_path)
+    (taking,) = await started(buffer.take(0, patience_s=NEVER_S))
+    await asyncio.sleep(0)
+    await buffer.admit(candidates(1, 1))
+    for _ in range(4):  # the take waits again
         await asyncio.sleep(0)
-        await buffer.admit(candidates(1, 1))
-        for _ in range(4):  # the take waits again
-            await asyncio.sleep(0)
-        buffer._changed.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        taking.cancel()
-        await asyncio.wait([taking], timeout=10)
-        assert taking.cancelled()
-
-    run(test())
+    buffer._changed.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait([taking], timeout=10)
+    assert taking.cancelled()
 
 
 # -- commits in groups
@@ -121,102 +117,85 @@ settings_of_50 = replace(SETTINGS, groups_per_step=50)
 
 
 @pytest.mark.usefixtures("at_once")
-def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path, settings_of_50)
-        await buffer.admit(candidates(1, 100))
-        gate = Gate(buffer)
-        (first,) = await started(buffer.record(group_rollouts(0), [], []))
-        await gate.begun()
-        others = await started(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(1, 50)))
-        (failure,) = await started(buffer.failed("engine", "engine-0", "went away"))
-        assert not first.done()
-        gate.release()
-        await first
-        found = opening_of(tmp_path, settings_of_50)
-        assert [group.group_id for group in found.groups if group.unscored] == [0]
-        await gate.begun()
-        assert not any(task.done() for task in [*others, failure])
-        gate.release()
-        await asyncio.gather(*others, failure)
-        assert len(gate.commits) == 2
-        found = opening_of(tmp_path, settings_of_50)
-        assert [group.group_id for group in found.groups if group.unscored] == list(range(50))
-
-    run(test())
+async def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path, settings_of_50)
+    await buffer.admit(candidates(1, 100))
+    gate = Gate(buffer)
+    (first,) = await started(buffer.record(group_rollouts(0), [], []))
+    await gate.begun()
+    others = await started(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(1, 50)))
+    (failure,) = await started(buffer.failed("engine", "engine-0", "went away"))
+    assert not first.done()
+    gate.release()
+    await first
+    found = opening_of(tmp_path, settings_of_50)
+    assert [group.group_id for group in found.groups if group.unscored] == [0]
+    await gate.begun()
+    assert not any(task.done() for task in [*others, failure])
+    gate.release()
+    await asyncio.gather(*others, failure)
+    assert len(gate.commits) == 2
+    found = opening_of(tmp_path, settings_of_50)
+    assert [group.group_id for group in found.groups if group.unscored] == list(range(50))
 
 
-def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
+async def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "LAZY_S", NEVER_S)
-
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await buffer.admit(candidates(1, 4))
-        gate = Gate(buffer)
-        lazy = await started(
-            buffer.record(group_rollouts(0), [], []),
-            buffer.record([], pieces(rollout("1-0")), []),
-            buffer.trained(StepRecord(0, "digest", {})),
-            buffer.failed("engine", "engine-0", "went away"),
-        )
-        assert not gate.commits
-        (urgent,) = await started(buffer.fallback(0))
-        await gate.begun()
-        assert not any(task.done() for task in [*lazy, urgent])
-        gate.release()
-        await asyncio.gather(*lazy, urgent)
-        assert len(gate.commits) == 1
-
-    run(test())
+    buffer = await opened(tmp_path)
+    await buffer.admit(candidates(1, 4))
+    gate = Gate(buffer)
+    lazy = await started(
+        buffer.record(group_rollouts(0), [], []),
+        buffer.record([], pieces(rollout("1-0")), []),
+        buffer.trained(StepRecord(0, "digest", {})),
+        buffer.failed("engine", "engine-0", "went away"),
+    )
+    assert not gate.commits
+    (urgent,) = await started(buffer.fallback(0))
+    await gate.begun()
+    assert not any(task.done() for task in [*lazy, urgent])
+    gate.release()
+    await asyncio.gather(*lazy, urgent)
+    assert len(gate.commits) == 1
 
 
-def test_many_notes_are_committed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_notes_are_committed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "LAZY_S", NEVER_S)
     monkeypatch.setattr(subject, "MANY", 6)
-
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await buffer.admit(candidates(1, 4))
-        await asyncio.gather(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(4)))
-        assert len(opening_of(tmp_path).groups[3].unscored) == SETTINGS.group_size
-
-    run(test())
+    buffer = await opened(tmp_path)
+    await buffer.admit(candidates(1, 4))
+    await asyncio.gather(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(4)))
+    assert len(opening_of(tmp_path).groups[3].unscored) == SETTINGS.group_size
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_call_without_notes_returns_at_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await with_one_step(buffer)
-        gate = Gate(buffer)
-        assert (await buffer.batch(0)).step == 0
-        assert await buffer.admit([]) == ()
-        assert isinstance(await buffer.take(1, 0.0), Waiting)
-        await buffer.prune(5)
-        assert not gate.commits
-        with pytest.raises(LookupError, match="step 1 has no batch"):
-            await buffer.batch(1)
-
-    run(test())
+async def test_a_call_without_notes_returns_at_once(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await with_one_step(buffer)
+    gate = Gate(buffer)
+    assert (await buffer.batch(0)).step == 0
+    assert await buffer.admit([]) == ()
+    assert isinstance(await buffer.take(1, 0.0), Waiting)
+    await buffer.prune(5)
+    assert not gate.commits
+    with pytest.raises(LookupError, match="step 1 has no batch"):
+        await buffer.batch(1)
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_cancelled_caller_does_not_cancel_the_commit(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await buffer.admit(candidates(1, 4))
-        gate = Gate(buffer)
-        gone, stays = await started(buffer.record(group_rollouts(0), [], []), buffer.record(group_rollouts(1), [], []))
-        await gate.begun()
-        gone.cancel()
-        gate.release()
-        await stays
-        assert gone.cancelled()
-        assert [len(group.unscored) for group in opening_of(tmp_path).groups] == [2, 2, 0, 0]
-
-    run(test())
+async def test_a_cancelled_caller_does_not_cancel_the_commit(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await buffer.admit(candidates(1, 4))
+    gate = Gate(buffer)
+    gone, stays = await started(buffer.record(group_rollouts(0), [], []), buffer.record(group_rollouts(1), [], []))
+    await gate.begun()
+    gone.cancel()
+    gate.release()
+    await stays
+    assert gone.cancelled()
+    assert [len(group.unscored) for group in opening_of(tmp_path).groups] == [2, 2, 0, 0]
 
 
 # -- a commit that fails
@@ -238,49 +217,43 @@ LATER: dict[str, Callable[[Buffer], Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_failed_commit_fails_every_later_call(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await with_one_step(buffer)
-        snapshot = buffer._book.ledger.snapshot()
-        gate = Gate(buffer)
-        running = buffer._book.ledger.running
-        (waiting,) = await started(buffer.take(1, NEVER_S))
-        first = await started(*(buffer.record([rollout(f"{group_id}-0")], [], []) for group_id in running))
-        await gate.begun()
-        second = await started(*(buffer.record([rollout(f"{group_id}-1")], [], []) for group_id in running))
-        error = JournalError("the journal failed: database or disk is full", location="journal.db", hint="Free space")
-        gate.release(error)
-        answers = await asyncio.gather(waiting, *first, *second, return_exceptions=True)
-        assert all(answer is error for answer in answers)
-        for name, call in LATER.items():
-            (answer,) = await asyncio.gather(call(buffer), return_exceptions=True)
-            assert answer is error, name
-        assert len(gate.commits) == 1
-        assert DurableLedger(tmp_path / FILE, SETTINGS).ledger.snapshot() == snapshot
-        assert not any(group.unscored for group in opening_of(tmp_path).groups)
-
-    run(test())
+async def test_a_failed_commit_fails_every_later_call(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await with_one_step(buffer)
+    snapshot = buffer._book.ledger.snapshot()
+    gate = Gate(buffer)
+    running = buffer._book.ledger.running
+    (waiting,) = await started(buffer.take(1, NEVER_S))
+    first = await started(*(buffer.record([rollout(f"{group_id}-0")], [], []) for group_id in running))
+    await gate.begun()
+    second = await started(*(buffer.record([rollout(f"{group_id}-1")], [], []) for group_id in running))
+    error = JournalError("the journal failed: database or disk is full", location="journal.db", hint="Free space")
+    gate.release(error)
+    answers = await asyncio.gather(waiting, *first, *second, return_exceptions=True)
+    assert all(answer is error for answer in answers)
+    for name, call in LATER.items():
+        (answer,) = await asyncio.gather(call(buffer), return_exceptions=True)
+        assert answer is error, name
+    assert len(gate.commits) == 1
+    assert DurableLedger(tmp_path / FILE, SETTINGS).ledger.snapshot() == snapshot
+    assert not any(group.unscored for group in opening_of(tmp_path).groups)
 
 
-def test_a_disk_that_is_full_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await with_one_step(buffer)
-        batch = content(await buffer.batch(0))
-        connection = buffer._book.journal._connection
-        (pages,) = connection.execute("PRAGMA page_count").fetchone()
-        connection.execute(f"PRAGMA max_page_count = {pages}")
-        big = rollout(f"{buffer._book.ledger.running[0]}-0", [1] * 100_000)
-        for call in (buffer.record([big], [], []), buffer.admit(candidates(9, 1)), buffer.batch(0)):
-            with pytest.raises(JournalError, match="disk is full"):
-                await call
-        again = await opened(tmp_path, kind="resume")
-        assert content(await again.batch(0)) == batch
-        await again.record([big], [], [])
-        assert contents(opening_of(tmp_path).groups[0].unscored[0]) == contents(big)
-
-    run(test())
+async def test_a_disk_that_is_full_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await with_one_step(buffer)
+    batch = content(await buffer.batch(0))
+    connection = buffer._book.journal._connection
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    big = rollout(f"{buffer._book.ledger.running[0]}-0", [1] * 100_000)
+    for call in (buffer.record([big], [], []), buffer.admit(candidates(9, 1)), buffer.batch(0)):
+        with pytest.raises(JournalError, match="disk is full"):
+            await call
+    again = await opened(tmp_path, kind="resume")
+    assert content(await again.batch(0)) == batch
+    await again.record([big], [], [])
+    assert contents(opening_of(tmp_path).groups[0].unscored[0]) == contents(big)
 
 
 # -- batches
@@ -296,120 +269,99 @@ async def with_one_step(buffer: Buffer) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_replaced_buffer_answers_no_further_call(tmp_path: Path) -> None:
-    async def test() -> None:
-        old = await opened(tmp_path)
-        await old.admit(candidates(1, 2))
-        new = await opened(tmp_path, kind="resume")
-        for _ in range(2):
-            with pytest.raises(JournalError, match="another process writes this journal now"):
-                await old.failed("engine", "engine-0", "a message")
-        await new.record(group_rollouts(0), [], group_outcomes(0))
-        assert opening_of(tmp_path).counts.finished == 1
-
-    run(test())
+async def test_a_replaced_buffer_answers_no_further_call(tmp_path: Path) -> None:
+    old = await opened(tmp_path)
+    await old.admit(candidates(1, 2))
+    new = await opened(tmp_path, kind="resume")
+    for _ in range(2):
+        with pytest.raises(JournalError, match="another process writes this journal now"):
+            await old.failed("engine", "engine-0", "a message")
+    await new.record(group_rollouts(0), [], group_outcomes(0))
+    assert opening_of(tmp_path).counts.finished == 1
 
 
-def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await buffer.admit(candidates(1, 4))
-        (taking,) = await started(buffer.take(0, NEVER_S))
-        settled = await buffer.record(group_rollouts(2), [], group_outcomes(2))
-        assert settled.finished == (2,)
-        assert not taking.done()
-        await buffer.record(group_rollouts(0), [], group_outcomes(0))
-        taken = await taking
-        assert [group.group_id for group in taken.batch.groups] == [0, 2]
-        assert [contents(r) for r in taken.batch.groups[1].rollouts] == [contents(r) for r in group_rollouts(2)]
-        assert (taken.counts.taken, taken.counts.running) == (2, 2)
-        assert opening_of(tmp_path).step == 1
-        assert content(await buffer.batch(0)) == content(taken.batch)
-
-    run(test())
+async def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await buffer.admit(candidates(1, 4))
+    (taking,) = await started(buffer.take(0, NEVER_S))
+    settled = await buffer.record(group_rollouts(2), [], group_outcomes(2))
+    assert settled.finished == (2,)
+    assert not taking.done()
+    await buffer.record(group_rollouts(0), [], group_outcomes(0))
+    taken = await taking
+    assert [group.group_id for group in taken.batch.groups] == [0, 2]
+    assert [contents(r) for r in taken.batch.groups[1].rollouts] == [contents(r) for r in group_rollouts(2)]
+    assert (taken.counts.taken, taken.counts.running) == (2, 2)
+    assert opening_of(tmp_path).step == 1
+    assert content(await buffer.batch(0)) == content(taken.batch)
 
 
 @pytest.mark.usefixtures("at_once")
-def test_take_returns_the_reason_when_there_is_no_batch(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        waiting = await buffer.take(0, 0.0)
-        assert isinstance(waiting, Waiting)
-        assert (waiting.reason, waiting.overdue) == ("only 0 of 2 groups have finished", ())
-        await with_one_step(buffer)
-        (taking,) = await started(buffer.take(1, NEVER_S))
-        await buffer.record([], [], [Outcome("2-0", RewardFailure("the engine refused"))])
-        assert not taking.done()
-        await buffer.admit(candidates(5, 3))
-        for group_id in (3, 4):
-            await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
-        assert isinstance(await taking, TakenBatch)
-
-    run(test())
+async def test_take_returns_the_reason_when_there_is_no_batch(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    waiting = await buffer.take(0, 0.0)
+    assert isinstance(waiting, Waiting)
+    assert (waiting.reason, waiting.overdue) == ("only 0 of 2 groups have finished", ())
+    await with_one_step(buffer)
+    (taking,) = await started(buffer.take(1, NEVER_S))
+    await buffer.record([], [], [Outcome("2-0", RewardFailure("the engine refused"))])
+    assert not taking.done()
+    await buffer.admit(candidates(5, 3))
+    for group_id in (3, 4):
+        await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
+    assert isinstance(await taking, TakenBatch)
 
 
 @pytest.mark.usefixtures("at_once")
-def test_overdue_groups_are_reported_at_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path, replace(SETTINGS, on_stale="requeue"))
-        await with_one_step(buffer)
-        await buffer.admit(candidates(5, 2))
-        for group_id in (4, 5):
-            await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
-        waiting = await buffer.take(1, NEVER_S)
-        assert isinstance(waiting, Waiting)
-        assert waiting.overdue == (2, 3)
-        (taking,) = await started(buffer.take(1, NEVER_S))
-        assert await buffer.requeue([2, 3]) == [(2, 6, 1), (3, 7, 1)]
-        assert isinstance(await taking, Waiting | TakenBatch)
-        taken = await buffer.take(1, NEVER_S)
-        assert isinstance(taken, TakenBatch)
-        assert [group.group_id for group in taken.batch.groups] == [4, 5]
-
-    run(test())
+async def test_overdue_groups_are_reported_at_once(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path, replace(SETTINGS, on_stale="requeue"))
+    await with_one_step(buffer)
+    await buffer.admit(candidates(5, 2))
+    for group_id in (4, 5):
+        await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
+    waiting = await buffer.take(1, NEVER_S)
+    assert isinstance(waiting, Waiting)
+    assert waiting.overdue == (2, 3)
+    (taking,) = await started(buffer.take(1, NEVER_S))
+    assert await buffer.requeue([2, 3]) == [(2, 6, 1), (3, 7, 1)]
+    assert isinstance(await taking, Waiting | TakenBatch)
+    taken = await buffer.take(1, NEVER_S)
+    assert isinstance(taken, TakenBatch)
+    assert [group.group_id for group in taken.batch.groups] == [4, 5]
 
 
 @pytest.mark.usefixtures("at_once")
-def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        await with_one_step(buffer)
-        await buffer.checkpointed(1, "one", 0.0, 0.0, [])
-        await buffer.prune(1)
-        with pytest.raises(LookupError, match="pruned"):
-            await buffer.batch(0)
-
-    run(test())
+async def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    await with_one_step(buffer)
+    await buffer.checkpointed(1, "one", 0.0, 0.0, [])
+    await buffer.prune(1)
+    with pytest.raises(LookupError, match="pruned"):
+        await buffer.batch(0)
 
 
 # -- a disk that does not answer, and the end
 
 
-def test_a_hanging_disk_ends_the_run_in_bounded_time_and_does_not_block_the_loop(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer, _ = await Buffer.open(tmp_path / FILE, SETTINGS, "train", limit_s=0.2)
-        gate = Gate(buffer)
-        with pytest.raises(JournalError, match="the disk has not answered for 0 s") as caught:
-            await buffer.admit(candidates(1, 1))
-        assert caught.value.location == str(tmp_path / FILE)
-        assert "asyncrl resume" in caught.value.hint
-        with pytest.raises(JournalError, match="has not answered"):
-            await buffer.failed("engine", "engine-0", "went away")
-        gate.release()
-
-    run(test())
+async def test_a_hanging_disk_ends_the_run_in_bounded_time_and_does_not_block_the_loop(tmp_path: Path) -> None:
+    buffer, _ = await Buffer.open(tmp_path / FILE, SETTINGS, "train", limit_s=0.2)
+    gate = Gate(buffer)
+    with pytest.raises(JournalError, match="the disk has not answered for 0 s") as caught:
+        await buffer.admit(candidates(1, 1))
+    assert caught.value.location == str(tmp_path / FILE)
+    assert "asyncrl resume" in caught.value.hint
+    with pytest.raises(JournalError, match="has not answered"):
+        await buffer.failed("engine", "engine-0", "went away")
+    gate.release()
 
 
-def test_a_closed_journal_is_one_file_and_answers_no_call(tmp_path: Path) -> None:
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        admitting = asyncio.create_task(buffer.admit(candidates(1, 2)))
-        await asyncio.sleep(0)
-        await buffer.close()
-        assert len(await admitting) == 2
-        assert [found.name for found in tmp_path.iterdir()] == [FILE]
-        assert len(opening_of(tmp_path).groups) == 2
-        with pytest.raises(JournalError, match="the journal is closed"):
-            await buffer.failed("engine", "engine-0", "went away")
-
-    run(test())
+async def test_a_closed_journal_is_one_file_and_answers_no_call(tmp_path: Path) -> None:
+    buffer = await opened(tmp_path)
+    admitting = asyncio.create_task(buffer.admit(candidates(1, 2)))
+    await asyncio.sleep(0)
+    await buffer.close()
+    assert len(await admitting) == 2
+    assert [found.name for found in tmp_path.iterdir()] == [FILE]
+    assert len(opening_of(tmp_path).groups) == 2
+    with pytest.raises(JournalError, match="the journal is closed"):
+        await buffer.failed("engine", "engine-0", "went away")

@@ -246,41 +246,31 @@ def test_a_model_stub_that_cannot_be_made_ends_the_start() -> None:
 
 
 @pytest.mark.parametrize("address", [None, "there:6379"])
-def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any], address: str | None) -> None:
-    async def check() -> None:
-        process = Factory(address=address).process("engine-0")
-        first = await process.running()
-        await process.lose(first, "it is slow")
-        assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
-        await process.running()
-        assert process.actor.started_on == "/model_stub"
-        assert (first.cache_bytes, process.actor.cache_bytes) == (None, 1001), "as its first start measured it"
-
-    run(check())
+async def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any], address: str | None) -> None:
+    process = Factory(address=address).process("engine-0")
+    first = await process.running()
+    await process.lose(first, "it is slow")
+    assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
+    await process.running()
+    assert process.actor.started_on == "/model_stub"
+    assert (first.cache_bytes, process.actor.cache_bytes) == (None, 1001), "as its first start measured it"
 
 
-def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
+async def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
     """After the first time, the number may belong to another process."""
-
-    async def check() -> None:
-        process = Factory().process("engine-0")
-        await process.running()
-        process.kill()
-        process.kill()
-        assert [entry for entry in killed if isinstance(entry, tuple)] == [(1001, signal.SIGKILL)]
-
-    run(check())
+    process = Factory().process("engine-0")
+    await process.running()
+    process.kill()
+    process.kill()
+    assert [entry for entry in killed if isinstance(entry, tuple)] == [(1001, signal.SIGKILL)]
 
 
-def test_a_process_that_is_gone_already_can_be_killed(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_is_gone_already_can_be_killed(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(pid: int, number: int) -> None:
         raise ProcessLookupError
 
-    async def check() -> None:
-        process = Factory().process("engine-0")
-        await process.running()
-        monkeypatch.setattr(supervised_actor.os, "kill", gone)
-        process.kill()
-        assert process.actor.dead
-
-    run(check())
+    process = Factory().process("engine-0")
+    await process.running()
+    monkeypatch.setattr(supervised_actor.os, "kill", gone)
+    process.kill()
+    assert process.actor.dead

@@ -140,101 +140,86 @@ def ended_by(error: ExceptionGroup[Exception]) -> Exception:
     return cause
 
 
-def test_engines_prove_the_weights_before_they_get_a_request() -> None:
-    async def check() -> None:
-        harness = Harness(1, 0)
+async def test_engines_prove_the_weights_before_they_get_a_request() -> None:
+    harness = Harness(1, 0)
+    await harness.ask("a")
+    keeping = asyncio.create_task(harness.keeper.keep(harness.client.engines[0]))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    (engine,) = harness.processes[0].made
+    assert (engine.loaded, engine.ids) == ([], [])
+    await harness.publish(0)
+    await harness.serving.acquire()
+    await turns()
+    assert (engine.loaded, engine.ids) == ([0], ["a"])
+    keeping.cancel()
+
+
+async def test_a_dead_engine_is_started_again_while_the_other_continues_its_requests() -> None:
+    async with kept(2) as harness:
+        first, second = (process.actor for process in harness.processes)
+        await harness.ask("a", "b")
+        await first.deliver(segments=[segment("a", 0, 3)])
+        first.die()
+        await harness.serving.acquire()
+        assert harness.notes == [("engine", "engine-0", "the process died")]
+        assert second.ids == ["b", "a"]
+        assert [(part.start, part.end) for part in second.submitted[-1].prefix] == [(0, 3)]
+        restarted = harness.processes[0].actor
+        assert (restarted.loaded, restarted.ids) == ([0], [])
+        await harness.ask("c")
+        assert restarted.ids == ["c"], "it serves again"
+        await second.deliver(rollout("a"), rollout("b"))
+        await restarted.deliver(rollout("c"))
+        assert harness.ended == ["a", "b", "c"]
+
+
+async def test_the_only_engine_continues_its_own_requests_under_the_current_weights() -> None:
+    async with kept(1) as harness:
         await harness.ask("a")
-        keeping = asyncio.create_task(harness.keeper.keep(harness.client.engines[0]))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        (engine,) = harness.processes[0].made
-        assert (engine.loaded, engine.ids) == ([], [])
-        await harness.publish(0)
+        await harness.publish(1)
+        await harness.processes[0].actor.deliver(segments=[segment("a", 0, 2, version=1)])
+        harness.processes[0].actor.put(activity=EngineActivity(silent_s=601.0))
         await harness.serving.acquire()
         await turns()
-        assert (engine.loaded, engine.ids) == ([0], ["a"])
-        keeping.cancel()
-
-    run(check())
-
-
-def test_a_dead_engine_is_started_again_while_the_other_continues_its_requests() -> None:
-    async def check() -> None:
-        async with kept(2) as harness:
-            first, second = (process.actor for process in harness.processes)
-            await harness.ask("a", "b")
-            await first.deliver(segments=[segment("a", 0, 3)])
-            first.die()
-            await harness.serving.acquire()
-            assert harness.notes == [("engine", "engine-0", "the process died")]
-            assert second.ids == ["b", "a"]
-            assert [(part.start, part.end) for part in second.submitted[-1].prefix] == [(0, 3)]
-            restarted = harness.processes[0].actor
-            assert (restarted.loaded, restarted.ids) == ([0], [])
-            await harness.ask("c")
-            assert restarted.ids == ["c"], "it serves again"
-            await second.deliver(rollout("a"), rollout("b"))
-            await restarted.deliver(rollout("c"))
-            assert harness.ended == ["a", "b", "c"]
-
-    run(check())
+        old, new = harness.processes[0].made
+        assert old.dead, "an engine that hangs is killed before it is replaced"
+        assert (old.loaded, new.loaded) == ([0, 1], [1])
+        assert [(part.start, part.end, part.version) for part in new.submitted[0].prefix] == [(0, 2, 1)]
+        assert harness.notes[0][2] == "it has generated no token for 601 s"
 
 
-def test_the_only_engine_continues_its_own_requests_under_the_current_weights() -> None:
-    async def check() -> None:
-        async with kept(1) as harness:
-            await harness.ask("a")
-            await harness.publish(1)
-            await harness.processes[0].actor.deliver(segments=[segment("a", 0, 2, version=1)])
-            harness.processes[0].actor.put(activity=EngineActivity(silent_s=601.0))
-            await harness.serving.acquire()
-            await turns()
-            old, new = harness.processes[0].made
-            assert old.dead, "an engine that hangs is killed before it is replaced"
-            assert (old.loaded, new.loaded) == ([0, 1], [1])
-            assert [(part.start, part.end, part.version) for part in new.submitted[0].prefix] == [(0, 2, 1)]
-            assert harness.notes[0][2] == "it has generated no token for 601 s"
-
-    run(check())
+async def test_an_engine_that_does_not_load_new_weights_is_replaced() -> None:
+    async with kept(2) as harness:
+        await harness.ask("a")
+        harness.processes[0].actor.off = 1.0
+        await harness.publish(1)
+        assert [engine.name for engine in harness.client.serving()] == ["engine-1"]
+        await harness.serving.acquire()
+        ((kind, name, cause),) = harness.notes
+        assert (kind, name) == ("engine", "engine-0")
+        assert cause.startswith("it does not serve weight version 1")
+        assert harness.processes[0].actor.loaded == [1]
+        assert harness.processes[1].actor.ids == ["a"]
 
 
-def test_an_engine_that_does_not_load_new_weights_is_replaced() -> None:
-    async def check() -> None:
-        async with kept(2) as harness:
-            await harness.ask("a")
-            harness.processes[0].actor.off = 1.0
-            await harness.publish(1)
-            assert [engine.name for engine in harness.client.serving()] == ["engine-1"]
-            await harness.serving.acquire()
-            ((kind, name, cause),) = harness.notes
-            assert (kind, name) == ("engine", "engine-0")
-            assert cause.startswith("it does not serve weight version 1")
-            assert harness.processes[0].actor.loaded == [1]
-            assert harness.processes[1].actor.ids == ["a"]
-
-    run(check())
-
-
-def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
-    async def check() -> None:
-        async with kept(1) as harness:
-            await harness.ask("a")
-            harness.processes[0].failing_starts = 1
-            harness.processes[0].actor.die()
-            await harness.serving.acquire()
-            causes = [cause.split(":")[0] for _, _, cause in harness.notes]
-            assert causes == ["the process died", "it does not start"]
-            harness.processes[0].offs = [1.0]
-            harness.processes[0].actor.die()
-            await harness.serving.acquire()
-            assert [cause.split(":")[0] for _, _, cause in harness.notes[2:]] == [
-                "the process died",
-                "it does not serve weight version 0",
-            ]
-            await turns()
-            assert harness.processes[0].actor.ids == ["a"], "the request has survived all faults"
-
-    run(check())
+async def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
+    async with kept(1) as harness:
+        await harness.ask("a")
+        harness.processes[0].failing_starts = 1
+        harness.processes[0].actor.die()
+        await harness.serving.acquire()
+        causes = [cause.split(":")[0] for _, _, cause in harness.notes]
+        assert causes == ["the process died", "it does not start"]
+        harness.processes[0].offs = [1.0]
+        harness.processes[0].actor.die()
+        await harness.serving.acquire()
+        assert [cause.split(":")[0] for _, _, cause in harness.notes[2:]] == [
+            "the process died",
+            "it does not serve weight version 0",
+        ]
+        await turns()
+        assert harness.processes[0].actor.ids == ["a"], "the request has survived all faults"
 
 
 def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
@@ -320,19 +305,16 @@ def test_a_model_that_no_engine_proves_ends_the_run_at_its_first_publish() -> No
     assert len(notes[0]) == 3
 
 
-def test_while_no_host_has_its_weights_a_restarted_engine_waits() -> None:
-    async def check() -> None:
-        async with kept(2) as harness:
-            harness.hosts.agent("trainer").die()
-            harness.hosts.agent("host-0").die()
-            harness.processes[0].actor.die()
-            while len(harness.processes[0].made) < 2:
-                await asyncio.sleep(0)
-            await harness.ask("a")
-            assert harness.processes[1].actor.ids == ["a"]
-            await harness.publish(0)
-            await harness.serving.acquire()
-            assert [actor.loaded for actor in harness.processes[0].made] == [[0], [0]]
-            assert harness.processes[1].actor.loaded == [0]
-
-    run(check())
+async def test_while_no_host_has_its_weights_a_restarted_engine_waits() -> None:
+    async with kept(2) as harness:
+        harness.hosts.agent("trainer").die()
+        harness.hosts.agent("host-0").die()
+        harness.processes[0].actor.die()
+        while len(harness.processes[0].made) < 2:
+            await asyncio.sleep(0)
+        await harness.ask("a")
+        assert harness.processes[1].actor.ids == ["a"]
+        await harness.publish(0)
+        await harness.serving.acquire()
+        assert [actor.loaded for actor in harness.processes[0].made] == [[0], [0]]
+        assert harness.processes[1].actor.loaded == [0]

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from stand_ins import StandInGateway, run, spec
+from stand_ins import StandInGateway, spec
 from stand_ins import turns as turns_of_the_loop
 
 from asyncrl_cli.core.errors import RunError
@@ -153,108 +153,87 @@ def failed(reason: str, retry: Retry) -> Played:
     return Played(RewardFailure(reason), retry)
 
 
-def test_an_episode_is_one_rollout_with_its_score() -> None:
-    async def test() -> None:
-        harness = Harness(turns(2))
-        rollout, score = await harness.run()
-        assert score == FINE.score
-        assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
-        assert rollout.versions.tolist() == [CONTEXT] * 5 + [3] * 5 + [CONTEXT] * 6 + [3] * 5
-        assert np.array_equal(TokenSequence.join(harness.segments).ids, rollout.ids), "everything is recorded"
-        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1"]
-        assert {request.priority for request in harness.model.asked} == {12}
-        assert {request.sampling.max_tokens for request in harness.model.asked} == {8}
-        assert len(harness.sessions) == harness.episodes.resting == 0
-
-    run(test())
+async def test_an_episode_is_one_rollout_with_its_score() -> None:
+    harness = Harness(turns(2))
+    rollout, score = await harness.run()
+    assert score == FINE.score
+    assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
+    assert rollout.versions.tolist() == [CONTEXT] * 5 + [3] * 5 + [CONTEXT] * 6 + [3] * 5
+    assert np.array_equal(TokenSequence.join(harness.segments).ids, rollout.ids), "everything is recorded"
+    assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1"]
+    assert {request.priority for request in harness.model.asked} == {12}
+    assert {request.sampling.max_tokens for request in harness.model.asked} == {8}
+    assert len(harness.sessions) == harness.episodes.resting == 0
 
 
-def test_turns_get_the_place_of_their_reply_also_after_a_restart() -> None:
-    async def test() -> None:
-        steps = Played(Scored(1.0, turns=(Turn(0.25), Turn(0.75))))
-        harness = Harness(turns(1, failed("lost", Retry.RESUME)), turns(2, steps))
-        rollout, score = await harness.run()
-        assert rollout is not None
-        ends = np.flatnonzero(np.diff(rollout.sampled.astype(int), append=0) == -1) + 1
-        assert isinstance(score, Scored)
-        assert score.turns == (Turn(0.25, 0, ends[0]), Turn(0.75, 0, ends[1]))
-        _, score = await Harness(turns(1, steps)).run()
-        assert isinstance(score, RewardFailure) and "took 2 steps after 1 replies" in score.reason
-
-    run(test())
+async def test_turns_get_the_place_of_their_reply_also_after_a_restart() -> None:
+    steps = Played(Scored(1.0, turns=(Turn(0.25), Turn(0.75))))
+    harness = Harness(turns(1, failed("lost", Retry.RESUME)), turns(2, steps))
+    rollout, score = await harness.run()
+    assert rollout is not None
+    ends = np.flatnonzero(np.diff(rollout.sampled.astype(int), append=0) == -1) + 1
+    assert isinstance(score, Scored)
+    assert score.turns == (Turn(0.25, 0, ends[0]), Turn(0.75, 0, ends[1]))
+    _, score = await Harness(turns(1, steps)).run()
+    assert isinstance(score, RewardFailure) and "took 2 steps after 1 replies" in score.reason
 
 
 @pytest.mark.parametrize(("retry", "isolated"), [(Retry.RESUME, False), (Retry.ISOLATED, True)])
-def test_generated_tokens_are_kept_when_the_process_is_lost(retry: Retry, isolated: bool) -> None:
-    async def test() -> None:
-        expected, _ = await Harness(turns(3)).run()
-        harness = Harness(turns(2, failed("lost", retry)), turns(3), retries=0)
-        rollout, score = await harness.run()
-        assert score == FINE.score
-        assert rollout is not None and expected is not None
-        assert np.array_equal(rollout.ids, expected.ids)
-        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
-        assert harness.played == [("12-3", False), ("12-3~1", isolated)]
-
-    run(test())
+async def test_generated_tokens_are_kept_when_the_process_is_lost(retry: Retry, isolated: bool) -> None:
+    expected, _ = await Harness(turns(3)).run()
+    harness = Harness(turns(2, failed("lost", retry)), turns(3), retries=0)
+    rollout, score = await harness.run()
+    assert score == FINE.score
+    assert rollout is not None and expected is not None
+    assert np.array_equal(rollout.ids, expected.ids)
+    assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
+    assert harness.played == [("12-3", False), ("12-3~1", isolated)]
 
 
-def test_an_unfinished_reply_continues() -> None:
-    async def test() -> None:
-        async def lost(session: Session) -> Played:
-            harness.model.held.clear()
-            talking = asyncio.ensure_future(turns(1)(session))
-            while not harness.model.asked:
-                await asyncio.sleep(0)
+async def test_an_unfinished_reply_continues() -> None:
+    async def lost(session: Session) -> Played:
+        harness.model.held.clear()
+        talking = asyncio.ensure_future(turns(1)(session))
+        while not harness.model.asked:
             await asyncio.sleep(0)
-            talking.cancel()
-            await asyncio.gather(talking, return_exceptions=True)
-            harness.model.held.set()
-            return failed("lost", Retry.RESUME)
+        await asyncio.sleep(0)
+        talking.cancel()
+        await asyncio.gather(talking, return_exceptions=True)
+        harness.model.held.set()
+        return failed("lost", Retry.RESUME)
 
-        harness = Harness(lost, turns(1))
-        rollout, _ = await harness.run()
-        assert rollout is not None
-        first, second = harness.model.asked
-        assert (first.generated, second.generated) == (0, 2)
-
-    run(test())
-
-
-def test_a_failed_agent_restarts_with_other_random_numbers() -> None:
-    async def test() -> None:
-        harness = Harness(*(turns(1, failed(f"reason {attempt}", Retry.RESTART)) for attempt in range(3)), retries=2)
-        _, score = await harness.run()
-        assert score == RewardFailure("reason 2"), "the last reason is kept"
-        assert len({request.sampling.seed for request in harness.model.asked}) == 3
-        assert [request.generated for request in harness.model.asked] == [0, 0, 0]
-        assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
-
-    run(test())
+    harness = Harness(lost, turns(1))
+    rollout, _ = await harness.run()
+    assert rollout is not None
+    first, second = harness.model.asked
+    assert (first.generated, second.generated) == (0, 2)
 
 
-def test_an_episode_that_ran_out_of_time_is_not_retried() -> None:
-    async def test() -> None:
-        harness = Harness(turns(1, failed("late", Retry.NONE)))
-        assert (await harness.run())[1] == RewardFailure("late")
-
-    run(test())
-
-
-def test_tokens_that_an_earlier_driver_recorded_are_not_generated_again() -> None:
-    async def test() -> None:
-        before = Harness(turns(2))
-        expected, _ = await before.run()
-        again = Harness(turns(3))
-        rollout, _ = await again.run(recorded={0: tuple(before.segments)})
-        assert rollout is not None and expected is not None
-        assert np.array_equal(rollout.ids[: len(expected.ids)], expected.ids)
-        assert [request.rollout_id for request in again.model.asked] == ["12-3/2"]
-
-    run(test())
+async def test_a_failed_agent_restarts_with_other_random_numbers() -> None:
+    harness = Harness(*(turns(1, failed(f"reason {attempt}", Retry.RESTART)) for attempt in range(3)), retries=2)
+    _, score = await harness.run()
+    assert score == RewardFailure("reason 2"), "the last reason is kept"
+    assert len({request.sampling.seed for request in harness.model.asked}) == 3
+    assert [request.generated for request in harness.model.asked] == [0, 0, 0]
+    assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
 
 
-def test_branches_are_kept_too() -> None:
+async def test_an_episode_that_ran_out_of_time_is_not_retried() -> None:
+    harness = Harness(turns(1, failed("late", Retry.NONE)))
+    assert (await harness.run())[1] == RewardFailure("late")
+
+
+async def test_tokens_that_an_earlier_driver_recorded_are_not_generated_again() -> None:
+    before = Harness(turns(2))
+    expected, _ = await before.run()
+    again = Harness(turns(3))
+    rollout, _ = await again.run(recorded={0: tuple(before.segments)})
+    assert rollout is not None and expected is not None
+    assert np.array_equal(rollout.ids[: len(expected.ids)], expected.ids)
+    assert [request.rollout_id for request in again.model.asked] == ["12-3/2"]
+
+
+async def test_branches_are_kept_too() -> None:
     async def other_histories(session: Session) -> Played:
         for text in ("one", "two", "three"):
             await ask_chat(session, [{"role": "user", "content": text}], None, CallOptions())
@@ -264,128 +243,103 @@ def test_branches_are_kept_too() -> None:
         await other_histories(session)
         return failed("lost", Retry.RESUME)
 
-    async def test() -> None:
-        harness = Harness(lost, other_histories)
-        rollout, _ = await harness.run()
-        assert rollout is not None
-        assert [one.rollout_id for one in rollout.sequences] == ["12-3", "12-3.1", "12-3.2"]
-        assert len(harness.model.asked) == 3, "no token is sampled again"
-
-    run(test())
+    harness = Harness(lost, other_histories)
+    rollout, _ = await harness.run()
+    assert rollout is not None
+    assert [one.rollout_id for one in rollout.sequences] == ["12-3", "12-3.1", "12-3.2"]
+    assert len(harness.model.asked) == 3, "no token is sampled again"
 
 
-def test_without_a_reply_there_is_no_rollout() -> None:
+async def test_without_a_reply_there_is_no_rollout() -> None:
     async def too_long(session: Session) -> Played:
         with pytest.raises(ApiError):
             await ask_chat(session, [{"role": "user", "content": "x" * 300}], None, CallOptions())
         return FINE
 
-    async def test() -> None:
-        rollout, score = await Harness(turns(0)).run()
-        assert rollout is None
-        assert score == RewardFailure("the episode of prompt 'row/1' got no reply from the model")
-        _, score = await Harness(too_long).run()
-        assert isinstance(score, RewardFailure) and "maximum context length is 200 tokens" in score.reason
-
-    run(test())
+    rollout, score = await Harness(turns(0)).run()
+    assert rollout is None
+    assert score == RewardFailure("the episode of prompt 'row/1' got no reply from the model")
+    _, score = await Harness(too_long).run()
+    assert isinstance(score, RewardFailure) and "maximum context length is 200 tokens" in score.reason
 
 
-def test_without_a_score_the_last_reply_is_judged() -> None:
-    async def test() -> None:
-        harness = Harness(turns(2, Played(None)))
-        rollout, score = await harness.run()
-        assert score == Scored(0.5)
-        assert rollout is not None
-        assert harness.judged == [(PROMPT, CHAT.decode(rollout.ids[-5:].tolist()), True)]
-
-    run(test())
+async def test_without_a_score_the_last_reply_is_judged() -> None:
+    harness = Harness(turns(2, Played(None)))
+    rollout, score = await harness.run()
+    assert score == Scored(0.5)
+    assert rollout is not None
+    assert harness.judged == [(PROMPT, CHAT.decode(rollout.ids[-5:].tolist()), True)]
 
 
-def test_a_cancelled_episode_leaves_no_session() -> None:
-    async def test() -> None:
-        async def waits(session: Session) -> Played:
-            harness.model.held.clear()
-            return await turns(1)(session)
+async def test_a_cancelled_episode_leaves_no_session() -> None:
+    async def waits(session: Session) -> Played:
+        harness.model.held.clear()
+        return await turns(1)(session)
 
-        harness = Harness(waits)
-        running = asyncio.ensure_future(harness.run())
+    harness = Harness(waits)
+    running = asyncio.ensure_future(harness.run())
+    while not harness.model.asked:
+        await asyncio.sleep(0)
+    assert harness.episodes.resting == 0, "it has a running request"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(harness.sessions) == 0
+    with pytest.raises(ApiError, match="has ended"):
+        harness.sessions.get("12-3")
+
+
+async def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> None:
+    expected, _ = await Harness(turns(3)).run()
+
+    async def killed(session: Session) -> Played:
+        await turns(2)(session)
+        await turns_of_the_loop(20)  # the driver knows of the death
+        harness.actors[-1].die()
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def fails_with_it(session: Session) -> Played:
+        await turns(2)(session)
+        harness.actors[-1].die()
+        return failed("no connection", Retry.RESTART)
+
+    harness = Harness(killed, fails_with_it, turns(3), retries=0)
+    rollout, score = await harness.run()
+    assert score == FINE.score
+    assert rollout is not None and expected is not None
+    assert np.array_equal(rollout.ids, expected.ids)
+    assert np.array_equal(rollout.logprobs, expected.logprobs) and np.array_equal(rollout.versions, expected.versions)
+    assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
+    assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
+    assert harness.faults == ["gateway: the process died"] * 2
+
+
+async def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
+    async def killed(session: Session) -> Played:
+        harness.actors[-1].die()
+        return FINE
+
+    harness = Harness(killed, killed, max_restarts=1)
+    with pytest.raises(RunError, match="gateway: restarted 1 times"):
+        await harness.run()
+
+
+async def test_requests_of_a_dead_gateway_are_not_generated_any_more() -> None:
+    async def killed(session: Session) -> Played:
+        harness.model.held.clear()
+        asyncio.ensure_future(turns(1)(session)).add_done_callback(lambda task: task.cancelled() or task.exception())
         while not harness.model.asked:
             await asyncio.sleep(0)
-        assert harness.episodes.resting == 0, "it has a running request"
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert len(harness.sessions) == 0
-        with pytest.raises(ApiError, match="has ended"):
-            harness.sessions.get("12-3")
+        harness.actors[-1].die()
+        return await asyncio.Event().wait()  # type: ignore[return-value]
 
-    run(test())
+    async def continues(session: Session) -> Played:
+        assert harness.episodes.resting == 1, "no token is requested"
+        harness.model.held.set()
+        return await turns(1)(session)
 
-
-def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> None:
-    async def test() -> None:
-        expected, _ = await Harness(turns(3)).run()
-
-        async def killed(session: Session) -> Played:
-            await turns(2)(session)
-            await turns_of_the_loop(20)  # the driver knows of the death
-            harness.actors[-1].die()
-            return await asyncio.Event().wait()  # type: ignore[return-value]
-
-        async def fails_with_it(session: Session) -> Played:
-            await turns(2)(session)
-            harness.actors[-1].die()
-            return failed("no connection", Retry.RESTART)
-
-        harness = Harness(killed, fails_with_it, turns(3), retries=0)
-        rollout, score = await harness.run()
-        assert score == FINE.score
-        assert rollout is not None and expected is not None
-        assert np.array_equal(rollout.ids, expected.ids)
-        assert np.array_equal(rollout.logprobs, expected.logprobs) and np.array_equal(
-            rollout.versions, expected.versions
-        )
-        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
-        assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
-        assert harness.faults == ["gateway: the process died"] * 2
-
-    run(test())
-
-
-def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
-    async def test() -> None:
-        async def killed(session: Session) -> Played:
-            harness.actors[-1].die()
-            return FINE
-
-        harness = Harness(killed, killed, max_restarts=1)
-        with pytest.raises(RunError, match="gateway: restarted 1 times"):
-            await harness.run()
-
-    run(test())
-
-
-def test_requests_of_a_dead_gateway_are_not_generated_any_more() -> None:
-    async def test() -> None:
-        async def killed(session: Session) -> Played:
-            harness.model.held.clear()
-            asyncio.ensure_future(turns(1)(session)).add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )
-            while not harness.model.asked:
-                await asyncio.sleep(0)
-            harness.actors[-1].die()
-            return await asyncio.Event().wait()  # type: ignore[return-value]
-
-        async def continues(session: Session) -> Played:
-            assert harness.episodes.resting == 1, "no token is requested"
-            harness.model.held.set()
-            return await turns(1)(session)
-
-        harness = Harness(killed, continues)
-        rollout, _ = await harness.run()
-        assert rollout is not None
-        first, second = harness.model.asked
-        assert first.rollout_id == second.rollout_id
-        assert (first.generated, second.generated) == (0, 0), "its tokens were not reported yet"
-
-    run(test())
+    harness = Harness(killed, continues)
+    rollout, _ = await harness.run()
+    assert rollout is not None
+    first, second = harness.model.asked
+    assert first.rollout_id == second.rollout_id
+    assert (first.generated, second.generated) == (0, 0), "its tokens were not reported yet"

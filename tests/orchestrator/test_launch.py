@@ -25,22 +25,19 @@ from asyncrl_cli.runs.directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 
-def test_work_that_ends_first_has_its_result_or_its_error() -> None:
-    async def check() -> None:
-        stop = Stop()
-        stop.attach()
-        assert await until_stopped(asyncio.sleep(0, "done"), stop) == "done"
+async def test_work_that_ends_first_has_its_result_or_its_error() -> None:
+    stop = Stop()
+    stop.attach()
+    assert await until_stopped(asyncio.sleep(0, "done"), stop) == "done"
 
-        async def fails() -> None:
-            raise RunError("no memory")
+    async def fails() -> None:
+        raise RunError("no memory")
 
-        with pytest.raises(RunError, match="no memory"):
-            await until_stopped(fails(), stop)
-
-    run(check())
+    with pytest.raises(RunError, match="no memory"):
+        await until_stopped(fails(), stop)
 
 
-def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
+async def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
     ended: list[str] = []
 
     async def works() -> None:
@@ -50,15 +47,12 @@ def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
             await asyncio.sleep(0)
             ended.append("cleaned up")
 
-    async def check() -> None:
-        stop = Stop()
-        stop.attach()
-        asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
-        with pytest.raises(Interrupted):
-            await until_stopped(works(), stop)
-        assert ended == ["cleaned up"]
-
-    run(check())
+    stop = Stop()
+    stop.attach()
+    asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
+    with pytest.raises(Interrupted):
+        await until_stopped(works(), stop)
+    assert ended == ["cleaned up"]
 
 
 def test_errors_of_cancelled_work_are_ignored(caplog: pytest.LogCaptureFixture) -> None:

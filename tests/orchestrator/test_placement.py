@@ -102,20 +102,17 @@ def test_a_group_with_room_causes_no_warning() -> None:
 
 
 @pytest.mark.usefixtures("one_node")
-def test_a_node_that_dies_before_the_first_answer_is_noticed() -> None:
-    async def check() -> None:
-        group, reported = FullGroup(), list[str]()
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+async def test_a_node_that_dies_before_the_first_answer_is_noticed() -> None:
+    group, reported = FullGroup(), list[str]()
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        def warn(text: str) -> None:
-            reported.append(text)
-            group.room = True
-            answer.set_result("here")
+    def warn(text: str) -> None:
+        reported.append(text)
+        group.room = True
+        answer.set_result("here")
 
-        assert await group.first_answer(answer, warn) == "here"
-        assert reported == [f"engine-0 waits until Ray has room for it: {NEEDS}"]
-
-    run(check())
+    assert await group.first_answer(answer, warn) == "here"
+    assert reported == [f"engine-0 waits until Ray has room for it: {NEEDS}"]
 
 
 # -- Ray
@@ -159,7 +156,7 @@ def nodes_of(group: PlacementGroup) -> tuple[str, ...]:
 
 @pytest.mark.stack
 @pytest.mark.slow
-def test_groups_in_a_cluster(cluster: object) -> None:
+async def test_groups_in_a_cluster(cluster: object) -> None:
     """One cluster for all checks, because each cluster takes ten seconds to start."""
     import ray
 
@@ -171,69 +168,66 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         def gpus(self) -> list[str]:
             return [str(gpu) for gpu in ray.get_gpu_ids()]
 
-    async def check() -> None:
-        worker, head = node_id("rollout"), node_id(None)
-        # By label: all resources of a bundle are on the node with the label.
-        engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, selector=NodeSelector(labels={"role": "rollout"}))
-        engine.ask()
-        engine.ask()
-        await engine.wait_for_room(pytest.fail, limit_s=60.0)
-        assert nodes_of(engine) == (worker,)
-        first = Somewhere.options(**engine.options()).remote()
-        assert await first.where.remote() == worker
-        # A restart must use the same group: only the killed actor's room is free.
-        ray.kill(first)
-        again = Somewhere.options(**engine.options()).remote()
-        assert await again.where.remote() == worker
+    worker, head = node_id("rollout"), node_id(None)
+    # By label: all resources of a bundle are on the node with the label.
+    engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, selector=NodeSelector(labels={"role": "rollout"}))
+    engine.ask()
+    engine.ask()
+    await engine.wait_for_room(pytest.fail, limit_s=60.0)
+    assert nodes_of(engine) == (worker,)
+    first = Somewhere.options(**engine.options()).remote()
+    assert await first.where.remote() == worker
+    # A restart must use the same group: only the killed actor's room is free.
+    ray.kill(first)
+    again = Somewhere.options(**engine.options()).remote()
+    assert await again.where.remote() == worker
 
-        # More ranks than fit: the wait names the resources of each node, and ends when another group is removed.
-        trainer = PlacementGroup("the trainer", {"CPU": 1}, selector=NodeSelector(), count=3)
-        reported = list[str]()
+    # More ranks than fit: the wait names the resources of each node, and ends when another group is removed.
+    trainer = PlacementGroup("the trainer", {"CPU": 1}, selector=NodeSelector(), count=3)
+    reported = list[str]()
 
-        def warn(text: str) -> None:
-            if not reported:
-                engine.remove()
-            reported.append(text)
+    def warn(text: str) -> None:
+        if not reported:
+            engine.remove()
+        reported.append(text)
 
-        await trainer.wait_for_room(warn, limit_s=60.0)
-        assert "it needs 3 × 1 CPU, each on one node; free:" in reported[0]
-        assert reported[0].count(" of 1 CPUs on ") == reported[0].count(" of 2 CPUs on ") == 1
-        assert sorted(nodes_of(trainer)) == sorted([head, worker, worker])
-        actors = [Somewhere.options(**trainer.options(index)).remote() for index in range(3)]
-        assert tuple(await asyncio.gather(*(actor.where.remote() for actor in actors))) == nodes_of(trainer)
-        trainer.remove()
+    await trainer.wait_for_room(warn, limit_s=60.0)
+    assert "it needs 3 × 1 CPU, each on one node; free:" in reported[0]
+    assert reported[0].count(" of 1 CPUs on ") == reported[0].count(" of 2 CPUs on ") == 1
+    assert sorted(nodes_of(trainer)) == sorted([head, worker, worker])
+    actors = [Somewhere.options(**trainer.options(index)).remote() for index in range(3)]
+    assert tuple(await asyncio.gather(*(actor.where.remote() for actor in actors))) == nodes_of(trainer)
+    trainer.remove()
 
-        # By id, and not by label.
-        on_head = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={"ray.io/node-id": head}))
-        await on_head.wait_for_room(pytest.fail, limit_s=60.0)
-        assert nodes_of(on_head) == (head,)
-        on_head.remove()
-        nowhere = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={"role": "none"}))
-        nowhere.ask()
-        assert not await nowhere.ready(0.5)
-        nowhere.remove()
-        # After a cancelled wait, a group can be removed and requested again.
-        full = PlacementGroup("engine-2", {"CPU": 3}, selector=NodeSelector())
-        full.ask()
-        waiting = asyncio.ensure_future(full.ready(60.0))
-        assert not await full.ready(0.2)
-        waiting.cancel()
-        full.remove()
-        full.remove()
+    # By id, and not by label.
+    on_head = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={"ray.io/node-id": head}))
+    await on_head.wait_for_room(pytest.fail, limit_s=60.0)
+    assert nodes_of(on_head) == (head,)
+    on_head.remove()
+    nowhere = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(labels={"role": "none"}))
+    nowhere.ask()
+    assert not await nowhere.ready(0.5)
+    nowhere.remove()
+    # After a cancelled wait, a group can be removed and requested again.
+    full = PlacementGroup("engine-2", {"CPU": 3}, selector=NodeSelector())
+    full.ask()
+    waiting = asyncio.ensure_future(full.ready(60.0))
+    assert not await full.ready(0.2)
+    waiting.cancel()
+    full.remove()
+    full.remove()
 
-        # Engines that share GPUs with ranks: each pair has one GPU, and each rank another one.
-        factory = ActorFactory(sharing(2), Path(), Path())
-        trainer = factory.trainer_group()
-        await trainer.wait_for_room(pytest.fail, limit_s=60.0)
-        share = engine_wants(factory.spec)
-        engines = [Somewhere.options(**trainer.options(index, share)).remote() for index in range(2)]
-        ranks = [Somewhere.options(**trainer.options(index, rank_wants(factory.spec))).remote() for index in range(2)]
-        gpus = [await actor.gpus.remote() for actor in (*engines, *ranks)]
-        assert gpus[:2] == gpus[2:], "an engine is on the GPU of its rank"
-        assert sorted(gpus[2:]) == [["0"], ["1"]]
-        # When an engine is ended, the rank keeps its place, and the engine's place is free for the next one.
-        ray.kill(engines[1])
-        again = Somewhere.options(**trainer.options(1, share)).remote()
-        assert await again.gpus.remote() == await ranks[1].gpus.remote() == gpus[1]
-
-    run(check())
+    # Engines that share GPUs with ranks: each pair has one GPU, and each rank another one.
+    factory = ActorFactory(sharing(2), Path(), Path())
+    trainer = factory.trainer_group()
+    await trainer.wait_for_room(pytest.fail, limit_s=60.0)
+    share = engine_wants(factory.spec)
+    engines = [Somewhere.options(**trainer.options(index, share)).remote() for index in range(2)]
+    ranks = [Somewhere.options(**trainer.options(index, rank_wants(factory.spec))).remote() for index in range(2)]
+    gpus = [await actor.gpus.remote() for actor in (*engines, *ranks)]
+    assert gpus[:2] == gpus[2:], "an engine is on the GPU of its rank"
+    assert sorted(gpus[2:]) == [["0"], ["1"]]
+    # When an engine is ended, the rank keeps its place, and the engine's place is free for the next one.
+    ray.kill(engines[1])
+    again = Somewhere.options(**trainer.options(1, share)).remote()
+    assert await again.gpus.remote() == await ranks[1].gpus.remote() == gpus[1]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 from stand_in_hosts import StandInAgent, StandInHosts, checksum, layout
-from stand_ins import LIMIT_S, Notes, run, spec, turns, watchdog
+from stand_ins import LIMIT_S, Notes, spec, turns, watchdog
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import publisher
@@ -269,170 +269,141 @@ def test_half_precision_has_a_wider_tolerance() -> None:
 # -- the same weights again
 
 
-def test_the_same_weights_are_not_loaded_twice() -> None:
-    async def check() -> None:
-        harness = Harness(Engine())
-        await harness.serve(0)
-        await harness.serve(1)
-        report = await harness.serve(1)
-        assert loaded(harness) == [0, 1]
-        assert (report.checksum, report.stall_s, report.gap, report.change) == (harness.sum(1), 0.0, 0.0, 0.0)
-        assert harness.available
-
-    run(check())
+async def test_the_same_weights_are_not_loaded_twice() -> None:
+    harness = Harness(Engine())
+    await harness.serve(0)
+    await harness.serve(1)
+    report = await harness.serve(1)
+    assert loaded(harness) == [0, 1]
+    assert (report.checksum, report.stall_s, report.gap, report.change) == (harness.sum(1), 0.0, 0.0, 0.0)
+    assert harness.available
 
 
-def test_the_same_version_with_other_bits_is_loaded() -> None:
-    async def check() -> None:
-        harness = Harness(Engine())
-        await harness.serve(1)
-        harness.bits = ", differently rounded"
-        assert (await harness.serve(1)).checksum == harness.sum(1)
-        assert loaded(harness) == [1, 1]
-
-    run(check())
+async def test_the_same_version_with_other_bits_is_loaded() -> None:
+    harness = Harness(Engine())
+    await harness.serve(1)
+    harness.bits = ", differently rounded"
+    assert (await harness.serve(1)).checksum == harness.sum(1)
+    assert loaded(harness) == [1, 1]
 
 
-def test_an_outdated_engine_is_found_after_the_same_weights_are_published_again() -> None:
-    async def check() -> None:
-        harness = Harness()
-        harness.step = 5e-4
-        await harness.serve(0)
-        await harness.serve(1)
-        await harness.serve(1)
-        outdated = Engine(stuck_at=0)
-        outdated.step = harness.step
-        with pytest.raises(RunError, match="new: it does not serve weight version 1"):
-            await harness.bring_up(outdated)
-        assert harness.up == []
-
-    run(check())
+async def test_an_outdated_engine_is_found_after_the_same_weights_are_published_again() -> None:
+    harness = Harness()
+    harness.step = 5e-4
+    await harness.serve(0)
+    await harness.serve(1)
+    await harness.serve(1)
+    outdated = Engine(stuck_at=0)
+    outdated.step = harness.step
+    with pytest.raises(RunError, match="new: it does not serve weight version 1"):
+        await harness.bring_up(outdated)
+    assert harness.up == []
 
 
 # -- engines that come later
 
 
-def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
-    async def check() -> None:
-        harness, engine = Harness(), Engine()
-        coming = asyncio.create_task(harness.bring_up(engine))
-        await turns()
-        assert (engine.loaded, harness.available) == ([], False)
-        await harness.serve(0)
-        await coming
-        assert (engine.loaded, harness.up) == ([0], [engine])
-        with pytest.raises(RunError, match="new: it does not serve weight version 0"):
-            await harness.bring_up(Engine(off=1.0))
-        assert harness.up == [engine]
-
-    run(check())
+async def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
+    harness, engine = Harness(), Engine()
+    coming = asyncio.create_task(harness.bring_up(engine))
+    await turns()
+    assert (engine.loaded, harness.available) == ([], False)
+    await harness.serve(0)
+    await coming
+    assert (engine.loaded, harness.up) == ([0], [engine])
+    with pytest.raises(RunError, match="new: it does not serve weight version 0"):
+        await harness.bring_up(Engine(off=1.0))
+    assert harness.up == [engine]
 
 
-def test_a_new_engine_on_any_host_gets_the_current_weights_while_the_trainer_is_lost() -> None:
-    async def check() -> None:
-        harness, engine = Harness(Engine()), Engine()
-        await harness.serve(3)
-        harness.lost = True
-        with pytest.raises(TrainerLost):
-            await harness.serve(4)
-        await harness.bring_up(engine, "d")
-        assert (engine.loaded, harness.up) == ([3], [engine])
-        assert harness.current == (3, harness.sum(3)), "the others still serve that version, too"
-
-    run(check())
+async def test_a_new_engine_on_any_host_gets_the_current_weights_while_the_trainer_is_lost() -> None:
+    harness, engine = Harness(Engine()), Engine()
+    await harness.serve(3)
+    harness.lost = True
+    with pytest.raises(TrainerLost):
+        await harness.serve(4)
+    await harness.bring_up(engine, "d")
+    assert (engine.loaded, harness.up) == ([3], [engine])
+    assert harness.current == (3, harness.sum(3)), "the others still serve that version, too"
 
 
-def test_a_version_that_is_replaced_while_an_engine_loads_it_is_not_served() -> None:
-    async def check() -> None:
-        harness, engine = Harness(), Engine()
-        await harness.serve(0)
-        engine.may_answer.clear()
-        coming = asyncio.create_task(harness.bring_up(engine, "d"))
-        await turns(50)
-        assert engine.loaded == [0]
-        await harness.serve(1)
-        assert harness.up == [], "the publish does not wait for it"
-        engine.may_answer.set()
-        await coming
-        assert (engine.loaded, harness.up) == ([0, 1], [engine])
-
-    run(check())
+async def test_a_version_that_is_replaced_while_an_engine_loads_it_is_not_served() -> None:
+    harness, engine = Harness(), Engine()
+    await harness.serve(0)
+    engine.may_answer.clear()
+    coming = asyncio.create_task(harness.bring_up(engine, "d"))
+    await turns(50)
+    assert engine.loaded == [0]
+    await harness.serve(1)
+    assert harness.up == [], "the publish does not wait for it"
+    engine.may_answer.set()
+    await coming
+    assert (engine.loaded, harness.up) == ([0, 1], [engine])
 
 
-def test_an_engine_that_comes_up_during_the_write_is_published_to() -> None:
-    async def check() -> None:
-        harness, engine = Harness(), Engine()
-        await harness.serve(0)
-        state = harness.state("new", engine, "d")
-        harness.engines.append(state)
-        harness.may_write.clear()
-        publishing = asyncio.create_task(harness.publisher.publish(1))
-        await harness.publisher.bring_up(state)
-        assert (engine.loaded, state.serving) == ([0], True)
-        harness.may_write.set()
-        await publishing
-        await harness.publisher.delivered()
-        assert engine.loaded == [0, 1]
-
-    run(check())
+async def test_an_engine_that_comes_up_during_the_write_is_published_to() -> None:
+    harness, engine = Harness(), Engine()
+    await harness.serve(0)
+    state = harness.state("new", engine, "d")
+    harness.engines.append(state)
+    harness.may_write.clear()
+    publishing = asyncio.create_task(harness.publisher.publish(1))
+    await harness.publisher.bring_up(state)
+    assert (engine.loaded, state.serving) == ([0], True)
+    harness.may_write.set()
+    await publishing
+    await harness.publisher.delivered()
+    assert engine.loaded == [0, 1]
 
 
 # -- hosts
 
 
-def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.LATE_S", 0.0)
-
-    async def check() -> None:
-        harness = Harness(Engine(), Engine(), Engine())
-        await harness.serve(0)
-        slow = harness.hosts.agent("c2")
-        slow.may_fetch.clear()
-        report = await harness.serve(1)
-        assert (harness.withdrawn, harness.failed) == (["engine-2"], {})
-        assert harness.notes == [("weights", "engine-2", NOT_IN_TIME)]
-        assert report.transfer_s == 0.5
-        assert [loaded(harness, engine) for engine in range(3)] == [[0, 1], [0, 1], [0]]
-        coming = asyncio.create_task(harness.publisher.bring_up(harness.engines[2]))
-        await turns(50)
-        assert not harness.engines[2].serving
-        await harness.serve(2)
-        assert harness.withdrawn == ["engine-2"], "it is not waited for again"
-        slow.may_fetch.set()
-        await coming
-        assert (loaded(harness, 2), harness.engines[2].serving) == ([0, 2], True)
-
-    run(check())
+    harness = Harness(Engine(), Engine(), Engine())
+    await harness.serve(0)
+    slow = harness.hosts.agent("c2")
+    slow.may_fetch.clear()
+    report = await harness.serve(1)
+    assert (harness.withdrawn, harness.failed) == (["engine-2"], {})
+    assert harness.notes == [("weights", "engine-2", NOT_IN_TIME)]
+    assert report.transfer_s == 0.5
+    assert [loaded(harness, engine) for engine in range(3)] == [[0, 1], [0, 1], [0]]
+    coming = asyncio.create_task(harness.publisher.bring_up(harness.engines[2]))
+    await turns(50)
+    assert not harness.engines[2].serving
+    await harness.serve(2)
+    assert harness.withdrawn == ["engine-2"], "it is not waited for again"
+    slow.may_fetch.set()
+    await coming
+    assert (loaded(harness, 2), harness.engines[2].serving) == ([0, 2], True)
 
 
 NOT_IN_TIME = "its host did not get weight version 1 in time; it does not serve until then"
 
 
-def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", LIMIT_S * 2)
+    harness, engine, fetches = Harness(), Engine(), list[int]()
+    await harness.serve(0)
 
-    async def check() -> None:
-        harness, engine, fetches = Harness(), Engine(), list[int]()
-        await harness.serve(0)
+    async def works(agent: StandInAgent) -> None:
+        if agent._node == "d":
+            fetches.append(1)
+            while harness.current == (0, harness.sum(0)):
+                await asyncio.sleep(0)
+            if len(fetches) == 1:  # in the iteration of the event loop that replaces the version
+                raise Superseded("a newer version is fetched")
 
-        async def works(agent: StandInAgent) -> None:
-            if agent._node == "d":
-                fetches.append(1)
-                while harness.current == (0, harness.sum(0)):
-                    await asyncio.sleep(0)
-                if len(fetches) == 1:  # in the iteration of the event loop that replaces the version
-                    raise Superseded("a newer version is fetched")
-
-        harness.hosts.works = works
-        state = harness.state("new", engine, "d")
-        harness.engines.append(state)
-        coming = asyncio.create_task(harness.publisher.bring_up(state))
-        await turns(50)
-        await harness.serve(1)
-        await coming
-        assert (engine.loaded, state.serving, harness.notes) == ([1], True, [])
-
-    run(check())
+    harness.hosts.works = works
+    state = harness.state("new", engine, "d")
+    harness.engines.append(state)
+    coming = asyncio.create_task(harness.publisher.bring_up(state))
+    await turns(50)
+    await harness.serve(1)
+    await coming
+    assert (engine.loaded, state.serving, harness.notes) == ([1], True, [])
 
 
 def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,20 +423,17 @@ def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch)
     assert limits == [pytest.approx(usual, abs=1), pytest.approx(usual + 1000)]
 
 
-def test_the_only_fetching_host_gets_the_time_that_it_needs() -> None:
-    async def check() -> None:
-        harness = Harness(None, Engine())
-        harness.engines[0].serving = False
-        harness.hosts.replicas.expect("c1")
-        harness.hosts.agent("c1").may_fetch.clear()
-        publishing = asyncio.create_task(harness.serve(0))
-        await turns(100)
-        assert not publishing.done()
-        harness.hosts.agent("c1").may_fetch.set()
-        await publishing
-        assert (loaded(harness, 1), harness.withdrawn) == ([0], [])
-
-    run(check())
+async def test_the_only_fetching_host_gets_the_time_that_it_needs() -> None:
+    harness = Harness(None, Engine())
+    harness.engines[0].serving = False
+    harness.hosts.replicas.expect("c1")
+    harness.hosts.agent("c1").may_fetch.clear()
+    publishing = asyncio.create_task(harness.serve(0))
+    await turns(100)
+    assert not publishing.done()
+    harness.hosts.agent("c1").may_fetch.set()
+    await publishing
+    assert (loaded(harness, 1), harness.withdrawn) == ([0], [])
 
 
 def dies_once(node: str, call: int) -> Any:
@@ -485,179 +453,154 @@ def dies_once(node: str, call: int) -> Any:
 
 @pytest.mark.parametrize("call", range(1, 5))
 @pytest.mark.parametrize("node", ["a", "b", "c1"])
-def test_all_engines_serve_in_the_end_whichever_agent_dies(
+async def test_all_engines_serve_in_the_end_whichever_agent_dies(
     node: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``a`` has a rank and an engine, ``b`` a rank, ``c1`` an engine."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0)
-
-    async def check() -> None:
-        harness = Harness(Engine(), Engine())
-        await harness.serve(0)
-        harness.hosts.works = dies_once(node, call)
-        await harness.serve(1)
-        for engine in harness.engines:
-            if not engine.serving:
-                coming = asyncio.create_task(harness.publisher.bring_up(engine))
-                while harness.available and not coming.done():
-                    await asyncio.sleep(0)
-                if not harness.available:
-                    await harness.publisher.restore()  # as ``guard`` does
-                await coming
-        assert harness.failed == {}
-        assert all(engine.serving for engine in harness.engines)
-        assert [loaded(harness, engine)[-1] for engine in range(2)] == [1, 1]
-        await harness.serve(2)
-        assert [loaded(harness, engine)[-1] for engine in range(2)] == [2, 2]
-
-    run(check())
+    harness = Harness(Engine(), Engine())
+    await harness.serve(0)
+    harness.hosts.works = dies_once(node, call)
+    await harness.serve(1)
+    for engine in harness.engines:
+        if not engine.serving:
+            coming = asyncio.create_task(harness.publisher.bring_up(engine))
+            while harness.available and not coming.done():
+                await asyncio.sleep(0)
+            if not harness.available:
+                await harness.publisher.restore()  # as ``guard`` does
+            await coming
+    assert harness.failed == {}
+    assert all(engine.serving for engine in harness.engines)
+    assert [loaded(harness, engine)[-1] for engine in range(2)] == [1, 1]
+    await harness.serve(2)
+    assert [loaded(harness, engine)[-1] for engine in range(2)] == [2, 2]
 
 
 @pytest.mark.parametrize("again", ["dies", "is refused by Ray"])
-def test_a_host_that_is_gone_with_its_rank_loses_the_trainer_and_not_the_run(again: str) -> None:
-    async def check() -> None:
-        harness = Harness(Engine())
-        await harness.serve(0)
-        made = len(harness.hosts.agents["b"])
+async def test_a_host_that_is_gone_with_its_rank_loses_the_trainer_and_not_the_run(again: str) -> None:
+    harness = Harness(Engine())
+    await harness.serve(0)
+    made = len(harness.hosts.agents["b"])
 
-        async def works(agent: StandInAgent) -> None:
-            if agent._node == "b":
-                harness.lost = True
-                if again == "dies":
-                    agent.die()
-                    await asyncio.sleep(0)
-                else:
-                    raise RunError("ActorUnschedulableError: the node is gone")
+    async def works(agent: StandInAgent) -> None:
+        if agent._node == "b":
+            harness.lost = True
+            if again == "dies":
+                agent.die()
+                await asyncio.sleep(0)
+            else:
+                raise RunError("ActorUnschedulableError: the node is gone")
 
-        harness.hosts.works = works
-        with pytest.raises(TrainerLost, match="trainer-1"):
-            await harness.serve(1)
-        assert len(harness.hosts.agents["b"]) == made, "no agent is asked for on a host that is gone"
-
-    run(check())
-
-
-def test_an_agent_that_is_lost_with_its_node_is_not_made_again_and_costs_no_restart() -> None:
-    async def check() -> None:
-        harness = Harness(Engine(), Engine())
-        await harness.serve(0)
-        harness.hosts.lose("c1")
+    harness.hosts.works = works
+    with pytest.raises(TrainerLost, match="trainer-1"):
         await harness.serve(1)
-        assert (list(harness.failed), loaded(harness)) == (["engine-1"], [0, 1])
-        assert "its node is gone" in harness.failed["engine-1"]
-        with pytest.raises(HostGone, match="its node is gone"):
-            await harness.publisher.bring_up(harness.engines[1])
-        assert len(harness.hosts.agents["c1"]) == 1
-        assert harness.notes == [], "no restart is counted"
-        del harness.engines[1]
-        await harness.serve(2)
-        assert loaded(harness) == [0, 1, 2]
+    assert len(harness.hosts.agents["b"]) == made, "no agent is asked for on a host that is gone"
 
-    run(check())
+
+async def test_an_agent_that_is_lost_with_its_node_is_not_made_again_and_costs_no_restart() -> None:
+    harness = Harness(Engine(), Engine())
+    await harness.serve(0)
+    harness.hosts.lose("c1")
+    await harness.serve(1)
+    assert (list(harness.failed), loaded(harness)) == (["engine-1"], [0, 1])
+    assert "its node is gone" in harness.failed["engine-1"]
+    with pytest.raises(HostGone, match="its node is gone"):
+        await harness.publisher.bring_up(harness.engines[1])
+    assert len(harness.hosts.agents["c1"]) == 1
+    assert harness.notes == [], "no restart is counted"
+    del harness.engines[1]
+    await harness.serve(2)
+    assert loaded(harness) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_after_a_lost_connection_the_nodes_state_is_awaited(returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_lost_connection_the_nodes_state_is_awaited(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host is disconnected. Later Ray reports it as dead, or it is connected again."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.nodes.LOOK_S", 0.0)
     monkeypatch.setattr("asyncrl_cli.orchestrator.nodes.NODE_DEATH_S", 0.0 if returns else LIMIT_S)
+    harness = Harness(Engine(), Engine())
+    await harness.serve(0)
+    cut_off = asyncio.Event()
 
-    async def check() -> None:
-        harness = Harness(Engine(), Engine())
-        await harness.serve(0)
-        cut_off = asyncio.Event()
+    async def works(agent: StandInAgent) -> None:
+        if agent._node == "c1" and agent is harness.hosts.agents["c1"][0]:
+            cut_off.set()
+            raise Unreachable("the connection is lost")
 
-        async def works(agent: StandInAgent) -> None:
-            if agent._node == "c1" and agent is harness.hosts.agents["c1"][0]:
-                cut_off.set()
-                raise Unreachable("the connection is lost")
-
-        harness.hosts.works = works
-        publishing = asyncio.create_task(harness.serve(1))
-        await cut_off.wait()
-        await turns(50)
-        if not returns:
-            assert not publishing.done() and not harness.notes
-            harness.hosts.lose("c1")
-        await publishing
-        assert [kind for kind, *_ in harness.notes] == (["host-agent"] if returns else [])
-        assert list(harness.failed) == ([] if returns else ["engine-1"])
-
-    run(check())
+    harness.hosts.works = works
+    publishing = asyncio.create_task(harness.serve(1))
+    await cut_off.wait()
+    await turns(50)
+    if not returns:
+        assert not publishing.done() and not harness.notes
+        harness.hosts.lose("c1")
+    await publishing
+    assert [kind for kind, *_ in harness.notes] == (["host-agent"] if returns else [])
+    assert list(harness.failed) == ([] if returns else ["engine-1"])
 
 
 @pytest.mark.parametrize("passed", [False, True], ids=["trainer at its step", "trainer at a later step"])
 @pytest.mark.parametrize("serves", [False, True], ids=["no engine serves", "another engine serves"])
-def test_guard_restores_the_version_that_no_host_has(
+async def test_guard_restores_the_version_that_no_host_has(
     passed: bool, serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer returns to an earlier step only if no engine serves: otherwise the next publish comes anyway."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.GUARD_S", 0.0)
-
-    async def check() -> None:
-        harness, engine = Harness(Engine()), Engine()
-        await harness.serve(3)
-        for node in ("a", "b"):
-            harness.hosts.agent(node).die()
-        harness.engines[0].serving = serves
-        harness.step_now = 3 + passed
-        coming = asyncio.create_task(harness.bring_up(engine))
-        guarding = asyncio.create_task(harness.publisher.guard())
-        if passed and serves:
-            await turns(200)
-            assert (harness.up, harness.writes) == ([], 1), "it waits for the next version"
-            harness.step_now = -1
-            await harness.serve(4)
-        await coming
-        assert harness.up == [engine]
-        if not (passed and serves):
-            assert bool(harness.went_back_for) == passed
-            assert loaded(harness) == [3], "the same weights are not loaded again"
-        guarding.cancel()
-
-    run(check())
+    harness, engine = Harness(Engine()), Engine()
+    await harness.serve(3)
+    for node in ("a", "b"):
+        harness.hosts.agent(node).die()
+    harness.engines[0].serving = serves
+    harness.step_now = 3 + passed
+    coming = asyncio.create_task(harness.bring_up(engine))
+    guarding = asyncio.create_task(harness.publisher.guard())
+    if passed and serves:
+        await turns(200)
+        assert (harness.up, harness.writes) == ([], 1), "it waits for the next version"
+        harness.step_now = -1
+        await harness.serve(4)
+    await coming
+    assert harness.up == [engine]
+    if not (passed and serves):
+        assert bool(harness.went_back_for) == passed
+        assert loaded(harness) == [3], "the same weights are not loaded again"
+    guarding.cancel()
 
 
-def test_restore_writes_the_version_of_an_earlier_driver() -> None:
-    async def check() -> None:
-        unrecorded = Harness(Engine(), opened=(2, None))
-        await unrecorded.publisher.restore()
-        await unrecorded.publisher.restore()
-        assert (unrecorded.writes, [record.version for record in unrecorded.recorded]) == (1, [2])
-        same = Harness(Engine(), opened=(2, unrecorded.sum(2)))
-        await same.publisher.restore()
-        assert (loaded(same), same.recorded, same.notes) == ([2], [], [])
-        other = Harness(Engine(), opened=(2, unrecorded.sum(1)))
-        await other.publisher.restore()
-        assert [kind for kind, *_ in other.notes] == ["weights"]
-        assert "made version 2 again with other bits" in other.notes[0][2]
-
-    run(check())
+async def test_restore_writes_the_version_of_an_earlier_driver() -> None:
+    unrecorded = Harness(Engine(), opened=(2, None))
+    await unrecorded.publisher.restore()
+    await unrecorded.publisher.restore()
+    assert (unrecorded.writes, [record.version for record in unrecorded.recorded]) == (1, [2])
+    same = Harness(Engine(), opened=(2, unrecorded.sum(2)))
+    await same.publisher.restore()
+    assert (loaded(same), same.recorded, same.notes) == ([2], [], [])
+    other = Harness(Engine(), opened=(2, unrecorded.sum(1)))
+    await other.publisher.restore()
+    assert [kind for kind, *_ in other.notes] == ["weights"]
+    assert "made version 2 again with other bits" in other.notes[0][2]
 
 
-def test_publish_writes_a_version_again_that_is_lost_before_its_digests_are_known() -> None:
-    async def check() -> None:
-        harness = Harness(Engine())
-        await harness.serve(0)
-        await harness.publisher.publish(1)
-        harness.hosts.agent("b").die()
-        harness.step_now = 2  # the trainer has trained on
-        await harness.publisher.delivered()
-        assert (harness.writes, loaded(harness)) == (3, [0, 1])
-        assert harness.went_back_for == "every host has lost version 1, so the trainer writes it again"
-
-    run(check())
+async def test_publish_writes_a_version_again_that_is_lost_before_its_digests_are_known() -> None:
+    harness = Harness(Engine())
+    await harness.serve(0)
+    await harness.publisher.publish(1)
+    harness.hosts.agent("b").die()
+    harness.step_now = 2  # the trainer has trained on
+    await harness.publisher.delivered()
+    assert (harness.writes, loaded(harness)) == (3, [0, 1])
+    assert harness.went_back_for == "every host has lost version 1, so the trainer writes it again"
 
 
-def test_agents_of_hosts_that_the_run_has_left_are_ended() -> None:
-    async def check() -> None:
-        harness = Harness(Engine(), Engine())
-        await harness.serve(0)
-        gone = harness.hosts.agent("c1")
-        del harness.engines[1]
-        await harness.serve(1)
-        assert gone.dead
-        assert not harness.hosts.agent("a").dead
-        assert harness.notes == []
-
-    run(check())
+async def test_agents_of_hosts_that_the_run_has_left_are_ended() -> None:
+    harness = Harness(Engine(), Engine())
+    await harness.serve(0)
+    gone = harness.hosts.agent("c1")
+    del harness.engines[1]
+    await harness.serve(1)
+    assert gone.dead
+    assert not harness.hosts.agent("a").dead
+    assert harness.notes == []

@@ -130,165 +130,134 @@ def once(*calls: str) -> Callable[[str], bool]:
     return dies
 
 
-def test_a_trainer_at_the_ledgers_step_repeats_nothing() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks())
-        for step in range(3):
-            report = await harness.trainer.train(batch(step))
-            assert report.metrics == {"step": step}
-            assert harness.trainer.step == step + 1
-        assert await harness.at(3, "publish") is None
-        assert harness.ranks.weights == (0, 1, 2)
-        assert (harness.read, harness.trained, harness.losses) == ([], [], [])
-
-    run(check())
+async def test_a_trainer_at_the_ledgers_step_repeats_nothing() -> None:
+    harness = Harness(Ranks())
+    for step in range(3):
+        report = await harness.trainer.train(batch(step))
+        assert report.metrics == {"step": step}
+        assert harness.trainer.step == step + 1
+    assert await harness.at(3, "publish") is None
+    assert harness.ranks.weights == (0, 1, 2)
+    assert (harness.read, harness.trained, harness.losses) == ([], [], [])
 
 
-def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1)))
-        done: list[Step] = []
+async def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> None:
+    harness = Harness(Ranks(weights=(0, 1)))
+    done: list[Step] = []
 
-        async def work() -> str:
-            done.append(harness.ranks.weights)
-            return "done"
+    async def work() -> str:
+        done.append(harness.ranks.weights)
+        return "done"
 
-        assert await harness.trainer.at_step(5, work) == "done"
-        assert done == [(0, 1, 2, 3, 4)], "only at the right step"
-        assert harness.read == harness.trained == [2, 3, 4]
-        assert harness.trainer.step == 5
-
-    run(check())
+    assert await harness.trainer.at_step(5, work) == "done"
+    assert done == [(0, 1, 2, 3, 4)], "only at the right step"
+    assert harness.read == harness.trained == [2, 3, 4]
+    assert harness.trainer.step == 5
 
 
 @pytest.mark.parametrize("death", ["train_step:5", "after train_step:5"])
-def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(death: str) -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(dies=once(death)))
-        for step in range(3):
-            await harness.trainer.train(batch(step))
-        await harness.at(3, "save")
-        for step in range(3, 6):
-            await harness.trainer.train(batch(step))
-        assert harness.ranks.weights == (0, 1, 2, 3, 4, 5)
-        assert harness.losses == [death]
-        assert harness.read == harness.trained == [3, 4], "the caller trains the requested step itself"
-
-    run(check())
+async def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(death: str) -> None:
+    harness = Harness(Ranks(dies=once(death)))
+    for step in range(3):
+        await harness.trainer.train(batch(step))
+    await harness.at(3, "save")
+    for step in range(3, 6):
+        await harness.trainer.train(batch(step))
+    assert harness.ranks.weights == (0, 1, 2, 3, 4, 5)
+    assert harness.losses == [death]
+    assert harness.read == harness.trained == [3, 4], "the caller trains the requested step itself"
 
 
-def test_without_a_checkpoint_everything_is_repeated() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(dies=once("publish:4")))
-        for step in range(4):
-            await harness.trainer.train(batch(step))
-        await harness.at(4, "publish")
-        assert harness.ranks.weights == (0, 1, 2, 3)
-        assert harness.read == [0, 1, 2, 3]
-
-    run(check())
+async def test_without_a_checkpoint_everything_is_repeated() -> None:
+    harness = Harness(Ranks(dies=once("publish:4")))
+    for step in range(4):
+        await harness.trainer.train(batch(step))
+    await harness.at(4, "publish")
+    assert harness.ranks.weights == (0, 1, 2, 3)
+    assert harness.read == [0, 1, 2, 3]
 
 
-def test_deaths_while_catching_up_restart_it() -> None:
-    async def check() -> None:
-        deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
-        harness = Harness(Ranks())
-        await harness.at(2, "save")
-        await harness.trainer.train(batch(2))
-        await harness.trainer.train(batch(3))
-        harness.ranks.dies = once(*deaths)
-        await harness.at(4, "publish")
-        assert harness.losses == list(deaths)
-        assert harness.ranks.weights == (0, 1, 2, 3)
-
-    run(check())
+async def test_deaths_while_catching_up_restart_it() -> None:
+    deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
+    harness = Harness(Ranks())
+    await harness.at(2, "save")
+    await harness.trainer.train(batch(2))
+    await harness.trainer.train(batch(3))
+    harness.ranks.dies = once(*deaths)
+    await harness.at(4, "publish")
+    assert harness.losses == list(deaths)
+    assert harness.ranks.weights == (0, 1, 2, 3)
 
 
-def test_too_many_deaths_end_the_work() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
-        with pytest.raises(RunError, match="restarted 3 times"):
-            await harness.trainer.train(batch(0))
-        assert len(harness.losses) == 4
-
-    run(check())
-
-
-def test_an_error_that_is_not_a_death_is_raised() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks())
-
-        async def work() -> None:
-            raise RunError("the loss is not finite")
-
-        with pytest.raises(RunError, match="not finite"):
-            await harness.trainer.at_step(2, work)
-        assert harness.losses == []
-        await harness.trainer.train(batch(2))
-
-    run(check())
-
-
-def test_weights_of_a_step_that_was_cancelled_are_not_used() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks())
-        await harness.at(1, "save")
-        begun, may_continue = asyncio.Event(), asyncio.Event()
-        call = harness.ranks.call
-
-        async def slow(method: str, *arguments: Any) -> list[Any]:
-            begun.set()
-            await may_continue.wait()
-            return await call(method, *arguments)
-
-        harness.ranks.call = slow  # type: ignore[method-assign]
-        catching_up = asyncio.create_task(harness.at(3, "publish"))
-        await begun.wait()
-        assert not harness.trainer.ready
-        catching_up.cancel()
-        await asyncio.wait([catching_up])
-        assert (harness.trainer.step, harness.trainer.ready) == (1, False), "the ranks are still training"
-        harness.ranks.call = call  # type: ignore[method-assign]
-        await harness.ranks.call("train_step", batch(1))
-        await harness.at(2, "look")
-        assert harness.ranks.weights == (0, 1), "from the checkpoint, and not twice"
-        assert (harness.trainer.step, harness.trainer.ready) == (2, True)
-
-    run(check())
-
-
-def test_guard_finds_the_death_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
-
-    async def check() -> None:
-        harness = Harness(Ranks(dies=once("check:2")))
+async def test_too_many_deaths_end_the_work() -> None:
+    harness = Harness(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
+    with pytest.raises(RunError, match="restarted 3 times"):
         await harness.trainer.train(batch(0))
-        await harness.at(1, "save")
-        await harness.trainer.train(batch(1))
-        guarding = asyncio.create_task(harness.trainer.guard())
-        while harness.trained != [1]:
-            await asyncio.sleep(0)
-        assert harness.losses == ["check:2"]
-        await harness.trainer.train(batch(2))
-        assert harness.ranks.weights == (0, 1, 2)
-        guarding.cancel()
-
-    run(check())
+    assert len(harness.losses) == 4
 
 
-def test_work_at_an_earlier_step_is_refused_or_returns_to_a_checkpoint_before_it() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1, 2, 3)))
-        harness.ranks.checkpoints = {1: (0,), 4: (0, 1, 2, 3)}
-        with pytest.raises(StepPassed, match="the weights are at step 4, past step 2"):
-            await harness.at(2, "save")
-        assert (harness.losses, 2 in harness.ranks.checkpoints) == ([], False)
-        await harness.at(2, "save", go_back="every host has lost them")
-        assert (harness.losses, harness.ranks.checkpoints[2]) == (["every host has lost them"], (0, 1))
-        await harness.trainer.catch_up(1)
-        assert harness.trainer.step == 2, "catching up never goes back"
+async def test_an_error_that_is_not_a_death_is_raised() -> None:
+    harness = Harness(Ranks())
 
-    run(check())
+    async def work() -> None:
+        raise RunError("the loss is not finite")
+
+    with pytest.raises(RunError, match="not finite"):
+        await harness.trainer.at_step(2, work)
+    assert harness.losses == []
+    await harness.trainer.train(batch(2))
+
+
+async def test_weights_of_a_step_that_was_cancelled_are_not_used() -> None:
+    harness = Harness(Ranks())
+    await harness.at(1, "save")
+    begun, may_continue = asyncio.Event(), asyncio.Event()
+    call = harness.ranks.call
+
+    async def slow(method: str, *arguments: Any) -> list[Any]:
+        begun.set()
+        await may_continue.wait()
+        return await call(method, *arguments)
+
+    harness.ranks.call = slow  # type: ignore[method-assign]
+    catching_up = asyncio.create_task(harness.at(3, "publish"))
+    await begun.wait()
+    assert not harness.trainer.ready
+    catching_up.cancel()
+    await asyncio.wait([catching_up])
+    assert (harness.trainer.step, harness.trainer.ready) == (1, False), "the ranks are still training"
+    harness.ranks.call = call  # type: ignore[method-assign]
+    await harness.ranks.call("train_step", batch(1))
+    await harness.at(2, "look")
+    assert harness.ranks.weights == (0, 1), "from the checkpoint, and not twice"
+    assert (harness.trainer.step, harness.trainer.ready) == (2, True)
+
+
+async def test_guard_finds_the_death_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
+    harness = Harness(Ranks(dies=once("check:2")))
+    await harness.trainer.train(batch(0))
+    await harness.at(1, "save")
+    await harness.trainer.train(batch(1))
+    guarding = asyncio.create_task(harness.trainer.guard())
+    while harness.trained != [1]:
+        await asyncio.sleep(0)
+    assert harness.losses == ["check:2"]
+    await harness.trainer.train(batch(2))
+    assert harness.ranks.weights == (0, 1, 2)
+    guarding.cancel()
+
+
+async def test_work_at_an_earlier_step_is_refused_or_returns_to_a_checkpoint_before_it() -> None:
+    harness = Harness(Ranks(weights=(0, 1, 2, 3)))
+    harness.ranks.checkpoints = {1: (0,), 4: (0, 1, 2, 3)}
+    with pytest.raises(StepPassed, match="the weights are at step 4, past step 2"):
+        await harness.at(2, "save")
+    assert (harness.losses, 2 in harness.ranks.checkpoints) == ([], False)
+    await harness.at(2, "save", go_back="every host has lost them")
+    assert (harness.losses, harness.ranks.checkpoints[2]) == (["every host has lost them"], (0, 1))
+    await harness.trainer.catch_up(1)
+    assert harness.trainer.step == 2, "catching up never goes back"
 
 
 def test_one_piece_of_work_at_a_time() -> None:

@@ -97,31 +97,25 @@ def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
     return error
 
 
-def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
+async def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
     async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> int:
         for _ in range(3 - rank.rank):
             await asyncio.sleep(0)
         return 10 * rank.rank
 
-    async def check() -> None:
-        ranks = await placed(answers)
-        assert await ranks.trainer._call("train_step", "batch", 7) == [0, 10, 20]
-        assert ranks.calls == [(rank, "train_step", ("batch", 7)) for rank in range(3)]
-
-    run(check())
+    ranks = await placed(answers)
+    assert await ranks.trainer._call("train_step", "batch", 7) == [0, 10, 20]
+    assert ranks.calls == [(rank, "train_step", ("batch", 7)) for rank in range(3)]
 
 
-def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
+async def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
     async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> StepReport:
         return StepReport({}, seconds=0.0, trained_tokens=rank.rank)
 
-    async def check() -> None:
-        ranks, batch = await placed(answers), TrainingBatch(3, 2, ())
-        await ranks.trainer.train_step(batch)
-        assert ranks.shared == [batch]
-        assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
-
-    run(check())
+    ranks, batch = await placed(answers), TrainingBatch(3, 2, ())
+    await ranks.trainer.train_step(batch)
+    assert ranks.shared == [batch]
+    assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
 
 
 def test_a_death_is_the_loss_of_all_though_the_others_never_end() -> None:
@@ -212,90 +206,75 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
     return ranks
 
 
-def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: list[Rank]) -> None:
-    async def check() -> None:
-        ranks = Ranks(starts, count=2)
-        await ranks.trainer.preload()
-        assert [location.node_id for location in ranks.trainer.locations] == ["node-0", "node-1"]
-        assert ranks.calls[-2:] == [(0, "preload", (0, False)), (1, "preload", (1, False))]
-        assert await ranks.trainer.prepare_model() == "/models/one"
-        assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ())]
-        await ranks.trainer.start(None)
-        assert ranks.calls[-2:] == [
-            (rank, "start", ("/models/one", "10.0.0.0", 2000, None, "/search")) for rank in range(2)
-        ]
+async def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: list[Rank]) -> None:
+    ranks = Ranks(starts, count=2)
+    await ranks.trainer.preload()
+    assert [location.node_id for location in ranks.trainer.locations] == ["node-0", "node-1"]
+    assert ranks.calls[-2:] == [(0, "preload", (0, False)), (1, "preload", (1, False))]
+    assert await ranks.trainer.prepare_model() == "/models/one"
+    assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ())]
+    await ranks.trainer.start(None)
+    assert ranks.calls[-2:] == [
+        (rank, "start", ("/models/one", "10.0.0.0", 2000, None, "/search")) for rank in range(2)
+    ]
 
-        old = list(ranks.made)
-        old[1].die()
-        await ranks.trainer.restart(Path("/runs/1/checkpoints/step-000004"))
-        assert killed == old
-        started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004", "/search")
-        assert ranks.calls[-2:] == [(rank, "start", started) for rank in range(2)]
-        assert len([call for call in ranks.calls if call[1] == "prepare_model"]) == 1, "the model is made once"
-        await ranks.trainer.save_model(Path("/model"), Path("/adapter"))
-        assert ranks.calls[-2:] == [(rank, "save_model", ("/model", "/adapter")) for rank in range(2)]
-        assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
-
-    run(check())
+    old = list(ranks.made)
+    old[1].die()
+    await ranks.trainer.restart(Path("/runs/1/checkpoints/step-000004"))
+    assert killed == old
+    started = ("/models/one", "10.0.0.0", 4000, "/runs/1/checkpoints/step-000004", "/search")
+    assert ranks.calls[-2:] == [(rank, "start", started) for rank in range(2)]
+    assert len([call for call in ranks.calls if call[1] == "prepare_model"]) == 1, "the model is made once"
+    await ranks.trainer.save_model(Path("/model"), Path("/adapter"))
+    assert ranks.calls[-2:] == [(rank, "save_model", ("/model", "/adapter")) for rank in range(2)]
+    assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
 
 
-def test_a_rank_that_dies_in_a_restart_is_lost_like_any_other(killed: list[Rank]) -> None:
+async def test_a_rank_that_dies_in_a_restart_is_lost_like_any_other(killed: list[Rank]) -> None:
     async def dies_at_start(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "start" and rank.rank == 1 and rank in rank.ranks.made[2:4]:
             rank.die()
         return await starts(rank, method, arguments)
 
-    async def check() -> None:
-        ranks = Ranks(dies_at_start, count=2)
-        await ranks.trainer.preload()
-        await ranks.trainer.start(None)
-        with pytest.raises(TrainerLost, match="trainer-1"):
-            await ranks.trainer.restart(None)
+    ranks = Ranks(dies_at_start, count=2)
+    await ranks.trainer.preload()
+    await ranks.trainer.start(None)
+    with pytest.raises(TrainerLost, match="trainer-1"):
         await ranks.trainer.restart(None)
-        assert len(killed) == 4
+    await ranks.trainer.restart(None)
+    assert len(killed) == 4
 
-    run(check())
 
-
-def test_a_model_that_cannot_be_made_ends_the_start() -> None:
+async def test_a_model_that_cannot_be_made_ends_the_start() -> None:
     async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "prepare_model":
             raise RunError("no such model", location="model.path")
         return await starts(rank, method, arguments)
 
-    async def check() -> None:
-        ranks = await placed(fails)
-        with pytest.raises(RunError, match=r"model\.path: no such model"):
-            await ranks.trainer.prepare_model()
-
-    run(check())
+    ranks = await placed(fails)
+    with pytest.raises(RunError, match=r"model\.path: no such model"):
+        await ranks.trainer.prepare_model()
 
 
-def test_a_rank_that_dies_while_the_model_is_made_is_lost() -> None:
+async def test_a_rank_that_dies_while_the_model_is_made_is_lost() -> None:
     async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "prepare_model":
             rank.die()
             await never()
         return await starts(rank, method, arguments)
 
-    async def check() -> None:
-        ranks = await placed(dies)
-        with pytest.raises(TrainerLost, match="trainer-0: the process died"):
-            await ranks.trainer.prepare_model()
-
-    run(check())
+    ranks = await placed(dies)
+    with pytest.raises(TrainerLost, match="trainer-0: the process died"):
+        await ranks.trainer.prepare_model()
 
 
-def test_check_finds_a_dead_idle_rank() -> None:
-    async def check() -> None:
-        ranks = await placed(starts)
+async def test_check_finds_a_dead_idle_rank() -> None:
+    ranks = await placed(starts)
+    await ranks.trainer.check()
+    assert ranks.calls == [(rank, "ping", ()) for rank in range(3)]
+    ranks.made[2].die()
+    with pytest.raises(TrainerLost, match="trainer-2"):
         await ranks.trainer.check()
-        assert ranks.calls == [(rank, "ping", ()) for rank in range(3)]
-        ranks.made[2].die()
-        with pytest.raises(TrainerLost, match="trainer-2"):
-            await ranks.trainer.check()
-
-    run(check())
 
 
 def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

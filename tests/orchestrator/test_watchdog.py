@@ -97,21 +97,18 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
     assert "asyncrl resume" in error.value.hint
 
 
-def test_waits_that_depend_on_the_models_size_have_longer_limits() -> None:
-    async def check() -> None:
-        harness = Harness()
-        with harness.dog.waiting("the trainer", "a checkpoint", extra_s=LIMIT_S) as wait:
-            wait.since -= 0.9 * LIMIT_S
+async def test_waits_that_depend_on_the_models_size_have_longer_limits() -> None:
+    harness = Harness()
+    with harness.dog.waiting("the trainer", "a checkpoint", extra_s=LIMIT_S) as wait:
+        wait.since -= 0.9 * LIMIT_S
+        await harness.look()
+        assert harness.warned == []
+        wait.since -= LIMIT_S
+        await harness.look()
+        assert len(harness.warned) == 1
+        wait.since -= LIMIT_S
+        with pytest.raises(RunError, match="a checkpoint"):
             await harness.look()
-            assert harness.warned == []
-            wait.since -= LIMIT_S
-            await harness.look()
-            assert len(harness.warned) == 1
-            wait.since -= LIMIT_S
-            with pytest.raises(RunError, match="a checkpoint"):
-                await harness.look()
-
-    asyncio.run(check())
 
 
 def test_a_wait_says_since_when() -> None:
@@ -123,80 +120,62 @@ def test_a_wait_says_since_when() -> None:
     assert int(began[1][:2]) in (hour, (hour - 1) % 24), "a new hour may have begun"
 
 
-def test_a_wait_that_is_over_is_forgotten() -> None:
-    async def check() -> None:
-        harness = Harness()
-        with harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
-            pass
-        with pytest.raises(ValueError, match="oh"), harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
-            raise ValueError("oh")
+async def test_a_wait_that_is_over_is_forgotten() -> None:
+    harness = Harness()
+    with harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
+        pass
+    with pytest.raises(ValueError, match="oh"), harness.waiting("the trainer", "a batch", 2 * LIMIT_S):
+        raise ValueError("oh")
+    await harness.look()
+    assert harness.warned == []
+
+
+async def test_progress_starts_the_clock_again_and_is_reported_again() -> None:
+    harness = Harness()
+    with harness.waiting("the trainer", "a batch", 0.6 * LIMIT_S) as wait:
+        await harness.look()
+        wait.progress()
+        wait.since -= 0.6 * LIMIT_S
+        await harness.look()
+        assert len(harness.warned) == 2
+        assert harness.recorded == [wait, wait]
+
+
+async def test_tokens_are_progress_only_for_waits_for_generation() -> None:
+    harness = Harness()
+    with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S):
+        harness.dog.progress()
+        await harness.look()
+        assert harness.warned == []
+        with harness.waiting("the driver", "every engine", 2 * LIMIT_S):
+            harness.dog.progress()
+            with pytest.raises(RunError, match="no progress: the driver has waited for every engine"):
+                await harness.look()
+
+
+async def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
+    harness = Harness()
+    with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S), harness.waiting("the trainer", "a step", 2 * LIMIT_S):
+        harness.dog.caught_up()
         await harness.look()
         assert harness.warned == []
 
-    asyncio.run(check())
 
-
-def test_progress_starts_the_clock_again_and_is_reported_again() -> None:
-    async def check() -> None:
-        harness = Harness()
-        with harness.waiting("the trainer", "a batch", 0.6 * LIMIT_S) as wait:
+async def test_a_wait_may_change_its_text() -> None:
+    harness = Harness()
+    with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
+        wait.purpose = "the batch of step 3 (only 1 of 2 groups have finished)"
+        with pytest.raises(RunError, match=r"the trainer has waited for the batch of step 3 \(only 1 of 2 groups"):
             await harness.look()
-            wait.progress()
-            wait.since -= 0.6 * LIMIT_S
-            await harness.look()
-            assert len(harness.warned) == 2
-            assert harness.recorded == [wait, wait]
-
-    asyncio.run(check())
 
 
-def test_tokens_are_progress_only_for_waits_for_generation() -> None:
-    async def check() -> None:
-        harness = Harness()
-        with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S):
-            harness.dog.progress()
-            await harness.look()
-            assert harness.warned == []
-            with harness.waiting("the driver", "every engine", 2 * LIMIT_S):
-                harness.dog.progress()
-                with pytest.raises(RunError, match="no progress: the driver has waited for every engine"):
-                    await harness.look()
-
-    asyncio.run(check())
-
-
-def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
-    async def check() -> None:
-        harness = Harness()
-        with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S), harness.waiting("the trainer", "a step", 2 * LIMIT_S):
-            harness.dog.caught_up()
-            await harness.look()
-            assert harness.warned == []
-
-    asyncio.run(check())
-
-
-def test_a_wait_may_change_its_text() -> None:
-    async def check() -> None:
-        harness = Harness()
-        with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
-            wait.purpose = "the batch of step 3 (only 1 of 2 groups have finished)"
-            with pytest.raises(RunError, match=r"the trainer has waited for the batch of step 3 \(only 1 of 2 groups"):
-                await harness.look()
-
-    asyncio.run(check())
-
-
-def test_work_is_watched_until_its_result() -> None:
-    async def check() -> None:
-        harness = Harness()
-        work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(harness.dog.until(work, "the driver", "the trainer's step 1"))
-        await harness.look()
-        (wait,) = harness.dog._waits
-        assert str(wait).startswith("the driver has waited for the trainer's step 1 since ")
-        work.set_result(7)
-        assert await waiting == 7
-        assert harness.dog._waits == []
-
-    asyncio.run(check())
+async def test_work_is_watched_until_its_result() -> None:
+    harness = Harness()
+    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(harness.dog.until(work, "the driver", "the trainer's step 1"))
+    await harness.look()
+    (wait,) = harness.dog._waits
+    assert str(wait).startswith("the driver has waited for the trainer's step 1 since ")
+    work.set_result(7)
+    assert await waiting == 7
+    assert harness.dog._waits == []

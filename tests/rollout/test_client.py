@@ -188,122 +188,107 @@ def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
     scene(check)
 
 
-def test_an_engine_that_does_not_abort_is_marked_dead_and_its_requests_continue_elsewhere() -> None:
-    async def check() -> None:
-        client = client_over(2, hang_s=0.01)
-        first, second = actors(client)
-        client.enqueue([request("a"), request("b")], lambda ended: None)
-        await client.flush()
-        first.takes.clear()
-        await client.pause()
-        assert first.dead
-        with pytest.raises(EngineLost):
-            await client.collect(client.engines[0])
-        client.reclaim(client.engines[0])
-        assert second.ids == ["b"]
-        await client.resume()
-        await client.flush()
-        assert second.ids == ["b", "a"]
-
-    run(check())
+async def test_an_engine_that_does_not_abort_is_marked_dead_and_its_requests_continue_elsewhere() -> None:
+    client = client_over(2, hang_s=0.01)
+    first, second = actors(client)
+    client.enqueue([request("a"), request("b")], lambda ended: None)
+    await client.flush()
+    first.takes.clear()
+    await client.pause()
+    assert first.dead
+    with pytest.raises(EngineLost):
+        await client.collect(client.engines[0])
+    client.reclaim(client.engines[0])
+    assert second.ids == ["b"]
+    await client.resume()
+    await client.flush()
+    assert second.ids == ["b", "a"]
 
 
-def test_an_engine_that_restarts_during_a_pause_gets_nothing_before_the_resume() -> None:
-    async def check() -> None:
-        client = client_over(1)
-        (engine,) = actors(client)
-        client.enqueue([request("a")], lambda ended: None)
-        await client.flush()
-        await client.pause()
-        engine.die()
-        with pytest.raises(EngineLost):
-            await client.collect(client.engines[0])
-        client.reclaim(client.engines[0])
-        process: Any = client.engines[0].process
-        await process.replace()
-        client.engines[0].serving = True
-        await client.flush()
-        assert process.actor.ids == []
-        await client.resume()
-        await client.flush()
-        assert process.actor.ids == ["a"]
-
-    run(check())
+async def test_an_engine_that_restarts_during_a_pause_gets_nothing_before_the_resume() -> None:
+    client = client_over(1)
+    (engine,) = actors(client)
+    client.enqueue([request("a")], lambda ended: None)
+    await client.flush()
+    await client.pause()
+    engine.die()
+    with pytest.raises(EngineLost):
+        await client.collect(client.engines[0])
+    client.reclaim(client.engines[0])
+    process: Any = client.engines[0].process
+    await process.replace()
+    client.engines[0].serving = True
+    await client.flush()
+    assert process.actor.ids == []
+    await client.resume()
+    await client.flush()
+    assert process.actor.ids == ["a"]
 
 
 # -- out of service, and back
 
 
-def test_a_withdrawn_engine_returns_its_requests_with_all_tokens_and_may_serve_again() -> None:
-    async def check() -> None:
-        client = client_over(2, slots=2)
-        first, second = actors(client)
-        collectors = [asyncio.create_task(client.collect(engine)) for engine in client.engines]
-        client.enqueue([request("a"), request("b"), request("c")], lambda ended: None)
-        await client.flush()
-        assert (first.ids, second.ids) == (["a", "c"], ["b"])
-        withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 60.0))
-        await turns()
-        assert (first.aborts, second.aborts) == (1, 0)
-        assert second.ids == ["b"], "its tokens have not arrived yet"
-        first.put(segments=[segment("a", 0, 3)], aborted=["a", "c"])
-        assert await withdrawing
-        first.put()
-        await collectors[0]
-        await client.flush()
-        assert second.ids == ["b", "a", "c"]
-        assert [part.end for part in second.submitted[1].prefix] == [3]
-        client.engines[0].serving = True
-        client.enqueue([request("d")], lambda ended: None)
-        await client.flush()
-        assert (first.ids, first.cancelled) == (["a", "c", "d"], [])
-        collectors[1].cancel()
-
-    run(check())
+async def test_a_withdrawn_engine_returns_its_requests_with_all_tokens_and_may_serve_again() -> None:
+    client = client_over(2, slots=2)
+    first, second = actors(client)
+    collectors = [asyncio.create_task(client.collect(engine)) for engine in client.engines]
+    client.enqueue([request("a"), request("b"), request("c")], lambda ended: None)
+    await client.flush()
+    assert (first.ids, second.ids) == (["a", "c"], ["b"])
+    withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 60.0))
+    await turns()
+    assert (first.aborts, second.aborts) == (1, 0)
+    assert second.ids == ["b"], "its tokens have not arrived yet"
+    first.put(segments=[segment("a", 0, 3)], aborted=["a", "c"])
+    assert await withdrawing
+    first.put()
+    await collectors[0]
+    await client.flush()
+    assert second.ids == ["b", "a", "c"]
+    assert [part.end for part in second.submitted[1].prefix] == [3]
+    client.engines[0].serving = True
+    client.enqueue([request("d")], lambda ended: None)
+    await client.flush()
+    assert (first.ids, first.cancelled) == (["a", "c", "d"], [])
+    collectors[1].cancel()
 
 
-def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from_what_it_has_reported() -> None:
-    async def check() -> None:
-        client = client_over(2)
-        first, second = actors(client)
-        collectors = [asyncio.create_task(client.collect(engine)) for engine in client.engines]
-        client.enqueue([request("a")], lambda ended: None)
-        await client.flush()
-        await first.deliver(segments=[segment("a", 0, 2)])
-        first.takes.clear()
-        assert not await client.withdraw(client.engines[0], 0.01)
-        await turns()
-        assert [part.end for part in second.submitted[0].prefix] == [2]
-        first.put(segments=[segment("a", 2, 3)], aborted=["a"])
-        await collectors[0]
-        first.takes.set()
-        client.engines[0].serving = True
-        client.enqueue([request("b")], lambda ended: None)
-        await client.flush()
-        assert (first.cancelled, first.ids, second.ids) == (["a"], ["a", "b"], ["a"])
-        collectors[1].cancel()
-
-    run(check())
+async def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from_what_it_has_reported() -> None:
+    client = client_over(2)
+    first, second = actors(client)
+    collectors = [asyncio.create_task(client.collect(engine)) for engine in client.engines]
+    client.enqueue([request("a")], lambda ended: None)
+    await client.flush()
+    await first.deliver(segments=[segment("a", 0, 2)])
+    first.takes.clear()
+    assert not await client.withdraw(client.engines[0], 0.01)
+    await turns()
+    assert [part.end for part in second.submitted[0].prefix] == [2]
+    first.put(segments=[segment("a", 2, 3)], aborted=["a"])
+    await collectors[0]
+    first.takes.set()
+    client.engines[0].serving = True
+    client.enqueue([request("b")], lambda ended: None)
+    await client.flush()
+    assert (first.cancelled, first.ids, second.ids) == (["a"], ["a", "b"], ["a"])
+    collectors[1].cancel()
 
 
-def test_an_unsent_request_of_a_withdrawn_engine_waits_for_another() -> None:
-    async def check() -> None:
-        client = client_over(1)
-        (engine,) = actors(client)
-        engine.takes.clear()
-        client.enqueue([request("a")], lambda ended: None)
-        await turns()
-        client.enqueue([request("b")], lambda ended: None)
-        await turns()
-        withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 0.01))
-        await turns()
-        engine.takes.set()
-        await withdrawing
-        await turns()
-        assert engine.ids == ["a"]
-        assert client.running == 2
-
-    run(check())
+async def test_an_unsent_request_of_a_withdrawn_engine_waits_for_another() -> None:
+    client = client_over(1)
+    (engine,) = actors(client)
+    engine.takes.clear()
+    client.enqueue([request("a")], lambda ended: None)
+    await turns()
+    client.enqueue([request("b")], lambda ended: None)
+    await turns()
+    withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 0.01))
+    await turns()
+    engine.takes.set()
+    await withdrawing
+    await turns()
+    assert engine.ids == ["a"]
+    assert client.running == 2
 
 
 # -- callers
@@ -412,7 +397,7 @@ def test_waiting_requests_go_to_any_engine_with_room() -> None:
     scene(check, engines=2, slots=1)
 
 
-def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_room() -> None:
+async def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_room() -> None:
     async def check(client: GenerationClient) -> None:
         first, second = actors(client)
         tasks = await begun(client, request("a/0", affinity="a"), request("b/0", affinity="b"))
@@ -431,15 +416,12 @@ def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_ro
         for task in tasks:
             task.cancel()
 
-    async def body() -> None:
-        client = client_over(2, slots=2)
-        async with asyncio.TaskGroup() as group:
-            collectors = [group.create_task(collected(client, number)) for number in range(2)]
-            await check(client)
-            for collector in collectors:
-                collector.cancel()
-
-    run(body())
+    client = client_over(2, slots=2)
+    async with asyncio.TaskGroup() as group:
+        collectors = [group.create_task(collected(client, number)) for number in range(2)]
+        await check(client)
+        for collector in collectors:
+            collector.cancel()
 
 
 async def collected(client: GenerationClient, number: int) -> None:

@@ -76,30 +76,24 @@ def test_the_lowest_priority_gets_the_next_slot(
     asyncio.run(check())
 
 
-def test_a_slot_granted_to_a_cancelled_waiter_goes_to_the_next() -> None:
-    async def check() -> None:
-        slots = PrioritySemaphore(1)
-        await slots._acquire(0)
-        tasks = [asyncio.create_task(slots._acquire(priority)) for priority in (1, 2)]
-        await asyncio.sleep(0)
-        slots._release()
-        tasks[0].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-        await asyncio.wait_for(tasks[1], 60.0)
-
-    asyncio.run(check())
+async def test_a_slot_granted_to_a_cancelled_waiter_goes_to_the_next() -> None:
+    slots = PrioritySemaphore(1)
+    await slots._acquire(0)
+    tasks = [asyncio.create_task(slots._acquire(priority)) for priority in (1, 2)]
+    await asyncio.sleep(0)
+    slots._release()
+    tasks[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    await asyncio.wait_for(tasks[1], 60.0)
 
 
-def test_an_aborted_waiter_has_no_tokens() -> None:
-    async def check() -> None:
-        slots = PrioritySemaphore(1)
-        await slots._acquire(0)
-        task = asyncio.create_task(slots._acquire(0))
-        await asyncio.sleep(0)
-        slots.abort_waiters()
-        with pytest.raises(Aborted) as aborted:
-            await task
-        assert aborted.value.segments == []
-
-    asyncio.run(check())
+async def test_an_aborted_waiter_has_no_tokens() -> None:
+    slots = PrioritySemaphore(1)
+    await slots._acquire(0)
+    task = asyncio.create_task(slots._acquire(0))
+    await asyncio.sleep(0)
+    slots.abort_waiters()
+    with pytest.raises(Aborted) as aborted:
+        await task
+    assert aborted.value.segments == []

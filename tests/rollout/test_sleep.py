@@ -93,58 +93,51 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
 
 
 @IMPORTS_VLLM
-def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) -> None:
-    async def check() -> None:
-        engine = Engine(SPEC, "")
-        await engine.serve_own(3)
-        await engine.wake_up()  # requests of an engine that is awake
-        await engine.sleep()
-        rollout = asyncio.ensure_future(engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8))))
-        abort = asyncio.ensure_future(engine.abort())
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert vllm.calls == ["version 3", "sleep 1 keep"], "running requests are kept, and nothing else happens"
-        abort.cancel()
-        await engine.wake_up()
-        assert (await rollout).ids.tolist() == [5]
-        assert vllm.calls[2:] == ["wake_up", "generate under 3"]
-
-    asyncio.run(check())
+async def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) -> None:
+    engine = Engine(SPEC, "")
+    await engine.serve_own(3)
+    await engine.wake_up()  # requests of an engine that is awake
+    await engine.sleep()
+    rollout = asyncio.ensure_future(engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8))))
+    abort = asyncio.ensure_future(engine.abort())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert vllm.calls == ["version 3", "sleep 1 keep"], "running requests are kept, and nothing else happens"
+    abort.cancel()
+    await engine.wake_up()
+    assert (await rollout).ids.tolist() == [5]
+    assert vllm.calls[2:] == ["wake_up", "generate under 3"]
 
 
 @IMPORTS_VLLM
-def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
-    async def check() -> None:
-        engine = Engine(SPEC, "")
-        await engine.sleep()
-        engine._layout = ()
-        update = asyncio.ensure_future(engine.update_weights(4, "/memory", (), "keep"))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not update.done()
-        await engine.wake_up()
-        assert engine._loading, "it has no weights yet, so no request may start"
-        await update
-        assert vllm.calls == ["sleep 1 keep", "wake_up", "pause", "start", "update", "finish", "resume"]
-
-    asyncio.run(check())
+async def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
+    engine = Engine(SPEC, "")
+    await engine.sleep()
+    engine._layout = ()
+    update = asyncio.ensure_future(engine.update_weights(4, "/memory", (), "keep"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not update.done()
+    await engine.wake_up()
+    assert engine._loading, "it has no weights yet, so no request may start"
+    await update
+    assert vllm.calls == ["sleep 1 keep", "wake_up", "pause", "start", "update", "finish", "resume"]
 
 
 @IMPORTS_VLLM
-def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuses(level: int, mode: str) -> None:
         raise RuntimeError("Memory usage increased after sleeping.")
 
-    async def check() -> None:
-        engine = Engine(SPEC, "")
-        await engine.serve_own(3)
-        monkeypatch.setattr(vllm, "sleep", refuses)
-        with pytest.raises(RuntimeError, match="after sleeping"):
-            await engine.sleep()
-        await engine.abort()  # it needs the lock that the sleep had acquired
-        assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
-
-    asyncio.run(check())
+    engine = Engine(SPEC, "")
+    await engine.serve_own(3)
+    monkeypatch.setattr(vllm, "sleep", refuses)
+    with pytest.raises(RuntimeError, match="after sleeping"):
+        await engine.sleep()
+    await engine.abort()  # it needs the lock that the sleep had acquired
+    assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
 
 
 def test_the_installed_vllm_has_these_calls() -> None:

@@ -138,206 +138,164 @@ async def submitted(worker: RolloutWorker, *names: str) -> StandInEngine:
     return engine  # type: ignore[no-any-return]
 
 
-def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "a", "b", "c")
-        engine.waiting["b"].set_result(rollout("b", tokens=2))
-        engine.waiting["a"].set_result(rollout("a", tokens=5))
-        delivery = await worker.collect(60.0)
-        assert ids(delivery) == ["b", "a"]
-        assert not any(rollout.prompt_ids for rollout in delivery.rollouts)
-        assert delivery.activity.generated_tokens == 7
-        assert ids(await worker.collect(0.0)) == []
-        collecting = asyncio.create_task(worker.collect(60.0))
+async def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "a", "b", "c")
+    engine.waiting["b"].set_result(rollout("b", tokens=2))
+    engine.waiting["a"].set_result(rollout("a", tokens=5))
+    delivery = await worker.collect(60.0)
+    assert ids(delivery) == ["b", "a"]
+    assert not any(rollout.prompt_ids for rollout in delivery.rollouts)
+    assert delivery.activity.generated_tokens == 7
+    assert ids(await worker.collect(0.0)) == []
+    collecting = asyncio.create_task(worker.collect(60.0))
+    await asyncio.sleep(0)
+    assert not collecting.done()
+    engine.waiting["c"].set_result(rollout("c"))
+    assert ids(await collecting) == ["c"]
+    collecting = asyncio.create_task(worker.collect(60.0))
+    for _ in range(10):
         await asyncio.sleep(0)
-        assert not collecting.done()
-        engine.waiting["c"].set_result(rollout("c"))
-        assert ids(await collecting) == ["c"]
-        collecting = asyncio.create_task(worker.collect(60.0))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not collecting.done(), "without new results it waits"
-        collecting.cancel()
-
-    asyncio.run(check())
+    assert not collecting.done(), "without new results it waits"
+    collecting.cancel()
 
 
-def test_the_work_of_vllm_is_delivered_once(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "a")
-        engine.returned = [Placement("a", 2.0, 0.5, 3)]
-        engine.waiting["a"].set_result(rollout("a"))
-        delivery = await worker.collect(60.0)
-        assert delivery.placements == [Placement("a", 2.0, 0.5, 3)]
-        assert delivery.activity.sequence_s == 0.5
-        assert (await worker.collect(0.0)).placements == []
-
-    asyncio.run(check())
+async def test_the_work_of_vllm_is_delivered_once(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "a")
+    engine.returned = [Placement("a", 2.0, 0.5, 3)]
+    engine.waiting["a"].set_result(rollout("a"))
+    delivery = await worker.collect(60.0)
+    assert delivery.placements == [Placement("a", 2.0, 0.5, 3)]
+    assert delivery.activity.sequence_s == 0.5
+    assert (await worker.collect(0.0)).placements == []
 
 
-def test_a_failure_is_delivered_with_its_reason(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "a", "b")
-        engine.waiting["a"].set_exception(ValueError("no such token"))
-        engine.waiting["b"].set_result(rollout("b"))
-        delivery = await worker.collect(60.0)
-        assert delivery.failures == [RolloutFailure("a", "ValueError: no such token")]
-        assert ids(delivery) == ["b"]
-
-    asyncio.run(check())
+async def test_a_failure_is_delivered_with_its_reason(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "a", "b")
+    engine.waiting["a"].set_exception(ValueError("no such token"))
+    engine.waiting["b"].set_result(rollout("b"))
+    delivery = await worker.collect(60.0)
+    assert delivery.failures == [RolloutFailure("a", "ValueError: no such token")]
+    assert ids(delivery) == ["b"]
 
 
-def test_a_cancelled_rollout_is_stopped_and_not_delivered(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "a", "b")
-        await worker.cancel(["a", "unknown"])
-        engine.waiting["b"].set_result(rollout("b"))
-        delivery = await worker.collect(60.0)
-        assert (ids(delivery), delivery.failures) == (["b"], [])
-        assert engine.cancelled == ["a"]
-
-    asyncio.run(check())
+async def test_a_cancelled_rollout_is_stopped_and_not_delivered(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "a", "b")
+    await worker.cancel(["a", "unknown"])
+    engine.waiting["b"].set_result(rollout("b"))
+    delivery = await worker.collect(60.0)
+    assert (ids(delivery), delivery.failures) == (["b"], [])
+    assert engine.cancelled == ["a"]
 
 
-def test_time_is_busy_only_while_something_runs(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        assert (await worker.collect(0.0)).activity.busy_s == 0.0
-        engine = await submitted(worker, "a")
-        running = (await worker.collect(0.01)).activity
-        assert 0.0 < running.busy_s <= running.wall_s
-        engine.waiting["a"].set_result(rollout("a"))
+async def test_time_is_busy_only_while_something_runs(worker: RolloutWorker) -> None:
+    assert (await worker.collect(0.0)).activity.busy_s == 0.0
+    engine = await submitted(worker, "a")
+    running = (await worker.collect(0.01)).activity
+    assert 0.0 < running.busy_s <= running.wall_s
+    engine.waiting["a"].set_result(rollout("a"))
+    await worker.collect(60.0)
+    after = (await worker.collect(0.01)).activity
+    assert (after.busy_s, after.wall_s > 0.0) == (0.0, True)
+
+
+async def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> None:
+    engine: Any = worker._engine
+    engine.stall_s = 0.25
+    answer = await worker.update_weights(3, PATH, (), "keep", (1, 2, 3))
+    assert (answer.version, answer.stall_s, answer.probe_logprobs.shape) == (3, 0.25, (2,))
+    assert answer.resumed_s >= 0
+
+
+async def test_an_update_of_an_idle_engine_pauses_nothing(worker: RolloutWorker) -> None:
+    engine: Any = worker._engine
+    engine.stall_s = 5.0
+    await worker.update_weights(1, PATH, (), "drain", (1, 2))
+    activity = (await worker.collect(0.0)).activity
+    assert activity.busy_s - activity.paused_s >= 0.0
+
+
+async def test_an_update_brings_the_new_tokens_of_running_rollouts(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
+    engine.tokens = {"1-0": 4, "1-1": 0, "eval:0:greedy:0": 3}
+    await worker.update_weights(1, PATH, (), "keep", (1, 2))
+    engine.tokens |= {"1-0": 6, "1-1": 2}
+    await worker.update_weights(2, PATH, (), "keep", (1, 2))
+    assert bounds(await worker.collect(60.0)) == [("1-0", 0, 4), ("1-0", 4, 6), ("1-1", 0, 2)]
+    collecting = asyncio.create_task(worker.collect(60.0))
+    await worker.update_weights(3, PATH, (), "keep", (1, 2))
+    await asyncio.sleep(0)
+    assert not collecting.done(), "no token is new"
+    engine.tokens["1-1"] = 3
+    await worker.update_weights(4, PATH, (), "keep", (1, 2))
+    assert bounds(await collecting) == [("1-1", 2, 3)]
+
+
+async def test_new_tokens_come_at_least_every_segment_seconds(worker: RolloutWorker) -> None:
+    worker._spec = SPEC.model_copy(update={"journal": SPEC.journal.model_copy(update={"segment_seconds": 0.01})})
+    engine = await submitted(worker, "1-0")
+    engine.tokens = {"1-0": 4}
+    await worker.collect(0.0)
+    engine.tokens = {"1-0": 9}
+    delivery = await worker.collect(60.0)
+    assert bounds(delivery)[-1][2] == 9
+    assert not delivery.rollouts
+
+
+async def test_a_prefix_is_not_reported_again_and_not_counted_as_generated(worker: RolloutWorker) -> None:
+    engine: Any = worker._engine
+    await worker.submit([request("1-0", segment("1-0", 0, 3)), request("1-1", segment("1-1", 0, 2))])
+    await asyncio.sleep(0)
+    engine.tokens = {"1-0": 4, "1-1": 2}
+    await worker.update_weights(1, PATH, (), "keep", (1, 2))
+    assert bounds(await worker.collect(60.0)) == [("1-0", 3, 4)]
+    engine.waiting["1-0"].set_result(rollout("1-0", tokens=5))
+    assert (await worker.collect(60.0)).activity.generated_tokens == 2
+
+
+async def test_a_rollout_that_ended_drops_its_segments(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "1-0", "1-1", "1-2")
+    engine.tokens = {"1-0": 4, "1-1": 5, "1-2": 6}
+    await worker.update_weights(1, PATH, (), "keep", (1, 2))
+    engine.waiting["1-0"].set_result(rollout("1-0"))
+    await worker.cancel(["1-2"])
+    await asyncio.sleep(0)
+    delivery = await worker.collect(60.0)
+    assert (ids(delivery), bounds(delivery)) == (["1-0"], [("1-1", 0, 5)])
+
+
+async def test_a_failed_rollout_delivers_its_tokens(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "1-0", "1-1")
+    engine.tokens = {"1-0": 4, "1-1": 5}
+    await worker.update_weights(1, PATH, (), "keep", (1, 2))
+    engine.tokens["1-0"] = 7
+    engine.waiting["1-0"].set_exception(RuntimeError("the engine is dead"))
+    delivery = await worker.collect(60.0)
+    assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 7), ("1-1", 0, 5)]
+    assert [failure.rollout_id for failure in delivery.failures] == ["1-0"]
+    engine.tokens["1-0"] = 9
+    await worker.update_weights(2, PATH, (), "keep", (1, 2))
+    assert bounds(await worker.collect(0.0)) == [], "it has ended"
+
+
+async def test_when_the_engine_dies_its_last_tokens_come_and_no_rollout_has_failed(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "1-0", "1-1", "1-2")
+    engine.tokens = {"1-0": 4, "1-1": 5}
+    engine.dead = True
+    engine.waiting["1-2"].set_result(rollout("1-2"))
+    for name in ("1-0", "1-1"):
+        engine.waiting[name].set_exception(RuntimeError("the engine is dead"))
+    delivery = await worker.collect(60.0)
+    assert bounds(delivery) == [("1-0", 0, 4), ("1-1", 0, 5)]
+    assert (ids(delivery), delivery.failures) == (["1-2"], [])
+    with pytest.raises(ActorDied, match="core process has died"):
         await worker.collect(60.0)
-        after = (await worker.collect(0.01)).activity
-        assert (after.busy_s, after.wall_s > 0.0) == (0.0, True)
-
-    asyncio.run(check())
 
 
-def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine: Any = worker._engine
-        engine.stall_s = 0.25
-        answer = await worker.update_weights(3, PATH, (), "keep", (1, 2, 3))
-        assert (answer.version, answer.stall_s, answer.probe_logprobs.shape) == (3, 0.25, (2,))
-        assert answer.resumed_s >= 0
-
-    asyncio.run(check())
-
-
-def test_an_update_of_an_idle_engine_pauses_nothing(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine: Any = worker._engine
-        engine.stall_s = 5.0
-        await worker.update_weights(1, PATH, (), "drain", (1, 2))
-        activity = (await worker.collect(0.0)).activity
-        assert activity.busy_s - activity.paused_s >= 0.0
-
-    asyncio.run(check())
-
-
-def test_an_update_brings_the_new_tokens_of_running_rollouts(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
-        engine.tokens = {"1-0": 4, "1-1": 0, "eval:0:greedy:0": 3}
-        await worker.update_weights(1, PATH, (), "keep", (1, 2))
-        engine.tokens |= {"1-0": 6, "1-1": 2}
-        await worker.update_weights(2, PATH, (), "keep", (1, 2))
-        assert bounds(await worker.collect(60.0)) == [("1-0", 0, 4), ("1-0", 4, 6), ("1-1", 0, 2)]
-        collecting = asyncio.create_task(worker.collect(60.0))
-        await worker.update_weights(3, PATH, (), "keep", (1, 2))
-        await asyncio.sleep(0)
-        assert not collecting.done(), "no token is new"
-        engine.tokens["1-1"] = 3
-        await worker.update_weights(4, PATH, (), "keep", (1, 2))
-        assert bounds(await collecting) == [("1-1", 2, 3)]
-
-    asyncio.run(check())
-
-
-def test_new_tokens_come_at_least_every_segment_seconds(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        worker._spec = SPEC.model_copy(update={"journal": SPEC.journal.model_copy(update={"segment_seconds": 0.01})})
-        engine = await submitted(worker, "1-0")
-        engine.tokens = {"1-0": 4}
-        await worker.collect(0.0)
-        engine.tokens = {"1-0": 9}
-        delivery = await worker.collect(60.0)
-        assert bounds(delivery)[-1][2] == 9
-        assert not delivery.rollouts
-
-    asyncio.run(check())
-
-
-def test_a_prefix_is_not_reported_again_and_not_counted_as_generated(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine: Any = worker._engine
-        await worker.submit([request("1-0", segment("1-0", 0, 3)), request("1-1", segment("1-1", 0, 2))])
-        await asyncio.sleep(0)
-        engine.tokens = {"1-0": 4, "1-1": 2}
-        await worker.update_weights(1, PATH, (), "keep", (1, 2))
-        assert bounds(await worker.collect(60.0)) == [("1-0", 3, 4)]
-        engine.waiting["1-0"].set_result(rollout("1-0", tokens=5))
-        assert (await worker.collect(60.0)).activity.generated_tokens == 2
-
-    asyncio.run(check())
-
-
-def test_a_rollout_that_ended_drops_its_segments(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "1-0", "1-1", "1-2")
-        engine.tokens = {"1-0": 4, "1-1": 5, "1-2": 6}
-        await worker.update_weights(1, PATH, (), "keep", (1, 2))
-        engine.waiting["1-0"].set_result(rollout("1-0"))
-        await worker.cancel(["1-2"])
-        await asyncio.sleep(0)
-        delivery = await worker.collect(60.0)
-        assert (ids(delivery), bounds(delivery)) == (["1-0"], [("1-1", 0, 5)])
-
-    asyncio.run(check())
-
-
-def test_a_failed_rollout_delivers_its_tokens(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "1-0", "1-1")
-        engine.tokens = {"1-0": 4, "1-1": 5}
-        await worker.update_weights(1, PATH, (), "keep", (1, 2))
-        engine.tokens["1-0"] = 7
-        engine.waiting["1-0"].set_exception(RuntimeError("the engine is dead"))
-        delivery = await worker.collect(60.0)
-        assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 7), ("1-1", 0, 5)]
-        assert [failure.rollout_id for failure in delivery.failures] == ["1-0"]
-        engine.tokens["1-0"] = 9
-        await worker.update_weights(2, PATH, (), "keep", (1, 2))
-        assert bounds(await worker.collect(0.0)) == [], "it has ended"
-
-    asyncio.run(check())
-
-
-def test_when_the_engine_dies_its_last_tokens_come_and_no_rollout_has_failed(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "1-0", "1-1", "1-2")
-        engine.tokens = {"1-0": 4, "1-1": 5}
-        engine.dead = True
-        engine.waiting["1-2"].set_result(rollout("1-2"))
-        for name in ("1-0", "1-1"):
-            engine.waiting[name].set_exception(RuntimeError("the engine is dead"))
-        delivery = await worker.collect(60.0)
-        assert bounds(delivery) == [("1-0", 0, 4), ("1-1", 0, 5)]
-        assert (ids(delivery), delivery.failures) == (["1-2"], [])
-        with pytest.raises(ActorDied, match="core process has died"):
-            await worker.collect(60.0)
-
-    asyncio.run(check())
-
-
-def test_the_death_of_an_idle_engine_is_noticed(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine: Any = worker._engine
-        engine.dead = True
-        with pytest.raises(ActorDied, match="core process has died"):
-            await worker.collect(0.01)
-
-    asyncio.run(check())
+async def test_the_death_of_an_idle_engine_is_noticed(worker: RolloutWorker) -> None:
+    engine: Any = worker._engine
+    engine.dead = True
+    with pytest.raises(ActorDied, match="core process has died"):
+        await worker.collect(0.01)
 
 
 def test_an_engine_that_dies_of_the_probe_says_why(worker: RolloutWorker) -> None:
@@ -352,75 +310,62 @@ def test_an_engine_that_dies_of_the_probe_says_why(worker: RolloutWorker) -> Non
         asyncio.run(worker.update_weights(1, PATH, (), "keep", (1, 2)))
 
 
-def test_an_engine_without_new_tokens_is_silent(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        assert (await worker.collect(0.0)).activity.silent_s == 0.0
-        engine = await submitted(worker, "1-0")
-        one, two = [(await worker.collect(0.01)).activity.silent_s for _ in range(2)]
-        assert 0.0 < one < two
-        engine.tokens["1-0"] = 1
-        assert (await worker.collect(0.01)).activity.silent_s == 0.0
-
-    asyncio.run(check())
+async def test_an_engine_without_new_tokens_is_silent(worker: RolloutWorker) -> None:
+    assert (await worker.collect(0.0)).activity.silent_s == 0.0
+    engine = await submitted(worker, "1-0")
+    one, two = [(await worker.collect(0.01)).activity.silent_s for _ in range(2)]
+    assert 0.0 < one < two
+    engine.tokens["1-0"] = 1
+    assert (await worker.collect(0.01)).activity.silent_s == 0.0
 
 
-def test_an_aborted_rollout_delivers_its_tokens_once_and_has_not_failed(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
-        engine.tokens = {"1-0": 4, "eval:0:greedy:0": 3}
-        await worker.update_weights(1, PATH, (), "keep", (1, 2))
-        engine.tokens["1-0"] = 6
-        await worker.abort()
-        delivery = await worker.collect(60.0)
-        assert sorted(delivery.aborted) == ["1-0", "1-1", "eval:0:greedy:0"]
-        assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 6), ("eval:0:greedy:0", 0, 3)]
-        assert (delivery.rollouts, delivery.failures) == ([], [])
-        assert delivery.activity.generated_tokens == 9
-        await worker.submit([request("1-0", segment("1-0", 0, 6))])
-        await asyncio.sleep(0)
-        engine.tokens = {"1-0": 7}
-        await worker.update_weights(2, PATH, (), "keep", (1, 2))
-        assert bounds(await worker.collect(60.0)) == [("1-0", 6, 7)]
-
-    asyncio.run(check())
+async def test_an_aborted_rollout_delivers_its_tokens_once_and_has_not_failed(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "1-0", "1-1", "eval:0:greedy:0")
+    engine.tokens = {"1-0": 4, "eval:0:greedy:0": 3}
+    await worker.update_weights(1, PATH, (), "keep", (1, 2))
+    engine.tokens["1-0"] = 6
+    await worker.abort()
+    delivery = await worker.collect(60.0)
+    assert sorted(delivery.aborted) == ["1-0", "1-1", "eval:0:greedy:0"]
+    assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 6), ("eval:0:greedy:0", 0, 3)]
+    assert (delivery.rollouts, delivery.failures) == ([], [])
+    assert delivery.activity.generated_tokens == 9
+    await worker.submit([request("1-0", segment("1-0", 0, 6))])
+    await asyncio.sleep(0)
+    engine.tokens = {"1-0": 7}
+    await worker.update_weights(2, PATH, (), "keep", (1, 2))
+    assert bounds(await worker.collect(60.0)) == [("1-0", 6, 7)]
 
 
-def test_streamed_tokens_are_delivered_while_they_are_generated_and_others_are_not(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        engine = await submitted(worker, "1-0")
-        collecting = asyncio.create_task(worker.collect(60.0))
-        await asyncio.sleep(0)
-        streamed = [replace(request(name), streamed=True) for name in ("1-1/0", "eval:0:greedy:0/0")]
-        await worker.submit(streamed)
-        engine.tokens = {"1-0": 4, "1-1/0": 2, "eval:0:greedy:0/0": 3}
-        assert bounds(await collecting) == [("1-1/0", 0, 2), ("eval:0:greedy:0/0", 0, 3)]
-        engine.tokens["1-1/0"] = 3
-        assert bounds(await worker.collect(60.0)) == [("1-1/0", 2, 3)]
-        for name in ("1-1/0", "eval:0:greedy:0/0"):
-            engine.waiting[name].set_result(rollout(name))
-        assert len(ids(await worker.collect(60.0))) == 2
-        collecting = asyncio.create_task(worker.collect(0.2))
-        assert bounds(await collecting) == [], "no request is streaming"
-
-    asyncio.run(check())
+async def test_streamed_tokens_are_delivered_while_they_are_generated_and_others_are_not(worker: RolloutWorker) -> None:
+    engine = await submitted(worker, "1-0")
+    collecting = asyncio.create_task(worker.collect(60.0))
+    await asyncio.sleep(0)
+    streamed = [replace(request(name), streamed=True) for name in ("1-1/0", "eval:0:greedy:0/0")]
+    await worker.submit(streamed)
+    engine.tokens = {"1-0": 4, "1-1/0": 2, "eval:0:greedy:0/0": 3}
+    assert bounds(await collecting) == [("1-1/0", 0, 2), ("eval:0:greedy:0/0", 0, 3)]
+    engine.tokens["1-1/0"] = 3
+    assert bounds(await worker.collect(60.0)) == [("1-1/0", 2, 3)]
+    for name in ("1-1/0", "eval:0:greedy:0/0"):
+        engine.waiting[name].set_result(rollout(name))
+    assert len(ids(await worker.collect(60.0))) == 2
+    collecting = asyncio.create_task(worker.collect(0.2))
+    assert bounds(await collecting) == [], "no request is streaming"
 
 
-def test_an_awaited_end_is_delivered_at_once(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_awaited_end_is_delivered_at_once(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.rollout.worker.COALESCE_S", 3600.0)
-
-    async def check() -> None:
-        engine = await submitted(worker, "1-0", "1-1")
-        await worker.submit([replace(request("1-2/0"), awaited=True)])
+    engine = await submitted(worker, "1-0", "1-1")
+    await worker.submit([replace(request("1-2/0"), awaited=True)])
+    await asyncio.sleep(0)
+    collecting = asyncio.create_task(worker.collect(60.0))
+    engine.waiting["1-0"].set_result(rollout("1-0"))
+    for _ in range(20):
         await asyncio.sleep(0)
-        collecting = asyncio.create_task(worker.collect(60.0))
-        engine.waiting["1-0"].set_result(rollout("1-0"))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not collecting.done(), "it is delivered together with others"
-        engine.waiting["1-2/0"].set_result(rollout("1-2/0"))
-        assert ids(await asyncio.wait_for(collecting, 60.0)) == ["1-0", "1-2/0"]
-
-    asyncio.run(check())
+    assert not collecting.done(), "it is delivered together with others"
+    engine.waiting["1-2/0"].set_result(rollout("1-2/0"))
+    assert ids(await asyncio.wait_for(collecting, 60.0)) == ["1-0", "1-2/0"]
 
 
 def test_stopping_before_the_start_is_not_an_error(worker: RolloutWorker) -> None:
@@ -428,21 +373,18 @@ def test_stopping_before_the_start_is_not_an_error(worker: RolloutWorker) -> Non
     asyncio.run(worker.stop())
 
 
-def test_a_sigterm_comes_with_the_next_delivery_and_the_second_ends_the_process(worker: RolloutWorker) -> None:
-    async def check() -> None:
-        with pytest.raises(SystemExit):
-            os.kill(os.getpid(), signal.SIGTERM)  # before it has started, no caller would be notified
-        worker._loop = asyncio.get_running_loop()
-        await worker.submit([request("a")])
-        waiting = asyncio.create_task(worker.collect(60.0))
-        await asyncio.sleep(0)
+async def test_a_sigterm_comes_with_the_next_delivery_and_the_second_ends_the_process(worker: RolloutWorker) -> None:
+    with pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)  # before it has started, no caller would be notified
+    worker._loop = asyncio.get_running_loop()
+    await worker.submit([request("a")])
+    waiting = asyncio.create_task(worker.collect(60.0))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (await waiting).leaving
+    worker._engine.tokens = {"a": 3}  # type: ignore[attr-defined]
+    await worker.abort()
+    delivery = await worker.collect(60.0)
+    assert (delivery.leaving, delivery.aborted, bounds(delivery)) == (True, ["a"], [("a", 0, 3)])
+    with pytest.raises(SystemExit):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (await waiting).leaving
-        worker._engine.tokens = {"a": 3}  # type: ignore[attr-defined]
-        await worker.abort()
-        delivery = await worker.collect(60.0)
-        assert (delivery.leaving, delivery.aborted, bounds(delivery)) == (True, ["a"], [("a", 0, 3)])
-        with pytest.raises(SystemExit):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    asyncio.run(check())

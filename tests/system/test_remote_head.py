@@ -12,7 +12,7 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor, 
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_an_actor_is_created_only_after_rays_head_answers(monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+async def test_an_actor_is_created_only_after_rays_head_answers(monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
     head_lives, created = asyncio.Event(), list[object]()
 
     async def head_answers() -> bool:
@@ -29,13 +29,10 @@ def test_an_actor_is_created_only_after_rays_head_answers(monkeypatch: pytest.Mo
         created.append(object())
         return created[-1]
 
-    async def check() -> None:
-        actor = SupervisedActor("scorer", "scorer", make, start, RestartBudget(0, not_recorded, print))
-        starting = asyncio.create_task(actor.start_once() if once else actor.running())
-        await asyncio.sleep(0.05)
-        assert not created and not starting.done()
-        head_lives.set()
-        await asyncio.wait_for(starting, 5.0)
-        assert len(created) == 1
-
-    asyncio.run(check())
+    actor = SupervisedActor("scorer", "scorer", make, start, RestartBudget(0, not_recorded, print))
+    starting = asyncio.create_task(actor.start_once() if once else actor.running())
+    await asyncio.sleep(0.05)
+    assert not created and not starting.done()
+    head_lives.set()
+    await asyncio.wait_for(starting, 5.0)
+    assert len(created) == 1

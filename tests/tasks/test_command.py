@@ -136,23 +136,19 @@ while [ $(wc -l < {pids}) -lt 6 ]; do :; done
 
 
 @pytest.mark.parametrize("end", ["echo 1", "exit 1", "sleep 600"])
-def test_no_process_of_a_command_is_left(tmp_path: Path, end: str) -> None:
+async def test_no_process_of_a_command_is_left(tmp_path: Path, end: str) -> None:
     adopt_orphans()  # as in the process that starts commands
     pids = tmp_path / "pids"
-
-    async def test() -> None:
-        task = Command(LEAVES.format(pids=pids) + f"touch {tmp_path / 'ready'}; {end}")
-        playing = asyncio.create_task(task.run(PROMPT, ACCESS))
-        while not (tmp_path / "ready").exists():
-            await asyncio.sleep(0.01)
-        if end == "sleep 600":
-            playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        started = [int(pid) for pid in pids.read_text().split()]
-        assert len(started) == 6
-        assert [pid for pid in started if psutil.pid_exists(pid)] == []
-
-    run(test())
+    task = Command(LEAVES.format(pids=pids) + f"touch {tmp_path / 'ready'}; {end}")
+    playing = asyncio.create_task(task.run(PROMPT, ACCESS))
+    while not (tmp_path / "ready").exists():
+        await asyncio.sleep(0.01)
+    if end == "sleep 600":
+        playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 6
+    assert [pid for pid in started if psutil.pid_exists(pid)] == []
 
 
 def test_a_command_finds_files_next_to_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
