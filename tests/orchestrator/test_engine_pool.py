@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from stand_ins import Notes, StandInEngine, StandInProcess, request, run, segment, turns
+from stand_ins import Notes, StandInEngine, StandInProcess, request, segment, turns
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import engine_pool
@@ -117,14 +117,6 @@ async def pooled(started: int, target: int, room: int = 10) -> AsyncIterator[Sce
             working.cancel()
 
 
-def play(test: Callable[[Scene], Awaitable[None]], started: int, target: int, room: int = 10) -> None:
-    async def body() -> None:
-        async with pooled(started, target, room) as scene:
-            await test(scene)
-
-    run(body())
-
-
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool checks and retries without delay."""
@@ -132,8 +124,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_pool, name, 0.001)
 
 
-def test_engines_join_when_there_is_room_and_the_wait_is_reported_once() -> None:
-    async def check(scene: Scene) -> None:
+async def test_engines_join_when_there_is_room_and_the_wait_is_reported_once() -> None:
+    async with pooled(1, 4, room=1) as scene:
         await scene.until(lambda: len(scene.serving) == 2)
         await scene.ask("a", "b")
         assert sorted(scene.engine("engine-0").ids + scene.engine("engine-1").ids) == ["a", "b"]
@@ -144,11 +136,9 @@ def test_engines_join_when_there_is_room_and_the_wait_is_reported_once() -> None
         await scene.until(lambda: scene.counts[-1] == (4, 4))
         assert [(name, change) for name, change, _ in scene.changes] == [(f"engine-{n}", "join") for n in range(4)]
 
-    play(check, 1, 4, room=1)
 
-
-def test_an_engine_that_leaves_moves_its_rollouts_with_their_tokens_to_others() -> None:
-    async def check(scene: Scene) -> None:
+async def test_an_engine_that_leaves_moves_its_rollouts_with_their_tokens_to_others() -> None:
+    async with pooled(1, 2, room=1) as scene:
         await scene.until(lambda: len(scene.serving) == 2)
         await scene.ask("a", "b")
         stays, leaves = scene.engine("engine-0"), scene.engine("engine-1")
@@ -170,12 +160,10 @@ def test_an_engine_that_leaves_moves_its_rollouts_with_their_tokens_to_others() 
         scene.room.release()
         await scene.until(lambda: scene.serving == ["engine-0", "engine-2"])
 
-    play(check, 1, 2, room=1)
-
 
 @pytest.mark.parametrize("how", ["SIGTERM", "drained"])
-def test_an_engine_that_is_asked_to_leave_is_replaced(how: str) -> None:
-    async def check(scene: Scene) -> None:
+async def test_an_engine_that_is_asked_to_leave_is_replaced(how: str) -> None:
+    async with pooled(1, 1) as scene:
         await scene.ask("a")
         leaves = scene.engine("engine-0")
         if how == "drained":
@@ -193,11 +181,9 @@ def test_an_engine_that_is_asked_to_leave_is_replaced(how: str) -> None:
         assert how in next(reason for _, change, reason in scene.changes if change == "leave")
         assert not scene.notes
 
-    play(check, 1, 1)
 
-
-def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
-    async def check(scene: Scene) -> None:
+async def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
+    async with pooled(1, 1) as scene:
         await scene.ask("a")
         lost = scene.engine("engine-0")
         await lost.deliver(segments=[segment("a", 0, 2)])
@@ -211,21 +197,20 @@ def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
         assert asked.generated == 2
         assert not scene.notes, "otherwise the run would have ended, because no restart is allowed"
 
-    play(check, 1, 1)
 
-
-def test_an_engine_that_dies_alone_costs_a_restart() -> None:
-    async def check(scene: Scene) -> None:
-        scene.engine("engine-0").die()
-        await asyncio.get_running_loop().create_future()
+async def test_an_engine_that_dies_alone_costs_a_restart() -> None:
+    async def wait_after_its_death() -> None:
+        async with pooled(1, 1) as scene:
+            scene.engine("engine-0").die()
+            await asyncio.get_running_loop().create_future()
 
     with pytest.raises(ExceptionGroup) as error:
-        play(check, 1, 1)
+        await wait_after_its_death()
     assert error.group_contains(RunError, match="restarted 0 times")
 
 
-def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
-    async def check(scene: Scene) -> None:
+async def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
+    async with pooled(1, 2, room=1) as scene:
         await scene.until(lambda: len(scene.serving) == 2)
         await scene.ask("a", "b")
         leaves = scene.engine("engine-1")
@@ -242,11 +227,9 @@ def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
         ]
         assert not scene.notes
 
-    play(check, 1, 2, room=1)
 
-
-def test_an_engine_that_cannot_join_is_requested_again_and_the_run_continues() -> None:
-    async def check(scene: Scene) -> None:
+async def test_an_engine_that_cannot_join_is_requested_again_and_the_run_continues() -> None:
+    async with pooled(1, 2, room=0) as scene:
         scene.failing = 2
         for _ in range(3):
             scene.room.release()
@@ -255,24 +238,19 @@ def test_an_engine_that_cannot_join_is_requested_again_and_the_run_continues() -
             ("engine-1", "it could not join: it does not start")
         ] * 2
 
-    play(check, 1, 2, room=0)
 
-
-def test_engines_may_fail_to_join_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_may_fail_to_join_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "LONGEST_RETRY_S", 0.0)
-
-    async def check(scene: Scene) -> None:
+    async with pooled(1, 50, room=0) as scene:
         scene.failing = 2000
         for _ in range(scene.failing + 49):
             scene.room.release()
         await scene.until(lambda: len(scene.serving) == 50)
         assert len(scene.notes) == 2000
 
-    play(check, 1, 50, room=0)
 
-
-def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
-    async def check(scene: Scene) -> None:
+async def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
+    async with pooled(1, 1, room=0) as scene:
         assert scene.pool.shortage() == ""
         scene.engine("engine-0").put(told_to_leave=True)
         await scene.until(lambda: scene.pool.shortage().endswith("no room"))
@@ -283,5 +261,3 @@ def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
         await scene.until(lambda: scene.serving == ["engine-0"])
         await turns()
         assert scene.engine("engine-0").ids == ["a"]
-
-    play(check, 1, 1, room=0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from stand_ins import Here, kill, run, segment
+from stand_ins import Here, kill, segment
 from test_rollout_scheduler import Harness
 
 from asyncrl_cli.data.prompt_encoder import Encoded
@@ -69,23 +70,21 @@ def episode(rollout_id: str) -> Rollout:
     )
 
 
-def play(folder: Path, test: Callable[[Harness, Episodes], Coroutine[Any, Any, None]], **sections: Any) -> None:
-    async def harnesses() -> None:
-        harness, episodes = Harness(folder, 1, **sections), Episodes()
-        harness.episodes, harness.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
-        with (
-            patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
-            patch("asyncrl_cli.journal.buffer.Disk", Here),
-            patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
-        ):
-            async with asyncio.TaskGroup() as tasks:
-                await harness.start(tasks)
-                await test(harness, episodes)
-                for task in harness.spawned:
-                    task.cancel()
-        kill(harness.buffer)
-
-    run(harnesses())
+@asynccontextmanager
+async def source_of_episodes(folder: Path, **sections: Any) -> AsyncIterator[tuple[Harness, Episodes]]:
+    harness, episodes = Harness(folder, 1, **sections), Episodes()
+    harness.episodes, harness.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
+    with (
+        patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.buffer.Disk", Here),
+        patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
+    ):
+        async with asyncio.TaskGroup() as tasks:
+            await harness.start(tasks)
+            yield harness, episodes
+            for task in harness.spawned:
+                task.cancel()
+    kill(harness.buffer)
 
 
 async def end(harness: Harness, episodes: Episodes, rollout_id: str, score: Scored | RewardFailure) -> None:
@@ -93,8 +92,8 @@ async def end(harness: Harness, episodes: Episodes, rollout_id: str, score: Scor
     await harness.settled()
 
 
-def test_each_rollout_of_a_group_is_an_episode(tmp_path: Path) -> None:
-    async def test(harness: Harness, episodes: Episodes) -> None:
+async def test_each_rollout_of_a_group_is_an_episode(tmp_path: Path) -> None:
+    async with source_of_episodes(tmp_path, seed=7) as (harness, episodes):
         assert sorted(episodes.asked) == [f"{group}-{place}" for group in range(4) for place in range(2)]
         assert harness.requests == []
         prompt, sampling, priority, recorded = episodes.asked["2-1"]
@@ -106,11 +105,11 @@ def test_each_rollout_of_a_group_is_an_episode(tmp_path: Path) -> None:
         assert harness.table("rollouts", "rollout_index, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
         assert {"4-0", "5-1"} <= set(episodes.open), "their room is used again"
 
-    play(tmp_path, test, seed=7)
 
-
-def test_resting_episodes_keep_their_slots(tmp_path: Path) -> None:
-    async def test(harness: Harness, episodes: Episodes) -> None:
+async def test_resting_episodes_keep_their_slots(tmp_path: Path) -> None:
+    async with source_of_episodes(
+        tmp_path, rollout={"group_size": 2, "max_running_rollouts": 5}, pipeline={"groups_per_step": 8}
+    ) as (harness, episodes):
         assert sorted(episodes.open) == ["0-0", "0-1", "1-0", "1-1"]
         harness.client.room.set()
         await harness.settled()
@@ -119,11 +118,9 @@ def test_resting_episodes_keep_their_slots(tmp_path: Path) -> None:
             await end(harness, episodes, f"0-{place}", Scored(1.0))
         assert sorted(episodes.open) == ["1-0", "1-1", "2-0", "2-1"]
 
-    play(tmp_path, test, rollout={"group_size": 2, "max_running_rollouts": 5}, pipeline={"groups_per_step": 8})
 
-
-def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:
-    async def test(harness: Harness, episodes: Episodes) -> None:
+async def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:
+    async with source_of_episodes(tmp_path, rollout={"group_size": 3}) as (harness, episodes):
         await end(harness, episodes, "0-0", Scored(1.0))
         await end(harness, episodes, "0-1", RewardFailure("it never returned"))
         assert episodes.cancelled == ["0-2"]
@@ -131,11 +128,11 @@ def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:
         assert harness.reasons == ["it never returned"]
         assert "4-0" in episodes.open, "its room is free again"
 
-    play(tmp_path, test, rollout={"group_size": 3})
 
-
-def test_overdue_episodes_are_abandoned(tmp_path: Path) -> None:
-    async def test(harness: Harness, episodes: Episodes) -> None:
+async def test_overdue_episodes_are_abandoned(tmp_path: Path) -> None:
+    async with source_of_episodes(
+        tmp_path, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
+    ) as (harness, episodes):
         for group in (2, 3):
             for place in range(2):
                 await end(harness, episodes, f"{group}-{place}", Scored(1.0))
@@ -150,22 +147,16 @@ def test_overdue_episodes_are_abandoned(tmp_path: Path) -> None:
         assert sorted(episodes.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
         assert {"6-0", "6-1", "7-0", "7-1"} <= set(episodes.open)
 
-    play(tmp_path, test, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"})
 
-
-def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> None:
-    async def before(harness: Harness, episodes: Episodes) -> None:
+async def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> None:
+    async with source_of_episodes(tmp_path) as (harness, episodes):
         for part in (segment("2-1", 0, 3, CONTEXT), segment("2-1", 3, 2), segment("2-1.1", 0, 1, CONTEXT)):
             episodes.record["2-1"]([part])
         await end(harness, episodes, "2-0", Scored(1.0))
         assert len(harness.table("segments", "group_id")) == 3 + 2
-
-    async def after(harness: Harness, episodes: Episodes) -> None:
+    async with source_of_episodes(tmp_path) as (harness, episodes):
         assert "2-0" not in episodes.asked
         recorded = episodes.asked["2-1"][-1]
         found = {number: [(one.start, one.version) for one in parts] for number, parts in recorded.items()}
         assert found == {0: [(0, CONTEXT), (3, 0)], 1: [(0, CONTEXT)]}
         assert episodes.asked["3-0"][-1] == {}
-
-    play(tmp_path, before)
-    play(tmp_path, after)

@@ -122,21 +122,15 @@ def refusal(spec: ExperimentSpec, nodes: list[Node]) -> RunError:
     return error.value
 
 
-def test_enough_resources_in_total_but_on_no_node_are_refused_with_the_reason() -> None:
-    error = refusal(spec_with(1, 4), [node(1, 8, 2), node(2, 8, 2)])
+@pytest.mark.parametrize(("engines", "gpus", "free_gpus"), [("1 engine", 4, 2), ("3 engines", 2, 3)])
+def test_resources_that_no_node_has_together_are_refused_with_the_reason(
+    engines: str, gpus: int, free_gpus: int
+) -> None:
+    error = refusal(spec_with(int(engines[0]), gpus), [node(1, 8, free_gpus), node(2, 8, free_gpus)])
     assert error.location == "cluster"
     assert error.message == (
-        "the run needs 1 engine of 1 CPU and 4 GPUs and 1 trainer rank of 1 CPU, each on one node, and there are only "
-        "8 CPUs and 2 GPUs on host-1 (10.0.0.1); 8 CPUs and 2 GPUs on host-2 (10.0.0.2)"
-    )
-
-
-def test_a_cluster_with_room_for_some_engines_only_is_refused_with_its_resources() -> None:
-    error = refusal(spec_with(3, 2), [node(1, 8, 3), node(2, 8, 3)])
-    assert error.location == "cluster"
-    assert error.message == (
-        "the run needs 3 engines of 1 CPU and 2 GPUs and 1 trainer rank of 1 CPU, each on one node, and there are only "
-        "8 CPUs and 3 GPUs on host-1 (10.0.0.1); 8 CPUs and 3 GPUs on host-2 (10.0.0.2)"
+        f"the run needs {engines} of 1 CPU and {gpus} GPUs and 1 trainer rank of 1 CPU, each on one node, and there "
+        f"are only 8 CPUs and {free_gpus} GPUs on host-1 (10.0.0.1); 8 CPUs and {free_gpus} GPUs on host-2 (10.0.0.2)"
     )
 
 

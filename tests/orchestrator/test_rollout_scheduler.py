@@ -238,8 +238,8 @@ def test_seeds_depend_on_each_number_separately() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-def test_a_request_is_the_same_wherever_it_runs(tmp_path: Path, engines: int) -> None:
-    async def test(harness: Harness) -> None:
+async def test_a_request_is_the_same_wherever_it_runs(tmp_path: Path, engines: int) -> None:
+    async with source(tmp_path, engines, seed=7, rollout={"group_size": 2, "sampling": {"stop": [";"]}}) as harness:
         requests = sorted(harness.requests, key=lambda request: request.rollout_id)
         assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
         for request in requests:
@@ -250,14 +250,12 @@ def test_a_request_is_the_same_wherever_it_runs(tmp_path: Path, engines: int) ->
             assert request.sampling.stop == (";",)
             assert request.prefix == ()
 
-    play(tmp_path, test, engines, seed=7, rollout={"group_size": 2, "sampling": {"stop": [";"]}})
-
 
 # -- filling
 
 
-def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
+    async with source(tmp_path, engines=2) as harness:
         assert [engine.ids for engine in harness.engines] == [
             ["0-0", "0-1", "2-0", "2-1"],
             ["1-0", "1-1", "3-0", "3-1"],
@@ -270,11 +268,10 @@ def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
         assert await harness.train() == [0, 1]
         assert harness.ids[-4:] == ["3-0", "3-1", "5-0", "5-1"]
 
-    play(tmp_path, test, engines=2)
 
-
-def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) -> None:
+    small = {"group_size": 2, "max_running_rollouts": 4}
+    async with source(tmp_path, engines=2, rollout=small, pipeline={"groups_per_step": 8}) as harness:
         assert sorted(harness.states()) == [0, 1, 2, 3]
         harness.client.engines[0].serving = False
         await harness.finish(0)
@@ -284,9 +281,6 @@ def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) 
         await harness.finish(3)
         assert sorted(harness.states()) == [0, 1, 2, 3, 4]
         assert harness.engines[1].ids[-2:] == ["4-0", "4-1"]
-
-    small = {"group_size": 2, "max_running_rollouts": 4}
-    play(tmp_path, test, engines=2, rollout=small, pipeline={"groups_per_step": 8})
 
 
 # -- ending
@@ -313,8 +307,8 @@ def test_a_group_is_in_order_however_its_rollouts_end(
     play(tmp_path_factory.mktemp("run"), test, rollout={"group_size": 4}, pipeline=pipeline)
 
 
-def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
+    async with source(tmp_path, rollout={"group_size": 3}) as harness:
         await harness.end("0-0", RolloutFailure("0-1", "out of memory"))
         assert harness.states()[0] == "rejected"
         assert harness.engines[0].cancelled == ["0-2"], "the rest of it is not generated"
@@ -325,21 +319,20 @@ def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
         assert harness.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
         assert ("0-1", "out of memory") in harness.table("rollouts", "group_id || '-' || rollout_index, failure")
 
-    play(tmp_path, test, rollout={"group_size": 3})
 
-
-def test_a_failed_reward_rejects_its_group(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_a_failed_reward_rejects_its_group(tmp_path: Path) -> None:
+    async with source(tmp_path) as harness:
         harness.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
         await harness.end("0-0", "0-1", "1-0")
         assert harness.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
         assert harness.reasons == ["reward failed"]
 
-    play(tmp_path, test)
 
-
-def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 3600.0)
+    async with source(tmp_path) as harness:
         harness.scorer.held.clear()
         for name in ("0-0", "0-1", "1-0"):
             await harness.end(name)
@@ -349,24 +342,19 @@ def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(tmp_pa
         assert harness.scorer.calls == [1, 2]
         assert harness.states()[0] == "finished"
 
-    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 3600.0):
-        play(tmp_path, test)
 
-
-def test_slow_rewards_do_not_delay_others(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_slow_rewards_do_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 0.0)
+    async with source(tmp_path) as harness:
         harness.scorer.held.clear()
         await harness.end("0-0")
         await harness.end("1-0")
         assert harness.scorer.calls == [1, 1]
         harness.scorer.held.set()
 
-    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 0.0):
-        play(tmp_path, test)
 
-
-def test_rollouts_of_an_ended_group_are_not_scored(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_rollouts_of_an_ended_group_are_not_scored(tmp_path: Path) -> None:
+    async with source(tmp_path) as harness:
         harness.scorer.held.clear()
         await harness.end("0-0")
         await harness.end(RolloutFailure("0-1", "no"))
@@ -378,11 +366,11 @@ def test_rollouts_of_an_ended_group_are_not_scored(tmp_path: Path) -> None:
         assert harness.scorer.asked == [("p0", "text of 0-0")]
         assert len(harness.reasons) == 1
 
-    play(tmp_path, test)
 
-
-def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_path: Path) -> None:
+    async with source(
+        tmp_path, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1}
+    ) as harness:
         harness.scorer.together = True
         await harness.end("0-2", "1-0", "0-0")
         assert harness.scorer.asked == []
@@ -398,8 +386,6 @@ def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_
         taken = await harness.take()
         assert isinstance(taken, TakenBatch)
         assert taken.batch.groups[0].rewards == (0.0, 1.0, 2.0)
-
-    play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 5.0])
@@ -465,8 +451,8 @@ def float_or_zero(text: str) -> float:
 
 
 @pytest.mark.parametrize(("policy", "rejected"), [("reject", True), ("skip", False), ("train", False)])
-def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, rejected: bool) -> None:
-    async def test(harness: Harness) -> None:
+async def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, rejected: bool) -> None:
+    async with source(tmp_path, algorithm={"uniform_groups": policy}) as harness:
         harness.scorer.rule = lambda text: float(text[-1]) if "1-" in text else 1.0
         await harness.finish(0)
         assert harness.groups.rejected_in_a_row.total() == (1 if rejected else 0)
@@ -476,8 +462,6 @@ def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, 
         assert harness.states()[1] == "finished"
         assert len(harness.states()) == (5 if rejected else 4)
         assert harness.groups.failures.too_many() == ""
-
-    play(tmp_path, test, algorithm={"uniform_groups": policy})
 
 
 def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
@@ -533,8 +517,10 @@ def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
     assert warned == ["the last 8 groups are rejected: all rewards of the group are equal"]
 
 
-def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_path: Path) -> None:
+    async with source(
+        tmp_path, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1}
+    ) as harness:
         harness.scorer.rule = lambda text: None if text.endswith(("0-0", "1-0", "1-2")) else float(text[-1])
         await harness.end("0-0", "0-1", "0-2", "1-0", "1-1", "1-2")
         assert harness.table("groups", "id, state, reason")[:2] == [(0, "finished", ""), (1, "rejected", "unscored")]
@@ -546,8 +532,6 @@ def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_
         taken = await harness.take()
         assert isinstance(taken, TakenBatch)
         assert taken.batch.groups[0].rewards == (None, 1.0, 2.0)
-
-    play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
 
 
 @pytest.mark.parametrize("scored", [0, 2])
@@ -579,8 +563,9 @@ def test_groups_without_rewards_end_the_run_as_failures_do(tmp_path: Path, score
 # -- requeue
 
 
-def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
+    pipeline = {"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
+    async with source(tmp_path, engines=2, seed=7, pipeline=pipeline) as harness:
         await harness.finish(2, 3)
         assert await harness.train() == [2, 3]
         await harness.finish(4, 5)
@@ -599,25 +584,21 @@ def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> None:
         ]
         assert await harness.train() == [4, 5]
 
-    pipeline = {"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
-    play(tmp_path, test, engines=2, seed=7, pipeline=pipeline)
-
 
 # -- what is recorded, and a run that is resumed
 
 
-def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
+async def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
+    async with source(tmp_path) as harness:
         await harness.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
         await harness.settled()
         columns = "group_id, rollout_index, start, length(tokens) / 4"
         assert harness.table("segments", columns) == [(0, 1, 0, 3), (2, 0, 0, 1)]
 
-    play(tmp_path, test)
 
-
-def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
-    async def before(harness: Harness) -> None:
+async def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    sampled_rollouts = {"group_size": 2, "sampling": {"stop": ["><6"]}}
+    async with source(tmp_path, rollout=sampled_rollouts) as harness:
         await harness.finish(1)
         await harness.end("0-0")
         harness.scorer.held.clear()
@@ -625,8 +606,7 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
             await harness.end("2-0")
         await harness.engines[0].deliver(segments=[segment("2-1", 0, 3), segment("2-1", 3, 1, version=1)])
         await harness.settled()
-
-    async def after(harness: Harness) -> None:
+    async with source(tmp_path, rollout=sampled_rollouts) as harness:
         asked = {request.rollout_id: request for request in harness.requests}
         assert sorted(asked) == ["0-1", "2-1", "3-0", "3-1"]
         assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
@@ -637,10 +617,6 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         assert await harness.train() == [0, 1]
         assert harness.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
         assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
-
-    rollout = {"group_size": 2, "sampling": {"stop": ["><6"]}}
-    play(tmp_path, before, rollout=rollout)
-    play(tmp_path, after, rollout=rollout)
 
 
 @given(data=st.data(), slots=st.integers(2, 8))
@@ -679,8 +655,8 @@ def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
     play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS})
 
 
-def test_solved_prompts_are_excluded_immediately_and_after_a_resume(tmp_path: Path) -> None:
-    async def before(harness: Harness) -> None:
+async def test_solved_prompts_are_excluded_immediately_and_after_a_resume(tmp_path: Path) -> None:
+    async with source(tmp_path, data={"filter": {}}) as harness:
         prompt_filter = harness.stream.filter
         assert prompt_filter is not None
         harness.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
@@ -689,11 +665,7 @@ def test_solved_prompts_are_excluded_immediately_and_after_a_resume(tmp_path: Pa
         assert prompt_filter.excludes("p0", 0)
         assert not prompt_filter.excludes("p3", 0), "p3 is not solved"
         assert not prompt_filter.excludes("p1", 0), "p1 has failed"
-
-    async def after(harness: Harness) -> None:
+    async with source(tmp_path, data={"filter": {}}) as harness:
         assert harness.stream.filter is not None
         assert harness.stream.filter.excludes("p0", 0)
         assert harness.stream.filter.filtered == 1, "exactly what is in the journal"
-
-    play(tmp_path, before, data={"filter": {}})
-    play(tmp_path, after, data={"filter": {}})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -38,15 +38,12 @@ from tests.orchestrator.stand_ins import (
 )
 
 
-def scene(check: Callable[[GenerationClient], Awaitable[None]], engines: int = 1, **settings: Any) -> None:
-    """Run a check with a client that collects from its engines."""
-
-    async def body() -> None:
-        client = client_over(engines, **settings)
-        async with collecting(client):
-            await check(client)
-
-    run(body())
+@asynccontextmanager
+async def connected_client(engines: int = 1, **settings: Any) -> AsyncIterator[GenerationClient]:
+    """A client that collects from its engines."""
+    client = client_over(engines, **settings)
+    async with collecting(client):
+        yield client
 
 
 async def begun(client: GenerationClient, *requests: RolloutRequest, **more: Any) -> list[asyncio.Task[Rollout]]:
@@ -71,8 +68,8 @@ def at(client: GenerationClient, rollout_id: str) -> StandInEngine:
 # -- abort and continue
 
 
-def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
+    async with connected_client() as client:
         (engine,) = actors(client)
         (asking,) = await begun(client, request("a"))
         await engine.deliver(segments=[segment("a", 0, 1)], aborted=["a"])
@@ -88,11 +85,9 @@ def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
         assert answer.finish_reason == "stop"
         assert answer.prompt_ids == (1, 2)
 
-    scene(check)
 
-
-def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
+    async with connected_client() as client:
         (engine,) = actors(client)
         (asking,) = await begun(client, request("a"))
         await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
@@ -104,11 +99,9 @@ def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
         assert answer.text == text_of(range(5, 13))
         assert client.running == 0
 
-    scene(check)
 
-
-def test_a_stop_string_across_a_boundary_ends_the_rollout() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_a_stop_string_across_a_boundary_ends_the_rollout() -> None:
+    async with connected_client() as client:
         (engine,) = actors(client)
         asked = replace(request("a"), sampling=Sampling(1.0, 8, stop=("7><8",)))
         (asking,) = await begun(client, asked)
@@ -117,8 +110,6 @@ def test_a_stop_string_across_a_boundary_ends_the_rollout() -> None:
         answer = await asking
         assert (answer.text, answer.finish_reason) == ("<5><6><", "stop")
         assert len(answer.logprobs) == len(answer.versions) == 4
-
-    scene(check)
 
 
 def test_a_character_of_several_tokens_survives_a_boundary() -> None:
@@ -136,8 +127,8 @@ def test_a_character_of_several_tokens_survives_a_boundary() -> None:
     assert finished(asked, [], "length", decode).text == "é🙂"
 
 
-def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() -> None:
+    async with connected_client(engines=2) as client:
         first, second = actors(client)
         asking = await begun(client, request("a"), request("b"), request("c"))
         for pause in (1, 2):
@@ -163,11 +154,9 @@ def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() ->
         assert [answer.versions.tolist()[:3] for answer in answers[:3]] == [[1, 2, 3], [1, 2, 3], [3, 3, 3]]
         assert all(answer.ids.tolist() == list(range(5, 13)) for answer in answers)
 
-    scene(check, engines=2)
 
-
-def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
+    async with connected_client() as client:
         (engine,) = actors(client)
         engine.takes.clear()
         first = await begun(client, request("a"))
@@ -184,8 +173,6 @@ def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
         assert engine.ids == ["a", "a", "b"], "in their order"
         await engine.deliver(rollout("a"), rollout("b"))
         await asyncio.gather(*first, *second)
-
-    scene(check)
 
 
 async def test_an_engine_that_does_not_abort_is_marked_dead_and_its_requests_continue_elsewhere() -> None:
@@ -294,8 +281,8 @@ async def test_an_unsent_request_of_a_withdrawn_engine_waits_for_another() -> No
 # -- callers
 
 
-def test_a_failure_is_raised_after_the_retries() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_a_failure_is_raised_after_the_retries() -> None:
+    async with connected_client(retries=1) as client:
         (engine,) = actors(client)
         (asking,) = await begun(client, request("a"))
         await engine.deliver(RolloutFailure("a", "first"), segments=[segment("a", 0, 2)])
@@ -305,11 +292,9 @@ def test_a_failure_is_raised_after_the_retries() -> None:
             await asking
         assert client.running == 0
 
-    scene(check, retries=1)
 
-
-def test_a_cancelled_caller_frees_the_engine() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_a_cancelled_caller_frees_the_engine() -> None:
+    async with connected_client(slots=1) as client:
         (engine,) = actors(client)
         tasks = await begun(client, *(request(name) for name in ("a", "b", "waits", "stays")))
         assert engine.ids == ["a", "b"]
@@ -324,11 +309,9 @@ def test_a_cancelled_caller_frees_the_engine() -> None:
         await engine.deliver(rollout("a"))
         assert (await again[0]).rollout_id == "a"
 
-    scene(check, slots=1)
 
-
-def test_an_open_requests_id_is_refused() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_an_open_requests_id_is_refused() -> None:
+    async with connected_client() as client:
         (engine,) = actors(client)
         (first,) = await begun(client, request("a"))
         with pytest.raises(ValueError, match="request a is already open"):
@@ -336,11 +319,9 @@ def test_an_open_requests_id_is_refused() -> None:
         await engine.deliver(rollout("a"))
         await first
 
-    scene(check)
 
-
-def test_callers_get_their_own_tokens_and_the_journal_those_of_enqueued_requests() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_callers_get_their_own_tokens_and_the_journal_those_of_enqueued_requests() -> None:
+    async with connected_client() as client:
         (engine,) = actors(client)
         received: list[Segment] = []
         recorded: list[Segment] = []
@@ -356,14 +337,12 @@ def test_callers_get_their_own_tokens_and_the_journal_those_of_enqueued_requests
         for call in calls:
             call.cancel()
 
-    scene(check)
-
 
 # -- which engine, and when
 
 
-def test_an_engine_gets_slightly_more_than_it_runs_at_once_and_old_requests_first() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_an_engine_gets_slightly_more_than_it_runs_at_once_and_old_requests_first() -> None:
+    async with connected_client(slots=8) as client:
         (engine,) = actors(client)
         names = [f"{number}" for number in range(1000)]
         tasks = await begun(client, *(request(name, priority=-int(name) // 2) for name in names))
@@ -380,11 +359,9 @@ def test_an_engine_gets_slightly_more_than_it_runs_at_once_and_old_requests_firs
         assert {(await task).rollout_id for task in tasks} == set(names)
         assert client.free == 8
 
-    scene(check, slots=8)
 
-
-def test_waiting_requests_go_to_any_engine_with_room() -> None:
-    async def check(client: GenerationClient) -> None:
+async def test_waiting_requests_go_to_any_engine_with_room() -> None:
+    async with connected_client(engines=2, slots=1) as client:
         busy, quick = actors(client)
         tasks = await begun(client, *(request(f"{number}") for number in range(9)))
         assert (len(busy.ids), len(quick.ids)) == (2, 2)
@@ -393,8 +370,6 @@ def test_waiting_requests_go_to_any_engine_with_room() -> None:
         assert len(busy.ids) == 2
         for task in tasks:
             task.cancel()
-
-    scene(check, engines=2, slots=1)
 
 
 async def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_room() -> None:

@@ -112,44 +112,6 @@ def test_a_missing_field_is_named() -> None:
             RegexMatch(pattern)
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "options"),
-    [
-        ("42", "so the answer is 42", {}),
-        ("3 * 4 is 12.\n#### 12", "First 3, then 4.\n#### 12", {}),
-        ("#### 1,234", "It is 1234.", {}),
-        ("$5", "5 dollars #### 5 dollars", {}),
-        (r"\frac{1}{2}", r"hence \boxed{0.5}", {}),
-        (r"\frac{1}{2}", "1/2", {}),
-        ("x^2+1", r"we get $1 + x^2$", {}),
-        (12, "12.0", {}),
-        ("(1,2)", r"\boxed{(1, 2)}", {}),
-        ("12", "2 apples, then 12 pears.", {"extract": "last_number"}),
-        ("12", r"\boxed{13} no \boxed{\frac{24}{2}}", {"extract": "boxed"}),
-        ("1/2", "<answer>0.5</answer> 3", {"extract": "answer_tag"}),
-    ],
-)
-def test_equal_answers(answer: Any, response: str, options: Any) -> None:
-    assert MathAnswers(**options).reward(row(answer=answer), response, True) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "response", "options"),
-    [
-        ("42", "", {}),
-        ("42", "no idea!", {}),
-        ("42", "42 #### 41", {}),
-        ("12", "12", {"extract": "boxed"}),
-        ("12", r"\boxed{12", {"extract": "boxed"}),
-        ("12", "twelve", {"extract": "last_number"}),
-        ("12", "12", {"extract": "answer_tag"}),
-        ("12", r"\boxed{9^{9^{9^{9^9}}}}", {"timeout_s": 1}),
-    ],
-)
-def test_answers_with_another_value_get_no_reward(answer: str, response: str, options: Any) -> None:
-    assert MathAnswers(**options).reward(row(answer=answer), response, True) == 0.0
-
-
 def test_a_row_without_mathematics_is_an_error_and_not_a_wrong_answer() -> None:
     with pytest.raises(ValueError, match="field 'answer' is not a readable answer: it is empty"):
         MathAnswers().reward(row(answer=""), "12", True)

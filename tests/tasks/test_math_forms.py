@@ -235,143 +235,108 @@ def test_answers_of_real_data_sets(answer: str, right: list[str], wrong: list[st
     assert [text for text in right if graded(text, answer) != 1.0] == [], "the comparison is symmetric"
 
 
+SIMILAR = {
+    "1": ["x+y=1"],
+    "5": ["y^2=5", "5.000001", r"5\text{ hundredths}"],
+    r"6 \times 10^{-23}": [r"1 \times 10^{-23}"],
+    "0.0000001": ["0.0000002"],
+    r"\text{east}": [r"\text{seat}"],
+    "(1,x)": ["1x"],
+    r"3+4\text{i}": ["7"],
+    r"5\mathrm{e}^2": ["5"],
+    r"6:15 \text{ a.m.}": [r"6:15 \text{ p.m.}"],
+    "1,1,2": ["1,2", "1,2,2"],
+    "[1,2)": ["(1,2]"],
+    r"\pm 1": ["1,1"],
+    "12": ["12xy", "12ab", "12_3"],
+    "2": ["2 ab", "2 dozen", r"2\text{ or more}", r"2\text{ more}", "2?", r"2 \pm 1", r"x \ne 2"],
+    "3": ["3 abc", "3abc"],
+    "10": ["10m"],
+    "6ab": ["6cd"],
+    r"\frac12": [r"\frac{1}{2}bh"],
+    r"2\pi": [r"2\pi rh"],
+    "5 billion": ["5 million"],
+    "7": ["7 thousand", "3 4", r"3 \ldots 4"],
+    "9": ["3 squared"],
+    "1011_2": ["1011_3"],
+    "1011_2 + 0": ["1011_3"],
+    "a_1": ["a_2"],
+    "3 pm": ["3 am", "3"],
+    r"\text{3 p.m.}": [r"\text{3 a.m.}"],
+    "5pm": ["5am"],
+    r"5\text{ east}": [r"5\text{ west}"],
+    "10 north": ["10"],
+    "cat": ["act"],
+    "no": ["on"],
+    r"\angle ABC": [r"\angle CAB"],
+    r"\overline{AB}": [r"\overline{BA}"],
+    "x'": ["x"],
+    "A'B": ["AB"],
+    "i": [r"-\sqrt{-1}"],
+    "1/2004!": ["1/2006!"],
+    "0": ["1/2004!"],
+    "1/3^50": ["2/3^50"],
+    "x/3^{50}": ["2x/3^{50}"],
+    "x/2004!": ["x/2006!"],
+    "x<1/3^{50}": ["x<2/3^{50}"],
+    "x<1/2004!": ["x<1/2006!"],
+    "[0,1/3^{50}]": ["[0,2/3^{50}]"],
+    r"\begin{pmatrix}0.0000001\\1\end{pmatrix}": [r"\begin{pmatrix}0.0000002\\1\end{pmatrix}"],
+    "10^{60}": [r"10^{60}+1"],
+    "e^{-1000}": ["e^{-1001}"],
+    r"e^{\pi\sqrt{163}}": ["262537412640768744"],
+    "9" * 600: ["9" * 599 + "8"],
+    "123456789.1": ["123456789"],
+    "x^2=-1": ["x^2=-2"],
+    "0=0": ["1=1"],
+    "1/0": ["2/0"],
+    "2024-01-15": ["2024-15-01", "2008"],
+    "2024/01/15": ["2024/15/01"],
+    "10.5.2024": ["5.10.2024"],
+    "2019-2020": ["-1"],
+    "5-10": ["10-15"],
+    "1985": ["1990-05", "(1990-05)", "1990 - 05", r"\text{1990-05}"],
+    "-1": ["3-4", "3–4", "3-4 years", "x=3-4"],
+    "2.4": ["12/05"],
+    "1977": ["1990-05-08"],
+    "1/3": ["10:30"],
+    "12:30": ["24:60", "2/5"],
+    "10:30:15": ["10:15:30"],
+    "555-1234": ["1234-1913"],
+    "(555) 123-4567": ["(555) 4567-123"],
+    "+1-555-123-4567": ["+1-123-555-4567"],
+    "1.2.3": ["1.3.2"],
+    "v1.2.3": ["v1.3.2"],
+    "192.168.0.1": ["192.168.1.0"],
+    "978-3-16-148410-0": ["978-16-3-148410-0"],
+    "0-306-40615-X": ["0-40615-306-X"],
+    "A": ["A, B", "A: 5 or B: 6", "(A) and (B)", "A: Paris (B) London", "not A"],
+    "A: Paris": ["C: Paris"],
+    "(A) 72": ["(B) 72"],
+    "A: 5": ["A: 6"],
+    "4": [r"3 \to 4", r"3 \lor 4", "3 → 4", "3 # 4", r"3 \unknown 4"],
+}
+"""Answers, with responses that look alike and have another value."""
+
+
 @pytest.mark.parametrize(
-    ("answer", "response"),
-    [
-        ("1", "x+y=1"),
-        ("5", "y^2=5"),
-        (r"6 \times 10^{-23}", r"1 \times 10^{-23}"),
-        ("0.0000001", "0.0000002"),
-        ("5", "5.000001"),
-        (r"\text{east}", r"\text{seat}"),
-        ("(1,x)", "1x"),
-        (r"3+4\text{i}", "7"),
-        (r"5\mathrm{e}^2", "5"),
-        (r"6:15 \text{ a.m.}", r"6:15 \text{ p.m.}"),
-        ("1,1,2", "1,2"),
-        ("1,1,2", "1,2,2"),
-        ("[1,2)", "(1,2]"),
-        (r"\pm 1", "1,1"),
-        ("12", "12xy"),
-        ("12", "12ab"),
-        ("2", "2 ab"),
-        ("3", "3 abc"),
-        ("10", "10m"),
-        ("6ab", "6cd"),
-        (r"\frac12", r"\frac{1}{2}bh"),
-        (r"2\pi", r"2\pi rh"),
-        ("3", "3abc"),
-        ("5 billion", "5 million"),
-        ("7", "7 thousand"),
-        ("2", "2 dozen"),
-        ("2", r"2\text{ or more}"),
-        ("2", r"2\text{ more}"),
-        ("9", "3 squared"),
-        ("5", r"5\text{ hundredths}"),
-        ("1011_2", "1011_3"),
-        ("12", "12_3"),
-        ("1011_2 + 0", "1011_3"),
-        ("a_1", "a_2"),
-        ("3 pm", "3 am"),
-        ("3 pm", "3"),
-        (r"\text{3 p.m.}", r"\text{3 a.m.}"),
-        ("5pm", "5am"),
-        (r"5\text{ east}", r"5\text{ west}"),
-        ("10 north", "10"),
-        ("cat", "act"),
-        ("no", "on"),
-        (r"\angle ABC", r"\angle CAB"),
-        (r"\overline{AB}", r"\overline{BA}"),
-        ("x'", "x"),
-        ("A'B", "AB"),
-        ("i", r"-\sqrt{-1}"),
-        ("1/2004!", "1/2006!"),
-        ("0", "1/2004!"),
-        ("1/3^50", "2/3^50"),
-        ("x/3^{50}", "2x/3^{50}"),
-        ("x/2004!", "x/2006!"),
-        ("x<1/3^{50}", "x<2/3^{50}"),
-        ("x<1/2004!", "x<1/2006!"),
-        ("[0,1/3^{50}]", "[0,2/3^{50}]"),
-        (r"\begin{pmatrix}0.0000001\\1\end{pmatrix}", r"\begin{pmatrix}0.0000002\\1\end{pmatrix}"),
-        ("10^{60}", r"10^{60}+1"),
-        ("e^{-1000}", "e^{-1001}"),
-        (r"e^{\pi\sqrt{163}}", "262537412640768744"),
-        ("9" * 600, "9" * 599 + "8"),
-        ("123456789.1", "123456789"),
-        ("x^2=-1", "x^2=-2"),
-        ("0=0", "1=1"),
-        ("1/0", "2/0"),
-        ("2024-01-15", "2024-15-01"),
-        ("2024-01-15", "2008"),
-        ("2024/01/15", "2024/15/01"),
-        ("10.5.2024", "5.10.2024"),
-        ("2019-2020", "-1"),
-        ("5-10", "10-15"),
-        ("1985", "1990-05"),
-        ("1985", "(1990-05)"),
-        ("1985", "1990 - 05"),
-        ("1985", r"\text{1990-05}"),
-        ("-1", "3-4"),
-        ("-1", "3–4"),
-        ("-1", "3-4 years"),
-        ("-1", "x=3-4"),
-        ("2.4", "12/05"),
-        ("1977", "1990-05-08"),
-        ("1/3", "10:30"),
-        ("12:30", "24:60"),
-        ("12:30", "2/5"),
-        ("10:30:15", "10:15:30"),
-        ("555-1234", "1234-1913"),
-        ("(555) 123-4567", "(555) 4567-123"),
-        ("+1-555-123-4567", "+1-123-555-4567"),
-        ("1.2.3", "1.3.2"),
-        ("v1.2.3", "v1.3.2"),
-        ("192.168.0.1", "192.168.1.0"),
-        ("978-3-16-148410-0", "978-16-3-148410-0"),
-        ("0-306-40615-X", "0-40615-306-X"),
-        ("A", "A, B"),
-        ("A", "A: 5 or B: 6"),
-        ("A", "(A) and (B)"),
-        ("A", "A: Paris (B) London"),
-        ("A", "not A"),
-        ("A: Paris", "C: Paris"),
-        ("(A) 72", "(B) 72"),
-        ("A: 5", "A: 6"),
-        ("4", r"3 \to 4"),
-        ("4", r"3 \lor 4"),
-        ("4", "3 → 4"),
-        ("4", "3 # 4"),
-        ("4", r"3 \unknown 4"),
-        ("7", "3 4"),
-        ("7", r"3 \ldots 4"),
-        ("2", "2?"),
-        ("2", r"2 \pm 1"),
-        ("2", r"x \ne 2"),
-    ],
+    ("answer", "response"), [(answer, response) for answer, others in SIMILAR.items() for response in others]
 )
 def test_similar_answers_with_other_values_are_not_equal(answer: str, response: str) -> None:
     assert graded(answer, response) == graded(response, answer) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("The answer is 1, 2 and 3.", 1.0),
-        ("So the answer is: $1$, $2$, $3$", 1.0),
-        ("Answer: 3,2,1\nI hope this helps.", 1.0),
-        ("#### 1, 2, 3", 1.0),
-        ("The answer is 123.", 0.0),
-        ("The answer is 1, 2 and 4.", 0.0),
-    ],
-)
-def test_a_list_needs_no_box(response: str, reward: float) -> None:
-    assert TASK.reward(Prompt("row", "?", {"answer": "1,2,3"}), response, True) == reward
-
-
-@pytest.mark.parametrize(
     ("answer", "response", "reward"),
     [
+        # a list needs no box
+        ("1,2,3", "The answer is 1, 2 and 3.", 1.0),
+        ("1,2,3", "So the answer is: $1$, $2$, $3$", 1.0),
+        ("1,2,3", "Answer: 3,2,1\nI hope this helps.", 1.0),
+        ("1,2,3", "#### 1, 2, 3", 1.0),
+        ("1,2,3", "The answer is 123.", 0.0),
+        ("1,2,3", "The answer is 1, 2 and 4.", 0.0),
+        # prose is searched for its last expression
         ("42", "I get 42", 1.0),
         ("18", "She makes $18 every day.", 1.0),
         (r"\frac{1}{2}", r"so it is $\frac{2}{4}$ in all.", 1.0),
@@ -420,15 +385,6 @@ def test_a_list_needs_no_box(response: str, reward: float) -> None:
         ("20", "答案是18或20", 0.0),
         ("18", "La respuesta no es 18.", 0.0),
         ("20", "Respuesta: 18 o 20", 0.0),
-    ],
-)
-def test_prose_is_searched_for_its_last_expression(answer: str, response: str, reward: float) -> None:
-    assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
-
-
-@pytest.mark.parametrize(
-    ("answer", "response", "reward"),
-    [
         # a mark that is cut off counts
         ("5", r"First \boxed{5}. Wait, so it is \boxed{7", 0.0),
         ("7", r"First \boxed{5}. Wait, so it is \boxed{7", 0.0),
@@ -519,15 +475,7 @@ def test_prose_is_searched_for_its_last_expression(answer: str, response: str, r
         ("3", r"\boxed{2 \text{ or } 3}", 0.0),
         ("3", "<answer>2 or 3</answer>", 0.0),
         ("2", "It is 3, not 2.", 0.0),
-    ],
-)
-def test_the_last_mark_that_begins_decides(answer: str, response: str, reward: float) -> None:
-    assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
-
-
-@pytest.mark.parametrize(
-    ("answer", "response", "reward"),
-    [
+        # truths of files
         (["2"], r"\boxed{2}", 1.0),
         (["3", "-3"], r"\boxed{-3}", 1.0),
         (["3", -3], r"\boxed{-3}", 1.0),
@@ -541,9 +489,18 @@ def test_the_last_mark_that_begins_decides(answer: str, response: str, reward: f
         (1e-07, r"\boxed{0}", 0.0),
         (1e22, r"\boxed{10^{22}}", 1.0),
         (r"We add: $\boxed{5}$ apples.", r"\boxed{5}", 1.0),
+        ("3 * 4 is 12.\n#### 12", "First 3, then 4.\n#### 12", 1.0),
+        ("#### 1,234", "It is 1234.", 1.0),
+        ("$5", "5 dollars #### 5 dollars", 1.0),
+        (12, "12.0", 1.0),
+        ("x^2+1", "we get $1 + x^2$", 1.0),
+        # no answer, or another one
+        ("42", "", 0.0),
+        ("42", "no idea!", 0.0),
+        ("42", "42 #### 41", 0.0),
     ],
 )
-def test_truths_of_files(answer: object, response: str, reward: float) -> None:
+def test_one_expression_of_a_response_decides(answer: object, response: str, reward: float) -> None:
     assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
 
 
@@ -564,6 +521,7 @@ def test_rows_without_a_readable_answer_are_refused(answer: object) -> None:
         r"\boxed{(10^{10})!}",
         r"\boxed{9!!!!!!}",
         r"\boxed{10^{-10^{9}}}",
+        r"\boxed{9^{9^{9^{9^9}}}}",
         r"\boxed{x<9^{9^{9^9}}}",
         r"\boxed{" + "x^" * 1000 + "x}",
         r"\boxed{3} " * 50_000,
@@ -576,7 +534,8 @@ def test_rows_without_a_readable_answer_are_refused(answer: object) -> None:
     ids=lambda response: response[:20],
 )
 def test_hostile_responses_are_judged_without_their_computation(response: str) -> None:
-    assert TASK.reward(Prompt("row", "?", {"answer": "12"}), response, True) == 0.0
+    for task in (TASK, MathAnswers(timeout_s=1)):
+        assert task.reward(Prompt("row", "?", {"answer": "12"}), response, True) == 0.0
 
 
 def test_a_truncated_tag_is_wrong() -> None:
@@ -606,9 +565,18 @@ STEPS = "Add.\n#### Step 2\nSo the sum is"
         ("42", "#### 42\nno box", "boxed", 0.0),
         ("42", f"{STEPS} 42.", "last_number", 1.0),
         ("42", f"{STEPS} <answer>42</answer>", "answer_tag", 1.0),
+        ("12", "2 apples, then 12 pears.", "last_number", 1.0),
+        ("12", "twelve", "last_number", 0.0),
+        ("12", r"\boxed{13} no \boxed{\frac{24}{2}}", "boxed", 1.0),
+        ("12", "12", "boxed", 0.0),
+        ("12", r"\boxed{12", "boxed", 0.0),
+        ("1/2", "<answer>0.5</answer> 3", "answer_tag", 1.0),
+        ("12", "12", "answer_tag", 0.0),
     ],
 )
-def test_a_heading_is_not_an_answer(answer: str, response: str, extract: Extract, reward: float) -> None:
+def test_an_extract_reads_its_mark_and_a_heading_is_no_answer(
+    answer: str, response: str, extract: Extract, reward: float
+) -> None:
     assert MathAnswers(extract=extract).reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -103,21 +103,13 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 120))
 
 
-def run_in_actor(test: Callable[[Harness], Coroutine[Any, Any, None]], folder: Path, **settings: Any) -> None:
-    async def started() -> None:
-        async with episode_worker(folder, **settings) as one:
-            await test(one)
-
-    run(started())
-
-
 def reason(played: Played) -> str:
     assert isinstance(played.score, RewardFailure)
     return played.score.reason
 
 
-def test_many_episodes_run_in_one_process_and_each_has_its_own_result(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_many_episodes_run_in_one_process_and_each_has_its_own_result(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path) as actor:
         assert await actor.actor.start() == "agents:agent"
         pid = await actor.pid()
         fine, raises, leaves, none, wrong = await actor.play(
@@ -132,12 +124,10 @@ def test_many_episodes_run_in_one_process_and_each_has_its_own_result(tmp_path: 
         assert await actor.play(*[WAITS_FOR_100] * 100) == [Played(Scored(1.0))] * 100, "at the same time"
         assert await actor.pid() == pid
 
-    run_in_actor(test, tmp_path)
-
 
 @pytest.mark.parametrize("hangs", [WAITS, "await asyncio.to_thread(time.sleep, 600)"])
-def test_an_episode_that_does_not_end_fails_and_others_continue(tmp_path: Path, hangs: str) -> None:
-    async def test(actor: Harness) -> None:
+async def test_an_episode_that_does_not_end_fails_and_others_continue(tmp_path: Path, hangs: str) -> None:
+    async with episode_worker(tmp_path, timeout_s=1.0) as actor:
         pid = await actor.pid()
         late, fine = await actor.play(hangs, SOON)
         assert (late.retry, fine.score) == (Retry.NONE, Scored(0.5))
@@ -146,28 +136,22 @@ def test_an_episode_that_does_not_end_fails_and_others_continue(tmp_path: Path, 
         assert replaced == ("to_thread" in hangs), "a process with a thread that hangs is retired"
         assert psutil.pid_exists(pid) != replaced
 
-    run_in_actor(test, tmp_path, timeout_s=1.0)
 
-
-def test_tasks_that_an_episode_leaves_running_are_cancelled(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_tasks_that_an_episode_leaves_running_are_cancelled(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path) as actor:
         await actor.play(f"asyncio.create_task(asyncio.sleep(600)); {PID}")
         (played,) = await actor.play("return len(asyncio.all_tasks())")
         (again,) = await actor.play("return len(asyncio.all_tasks())")
         assert played == again
 
-    run_in_actor(test, tmp_path)
 
-
-def test_an_episode_that_blocks_the_loop_fails_and_others_are_resumed(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_an_episode_that_blocks_the_loop_fails_and_others_are_resumed(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path, blocked_s=1.0) as actor:
         pid = await actor.pid()
         blocks, other = await actor.play("time.sleep(600)", WAITS)
         assert (blocks.retry, other.retry) == (Retry.NONE, Retry.RESUME)
         assert "the episode blocked the event loop for 1 s" in reason(blocks)
         assert await actor.pid() != pid
-
-    run_in_actor(test, tmp_path, blocked_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +164,12 @@ def test_an_episode_that_blocks_the_loop_fails_and_others_are_resumed(tmp_path: 
     ],
     ids=["exits", "crashes", "closes its socket", "holds the lock in C"],
 )
-def test_episodes_of_a_lost_process_are_isolated_which_shows_the_cause(tmp_path: Path, ends: str, how: str) -> None:
-    async def test(actor: Harness) -> None:
+async def test_episodes_of_a_lost_process_are_isolated_which_shows_the_cause(
+    tmp_path: Path, ends: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl_cli.workers.process.SILENT_S", 1.0)
+    monkeypatch.setattr("asyncrl_cli.workers.process.BEAT_S", 0.1)
+    async with episode_worker(tmp_path, blocked_s=1.0) as actor:
         both = await actor.play(ends, WAITS)
         assert [one.retry for one in both] == [Retry.ISOLATED, Retry.ISOLATED]
         assert how in reason(both[0])
@@ -190,32 +178,25 @@ def test_episodes_of_a_lost_process_are_isolated_which_shows_the_cause(tmp_path:
         assert how in reason(guilty)
         await actor.pid()
 
-    with patch("asyncrl_cli.workers.process.SILENT_S", 1.0), patch("asyncrl_cli.workers.process.BEAT_S", 0.1):
-        run_in_actor(test, tmp_path, blocked_s=1.0)
 
-
-def test_memory_has_a_limit(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_memory_has_a_limit(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path, memory_mb=4096) as actor:
         (played,) = await actor.play("return len(bytearray(2**33))")
         assert "MemoryError" in reason(played)
         await actor.pid()
 
-    run_in_actor(test, tmp_path, memory_mb=4096)
 
-
-def test_output_is_logged_and_the_log_is_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def test(actor: Harness) -> None:
-        (played,) = await actor.play("print('x' * 3_000_000); return 1")
-        assert played.score == Scored(1.0)
-
+async def test_output_is_logged_and_the_log_is_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with patch("asyncrl_cli.workers.process.bound_log") as bound:
-        run_in_actor(test, tmp_path)
+        async with episode_worker(tmp_path) as actor:
+            (played,) = await actor.play("print('x' * 3_000_000); return 1")
+            assert played.score == Scored(1.0)
     assert capfd.readouterr().out.count("x") >= 3_000_000
     assert bound.call_count >= 3_000_000 / CHUNK
 
 
-def test_processes_that_agents_have_started_end_with_the_worker(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_processes_that_agents_have_started_end_with_the_worker(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path) as actor:
         (played,) = await actor.play(LEAVES_CHILDREN.strip())
         assert isinstance(played.score, Scored)
         first, second = f"{played.score.reward:.7f}".split(".")
@@ -223,11 +204,9 @@ def test_processes_that_agents_have_started_end_with_the_worker(tmp_path: Path) 
         await actor.play("os._exit(1)")
         assert psutil.wait_procs(left, 10)[1] == []
 
-    run_in_actor(test, tmp_path)
 
-
-def test_a_slow_environment_does_not_delay_others(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_a_slow_environment_does_not_delay_others(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path, use="agents:Slow") as actor:
         ended: list[float] = []
 
         async def one(seconds: float) -> None:
@@ -238,11 +217,9 @@ def test_a_slow_environment_does_not_delay_others(tmp_path: Path) -> None:
         await asyncio.gather(one(0.5), one(0.0), one(0.1))
         assert ended == [0.0, 0.1, 0.5]
 
-    run_in_actor(test, tmp_path, use="agents:Slow")
 
-
-def test_a_cancelled_episode_stops(tmp_path: Path) -> None:
-    async def test(actor: Harness) -> None:
+async def test_a_cancelled_episode_stops(tmp_path: Path) -> None:
+    async with episode_worker(tmp_path) as actor:
         code = f"""
 try:
     {WAITS}
@@ -254,8 +231,6 @@ finally:
         assert reason(await playing) == "it was cancelled"
         await actor.play("return 1")  # it runs after the cancelled one
         assert (tmp_path / "stopped").exists()
-
-    run_in_actor(test, tmp_path)
 
 
 def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
