@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from typing import Any
 
@@ -15,7 +14,7 @@ from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
 from asyncrl_cli.gateway.reply_stream import ReplyPart, divided
-from asyncrl_cli.gateway.session import CallOptions, Reply, Session, SessionLimits
+from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.response_text import decoder
@@ -167,22 +166,18 @@ class Script:
 
 @pytest.mark.parametrize("template", [KEEPS, DROPS])
 @pytest.mark.parametrize("sent_back", ["reasoning_content", "reasoning", None])
-def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, sent_back: str | None) -> None:
+async def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, sent_back: str | None) -> None:
     script = Script(template, THOUGHT, f"<think>again</think>{CALL}", "so")
-
-    async def test() -> list[Reply]:
-        session, messages, replies = script.session(), [QUESTION], []
-        for after in (QUESTION, {"role": "tool", "content": "2"}, QUESTION):
-            (reply,) = await ask_chat(session, messages, [CALC], CallOptions())
-            sent = dict(reply.message)
-            reasoning = sent.pop("reasoning_content")
-            messages = [*messages, sent | ({sent_back: reasoning} if sent_back else {}), after]
-            replies.append(reply)
-        rollout = session.rollout()
-        assert rollout is not None and not rollout.branches
-        return replies
-
-    first, second, third = asyncio.run(test())
+    session, messages, replies = script.session(), [QUESTION], []
+    for after in (QUESTION, {"role": "tool", "content": "2"}, QUESTION):
+        (reply,) = await ask_chat(session, messages, [CALC], CallOptions())
+        sent = dict(reply.message)
+        reasoning = sent.pop("reasoning_content")
+        messages = [*messages, sent | ({sent_back: reasoning} if sent_back else {}), after]
+        replies.append(reply)
+    rollout = session.rollout()
+    assert rollout is not None and not rollout.branches
+    first, second, third = replies
     assert first.message["reasoning_content"] == "one  and\none" and first.message["content"] == "2"
     for before, after in ((first, second), (second, third)):
         known = (*before.prompt_ids, *before.token_ids)
@@ -216,16 +211,11 @@ async def test_a_text_is_not_divided() -> None:
 
 
 @pytest.mark.parametrize("most", [None, 4])
-def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int | None) -> None:
+async def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int | None) -> None:
     script = Script(KEEPS, f"<think>why </thi not</think>so{CALL}")
     parts: list[ReplyPart] = []
-
-    async def test() -> Reply:
-        options = CallOptions(max_tokens=most)
-        (reply,) = await ask_chat(script.session(), [QUESTION], [CALC], options, lambda _, part: parts.append(part))
-        return reply
-
-    reply = asyncio.run(test())
+    options = CallOptions(max_tokens=most)
+    (reply,) = await ask_chat(script.session(), [QUESTION], [CALC], options, lambda _, part: parts.append(part))
     joined: dict[str, str] = {}
     for part in parts:
         joined[part.kind] = joined.get(part.kind, "") + part.text

@@ -162,36 +162,27 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     assert names(run) == [".saving-step-000040"]
 
 
-def test_prune_keeps_checkpoints_by_the_specs_rules(run: RunDirectory, ranks: StandInRanks) -> None:
+async def test_prune_keeps_checkpoints_by_the_specs_rules(run: RunDirectory, ranks: StandInRanks) -> None:
     checkpoints = checkpoints_of(run, ranks, keep_last=2, keep_every=4, keep_best=1)
-
-    async def scenario() -> list[list[int]]:
-        removed = []
-        for step in range(1, 10):
-            await saved(checkpoints, step, {})
-            accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
-            removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
-        return removed
-
-    removed = asyncio.run(scenario())
+    removed = []
+    for step in range(1, 10):
+        await saved(checkpoints, step, {})
+        accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
+        removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
     assert names(run) == [f"step-{step:06d}" for step in (4, 5, 8, 9)]
     assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
 
 
-def test_prune_keeps_checkpoints_that_are_still_evaluated(run: RunDirectory, ranks: StandInRanks) -> None:
+async def test_prune_keeps_checkpoints_that_are_still_evaluated(run: RunDirectory, ranks: StandInRanks) -> None:
     checkpoints = checkpoints_of(run, ranks, keep_last=1, keep_best=1)
-
-    async def scenario() -> None:
-        for step in (1, 2, 3):
-            await saved(checkpoints, step, {})
-            checkpoints.prune({}, awaited=[1])
-        checkpoints.prune({1: 0.5})
-
-    asyncio.run(scenario())
+    for step in (1, 2, 3):
+        await saved(checkpoints, step, {})
+        checkpoints.prune({}, awaited=[1])
+    checkpoints.prune({1: 0.5})
     assert names(run) == ["step-000001", "step-000003"]
 
 
-def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
+async def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renaming, looped = threading.Event(), threading.Event()
@@ -213,12 +204,9 @@ def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
                 looped.set()
             await asyncio.sleep(0.005)
 
-    async def scenario() -> None:
-        ticking = asyncio.create_task(tick())
-        for step in (1, 2):
-            await saved(checkpoints, step, {})
-            checkpoints.prune({})
-        ticking.cancel()
-
-    asyncio.run(scenario())
+    ticking = asyncio.create_task(tick())
+    for step in (1, 2):
+        await saved(checkpoints, step, {})
+        checkpoints.prune({})
+    ticking.cancel()
     assert names(run) == ["step-000002"]
