@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.sizing.memory_use import NUMBER_BYTES, MemoryUse, nonzero_uses
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, is_flash, shares_prefixes
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, needs_no_mask, shares_prefixes
 
 FLOAT = 4
 ADAM_BYTES = 8
@@ -210,7 +210,7 @@ def _step_bytes(spec: ExperimentSpec, trained: int) -> int:
 
 def _packed_mask(spec: ExperimentSpec, length: int) -> int:
     trainer = spec.trainer
-    packed = trainer.packing and not (is_flash(trainer.attention) or trainer.attention == "flex_attention")
+    packed = trainer.packing and not (needs_no_mask(trainer.attention) or trainer.attention == "flex_attention")
     return length * length if packed and not shares_prefixes(spec) else 0  # a tree's mask is in the activations
 
 

@@ -45,14 +45,14 @@ _LABEL_KEY = rf"({_LABEL}(\.{_LABEL})*/)?{_LABEL}"
 _LABEL_VALUES = rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))"
 
 
-def is_flash(attention: str) -> bool:
+def needs_no_mask(attention: str) -> bool:
     """True for a version of flash attention, which needs no mask for packed rows."""
     return attention.startswith("flash")
 
 
 def why_rows_are_separate(trainer: TrainerSpec) -> str | None:
     """Return the setting that rules out shared prefixes for every model, or None."""
-    if is_flash(trainer.attention) or trainer.attention == "eager":
+    if needs_no_mask(trainer.attention) or trainer.attention == "eager":
         return f"trainer.attention {trainer.attention}"
     return "trainer.sequence_parallel" if trainer.sequence_parallel > 1 else None
 
@@ -224,7 +224,7 @@ class TrainerSpec(Section):
     """Compute a prefix that several rows share only once: a group's prompt, and the common part of a rollout's
     branches. Log-probs and gradients do not change. Default: on if the model and `attention` support it; flash
     attention does not."""
-    packing: bool = Field(default_factory=lambda data: is_flash(data.get("attention", "")))
+    packing: bool = Field(default_factory=lambda data: needs_no_mask(data.get("attention", "")))
     """Join the rows of a micro-batch into one sequence instead of padding them. Default: true with flash attention. The
     other implementations compute attention across the entire joined sequence, so padding is faster with them."""
     sequence_parallel: Count = 1

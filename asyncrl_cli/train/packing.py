@@ -16,7 +16,7 @@ The plan depends only on the rows, and is the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.images import ImageInputs, Vision
+from asyncrl_cli.train.model.pass_layout import PassLayout, Slices, moved
 from asyncrl_cli.train.prefix_trees import Keys, PrefixTree, TreeLayout, divided
 
 DUMMY_TOKENS = 2
@@ -84,11 +85,12 @@ class PaddedRows:
     experts: Tensor | None = None  # uint8 or int32, [rows, T, layers · k] (records/experts.py); None: not recorded
     images: ImageInputs | None = None  # None: the model sees no images
     trees: TreeLayout | None = None  # None: no position is shared. Otherwise experts and images are by tree
+    layout: PassLayout | None = None  # of a pass over these rows; None: the model makes it
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments of policy and critic: ``images`` and ``trees``, unless they are None."""
-        arguments = {"images": self.images, "trees": self.trees}
+        """Arguments of policy and critic: ``images``, ``trees`` and ``layout``, unless they are None."""
+        arguments = {"images": self.images, "trees": self.trees, "layout": self.layout}
         return {name: value for name, value in arguments.items() if value is not None}
 
     @property
@@ -98,10 +100,12 @@ class PaddedRows:
 
     def to(self, device: torch.device | str) -> PaddedRows:
         """Copy to another device."""
-        moved: dict[str, Any] = {
-            field.name: tensor.to(device) for field in fields(self) if (tensor := getattr(self, field.name)) is not None
+        values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        on_device: dict[str, Any] = {
+            name: moved(value, device) if isinstance(value, Tensor) else value.to(device)
+            for name, value in values.items()
         }
-        return PaddedRows(**moved)
+        return PaddedRows(**on_device)
 
 
 def longest_response(rollout: Rollout) -> int:
@@ -229,14 +233,22 @@ def _split(microbatches: list[list[int]], lengths: Sequence[int], count: int, pa
 
 
 def microbatch(
-    rows: Sequence[TrainingRow], trees: Sequence[PrefixTree], vision: Vision | None, packing: bool
+    rows: Sequence[TrainingRow],
+    trees: Sequence[PrefixTree],
+    vision: Vision | None,
+    packing: bool,
+    slices: Slices | None = None,
 ) -> PaddedRows:
-    """Make the tensors, on the CPU, of a micro-batch with some ``trees`` of the minibatch's ``rows``."""
+    """Make the tensors, on the CPU, of a micro-batch with some ``trees`` of the minibatch's ``rows``. ``slices``: with
+    sequence parallelism."""
     rows_in_trees = [rows[row] for tree in trees for row in tree.rows]
     if all(len(tree.rows) == 1 for tree in trees):
-        return pad_rows(rows_in_trees, vision)
-    layout = TreeLayout.of(trees, max(map(len, rows_in_trees)), packing)
-    return pad_rows(rows_in_trees, vision, layout, [shared for tree in trees for shared in tree.shared])
+        padded = pad_rows(rows_in_trees, vision)
+    else:
+        tree_layout = TreeLayout.of(trees, max(map(len, rows_in_trees)), packing)
+        shared = [shared_count for tree in trees for shared_count in tree.shared]
+        padded = pad_rows(rows_in_trees, vision, tree_layout, shared)
+    return replace(padded, layout=PassLayout.of(padded.response_mask, packing, padded.trees, slices))
 
 
 def pad_rows(

@@ -197,12 +197,6 @@ class TreeLayout:
         """Gather [rows, T, ...] by token into [trees, S, ...] by position."""
         return matrix.flatten(0, 1)[self.source]
 
-    def of_rows(self, states: Tensor, where: Tensor) -> Tensor:
-        """Gather states [trees, S, width] at the rows' positions in ``where``, bool [rows, T - 1]. Returns [positions,
-        width]."""
-        # Not by indexing: on a CPU its backward pass adds up a shared position's gradients in no fixed order.
-        return torch.nn.functional.embedding(self.slots[where], states.flatten(0, 1))
-
     def masks(self, config: Any, dtype: torch.dtype) -> Any:
         """Return the ``attention_mask`` for a transformers model with this config: one, or one for each kind of layer.
 

@@ -145,6 +145,7 @@ def plan_minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
     )
     rank_plan = plan[learner.rank // trainer.sequence_parallel]
     microbatches = [
-        microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing) for indices in rank_plan
+        microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing, policy.sequence)
+        for indices in rank_plan
     ]
     return Minibatch(rows, trees, [rows_on_cpu.to(learner.engine.device) for rows_on_cpu in microbatches])

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import EXACT_PRODUCTS
 from asyncrl_cli.sizing.config import COPIES
-from asyncrl_cli.spec.sections import is_flash
+from asyncrl_cli.spec.sections import needs_no_mask
 from gpu_report.runs import Bench
 
 LAYERS = {"cuda": 16, "cpu": 2}
@@ -105,7 +105,7 @@ def repeats(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = ("sdpa", "flex_attention", "flash_attention_4") if bench.device == "cuda" else ("sdpa",)
     for attention in names:
-        for dtype in (torch.bfloat16,) if is_flash(attention) else (torch.float32, torch.bfloat16):
+        for dtype in (torch.bfloat16,) if needs_no_mask(attention) else (torch.float32, torch.bfloat16):
             name = f"{attention}, {str(dtype).removeprefix('torch.')}"
             try:
                 found |= {f"{name}{way}": figures for way, figures in _repeated(bench.device, attention, dtype).items()}
@@ -134,14 +134,14 @@ def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, An
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    policy = Policy(model, 1.0, packing=is_flash(attention))
+    policy = Policy(model, 1.0, packing=needs_no_mask(attention))
     ids = torch.randint(config.vocab_size, (rows, prefix + own), device=device)
     ids[:, :prefix] = ids[0, :prefix].clone()
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for row in range(rows):  # rows of different lengths
         mask[row, prefix : prefix + own - row * own // (2 * rows)] = True
     ways: dict[str, dict[str, Any]] = {"": {}}
-    if not is_flash(attention):
+    if not needs_no_mask(attention):
         tree = PrefixTree(tuple(range(rows)), (ids.shape[1] - 1,) * rows, (0,) + (prefix,) * (rows - 1))
         ways[", shared prefix"] = {"trees": TreeLayout.of([tree], ids.shape[1], joined=False).to(device)}
     found: dict[str, dict[str, Any]] = {}

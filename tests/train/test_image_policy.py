@@ -224,13 +224,13 @@ def test_check_policy_compares_with_an_image(loaded: tuple[Any, Path], monkeypat
         policy = policy_of(loaded, packing)
         gap, allowed = check_policy(policy, policy)
         assert gap < allowed
-    kept = images.ImageInputs.without_last_tokens
+    packed = images.ImageInputs.packed
 
-    def elsewhere(self: Any, packed: Any) -> Any:
-        seen = kept(self, packed)
-        return replace(seen, placeholders=seen.placeholders.roll(1, dims=-1))
+    def elsewhere(self: Any, rows: Any) -> Any:
+        inputs = packed(self, rows)
+        return replace(inputs, placeholders=inputs.placeholders.roll(1, dims=-1))
 
-    monkeypatch.setattr(images.ImageInputs, "without_last_tokens", elsewhere)
+    monkeypatch.setattr(images.ImageInputs, "packed", elsewhere)
     with pytest.raises(UserError, match=r"nats away from its own logits"):
         check_policy(policy, policy)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.generation import TokenSequence
 from asyncrl_cli.train.deepspeed_engine import recompute_activations
+from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow, microbatch
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout, plan_trees, single_rows, windows_of
@@ -112,8 +113,8 @@ def test_a_layout_has_every_row_and_shows_each_position_its_ancestors(
             first = 0 if window is None else max(0, position + 1 - window)
             assert found[seen].tolist() == row[first : position + 1]
             assert layout.positions.flatten()[seen].tolist() == list(range(first, position + 1))
-    states = torch.arange(layout.source.numel() * 2.0).view(*layout.source.shape, 2)
-    assert torch.equal(layout.of_rows(states, where)[:, 0] / 2, layout.slots[where].float())
+    mask = torch.nn.functional.pad(where, (1, 0))
+    assert torch.equal(PassLayout.of(mask, packing=joined, trees=layout).predicting, layout.slots[where])
 
 
 def group(lengths: list[int], prompt: int = 7, vocabulary: int = 50, experts: int = 0) -> list[TrainingRow]:

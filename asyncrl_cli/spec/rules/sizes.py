@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule, warning
-from asyncrl_cli.spec.sections import ExperimentSpec, is_flash, why_rows_are_separate
+from asyncrl_cli.spec.sections import ExperimentSpec, needs_no_mask, why_rows_are_separate
 
 
 @rule
@@ -147,7 +147,7 @@ def offload(spec: ExperimentSpec) -> Iterator[Problem]:
 def attention(spec: ExperimentSpec) -> Iterator[Problem]:
     """Flash attention (`trainer.attention`) needs GPU ranks and bfloat16. Flex attention needs GPU ranks."""
     trainer = spec.trainer
-    if is_flash(trainer.attention) and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
+    if needs_no_mask(trainer.attention) and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
         where = "GPU" if trainer.gpus_per_rank else "CPU"
         message = f"{trainer.attention} needs a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
         yield Problem("trainer.attention", message, "use sdpa")

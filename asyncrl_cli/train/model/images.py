@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.images import Image, ImageCache, PlacedImage
 from asyncrl_cli.spec.inputs import ModelSpec
-from asyncrl_cli.spec.sections import is_flash
-from asyncrl_cli.train.model.sequence_parallel import row_lengths
+from asyncrl_cli.spec.sections import needs_no_mask
+from asyncrl_cli.train.model.pass_layout import PackedRows, moved
 from asyncrl_cli.train.prefix_trees import TreeLayout
 
 CACHED_BYTES = 2**28
@@ -45,14 +45,17 @@ class ImageInputs:
     only positions of tokens."""
     bidirectional: bool
     """An image's placeholders see each other, including later ones (Gemma 3)."""
+    has_images: bool
+    """Some placeholder is true."""
 
     def to(self, device: torch.device | str) -> ImageInputs:
         """Copy to another device."""
         return ImageInputs(
-            self.placeholders.to(device),
-            pixels={name: tensor.to(device) for name, tensor in self.pixels.items()},
-            positions=None if self.positions is None else self.positions.to(device),
+            moved(self.placeholders, device),
+            pixels={name: moved(tensor, device) for name, tensor in self.pixels.items()},
+            positions=None if self.positions is None else moved(self.positions, device),
             bidirectional=self.bidirectional,
+            has_images=self.has_images,
         )
 
     def arguments_with_head(self) -> dict[str, Any]:
@@ -62,21 +65,24 @@ class ImageInputs:
             types["token_type_ids"] = self.placeholders.long()
         return {**self.pixels, **types}
 
-    def without_last_tokens(self, packed: Tensor | None) -> ImageInputs:
-        """Remove each row's last token. With ``packed``, bool [rows, tokens - 1], keep only these tokens, joined in one
-        row."""
-        placeholders, positions = self.placeholders[:, :-1], self.positions
+    def without_last_tokens(self) -> ImageInputs:
+        """Remove each row's last token."""
+        positions = None if self.positions is None else self.positions[..., :-1]
+        return ImageInputs(self.placeholders[:, :-1], self.pixels, positions, self.bidirectional, self.has_images)
+
+    def packed(self, rows: PackedRows) -> ImageInputs:
+        """Keep only the packed positions, joined in one row."""
+        positions = self.positions
         if positions is not None:
-            positions = positions[..., :-1]
-        if packed is not None:
-            placeholders = placeholders[packed][None]
-            positions = None if positions is None else positions[:, packed][:, None]
-        return ImageInputs(placeholders, self.pixels, positions, self.bidirectional)
+            positions = torch.stack([rows.of_tokens(axis) for axis in positions])
+        placeholders = rows.of_tokens(self.placeholders)
+        return ImageInputs(placeholders, self.pixels, positions, self.bidirectional, self.has_images)
 
     def by_tree(self, trees: TreeLayout) -> ImageInputs:
         """Arrange the inputs by the trees' positions; ``pixels`` must already lack the images at shared positions."""
         positions = None if self.positions is None else torch.stack([trees.of_tokens(axis) for axis in self.positions])
-        return ImageInputs(trees.of_tokens(self.placeholders), self.pixels, positions, self.bidirectional)
+        placeholders = trees.of_tokens(self.placeholders)
+        return ImageInputs(placeholders, self.pixels, positions, self.bidirectional, self.has_images)
 
 
 class Vision:
@@ -98,7 +104,7 @@ class Vision:
         self._rope_index = getattr(backbone, "get_rope_index", None)
         self._accepted = inspect.signature(backbone.get_image_features).parameters.keys()
         self.bidirectional = bidirectional and "token_type_ids" in forward
-        if self.bidirectional and is_flash(attention := backbone.config.get_text_config()._attn_implementation):
+        if self.bidirectional and needs_no_mask(attention := backbone.config.get_text_config()._attn_implementation):
             raise UserError(
                 f"the tokens of an image see each other in a {model.config.model_type}, and {attention} is causal",
                 location="trainer.attention",
@@ -137,7 +143,7 @@ class Vision:
         ]
         all_pixels = [self._pixels(image) for image in new_images or [_stand_in()]]
         pixels = {name: torch.cat([image_pixels[name] for image_pixels in all_pixels]) for name in all_pixels[0]}
-        return ImageInputs(placeholders, pixels, positions, self.bidirectional)
+        return ImageInputs(placeholders, pixels, positions, self.bidirectional, bool(placeholders.any()))
 
     def stand_in(self, model: Any) -> PlacedImage:
         """Return the image of ``with_image``. The first call runs the vision tower."""
@@ -197,7 +203,7 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
     arguments of the model.
     """
     features = backbone.get_image_features(**images.pixels, return_dict=True)
-    placeholders, has_images = images.placeholders, bool(images.placeholders.any())
+    placeholders, has_images = images.placeholders, images.has_images
     token = backbone.config.image_token_id
     text = ids.where(ids != token, 0)  # a sampled placeholder is text, and is embedded by its true id below
     arguments = extra_arguments | ({"mm_encoder_outputs": {"image": features}} if has_images else {})
@@ -206,8 +212,6 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
         arguments["position_ids"] = rope if positions is None else torch.cat([positions[None], rope])
     elif positions is not None:
         arguments["position_ids"] = positions
-    if positions is not None:
-        arguments |= row_lengths(backbone, positions)
     if images.bidirectional and has_images:
         arguments["token_type_ids"] = placeholders.long()
     input_ids = torch.where(placeholders, token, text)

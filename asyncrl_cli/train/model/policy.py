@@ -19,8 +19,9 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.flops import ModelFlops
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 from asyncrl_cli.train.model.images import ImageInputs, Vision, states
+from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.router_replay import RouterReplay
-from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config, row_lengths
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, attention_arguments, check_config
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
@@ -73,6 +74,7 @@ class Policy(nn.Module):
         experts: Tensor | None = None,
         images: ImageInputs | None = None,
         trees: TreeLayout | None = None,
+        layout: PassLayout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
 
@@ -81,31 +83,31 @@ class Policy(nn.Module):
         ``experts``: [rows, tokens, layers · k], chosen in the pass that predicts each token (records/experts.py); None:
         the model's routers choose. ``images``: the rows' images, in every pass of a model that sees images; otherwise
         None. ``trees``: the rows' trees; then experts, [trees, S, layers · k], and images are by position of a tree.
+        ``layout``: of the mask; None: it is made here, and a GPU's host waits for the mask.
 
         Unless ``entropy`` is "none", also return the entropies of the distributions that the tokens were drawn from,
         in the same shape, dtype and unit. Gradients flow through them only with "train".
         """
+        layout = layout or layout_of(self, response_mask, trees)
         if self.replay is not None:
             if experts is not None and trees is None:
-                experts = experts[:, 1:][_packed_positions(response_mask)][None] if self.packing else experts[:, 1:]
+                experts = experts[:, 1:] if layout.packed is None else layout.packed.of_tokens(experts, shift=1)
                 experts = experts if self.sequence is None else self.sequence.local_slice(experts)
             experts = None if experts is None else experts.flatten(0, 1)
             self.replay.use(experts)
-        targets = input_ids[response_mask]
-        hidden, local_mask = predicting_states(self, self.model.base_model, input_ids, response_mask, images, trees)
+        targets = input_ids.flatten().index_select(0, layout.scored)
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
-            hidden,
-            targets if local_mask is None else targets[local_mask],
+            predicting_states(self, self.model.base_model, input_ids, layout, images, trees),
+            targets if layout.local is None else targets.index_select(0, layout.local),
             temperature=self.temperature,
             entropy=entropy,
         )
-        if self.sequence is not None and local_mask is not None:
-            logprobs = self.sequence.joined(logprobs, local_mask)
-            entropies = self.sequence.joined(entropies, local_mask)
-        zeros = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
-        scored = zeros.masked_scatter(response_mask, logprobs)
-        return scored if entropy == "none" else (scored, zeros.masked_scatter(response_mask, entropies))
+        scored = self._at_tokens(logprobs, input_ids, layout)
+        return scored if entropy == "none" else (scored, self._at_tokens(entropies, input_ids, layout))
+
+    def _at_tokens(self, values: Tensor, input_ids: Tensor, layout: PassLayout) -> Tensor:
+        return at_tokens(values, input_ids.shape, layout, self.sequence)
 
 
 class ValueModel(nn.Module):
@@ -128,63 +130,72 @@ class ValueModel(nn.Module):
         response_mask: Tensor,
         images: ImageInputs | None = None,
         trees: TreeLayout | None = None,
+        layout: PassLayout | None = None,
     ) -> Tensor:
         """Return values, float32 [rows, tokens]: the expectation before each token under ``response_mask``, else 0.
 
         Arguments are as in ``Policy``.
         """
-        hidden, local_mask = predicting_states(self, self.backbone, input_ids, response_mask, images, trees)
-        values = self.head(hidden)[:, 0].float()
-        if self.sequence is not None and local_mask is not None:
-            values = self.sequence.joined(values, local_mask)
-        return torch.zeros(response_mask.shape, device=values.device).masked_scatter(response_mask, values)
+        layout = layout or layout_of(self, response_mask, trees)
+        hidden = predicting_states(self, self.backbone, input_ids, layout, images, trees)
+        return at_tokens(self.head(hidden)[:, 0].float(), input_ids.shape, layout, self.sequence)
+
+
+def layout_of(model: Policy | ValueModel, response_mask: Tensor, trees: TreeLayout | None) -> PassLayout:
+    """Make the layout of a pass of ``model`` on the device of its mask. A GPU's host waits for the mask."""
+    trees = None if trees is None else trees.to("cpu")
+    return PassLayout.of(response_mask.cpu(), model.packing, trees, model.sequence).to(response_mask.device)
+
+
+def at_tokens(values: Tensor, shape: torch.Size, layout: PassLayout, sequence: SequenceGroup | None) -> Tensor:
+    """Put the values of scored tokens into zeros of ``shape`` [rows, tokens]; collective if ranks share rows."""
+    if sequence is not None and layout.local is not None:
+        values = sequence.joined(values, layout.local, len(layout.scored))
+    zeros = torch.zeros(shape.numel(), dtype=values.dtype, device=values.device)
+    return zeros.scatter(0, layout.scored, values).view(shape)
 
 
 def predicting_states(
     model: Policy | ValueModel,
     backbone: Any,
     input_ids: Tensor,
-    response_mask: Tensor,
+    layout: PassLayout,
     images: ImageInputs | None,
     trees: TreeLayout | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states of the positions before response tokens, row by row: [response tokens, width], and None.
+) -> Tensor:
+    """Return hidden states of the positions before response tokens, row by row: [response tokens, width].
 
-    If ranks share rows, the states are only the ones in this rank's slice, and the second result, bool [response
-    tokens], marks them. ``backbone``: the transformers model in ``model``, without its head.
+    If ranks share rows, the states are only the ones in this rank's slice. ``backbone``: the transformers model in
+    ``model``, without its head.
     """
-    ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
-    positions: Tensor | None = None
+    packed = layout.packed
+    hidden: Tensor
     if trees is not None:
         ids = trees.of_tokens(input_ids)
         arguments: dict[str, Any] = {"attention_mask": trees.masks(backbone.config, backbone.dtype)}
         if images is not None:
-            tree_states = states(backbone, ids=ids, positions=trees.positions, images=images, **arguments)
+            hidden = states(backbone, ids=ids, positions=trees.positions, images=images, **arguments)
         else:
-            output = backbone(input_ids=ids, position_ids=trees.positions, use_cache=False, **arguments)
-            tree_states = output.last_hidden_state
-        return trees.of_rows(tree_states, predicts), None
-    if model.packing:
-        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        packed = _packed_positions(response_mask)
-        ids, predicts, positions = ids[packed][None], predicts[packed][None], columns[packed][None]
+            hidden = backbone(
+                input_ids=ids, position_ids=trees.positions, use_cache=False, **arguments
+            ).last_hidden_state
+        # Not by indexing: on a CPU its backward pass adds up a shared position's gradients in no fixed order.
+        return nn.functional.embedding(layout.predicting, hidden.flatten(0, 1))
+    ids = input_ids[:, :-1] if packed is None else packed.of_tokens(input_ids)
     if model.sequence is not None:
-        return model.sequence.predicting_states(backbone, ids=ids, predicts=predicts, positions=positions)
-    if images is not None:
-        read_images = images.without_last_tokens(packed if model.packing else None)
-        return states(backbone, ids=ids, positions=positions, images=read_images)[predicts], None
-    # Positions only for packed rows: from given positions a model makes a mask.
-    arguments = {} if positions is None else {"position_ids": positions, **row_lengths(backbone, positions)}
-    hidden: Tensor = backbone(input_ids=ids, **arguments, use_cache=False).last_hidden_state
-    return hidden[predicts], None
-
-
-def _packed_positions(response_mask: Tensor) -> Tensor:
-    """Mark the positions to pack, bool [rows, tokens - 1]: in each row up to the last one that predicts a token of the
-    mask. Nothing depends on later positions."""
-    predicts = response_mask[:, 1:]
-    positions = torch.arange(predicts.shape[1], device=predicts.device).expand_as(predicts)
-    return positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
+        hidden = model.sequence.local_states(backbone, ids, packed)
+    elif images is not None:
+        hidden = (
+            states(backbone, ids, None, images.without_last_tokens())
+            if packed is None
+            else states(backbone, ids, packed.positions, images.packed(packed), **attention_arguments(backbone, packed))
+        )
+    else:
+        # Positions only for packed rows: from given positions a model makes a mask.
+        arguments = {} if packed is None else {"position_ids": packed.positions}
+        arguments |= attention_arguments(backbone, packed)
+        hidden = backbone(input_ids=ids, **arguments, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, layout.predicting)
 
 
 def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, float]:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.rules.model import sequence_parallel_problems
-from asyncrl_cli.spec.sections import TrainerSpec, is_flash
+from asyncrl_cli.spec.sections import TrainerSpec, needs_no_mask
+from asyncrl_cli.train.model.pass_layout import PackedRows
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """An attention function of transformers."""
@@ -54,18 +55,13 @@ def check_config(config: Any, size: int) -> None:
             raise SequenceError(f"rotary embeddings of type {rope_type} depend on a sequence's length")
 
 
-def row_lengths(backbone: Any, positions: Tensor) -> dict[str, Any]:
-    """Return flash attention's arguments for packed rows: starts of rows, and the longest; empty for other attention.
+def attention_arguments(backbone: Any, packed: PackedRows | None) -> dict[str, Any]:
+    """Return arguments with which attention keeps packed rows apart; empty if it has a mask for this.
 
     Without them transformers searches for the rows in every layer, and each time the host waits for the GPU.
-    ``positions``: int64, [1, tokens], 0 where a row begins.
     """
-    if not is_flash(backbone.config.get_text_config()._attn_implementation):
-        return {}
-    starts = (positions[0] == 0).nonzero()[:, 0].to(torch.int32)
-    edges = nn.functional.pad(starts, (0, 1), value=positions.shape[1])
-    longest_row = int(edges.diff().max())
-    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest_row, "max_length_k": longest_row}
+    attention = backbone.config.get_text_config()._attn_implementation
+    return packed.attention_arguments if packed is not None and needs_no_mask(attention) else {}
 
 
 class SequenceGroup:
@@ -86,36 +82,29 @@ class SequenceGroup:
         self._full = False
         self._layers = 0
 
-    def joined(self, values: Tensor, local_mask: Tensor) -> Tensor:
-        """Return the values of all slices, [positions]; collective. Gradients flow only through this rank's values.
+    def joined(self, values: Tensor, local: Tensor, count: int) -> Tensor:
+        """Return the values of all slices, [count]; collective. Gradients flow only through this rank's values.
 
-        ``values``: this rank's values; ``local_mask``, bool [positions], is true at their places.
+        ``values``: this rank's values, [m]; ``local``, int64 [m], has their indices.
         """
-        local_values = torch.zeros(local_mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-            local_mask, values
-        )
-        all_values = local_values.detach().clone()
+        all_values = torch.zeros(count, dtype=values.dtype, device=values.device).scatter(0, local, values.detach())
         torch.distributed.all_reduce(all_values, group=self._ranks)
-        return torch.where(local_mask, local_values, all_values)
+        return all_values.scatter(0, local, values)
 
-    def predicting_states(
-        self, backbone: Any, ids: Tensor, predicts: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return hidden states of this rank's positions before response tokens, [tokens, width], row by row. The second
-        result, bool [all tokens], marks them among the positions of all ranks. Collective.
+    def local_states(self, backbone: Any, ids: Tensor, packed: PackedRows | None) -> Tensor:
+        """Return the hidden states of this rank's slice of the positions, [rows, slice, width]. Collective.
 
-        ``backbone``: a transformers model without its head. The rest is [rows, positions]: ``predicts``, bool, is true
-        before a response token; ``positions`` is for packed rows, None: 0, 1, 2, ...
+        ``backbone``: a transformers model without its head. ``ids``: int64 [rows, positions]; ``packed``: they are
+        packed rows.
         """
         from transformers.masking_utils import create_masks_for_generate
 
-        packed, padding = positions is not None, -ids.shape[1] % self.size
-        ids, predicts = nn.functional.pad(ids, (0, padding)), nn.functional.pad(predicts, (0, padding))
+        padding = -ids.shape[1] % self.size
+        ids = nn.functional.pad(ids, (0, padding))
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        if positions is None:
-            positions = columns
-        else:
-            positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :padding]], dim=1)
+        positions = columns
+        if packed is not None:
+            positions = torch.cat([packed.positions, packed.positions[:, -1:] + 1 + columns[:, :padding]], dim=1)
         # Masks of the full sequences, because attention is over these. By itself the model would mask its slice.
         masks = create_masks_for_generate(
             config=backbone.config,
@@ -130,7 +119,7 @@ class SequenceGroup:
             attention_mask=masks,
             position_ids=self.local_slice(positions),
             use_cache=False,
-            **(row_lengths(backbone, positions) if packed else {}),
+            **attention_arguments(backbone, packed),
         ).last_hidden_state
         layers = backbone.config.get_text_config().num_hidden_layers
         if self._layers != layers:
@@ -138,8 +127,7 @@ class SequenceGroup:
                 f"{layers - self._layers} of the {layers} layers of this {backbone.config.model_type} mix positions "
                 "by other means than attention"
             )
-        is_local = columns // (ids.shape[1] // self.size) == self.rank
-        return states[self.local_slice(predicts)], is_local[predicts]
+        return states
 
     def local_slice(self, matrix: Tensor) -> Tensor:
         """Return this rank's slice of a matrix [rows, positions, ...]; zeros extend it to slices of equal length."""

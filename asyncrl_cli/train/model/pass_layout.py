@@ -1,0 +1,98 @@
+"""Which positions a pass computes, and which of them predict a token that counts, as indices made on the CPU.
+
+Indexing by a mask makes the host wait until the GPU has counted it, at the moment when it should prepare the next
+operations. So a micro-batch brings indices, and nothing in a pass looks for positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl_cli.train.prefix_trees import TreeLayout
+
+
+class Slices(Protocol):
+    """A rank's place among the ranks that have a slice of the same rows each (``SequenceGroup``)."""
+
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Rows joined in one sequence, each up to its last position that predicts a token that counts."""
+
+    source: Tensor  # int64, [P]: a position's token in a matrix [rows, tokens], flattened
+    positions: Tensor  # int64, [1, P]: each position in its row
+    starts: Tensor  # int32, [rows + 1]: where rows begin, and P; as flash attention wants it
+    longest: int  # positions of the longest row
+
+    def of_tokens(self, matrix: Tensor, shift: int = 0) -> Tensor:
+        """Pick from [rows, tokens, ...] the position's token, or the token ``shift`` later: [1, P, ...]."""
+        return matrix.flatten(0, 1).index_select(0, self.source + shift)[None]
+
+    @property
+    def attention_arguments(self) -> dict[str, Any]:
+        """Arguments with which attention keeps rows apart without a mask."""
+        starts, longest = self.starts, self.longest
+        return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassLayout:
+    """The positions of a pass over rows [rows, tokens] with n tokens that count, row by row."""
+
+    scored: Tensor  # int64, [n]: the tokens, in the flattened matrix
+    predicting: Tensor  # int64, [n]: the position before each, among the pass's positions, flattened
+    packed: PackedRows | None = None  # None: all positions but each row's last, or those of trees
+    local: Tensor | None = None  # int64, [m]: tokens that this rank's slice predicts; ``predicting`` is then [m]
+
+    @classmethod
+    def of(
+        cls, response_mask: Tensor, packing: bool, trees: TreeLayout | None = None, slices: Slices | None = None
+    ) -> PassLayout:
+        """Make the layout on the CPU. ``response_mask``: bool, [rows, tokens], on the CPU, false in column 0.
+        ``slices``: with sequence parallelism."""
+        rows, tokens = response_mask.shape
+        scored = response_mask.flatten().nonzero()[:, 0]
+        row, column = scored // tokens, scored % tokens - 1
+        if trees is not None:
+            return cls(scored, trees.slots.flatten().index_select(0, row * (tokens - 1) + column))
+        width, packed = tokens - 1, None
+        if packing:
+            lengths = torch.ones(rows, dtype=torch.int64).scatter_reduce(0, row, column + 1, "amax")
+            starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+            positions = torch.arange(width).expand(rows, width)
+            is_packed = positions < lengths[:, None]
+            source = (torch.arange(rows)[:, None] * tokens + positions)[is_packed]
+            row, column, width = torch.zeros_like(row), starts[row] + column, int(starts[-1])
+            if slices is not None:  # slices of equal length: the last row is extended
+                padding = -width % slices.size
+                lengths[-1] += padding
+                starts[-1] += padding
+            packed = PackedRows(source, positions[is_packed][None], starts.int(), int(lengths.max()))
+        if slices is None:
+            return cls(scored, row * width + column, packed)
+        slice_length = -(-width // slices.size)
+        local = (column // slice_length == slices.rank).nonzero()[:, 0]
+        return cls(scored, (row * slice_length + column % slice_length)[local], packed, local)
+
+    def to(self, device: torch.device | str) -> PassLayout:
+        """Copy to another device."""
+        packed, local = self.packed, self.local
+        if packed is not None:
+            source, positions = moved(packed.source, device), moved(packed.positions, device)
+            packed = PackedRows(source, positions, moved(packed.starts, device), packed.longest)
+        local = None if local is None else moved(local, device)
+        return PassLayout(moved(self.scored, device), moved(self.predicting, device), packed, local)
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a CPU tensor to a device. To a GPU from pinned memory: the host does not wait for the copy."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
