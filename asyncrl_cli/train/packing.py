@@ -31,7 +31,8 @@ from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.images import ImageInputs, Vision
-from asyncrl_cli.train.model.pass_layout import PassLayout, Slices, moved
+from asyncrl_cli.train.model.pass_layout import PassLayout, moved
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup
 from asyncrl_cli.train.prefix_trees import Keys, PrefixTree, TreeLayout, divided
 
 DUMMY_TOKENS = 2
@@ -237,10 +238,10 @@ def microbatch(
     trees: Sequence[PrefixTree],
     vision: Vision | None,
     packing: bool,
-    slices: Slices | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> PaddedRows:
-    """Make the tensors, on the CPU, of a micro-batch with some ``trees`` of the minibatch's ``rows``. ``slices``: with
-    sequence parallelism."""
+    """Make the tensors, on the CPU, of a micro-batch with some ``trees`` of the minibatch's ``rows``. ``sequence``: as
+    in ``PassLayout.of``."""
     rows_in_trees = [rows[row] for tree in trees for row in tree.rows]
     if all(len(tree.rows) == 1 for tree in trees):
         padded = pad_rows(rows_in_trees, vision)
@@ -248,7 +249,7 @@ def microbatch(
         tree_layout = TreeLayout.of(trees, max(map(len, rows_in_trees)), packing)
         shared = [shared_count for tree in trees for shared_count in tree.shared]
         padded = pad_rows(rows_in_trees, vision, tree_layout, shared)
-    return replace(padded, layout=PassLayout.of(padded.response_mask, packing, padded.trees, slices))
+    return replace(padded, layout=PassLayout.of(padded.response_mask, packing, padded.trees, sequence))
 
 
 def pad_rows(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import numpy as np
 import pytest
@@ -133,21 +133,14 @@ async def test_an_unexpected_error_fails_only_its_call() -> None:
     async with running() as harness:
         generate = harness.model.generate
 
-        async def broken(*_: Any) -> Rollout:
-            raise ZeroDivisionError("a bug")
-
-        harness.model.generate = broken  # type: ignore[method-assign]
-        async with harness.session("1-0"):
-            with pytest.raises(GenerationFailed, match="ZeroDivisionError in the driver"):
-                await ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions())
-
-        async def failing(*_: Any) -> Rollout:
-            raise GenerationFailed("no such token")
-
-        harness.model.generate = failing  # type: ignore[method-assign]
-        async with harness.session("1-0"):
-            with pytest.raises(GenerationFailed, match="no such token"):
-                await ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions())
+        for error, message in (
+            (ZeroDivisionError("a bug"), "ZeroDivisionError in the driver"),
+            (GenerationFailed("no such token"), "no such token"),
+        ):
+            harness.model.generate = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+            async with harness.session("1-0"):
+                with pytest.raises(GenerationFailed, match=message):
+                    await ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions())
         harness.model.generate = generate  # type: ignore[method-assign]
         async with harness.session("1-1"):
             await ask_chat(harness.actor.sessions.get("1-1"), HELLO, None, CallOptions())

@@ -18,7 +18,7 @@ WAITS = {aten.nonzero.default, aten._local_scalar_dense.default, aten.masked_sel
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises for operations whose result's size, or whose value, the host must know."""
+    """Raises for operations with a result that the host must know, or with a size that depends on values."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_mask = function in (aten.index.Tensor, aten.index_put_.default) and any(

@@ -7,19 +7,14 @@ operations. So a micro-batch brings indices, and nothing in a pass looks for pos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from asyncrl_cli.spec.sections import needs_no_mask
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup
 from asyncrl_cli.train.prefix_trees import TreeLayout
-
-
-class Slices(Protocol):
-    """A rank's place among the ranks that have a slice of the same rows each (``SequenceGroup``)."""
-
-    size: int
-    rank: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,17 +24,27 @@ class PackedRows:
     source: Tensor  # int64, [P]: a position's token in a matrix [rows, tokens], flattened
     positions: Tensor  # int64, [1, P]: each position in its row
     starts: Tensor  # int32, [rows + 1]: where rows begin, and P; as flash attention wants it
-    longest: int  # positions of the longest row
+    longest_row: int  # number of its positions
 
     def of_tokens(self, matrix: Tensor, shift: int = 0) -> Tensor:
         """Pick from [rows, tokens, ...] the position's token, or the token ``shift`` later: [1, P, ...]."""
         return matrix.flatten(0, 1).index_select(0, self.source + shift)[None]
 
-    @property
-    def attention_arguments(self) -> dict[str, Any]:
-        """Arguments with which attention keeps rows apart without a mask."""
-        starts, longest = self.starts, self.longest
-        return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    def attention_arguments(self, backbone: Any) -> dict[str, Any]:
+        """Return arguments with which attention keeps rows apart; empty if it has a mask for this.
+
+        Without them transformers searches for the rows in every layer, and each time the host waits for the GPU.
+        ``backbone``: a transformers model.
+        """
+        if not needs_no_mask(backbone.config.get_text_config()._attn_implementation):
+            return {}
+        starts, longest_row = self.starts, self.longest_row
+        return {
+            "cu_seq_lens_q": starts,
+            "cu_seq_lens_k": starts,
+            "max_length_q": longest_row,
+            "max_length_k": longest_row,
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,15 +53,19 @@ class PassLayout:
 
     scored: Tensor  # int64, [n]: the tokens, in the flattened matrix
     predicting: Tensor  # int64, [n]: the position before each, among the pass's positions, flattened
-    packed: PackedRows | None = None  # None: all positions but each row's last, or those of trees
+    packed: PackedRows | None = None  # None: all positions but each row's last, or the positions of trees
     local: Tensor | None = None  # int64, [m]: tokens that this rank's slice predicts; ``predicting`` is then [m]
 
     @classmethod
     def of(
-        cls, response_mask: Tensor, packing: bool, trees: TreeLayout | None = None, slices: Slices | None = None
+        cls,
+        response_mask: Tensor,
+        packing: bool,
+        trees: TreeLayout | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> PassLayout:
         """Make the layout on the CPU. ``response_mask``: bool, [rows, tokens], on the CPU, false in column 0.
-        ``slices``: with sequence parallelism."""
+        ``sequence``: the ranks that have a slice of the rows each; None: this rank has them alone."""
         rows, tokens = response_mask.shape
         scored = response_mask.flatten().nonzero()[:, 0]
         row, column = scored // tokens, scored % tokens - 1
@@ -70,15 +79,15 @@ class PassLayout:
             is_packed = positions < lengths[:, None]
             source = (torch.arange(rows)[:, None] * tokens + positions)[is_packed]
             row, column, width = torch.zeros_like(row), starts[row] + column, int(starts[-1])
-            if slices is not None:  # slices of equal length: the last row is extended
-                padding = -width % slices.size
+            if sequence is not None:  # slices of equal length: the last row is extended
+                padding = -width % sequence.size
                 lengths[-1] += padding
                 starts[-1] += padding
             packed = PackedRows(source, positions[is_packed][None], starts.int(), int(lengths.max()))
-        if slices is None:
+        if sequence is None:
             return cls(scored, row * width + column, packed)
-        slice_length = -(-width // slices.size)
-        local = (column // slice_length == slices.rank).nonzero()[:, 0]
+        slice_length = -(-width // sequence.size)
+        local = (column // slice_length == sequence.rank).nonzero()[:, 0]
         return cls(scored, (row * slice_length + column % slice_length)[local], packed, local)
 
     def to(self, device: torch.device | str) -> PassLayout:
@@ -86,7 +95,7 @@ class PassLayout:
         packed, local = self.packed, self.local
         if packed is not None:
             source, positions = moved(packed.source, device), moved(packed.positions, device)
-            packed = PackedRows(source, positions, moved(packed.starts, device), packed.longest)
+            packed = PackedRows(source, positions, moved(packed.starts, device), packed.longest_row)
         local = None if local is None else moved(local, device)
         return PassLayout(moved(self.scored, device), moved(self.predicting, device), packed, local)
 

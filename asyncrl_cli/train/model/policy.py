@@ -21,7 +21,7 @@ from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 from asyncrl_cli.train.model.images import ImageInputs, Vision, states
 from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.router_replay import RouterReplay
-from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, attention_arguments, check_config
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
@@ -103,11 +103,8 @@ class Policy(nn.Module):
             temperature=self.temperature,
             entropy=entropy,
         )
-        scored = self._at_tokens(logprobs, input_ids, layout)
-        return scored if entropy == "none" else (scored, self._at_tokens(entropies, input_ids, layout))
-
-    def _at_tokens(self, values: Tensor, input_ids: Tensor, layout: PassLayout) -> Tensor:
-        return at_tokens(values, input_ids.shape, layout, self.sequence)
+        scored = at_tokens(logprobs, input_ids.shape, layout, self.sequence)
+        return scored if entropy == "none" else (scored, at_tokens(entropies, input_ids.shape, layout, self.sequence))
 
 
 class ValueModel(nn.Module):
@@ -181,19 +178,18 @@ def predicting_states(
             ).last_hidden_state
         # Not by indexing: on a CPU its backward pass adds up a shared position's gradients in no fixed order.
         return nn.functional.embedding(layout.predicting, hidden.flatten(0, 1))
-    ids = input_ids[:, :-1] if packed is None else packed.of_tokens(input_ids)
+    ids, positions, arguments = input_ids[:, :-1], None, {}
+    if packed is not None:
+        ids, positions = packed.of_tokens(input_ids), packed.positions
+        arguments = packed.attention_arguments(backbone)
     if model.sequence is not None:
-        hidden = model.sequence.local_states(backbone, ids, packed)
+        hidden = model.sequence.local_states(backbone, ids, positions, **arguments)
     elif images is not None:
-        hidden = (
-            states(backbone, ids, None, images.without_last_tokens())
-            if packed is None
-            else states(backbone, ids, packed.positions, images.packed(packed), **attention_arguments(backbone, packed))
-        )
+        read_images = images.without_last_tokens() if packed is None else images.packed(packed)
+        hidden = states(backbone, ids, positions, read_images, **arguments)
     else:
         # Positions only for packed rows: from given positions a model makes a mask.
-        arguments = {} if packed is None else {"position_ids": packed.positions}
-        arguments |= attention_arguments(backbone, packed)
+        arguments |= {} if positions is None else {"position_ids": positions}
         hidden = backbone(input_ids=ids, **arguments, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, layout.predicting)
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.rules.model import sequence_parallel_problems
-from asyncrl_cli.spec.sections import TrainerSpec, needs_no_mask
-from asyncrl_cli.train.model.pass_layout import PackedRows
+from asyncrl_cli.spec.sections import TrainerSpec
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """An attention function of transformers."""
@@ -55,15 +54,6 @@ def check_config(config: Any, size: int) -> None:
             raise SequenceError(f"rotary embeddings of type {rope_type} depend on a sequence's length")
 
 
-def attention_arguments(backbone: Any, packed: PackedRows | None) -> dict[str, Any]:
-    """Return arguments with which attention keeps packed rows apart; empty if it has a mask for this.
-
-    Without them transformers searches for the rows in every layer, and each time the host waits for the GPU.
-    """
-    attention = backbone.config.get_text_config()._attn_implementation
-    return packed.attention_arguments if packed is not None and needs_no_mask(attention) else {}
-
-
 class SequenceGroup:
     """The ranks that have the same rows, as seen by one of them.
 
@@ -91,20 +81,21 @@ class SequenceGroup:
         torch.distributed.all_reduce(all_values, group=self._ranks)
         return all_values.scatter(0, local, values)
 
-    def local_states(self, backbone: Any, ids: Tensor, packed: PackedRows | None) -> Tensor:
+    def local_states(self, backbone: Any, ids: Tensor, positions: Tensor | None, **attention_arguments: Any) -> Tensor:
         """Return the hidden states of this rank's slice of the positions, [rows, slice, width]. Collective.
 
-        ``backbone``: a transformers model without its head. ``ids``: int64 [rows, positions]; ``packed``: they are
-        packed rows.
+        ``backbone``: a transformers model without its head. ``ids``: int64 [rows, positions]. ``positions``: for packed
+        rows, like ``ids``; None: 0, 1, 2, ...
         """
         from transformers.masking_utils import create_masks_for_generate
 
         padding = -ids.shape[1] % self.size
         ids = nn.functional.pad(ids, (0, padding))
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        positions = columns
-        if packed is not None:
-            positions = torch.cat([packed.positions, packed.positions[:, -1:] + 1 + columns[:, :padding]], dim=1)
+        if positions is None:
+            positions = columns
+        else:
+            positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :padding]], dim=1)
         # Masks of the full sequences, because attention is over these. By itself the model would mask its slice.
         masks = create_masks_for_generate(
             config=backbone.config,
@@ -119,7 +110,7 @@ class SequenceGroup:
             attention_mask=masks,
             position_ids=self.local_slice(positions),
             use_cache=False,
-            **attention_arguments(backbone, packed),
+            **attention_arguments,
         ).last_hidden_state
         layers = backbone.config.get_text_config().num_hidden_layers
         if self._layers != layers:
