@@ -47,7 +47,8 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
     if spec.trainer.gpus_per_rank:
         # Micro-batches and gathered layers differ in size, and without this torch cannot join the gaps between them.
         # Engines must not have it, because vLLM's sleep mode uses another allocator.
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        # Both names: torch 2.13 reads its settings in two places, and each prefers another name if the host sets one.
+        environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
         environment |= repeatable_attention.ENVIRONMENT
     else:
         environment |= {

@@ -42,9 +42,10 @@ def test_settings_in_use_are_not_advised() -> None:
 
 def test_ranks_on_gpus_alone_join_gaps_in_memory_and_repeat_flash_attention() -> None:
     on_gpus = spec({"gpus_per_engine": 0.4, "dtype": "bfloat16"}, {"gpus_per_rank": 0.6})
-    assert trainer_environment(on_gpus)["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert trainer_environment(on_gpus)[name] == "expandable_segments:True"
+        assert name not in trainer_environment(spec({}, {})) | engine_environment(on_gpus)
     assert trainer_environment(on_gpus)["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in trainer_environment(spec({}, {})) | engine_environment(on_gpus)
 
 
 def test_other_errors_pass() -> None:
