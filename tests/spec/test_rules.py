@@ -418,7 +418,7 @@ SHARED = (
 def test_an_engine_and_a_rank_may_share_a_gpu() -> None:
     quickstart = ROOT / "specs/quickstart.yaml"
     assert findings(quickstart, *SHARED) == []
-    assert findings(quickstart, *SHARED, "rollout.engines=2", "trainer.ranks=2") == []
+    assert findings(quickstart, *SHARED, "rollout.engines=2", "trainer.ranks=2", "pipeline.mode=sync") == []
     spec = load_spec(quickstart, (*SHARED, "pipeline.mode=sync")).spec
     assert shares_gpus(spec) and engines_sleep(spec) and tensor_parallel(spec) == 1
     assert memory_share(0.4) + memory_share(0.6) == pytest.approx(0.92)
@@ -452,6 +452,17 @@ def test_shares_that_cannot_be_shared(overrides: list[str], path: str, message: 
     found = [problem for problem in findings(ROOT / "specs/quickstart.yaml", *SHARED, *overrides) if problem.hint]
     assert [problem.path for problem in found if problem.severity == "error"] == [path]
     assert any(message in problem.message for problem in found)
+
+
+def test_several_ranks_beside_busy_engines_are_warned_about() -> None:
+    def warned_paths(*overrides: str) -> list[str]:
+        problems = findings(ROOT / "specs/quickstart.yaml", *SHARED, *overrides)
+        return [problem.path for problem in problems if "ranks wait for each other" in problem.message]
+
+    two_ranks = ("trainer.ranks=2", "rollout.engines=2", "pipeline.mode=async")
+    assert warned_paths(*two_ranks) == ["trainer.gpus_per_rank"]
+    assert warned_paths(*two_ranks, "pipeline.mode=sync") == warned_paths("pipeline.mode=async") == []
+    assert warned_paths(*two_ranks, "trainer.gpus_per_rank=1", "rollout.gpus_per_engine=1") == []
 
 
 @pytest.mark.parametrize(

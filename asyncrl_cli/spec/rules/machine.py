@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import argument_name, rule, warning
 from asyncrl_cli.spec.sections import ClusterSpec, EngineRange, ExperimentSpec
-from asyncrl_cli.spec.sharing import memory_share, shares_gpus
+from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
 
 OWN_ENGINE_ARGS = {
     "model": "model.path",
@@ -111,6 +111,19 @@ def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"{used:g} is more than the engine's share of the GPU, {engine:g}"
         hint = f"remove it (then it is {memory_share(engine):.2g}), or raise rollout.gpus_per_engine"
         yield Problem("rollout.engine_args.gpu_memory_utilization", message, hint)
+
+
+@rule
+def shared_gpus_of_several_ranks(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Several ranks share their GPUs with engines only in mode `sync`, in which engines sleep during training.
+
+    A message between ranks needs all of them on their GPUs at the same time. Beside a busy engine, each rank gets its
+    GPU only for slices of time, and the ranks wait until their slices coincide.
+    """
+    if shares_gpus(spec) and not engines_sleep(spec) and spec.trainer.ranks > 1:
+        message = f"{spec.trainer.ranks} ranks wait for each other while engines use the same GPUs, which is slow"
+        hint = "set pipeline.mode to sync, or give ranks and engines whole GPUs (gpus_per_rank and gpus_per_engine: 1)"
+        yield warning("trainer.gpus_per_rank", message, hint)
 
 
 @rule
