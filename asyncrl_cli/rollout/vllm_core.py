@@ -20,9 +20,10 @@ import queue
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import ForkContext, ForkProcess
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,15 @@ class JoinedOutputs:
     """
 
     def __init__(self, read_queue: Callable[..., Any], hold_s: Callable[[str], float]) -> None:
+        from vllm.v1.engine import EngineCoreOutput
+
         self._read_queue = read_queue
         self._hold_s = hold_s
         self._ready: deque[Any] = deque()
         self._waiting_records: dict[str, list[Any]] = {}  # records by request
         self._newest_entry: tuple[int, Any] = (0, None)  # the entry with the newest held record
         self._due = math.inf
+        self._other_fields = attrgetter(*(name for name in EngineCoreOutput.__struct_fields__ if name not in JOINED))
 
     def get(self) -> Any:
         """The next entry to send; waits for it."""
@@ -145,16 +149,23 @@ class JoinedOutputs:
         ):
             self._release()
         sendable: list[Any] = []
-        for record in outputs.outputs:
+        for record in outputs.outputs:  # no call for each record: this is the cost of every token (decision 0010)
             waiting = self._waiting_records.get(record.request_id)
-            if can_wait(record) and (waiting is not None or (hold_s := self._hold_s(record.request_id)) > 0):
-                if waiting is None:
-                    self._due = min(self._due, time.monotonic() + hold_s)
-                    waiting = self._waiting_records[record.request_id] = []
-                waiting.append(record)
-                self._newest_entry = entry
+            for value in self._other_fields(record):
+                if value is not None:  # the finish reason "stop" is 0
+                    break
             else:
-                sendable.append(joined([*self._waiting_records.pop(record.request_id, ()), record]))
+                if waiting is not None:
+                    waiting.append(record)
+                    continue
+                if (hold_s := self._hold_s(record.request_id)) > 0:
+                    self._due = min(self._due, time.monotonic() + hold_s)
+                    self._waiting_records[record.request_id] = [record]
+                    continue
+            sendable.append(record if waiting is None else joined([*waiting, record]))
+            self._waiting_records.pop(record.request_id, None)
+        if self._waiting_records:
+            self._newest_entry = entry
         if sendable:
             self._ready.append((client, with_records(outputs, sendable)))
 
@@ -174,12 +185,6 @@ def has_records_alone(outputs: Any) -> bool:
     return bool(outputs.outputs) and all(getattr(outputs, name) is None for name in other_fields)
 
 
-def can_wait(record: Any) -> bool:
-    """True if the record's request has not ended and all fields of the record can be joined."""
-    # Compared with None, because the finish reason "stop" is 0.
-    return all(name in JOINED or getattr(record, name) is None for name in record.__struct_fields__)
-
-
 def joined(records: list[Any]) -> Any:
     """Join a request's records, in their order, into the last one."""
     newest_record = records[-1]
@@ -192,12 +197,18 @@ def joined(records: list[Any]) -> Any:
     )
     logprobs = [record.new_logprobs for record in records if record.new_logprobs is not None]
     if logprobs:
-        ids, values, ranks = (np.concatenate([arrays[field] for arrays in logprobs]) for field in range(3))
-        newest_record.new_logprobs = type(logprobs[0])(ids, values, ranks)
+        ids, values, ranks, _ = zip(*logprobs, strict=True)
+        newest_record.new_logprobs = type(logprobs[0])(_concatenated(ids), _concatenated(values), _concatenated(ranks))
     experts = [record.routed_experts for record in records if record.routed_experts is not None]
     if experts:
         newest_record.routed_experts = np.concatenate(experts)
     return newest_record
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    """Concatenate arrays of one dtype along the first axis. ``numpy.concatenate`` takes 2.5 times as long for arrays of
+    one number."""
+    return np.frombuffer(b"".join(arrays), arrays[0].dtype).reshape(-1, *arrays[0].shape[1:])
 
 
 def with_records(outputs: Any, records: list[Any]) -> Any:
