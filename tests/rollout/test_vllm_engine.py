@@ -88,7 +88,7 @@ def test_the_environment_differs_between_cpu_and_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("gpu_gb", "gpus", "running", "tokens"),
-    [(80, 1, 256, 8192), (80, 2, 256, 8192), (80, 0.4, 256, 2048), (24, 1, 256, 2048), (None, 1, 4096, 4096)],
+    [(80, 1, 256, 8192), (80, 2, 256, 8192), (80, 0.4, 256, 8192), (24, 1, 256, 2048), (None, 1, 4096, 4096)],
 )
 def test_gpu_engine_computes_more_tokens_at_a_time_on_a_large_gpu(
     gpu_gb: int | None, gpus: float, running: int, tokens: int
