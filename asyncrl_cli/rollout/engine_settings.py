@@ -168,8 +168,8 @@ def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
     """Tokens that a GPU engine computes at a time (`max_num_batched_tokens`); ``gpu_bytes``: memory of a GPU.
 
     vLLM's default depends on its caller: 8,192 for its server on a large GPU, 2,048 for us. With only 2,048, prefilling
-    long prompts and interrupted rollouts reaches a fraction of the GPU's speed. An engine with a share of a GPU's memory
-    computes on the whole GPU, so its share does not matter.
+    long prompts and interrupted rollouts reaches a fraction of the GPU's speed. An engine with a share of the memory
+    still computes on the whole GPU.
     """
     large = gpu_bytes is not None and gpu_bytes >= LARGE_GPU_BYTES
     return max(8192 if large else 2048, spec.rollout.max_running_rollouts)
