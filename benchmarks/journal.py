@@ -1,10 +1,9 @@
-"""Finished rollouts per second that the buffer makes durable, compared with a Ray queue that only transfers them.
+"""Finished rollouts per second that the buffer makes durable, and the time of `inspect` on a large journal.
 
     python benchmarks/journal.py [--rollouts N] [--tokens N] [--per-call N] [--folder DIR]
     python benchmarks/journal.py --inspect [--rollouts N] [--folder DIR]
 
-The first form calls ``Buffer.record``: a call counts when it is answered, that is, when its rollouts are on disk. It is
-compared with ``ray.util.queue.Queue``: the driver puts the same rollouts, an actor gets them, nothing is durable.
+The first form calls ``Buffer.record``: a call counts when it is answered, that is, when its rollouts are on disk.
 
 The second form builds a journal of a million rollouts, keeps a writer's connection to it open, and measures the time of
 ``asyncrl inspect``, including the start of the process.
@@ -20,7 +19,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -99,12 +98,12 @@ async def flood(send: Send, calls: list[list[Rollout]], in_flight: int) -> list[
     return await asyncio.gather(*map(timed, calls))
 
 
-def calls_row(name: str, in_flight: int, calls: list[list[Rollout]], seconds: float, latencies: list[float]) -> str:
+def calls_row(in_flight: int, calls: list[list[Rollout]], seconds: float, latencies: list[float]) -> str:
     rollouts = sum(map(len, calls))
     size = sum(rollout.ids.nbytes + rollout.logprobs.nbytes for call in calls for rollout in call)
     half, most = np.percentile(latencies, (50, 99)) * 1e3
     figures = (f"{rollouts / seconds:,.0f}", f"{size / seconds / 1e6:.1f}", f"{half:.0f}", f"{most:.0f}")
-    return row(name, str(in_flight), *figures)
+    return row(str(in_flight), *figures)
 
 
 async def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> list[str]:
@@ -119,37 +118,12 @@ async def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) 
         calls = calls_of(range(turn * per_round, (turn + 1) * per_round), tokens, per_call)
         started = time.perf_counter()
         latencies = await flood(buffer.record, calls, in_flight)
-        rows.append(calls_row("journal", in_flight, calls, time.perf_counter() - started, latencies))
+        rows.append(calls_row(in_flight, calls, time.perf_counter() - started, latencies))
     await buffer.close()
     with closing(open_for_reading(path)) as connection:
         (found,) = connection.execute("SELECT count(*) FROM rollouts WHERE finish_reason IS NOT NULL").fetchone()
     assert found == groups * GROUP_SIZE, f"{found} rollouts in the journal"
     return rows
-
-
-class Consumer:
-    """Gets the items that the driver puts."""
-
-    def consume(self, queue: Any, items: int) -> int:
-        """Get this many items; returns the number of their tokens."""
-        return sum(len(rollout.ids) for _ in range(items) for rollout in queue.get())
-
-
-def queue_rows(rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
-    """Rows for Ray's queue."""
-    import ray
-    from ray.util.queue import Queue
-
-    queue: Any = Queue(actor_options={"num_cpus": 0})
-    consumer = ray.remote(Consumer).options(num_cpus=0).remote()
-    for in_flight in IN_FLIGHT:
-        calls = calls_of(range(rollouts // GROUP_SIZE), tokens, per_call)
-        consumed = consumer.consume.remote(queue, len(calls))
-        started = time.perf_counter()
-        latencies = asyncio.run(flood(queue.put_async, calls, in_flight))
-        assert ray.get(consumed, timeout=LIMIT_S) == rollouts // GROUP_SIZE * GROUP_SIZE * tokens
-        yield calls_row("Ray queue", in_flight, calls, time.perf_counter() - started, latencies)
-    queue.shutdown()
 
 
 def disk_row(folder: Path) -> str:
@@ -167,19 +141,10 @@ def disk_row(folder: Path) -> str:
 
 def write(folder: Path, rollouts: int, tokens: int, per_call: int) -> None:
     """Print the table of the first form."""
-    import ray
-
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        print(f"{rollouts:,} rollouts of {tokens:,} tokens, {per_call} to a call; {disk_row(folder)}\n")
-        print(header("what", "calls in flight", "rollouts/s", "MB/s", "p50 ms", "p99 ms"))
-        for line in asyncio.run(journal_rows(folder, rollouts, tokens, per_call)):
-            print(line, flush=True)
-        for line in queue_rows(rollouts, tokens, per_call):
-            print(line, flush=True)
-    finally:
-        ray.shutdown()
+    print(f"{rollouts:,} rollouts of {tokens:,} tokens, {per_call} to a call; {disk_row(folder)}\n")
+    print(header("calls in flight", "rollouts/s", "MB/s", "p50 ms", "p99 ms"))
+    for line in asyncio.run(journal_rows(folder, rollouts, tokens, per_call)):
+        print(line, flush=True)
 
 
 # -- reading

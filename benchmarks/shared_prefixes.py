@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 from common import UNTRAINED
-from gpu_report.parts import MODEL
+from gpu_report.specs import MODEL
+from gpu_report.steps import random_batch
 from trainer import spec_of, start
 
-from asyncrl_cli.records.generation import Rollout
-from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
+from asyncrl_cli.records.training import TrainingBatch
 
 MODELS: dict[str, dict[str, Any]] = {
     "quickstart": {},
@@ -110,21 +110,9 @@ def measure(name: str, attention: str, options: argparse.Namespace, joined: bool
 def batch_of(options: argparse.Namespace, prompt: int, seed: int) -> TrainingBatch:
     """Groups of random rollouts; lengths vary by a half."""
     random = np.random.default_rng(seed)
-
-    def rollout(name: str, ids: tuple[int, ...]) -> Rollout:
-        length = int(random.integers(options.tokens // 2, options.tokens * 3 // 2 + 1))
-        tokens: Any = random.integers(3, 90, length).astype(np.int32)
-        versions = np.zeros(length, np.int32)
-        logprobs = np.full(length, -4.5, np.float32)
-        return Rollout(tokens, logprobs, versions, rollout_id=name, prompt_ids=ids, text="", finish_reason="stop")
-
-    groups = []
-    for group in range(options.groups):
-        ids = tuple(random.integers(3, 90, prompt).tolist())
-        rollouts = tuple(rollout(f"{group}-{index}", ids) for index in range(options.responses))
-        rewards = tuple(float(index % 2) for index in range(options.responses))
-        groups.append(TrainingGroup(group, "uid", 0, rollouts, rewards))
-    return TrainingBatch(0, 0, tuple(groups))
+    shape = options.groups, options.responses
+    lengths = random.integers(options.tokens // 2, options.tokens * 3 // 2 + 1, shape)
+    return random_batch(lengths, prompt, seed=seed)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,29 @@
-"""The cost of DeepSpeed and the output head: the trainer compared with a plain PyTorch loop, and its memory.
+"""The cost of DeepSpeed and the output head: the trainer compared with a plain PyTorch loop.
 
     python benchmarks/trainer.py [--quick] [--zero-stage N] [--set KEY=VALUE ...]
 
-Speed: forward, backward and optimizer step over the same micro-batches of the quickstart's model, in turn, on one rank
-and one thread. The plain loop computes logits for response tokens only, like the trainer, but all of them at once.
-
-Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a separate process, with a model that has one table
-of embeddings and few other weights, and with one that has two tables and eight layers. It is compared with the
-necessary memory: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the
-weights, and one chunk of the head's logits.
+Forward, backward and optimizer step over the same micro-batches of the quickstart's model, in turn, on one rank and one
+thread. The plain loop computes logits for response tokens only, like the trainer, but all of them at once. memory.py
+measures the trainer's memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common import QUICKSTART, UNTRAINED, seconds_of
-from memory import memory
 
-from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 ROWS, PROMPT, LONGEST = 256, 24, 192
 """Rollouts of an update, and tokens of a prompt and of the longest response."""
-
-MEMORY_TOKENS, MEMORY_VOCABULARY = 8192, 150_000
-MEMORY_MODELS = ((256, 2, True), (512, 8, False))
-"""Width, layers, and whether input and output embeddings are tied."""
 
 
 def main() -> None:
@@ -44,17 +31,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a minute instead of several")
     parser.add_argument("--zero-stage", type=int, default=3)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the spec, for the trainer")
-    parser.add_argument("--memory-only", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     overrides = [f"trainer.zero_stage={options.zero_stage}", *UNTRAINED, *options.set]
-    if options.memory_only:
-        measure_memory(spec_of(overrides), *json.loads(options.memory_only))
-        return
     with tempfile.TemporaryDirectory() as folder:
         measure_speed(spec_of(overrides), Path(folder), rounds=5 if options.quick else 20)
-    command = [sys.executable, __file__, "--zero-stage", str(options.zero_stage), "--set", *options.set]
-    for model in MEMORY_MODELS[:1] if options.quick else MEMORY_MODELS:
-        subprocess.run([*command, "--memory-only", json.dumps(model)], check=True)
 
 
 def spec_of(overrides: list[str]) -> ExperimentSpec:
@@ -146,70 +126,6 @@ def measure_speed(spec: ExperimentSpec, folder: Path, rounds: int) -> None:
         print(f"{name:>8}: {middle} response tokens/s (least {low}, most {high})")
     ratio = statistics.median(rates["bare"]) / statistics.median(rates["trainer"])
     print(f"the bare loop is {ratio:.3f} times as fast (1.25 at most is wanted)")
-
-
-def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) -> None:
-    """Print the peak of an update's memory, and the necessary memory."""
-    import torch
-
-    from asyncrl_cli.train.model.chunked_logprobs import CHUNK_NUMBERS
-    from asyncrl_cli.train.model.initial import build_initial_model
-    from asyncrl_cli.train.nonfinite_guard import backward, step
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_large_vocabulary(folder / "tokenizer")
-        config = {
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "tie_word_embeddings": tied,
-        }
-        init = ModelInit(architecture="qwen3", config=config, tokenizer=str(folder / "tokenizer"))
-        build_initial_model(init, 1024, 0, folder / "model")
-        spec = spec.model_copy(
-            update={
-                "trainer": spec.trainer.model_copy(
-                    update={"tokens_per_microbatch": MEMORY_TOKENS, "gradient_checkpointing": True}
-                )
-            }
-        )
-        import deepspeed  # noqa: F401
-        from transformers import Qwen3ForCausalLM  # noqa: F401
-
-        before = memory("VmRSS")
-        engine = start(spec, folder / "model")
-    numbers = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
-    torch.set_num_threads(os.cpu_count() or 1)
-    length = 1000
-    (batch,) = microbatches(spec, [length] * (MEMORY_TOKENS // (length + PROMPT)), MEMORY_VOCABULARY)
-    for _ in range(2):  # the first update creates the moments
-        backward(engine, -engine(*batch).sum())
-        step(engine)
-    peak = memory("VmHWM") - before
-    needed = (20 if spec.trainer.zero_stage else 16) * numbers + 4 * CHUNK_NUMBERS
-    logits = 4 * int(batch[1].sum()) * MEMORY_VOCABULARY
-    print(f"{numbers / 1e6:.0f} M weights in {layers} layers, {MEMORY_TOKENS} tokens, vocabulary {MEMORY_VOCABULARY:,}")
-    print(
-        f"   peak: {peak / 2**20:,.0f} MiB more than before the model; all logits alone are {logits / 2**20:,.0f} MiB"
-    )
-    print(f" needed: {needed / 2**20:,.0f} MiB; the peak is {peak / needed:.2f} times that (1.3 at most is wanted)")
-    torch.distributed.destroy_process_group()
-
-
-def write_large_vocabulary(folder: Path) -> None:
-    """A tokenizer of ``MEMORY_VOCABULARY`` words."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(MEMORY_VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), unk_token="w0", eos_token="w1"
-    )
-    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":
