@@ -88,10 +88,11 @@ SIZES ?= 0.3M 9.5M
 against-trl: install $(VENV)-parity/.installed
 	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS) --sizes $(SIZES)
 
-# Tests every part of asyncrl on this machine's GPUs, in about fifteen minutes, and writes gpu-report/.../report.md to send.
-# DEVICE=cpu runs smaller versions, in ten minutes on two cores. MODEL=FOLDER also measures a saved model.
+# Tests every part of asyncrl on this machine's GPUs, in about half an hour, and writes gpu-report/.../report.md to send.
+# DEVICE=cpu runs smaller versions, in ten minutes on two cores. MODEL=FOLDER also measures a saved model,
+# and no part begins after MINUTES=30.
 gpu: install
-	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S) $(if $(MODEL),--model $(MODEL))
+	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S) $(if $(MODEL),--model $(MODEL)) $(if $(MINUTES),--minutes $(MINUTES))
 
 docs: install
 	$(BIN)/python -m asyncrl_cli.spec.reference > docs/spec.md

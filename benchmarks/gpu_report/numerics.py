@@ -15,13 +15,13 @@ from asyncrl_cli.rollout.engine_settings import EXACT_PRODUCTS
 from asyncrl_cli.sizing.config import COPIES
 from asyncrl_cli.spec.sections import needs_no_mask
 from gpu_report.runs import Bench
+from gpu_report.specs import VOCABULARY
 
 LAYERS = {"cuda": 16, "cpu": 2}
 LARGEST_LOGIT = 40.0
 """Trained models of this size have logits like this; the rounding of bfloat16 grows with them."""
 HEAD = {"cuda": (4096, 2560), "cpu": (16, 64)}
 """Positions and width; the vocabulary is Qwen3's."""
-VOCABULARY = 151_936
 ROWS = {"cuda": (8, 600, 100), "cpu": (2, 20, 10)}
 """Rows of a repeated pass, their common prefix, and their own tokens."""
 PASSES = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from pathlib import Path
@@ -10,29 +9,25 @@ from statistics import median
 from typing import Any
 
 import yaml
-from common import CHAIN_SUM, INIT, QUICKSTART, metrics
+from common import metrics
 
 from asyncrl_cli.orchestrator.probe_check import TOLERANCE
 from gpu_report.copies import copy_speeds
+from gpu_report.peak import gpu_memory
 from gpu_report.runs import Bench, checksums, probe_gaps
+from gpu_report.specs import exact_spec, fitted, quickstart_spec, timed_spec
 
 SKIPPED_STEPS = 2
 """Number of steps at the start that are not timed, because caches warm up and graphs are captured."""
-MODEL = {
-    "cuda": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
-    | {"num_key_value_heads": 8, "head_dim": 64, "initializer_range": 0.02},
-    "cpu": {},
-}
-"""The differences from the quickstart's model in timed runs: 0.4 billion parameters on GPUs."""
 
 
 def quickstart(bench: Bench) -> dict[str, Any]:
     """The quickstart in bfloat16: its final accuracy, and its time."""
-    spec = _quickstart("bfloat16")
+    spec = quickstart_spec("bfloat16")
     if bench.device == "cpu":
         spec["stop"]["steps"] = 4
         spec["data"]["eval"]["size"] = 64
-    run = bench.once("quickstart", lambda: bench.train("quickstart", spec, limit_s=900))
+    run = bench.once("quickstart", lambda: bench.train("quickstart", spec))
     found = metrics(run)
     state = json.loads((run / "state.json").read_text())
     return {
@@ -104,7 +99,8 @@ def trainer(bench: Bench) -> dict[str, Any]:
 
 def _trainer_figures(bench: Bench, run: Path) -> dict[str, Any]:
     found = metrics(run)[SKIPPED_STEPS:]
-    ranks = yaml.safe_load((run / "spec.yaml").read_text())["trainer"]["ranks"]
+    settings = yaml.safe_load((run / "spec.yaml").read_text())["trainer"]
+    ranks = settings["ranks"]
     rate = sum(row["tokens/trained"] for row in found) / sum(row["time/train_s"] for row in found)
     used = sum(row["train/tflop"] for row in found) / sum(row["time/update_s"] for row in found) / ranks
     matmul = matmul_flops(bench.device) / 1e12
@@ -113,6 +109,8 @@ def _trainer_figures(bench: Bench, run: Path) -> dict[str, Any]:
         "tokens/s": round(rate),
         "TFLOP/s of a rank": round(used, 3),
         "MFU of updates": _median(found, "mfu/update") if "mfu/update" in found[0] else None,
+        "MFU of whole steps": _median(found, "mfu/end_to_end") if "mfu/end_to_end" in found[0] else None,
+        "settings": {key: settings[key] for key in ("tokens_per_microbatch", "gradient_checkpointing")},
         "share of a matrix product's speed": round(used / matmul, 3),
         "TFLOP/s of a matrix product": round(matmul, 3),
     }
@@ -126,31 +124,40 @@ def engine(bench: Bench) -> dict[str, Any]:
 def _engine_figures(run: Path) -> dict[str, Any]:
     found = metrics(run)[SKIPPED_STEPS:]
     busy = sum(row["share/engines_busy"] * row["time/step_s"] for row in found)
+    rate = sum(row["tokens/generated"] for row in found) / busy
+    requests = _median(found, "engines/requests_mean")
+    engines = yaml.safe_load((run / "spec.yaml").read_text())["rollout"].get("engines", 1)
     return {
-        "tokens/s of all engines": round(sum(row["tokens/generated"] for row in found) / busy),
+        "tokens/s of all engines": round(rate),
+        "mean concurrency of an engine": requests,
+        "ms of a decode step": round(1000 * requests * engines / rate, 2),
         "mean response": _median(found, "response/tokens_mean"),
-        "engines": yaml.safe_load((run / "spec.yaml").read_text())["rollout"].get("engines", 1),
+        "engines": engines,
     }
 
 
 def ratio(bench: Bench) -> dict[str, Any]:
     """Trained tokens per second in `async` and in `sync`, with the same work on the same devices."""
-    rates = {}
+    rates: dict[str, float] = {}
+    shares: dict[str, Any] = {}
     for mode in ("sync", "async"):
         found = metrics(_timed(bench, mode))
         seconds = found[-1]["time"] - found[SKIPPED_STEPS]["time"]
         rates[mode] = sum(row["tokens/trained"] for row in found[SKIPPED_STEPS + 1 :]) / seconds
+        if "mfu/end_to_end" in found[0]:
+            shares[f"{mode} MFU of whole steps"] = _median(found[SKIPPED_STEPS:], "mfu/end_to_end")
     return {f"{mode} tokens/s": round(rate) for mode, rate in rates.items()} | {
-        "async/sync": round(rates["async"] / rates["sync"], 2)
+        "async/sync": round(rates["async"] / rates["sync"], 2),
+        **shares,
     }
 
 
 def own_model(bench: Bench) -> dict[str, Any]:
     """The speed of trainer and engines with the model of `--model`, and how far their log-probs differ."""
-    spec = _timed_spec(bench.device, "sync")
+    spec = timed_spec(bench.device, "sync")
     spec["model"] = {"path": str(bench.model), "max_length": spec["model"]["max_length"]}
     spec["stop"]["steps"] = SKIPPED_STEPS + 4
-    run = bench.once("model", lambda: bench.train("model", spec, limit_s=1200))
+    run = bench.once("model", lambda: bench.train("model", _on_card(bench, spec)))
     found = metrics(run)[SKIPPED_STEPS:]
     return {
         "trainer": _trainer_figures(bench, run),
@@ -160,54 +167,73 @@ def own_model(bench: Bench) -> dict[str, Any]:
     }
 
 
-def kill_and_resume(bench: Bench) -> dict[str, Any]:
-    """Kill a run's driver, resume the run, and replay it: its recorded batches must give the weights it published.
+def kill(bench: Bench) -> dict[str, Any]:
+    """Kill a small run's driver: its other processes end, and the GPUs still answer."""
+    before = gpu_memory() if bench.device == "cuda" else {}
+    run = _killed(bench)
+    figures: dict[str, Any] = {"killed at step": len(metrics(run))}
+    figures |= json.loads((run.parent / "kill.json").read_text())
+    if bench.device == "cuda":
+        after = gpu_memory()
+        if not after:
+            raise RuntimeError(f"nvidia-smi does not answer after the kill: {figures}")
+        figures["GPU memory left, GB"] = sum(after.values()) / 1e9 - sum(before.values()) / 1e9
+    if figures["processes left"]:
+        raise RuntimeError(f"processes of the run are still alive: {figures}")
+    return figures
 
-    On GPUs it uses bfloat16, so it works even if float32 engines do not. Engines then sample other tokens in every run.
-    In float32 the resumed run must end with the weights of an uninterrupted run.
+
+def _killed(bench: Bench) -> Path:
+    """A run in bfloat16 on GPUs, so it works even if float32 engines do not."""
+    spec = exact_spec("async", _resume_dtype(bench))
+    return bench.once("killed", lambda: bench.train("killed", spec, kill_after=spec["stop"]["steps"] // 2))
+
+
+def _resume_dtype(bench: Bench) -> str:
+    return "bfloat16" if bench.device == "cuda" else "float32"
+
+
+def resume(bench: Bench) -> dict[str, Any]:
+    """Resume the killed run, and replay it: its recorded batches must give the weights it published.
+
+    In bfloat16 engines sample other tokens in every run. In float32 the resumed run must end with the weights of an
+    uninterrupted run.
     """
-    dtype = "bfloat16" if bench.device == "cuda" else "float32"
-    spec = _exact_spec("async", dtype)
-    steps = spec["stop"]["steps"]
-    run = bench.once("killed", lambda: bench.train("killed", spec, limit_s=900, kill_after=steps // 2))
-    killed_at = len(metrics(run))
-    at = (run.name, "--runs-dir", str(run.parent))
-    bench.cli("resume", *at, limit_s=900)
+    run, dtype = _killed(bench), _resume_dtype(bench)
+    steps = exact_spec("async", dtype)["stop"]["steps"]
+    location = (run.name, "--runs-dir", str(run.parent))
+    bench.cli("resume", *location)
     if len(metrics(run)) != steps:
         raise RuntimeError(f"{len(metrics(run))} steps are reported after the resume, not {steps}")
-    replayed = [json.loads(line) for line in bench.cli("replay", *at, "--json", limit_s=900).splitlines()]
-    found = {
-        "killed at step": killed_at,
+    replayed = [json.loads(line) for line in bench.cli("replay", *location, "--json").splitlines()]
+    figures: dict[str, Any] = {
         "steps": steps,
         "replayed versions that are equal": sum(version["equal"] is True for version in replayed),
     }
     if dtype == "float32":
         undisturbed, resumed = checksums(_exact(bench, "async", dtype)), checksums(run)
-        found |= {
+        figures |= {
             "equal to the bit": resumed == undisturbed,
             "versions that differ": [
                 version for version in undisturbed if resumed.get(version) != undisturbed[version]
             ],
         }
-    return found
+    return figures
 
 
 def memory(bench: Bench) -> dict[str, Any]:
     """The peak memory of the timed run, and the estimate for its spec."""
     run = _timed(bench, "async")
-    peaks = {name: size / 1e9 for name, size in bench.peaks["timed-async"].items()}
+    peaks = {name: size / 1e9 for name, size in json.loads((run.parent / "peak.json").read_text()).items()}
     if not peaks:
         raise RuntimeError("nothing was measured: nvidia-smi gave no answer")
     arguments = ("validate-spec", str(run.parent / "spec.yaml"), "--memory", "--json")
-    estimate = json.loads(bench.cli(*arguments, limit_s=120))["memory"]
+    estimate = json.loads(bench.cli(*arguments))["memory"]
     estimated = {
         f"{one['count']} × {one['name']}": sum(part["bytes"] for part in one["parts"]) / 1e9
         for one in estimate["devices"]
     }
     return {"measured peak GB": peaks, "estimated GB": estimated}
-
-
-# -- runs and specs
 
 
 def matmul_flops(device: str) -> float:
@@ -227,56 +253,19 @@ def matmul_flops(device: str) -> float:
     return float(2 * size**3 / best)
 
 
-def _quickstart(dtype: str) -> dict[str, Any]:
-    spec: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text())
-    spec["model"]["path"] = str(CHAIN_SUM)
-    for part in ("rollout", "trainer"):
-        spec[part]["dtype"] = dtype
-    return spec | {"tracking": {"mlflow": False}}
-
-
-def _untrained(dtype: str) -> dict[str, Any]:
-    """A model with random weights, which ends a response with the same probability at every token, and a task with
-    rewards that differ between responses, which gives gradients."""
-    spec = _quickstart(dtype)
-    spec["model"] |= {"path": None, "init": copy.deepcopy(INIT)}
-    spec["task"] = {"use": "long_tail:LongTail"}
-    spec["algorithm"] |= {"uniform_groups": "train"}
-    return spec
-
-
-def _exact_spec(mode: str, dtype: str = "float32") -> dict[str, Any]:
-    """A few small steps at staleness 0, with checkpoints."""
-    spec = _untrained(dtype)
-    spec["rollout"] |= {"max_response_tokens": 32, "group_size": 4}
-    spec["pipeline"] = {"mode": mode, "max_staleness": 0, "groups_per_step": 8}
-    spec["data"]["eval"]["size"] = 8
-    return spec | {"evaluation": {"every": 0}, "checkpoints": {"every": 2}, "stop": {"steps": 6}}
-
-
 def _exact(bench: Bench, mode: str, dtype: str = "float32") -> Path:
     name = f"exact-{mode}" if dtype == "float32" else f"undisturbed-{mode}"
-    return bench.once(name, lambda: bench.train(name, _exact_spec(mode, dtype), limit_s=600))
-
-
-def _timed_spec(device: str, mode: str) -> dict[str, Any]:
-    """Lengths of responses have a long tail, and do not change, because the learning rate is almost zero."""
-    gpu = device == "cuda"
-    spec = _untrained("bfloat16" if gpu else "float32")
-    spec["model"]["init"]["config"] |= MODEL[device]
-    spec["model"]["max_length"] = 1100 if gpu else 160
-    spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 256 if gpu else 64}
-    # It must also fit a GPU of 24 GB.
-    spec["trainer"] |= {"tokens_per_microbatch": 16384 if gpu else 2048, "gradient_checkpointing": gpu}
-    spec["trainer"]["optimizer"]["learning_rate"] = 1e-7
-    spec["pipeline"] = {"mode": mode, "groups_per_step": 64 if gpu else 8}
-    spec["data"]["eval"]["size"] = 1
-    return spec | {"evaluation": {"every": 0}, "stop": {"steps": 20 if gpu else 8}}
+    return bench.once(name, lambda: bench.train(name, exact_spec(mode, dtype)))
 
 
 def _timed(bench: Bench, mode: str) -> Path:
     name = f"timed-{mode}"
-    return bench.once(name, lambda: bench.train(name, _timed_spec(bench.device, mode), limit_s=1200))
+    return bench.once(name, lambda: bench.train(name, _on_card(bench, timed_spec(bench.device, mode))))
+
+
+def _on_card(bench: Bench, spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec with the fastest settings that fit the GPUs."""
+    return fitted(bench.on_device(spec), bench.gpu_bytes) if bench.device == "cuda" else spec
 
 
 def _weights(run: Path) -> dict[str, Any]:

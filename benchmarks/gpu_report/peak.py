@@ -48,15 +48,15 @@ class PeakMemory:
                 self.bytes[name] = max(size, self.bytes.get(name, 0))
 
 
-def gpu_memory() -> dict[str, int]:
-    """The used bytes of each GPU, by any process."""
-    command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+def gpu_memory(field: str = "memory.used") -> dict[str, int]:
+    """Bytes of each GPU by nvidia-smi: used by any process, or with ``memory.total`` all."""
+    command = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     pairs = (line.split(",") for line in answer.splitlines())
-    return {f"GPU {index.strip()}": int(used) * 2**20 for index, used in pairs}
+    return {f"GPU {index.strip()}": int(mebibytes) * 2**20 for index, mebibytes in pairs}
 
 
 def tree_memory(pid: int | None) -> int:
