@@ -71,7 +71,7 @@ def microbatches(spec: ExperimentSpec, lengths: list[int], vocabulary: int) -> l
     generator = torch.Generator().manual_seed(0)
     totals = [PROMPT + length for length in lengths]
     made = []
-    for rows in plan_microbatches(totals, spec.trainer.tokens_per_microbatch, 1, spec.trainer.packing)[0]:
+    for rows in plan_microbatches(totals, spec.trainer.microbatch_tokens, 1, spec.trainer.packing)[0]:
         longest = max(totals[row] for row in rows)
         ids = torch.randint(3, vocabulary, (len(rows), longest), generator=generator)
         positions = torch.arange(longest)

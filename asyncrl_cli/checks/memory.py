@@ -1,8 +1,8 @@
 """Checks that a run fits into the memory of GPUs and hosts.
 
-`asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start leaves out activations,
-because counting them takes seconds: its result is a lower bound, and a run is refused if even this is too large
-(decision 0047).
+`asyncrl validate-spec --memory` and `asyncrl train --dry-run` refuse a run by the estimate of all parts. A start
+refuses it only if the parts without activations are too large, and otherwise warns: the estimate of activations has
+not been compared with a GPU (decision 0047).
 """
 
 from __future__ import annotations
@@ -12,24 +12,33 @@ from dataclasses import replace
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
+from asyncrl_cli.sizing.config import one_line
+from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses, rank_gpu
 from asyncrl_cli.sizing.memory_use import GB, Device, MemoryRole, size_text
+from asyncrl_cli.sizing.microbatch import cautious_microbatch, choose_microbatch
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.memory import available_memory
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> Result:
     """Check that each GPU and host has the memory that the run needs. Raises ``ConfigError`` if not.
 
-    ``thorough``: include the activations of a micro-batch.
+    ``thorough``: refuse a run because of a micro-batch's activations, too; otherwise warn about them on GPUs.
     """
     if not thorough:
-        model = replace(model, activations=lambda *_: 0)
+        without_activations = replace(model, activations=lambda *_: 0)
+        lower_bound = estimate_memory(spec, without_activations)
+        if (refusal := memory_problems(spec, lower_bound)[0]) is not None:
+            raise refusal
+        if not spec.trainer.gpus_per_rank or rank_bytes(spec, model) is None:
+            model = without_activations
     result = estimate_memory(spec, model)
     refusal, warnings = memory_problems(spec, result)
     if refusal is not None:
-        raise refusal
+        if thorough:
+            raise refusal
+        warnings = [Warned(refusal.message, f"{refusal.location}: {refusal.hint}"), *warnings]
     text = "\n".join(map(_line, result.devices))
     if not warnings:
         return text
@@ -44,11 +53,52 @@ def _line(device: Device) -> str:
     return f"{count}{device.name}: {size_text(device.total)}{capacity} ({uses})"
 
 
+def resolve_microbatch(
+    spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None
+) -> tuple[ExperimentSpec, Result]:
+    """Return the spec with plain values for the keys that are `auto`, and a line about them.
+
+    ``gpu_bytes`` as in ``estimate_memory``. If they are unknown, or the model's activations cannot be counted, the
+    values are cautious, and the line is a warning.
+    """
+    if gpu_bytes is None:
+        gpu_bytes = gpu_memory(spec)
+    problem, hint = "", "set cluster.gpu_memory_gb, or trainer.tokens_per_microbatch and trainer.gradient_checkpointing"
+    try:
+        microbatch = choose_microbatch(spec, model, gpu_bytes)
+        if gpu_bytes is None and spec.trainer.gpus_per_rank:
+            problem = "the GPUs' memory is unknown"
+    except Exception as error:  # the code of some models needs the values of its tensors
+        microbatch = cautious_microbatch(spec)
+        problem, hint = f"activations cannot be counted: {one_line(error)}", hint.partition(" or ")[2]
+    text = microbatch_text(microbatch.applied(spec).trainer)
+    return microbatch.applied(spec), Warned(f"{text}, because {problem}", hint) if problem else text
+
+
+def microbatch_text(trainer: TrainerSpec) -> str:
+    """Describe a micro-batch in a few words."""
+    return f"{trainer.microbatch_tokens:,} tokens a micro-batch{', recomputed' if trainer.recomputes else ''}"
+
+
+def rank_bytes(spec: ExperimentSpec, model: SizedModel) -> int | None:
+    """Return a GPU rank's estimated bytes, or None if the model's activations cannot be counted."""
+    try:
+        return rank_gpu(spec, model, None).total
+    except Exception:  # as in ``resolve_microbatch``
+        return None
+
+
+def gpu_memory(spec: ExperimentSpec) -> int | None:
+    """Return the bytes of a GPU by the spec, or of this machine's smallest one; None without both."""
+    memory_gb = spec.cluster.gpu_memory_gb
+    return int(memory_gb * GB) if memory_gb is not None else installed_gpu_memory()
+
+
 def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:
     """Estimate a run's memory on GPUs of ``gpu_bytes``. None: take the size from the spec, or from this machine."""
     cluster = spec.cluster
     if gpu_bytes is None:
-        gpu_bytes = int(cluster.gpu_memory_gb * GB) if cluster.gpu_memory_gb is not None else installed_gpu_memory()
+        gpu_bytes = gpu_memory(spec)
     host_bytes = int(cluster.host_memory_gb * GB) if cluster.host_memory_gb is not None else None
     uses_gpus = spec.trainer.gpus_per_rank or spec.rollout.gpus_per_engine
     if host_bytes is None and cluster.address is None and (not uses_gpus or installed_gpu_memory() is not None):
@@ -98,7 +148,7 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
     if largest == "processes":
         return "this machine", "stop other programs, or lower rollout.engines or trainer.ranks"
     if "activations" in largest:
-        recomputing = "" if trainer.gradient_checkpointing else "set trainer.gradient_checkpointing: true, "
+        recomputing = "" if trainer.recomputes else "set trainer.gradient_checkpointing: true, "
         sequence_text = f"a sequence has up to {rollout.longest_rollout:,} tokens"
         hint = f"{recomputing}lower it ({sequence_text}), or raise trainer.sequence_parallel"
         return "trainer.tokens_per_microbatch", hint

@@ -19,7 +19,7 @@ from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
-from asyncrl_cli.checks.memory import check_memory_estimate
+from asyncrl_cli.checks.memory import check_memory_estimate, rank_bytes, resolve_microbatch
 from asyncrl_cli.checks.programs import check_engine
 from asyncrl_cli.checks.trial import Trial, try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
@@ -40,6 +40,7 @@ from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_a
 from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.sizing.config import load_config
 from asyncrl_cli.sizing.host import version_bytes
+from asyncrl_cli.sizing.microbatch import is_auto
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -51,7 +52,9 @@ PROMPT_CHECKS = frozenset(
     {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", "first prompt"}
 )
 """The checks that show the first prompt, and those that it needs."""
-TRAINING_CHECKS = frozenset({"memory", "runs folder", "tracking", "data.train", "memory with weights", "algorithm"})
+TRAINING_CHECKS = frozenset(
+    {"memory", "runs folder", "tracking", "data.train", "micro-batch", "memory with weights", "algorithm"}
+)
 """The checks that an evaluation without training does not need."""
 
 
@@ -145,6 +148,8 @@ class StartChecks:
             yield Check("reference model", lambda: model.check_teacher(spec, self._tokenizer), ("tokenizer",))
         yield Check("model", self._model, ("tokenizer",))
         yield Check("engine cache", lambda: model.check_cache(spec, self._config), ("model",))
+        if spec.trainer.gpus_per_rank or is_auto(spec.trainer):
+            yield Check("micro-batch", self._microbatch, ("task and data", "model"))
         yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
         yield Check("algorithm", lambda: model.check_algorithm(spec, self._search_path, self._notice))
         yield Check("rewards", self._trial, ("task and data",))
@@ -270,6 +275,15 @@ class StartChecks:
         self._config = load_config(self._model_dir, location)
         text, self._sized = model.check_model(self._spec, self._config, self._tokenizer)
         return text
+
+    def _microbatch(self) -> Result:
+        assert self._sized is not None and self._experiment is not None
+        self._spec, result = resolve_microbatch(self._spec, self._sized)
+        experiment_spec = self._experiment.spec.model_copy(update={"trainer": self._spec.trainer})
+        self._experiment = replace(
+            self._experiment, spec=experiment_spec, rank_bytes=rank_bytes(self._spec, self._sized)
+        )
+        return result
 
     def _weights_memory(self) -> Result:
         assert self._sized is not None

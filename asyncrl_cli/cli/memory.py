@@ -54,13 +54,17 @@ def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
 
 def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
     """Estimate a spec's memory; ``config_folder`` as in ``model_config``."""
-    from asyncrl_cli.checks.memory import estimate_memory, memory_problems
+    from asyncrl_cli.checks.finding import Warned
+    from asyncrl_cli.checks.memory import estimate_memory, memory_problems, resolve_microbatch
     from asyncrl_cli.sizing.model import size_model
 
     try:
         model = size_model(spec, model_config(spec, config_folder))
+        spec, microbatch = resolve_microbatch(spec, model, gpu_bytes)
         estimate = estimate_memory(spec, model, gpu_bytes)
         refusal, warnings = memory_problems(spec, estimate)
+        if isinstance(microbatch, Warned):
+            warnings.append(microbatch)
     except ConfigError as error:
         return MemoryAnswer(False, text="", diagnostics=(error.diagnostic(),), document={"problems": [_problem(error)]})
     problems = [{"severity": "warning", "message": warning.text, "hint": warning.hint} for warning in warnings]
@@ -68,7 +72,13 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
     if refusal is not None:
         problems.insert(0, _problem(refusal))
         diagnostics.append(refusal.diagnostic())
-    document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": problems}
+    document = asdict(estimate) | {
+        "model": model.name,
+        "parameters": model.parameters,
+        "tokens_per_microbatch": spec.trainer.microbatch_tokens,
+        "gradient_checkpointing": spec.trainer.recomputes,
+        "problems": problems,
+    }
     return MemoryAnswer(
         refusal is None, text=table(spec, model, estimate), diagnostics=tuple(diagnostics), document=document
     )
@@ -76,10 +86,12 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
     """Show the estimate as text: each GPU and host with its capacity and the parts of its memory."""
+    from asyncrl_cli.checks.memory import microbatch_text
     from asyncrl_cli.sizing.memory_use import size_text
 
     trained = f", {_many(model.trained)} of them trained" if model.trained < model.parameters else ""
     lines = [f"memory, estimated (docs/sizing.md): {model.name}, {_many(model.parameters)} weights{trained}"]
+    lines.append(f"the trainer: {microbatch_text(spec.trainer)}")
     for device in estimate.devices:
         count = f", {device.count} alike" if device.count > 1 else ""
         has = f"it has {size_text(device.capacity)}" if device.capacity is not None else "its capacity is not known"

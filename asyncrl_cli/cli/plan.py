@@ -147,6 +147,6 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     with start_checks(loaded_spec.spec, path.absolute().parent) as checks:
         experiment = checks.experiment()
     run = RunDirectory.create(loaded_spec.spec.runs_dir, f"{loaded_spec.spec.name}-calibration")
-    run.begin(dump_spec(loaded_spec.spec, loaded_spec.references), steps, describe_start(path))
+    run.begin(dump_spec(experiment.spec, loaded_spec.references), steps, describe_start(path))
     drive(experiment, run, DriverStart(), quiet=True)
     return run

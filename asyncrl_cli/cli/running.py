@@ -67,7 +67,12 @@ def train(
         checked_spec = experiment.spec  # with `stop.epochs` converted to steps
         # After the checks, because a refused spec must leave no folder behind (decision 0028).
         run = RunDirectory.create(checked_spec.runs_dir, checked_spec.name)
-        manifest = describe_start(spec, checked_spec.model.path)
+        manifest = describe_start(
+            spec,
+            checked_spec.model.path,
+            checked_spec.trainer if checked_spec.trainer.gpus_per_rank else None,
+            experiment.rank_bytes,
+        )
         run.begin(dump_spec(checked_spec, loaded_spec.references), checked_spec.stop.total, manifest)
         drive(experiment, run=run, start=DriverStart(), quiet=quiet)
 
@@ -156,7 +161,7 @@ def resume(
         if horizon is not None:
             text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
             echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
-        run.begin(dump_spec(spec, loaded_spec.references), spec.stop.total)
+        run.begin(dump_spec(experiment.spec, loaded_spec.references), spec.stop.total)
         drive(experiment, run=run, start=start, quiet=quiet)
 
 
@@ -184,6 +189,7 @@ def drive(experiment: Experiment, run: RunDirectory, start: DriverStart, quiet: 
 
 
 def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, quiet: bool, terminal: Terminal) -> None:
+    from asyncrl_cli.checks.memory import microbatch_text
     from asyncrl_cli.monitors.console import open_view
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.orchestrator.launch import run_experiment
@@ -204,7 +210,8 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
         show(
             f"run      {run.run_id}",
             f"what     {work if spec.stop.total else 'supervised training'}, "
-            f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
+            f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}"
+            + (f", {microbatch_text(spec.trainer)}" if spec.trainer.gpus_per_rank else ""),
             f"where    {_relative(run.path)}",
         )
     try:

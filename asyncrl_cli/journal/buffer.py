@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.file import Statement
+from asyncrl_cli.journal.rollout_rows import reduced_key
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
 from asyncrl_cli.records.groups import (
@@ -196,6 +197,11 @@ class Buffer:
         self._changed.set()
         await self._commit()
         return started
+
+    async def reduce_microbatches(self, step: int, tokens: int) -> None:
+        """Record that a taken batch is trained in micro-batches of at most ``tokens``."""
+        self._book.journal.described({reduced_key(step): tokens})
+        await self._commit()
 
     async def trained(self, record: StepRecord) -> None:
         """Record a trained step."""

@@ -73,6 +73,11 @@ class RolloutRow(NamedTuple):
 _ROLLOUT_COLUMNS = ", ".join(RolloutRow._fields)
 
 
+def reduced_key(step: int) -> str:
+    """Return the key in ``meta`` of ``TrainingBatch.tokens_per_microbatch``."""
+    return f"tokens_per_microbatch/{step}"
+
+
 def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False) -> TrainingBatch:
     """Read a step's batch as it was taken. Raises ``LookupError`` if there is none or its tokens are pruned, and
     ``sqlite3.DatabaseError`` for damage.
@@ -96,7 +101,8 @@ def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False)
     if earlier:
         results = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
         groups = [replace(group, earlier=results[group.uid]) for group in groups]
-    return TrainingBatch(step, batch[0], tuple(groups))
+    tokens = connection.execute("SELECT value FROM meta WHERE key = ?", (reduced_key(step),)).fetchone()
+    return TrainingBatch(step, batch[0], tuple(groups), tokens_per_microbatch=json.loads(tokens[0]) if tokens else None)
 
 
 def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tuple[Scored, ...]:

@@ -33,6 +33,8 @@ class Experiment:
     """The monitors that ``tracking`` enables, such as TensorBoard; not started."""
     demonstrated_tokens: int = 0
     """Tokens of the longest reply that the warm start's demonstrations have, as far as the checks tried them."""
+    rank_bytes: int | None = None
+    """Estimated bytes of a GPU rank, activations included; None if unknown."""
 
     @classmethod
     def load(

@@ -120,6 +120,7 @@ class Orchestrator:
             run=parts.run,
             budget=parts.budget,
             step=parts.checkpoint_step,
+            microbatch_tokens=spec.trainer.microbatch_tokens,
             repeated=self._repeated,
             gpu_turn=turns.trainer,
         )

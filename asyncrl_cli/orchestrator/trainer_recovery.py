@@ -3,6 +3,9 @@
 The ledger only moves forward. After a start from a checkpoint or the loss of a rank, the trainer is behind it. Then it
 trains the recorded batches again, in order, which repeats the lost updates exactly (decision 0009). Invariant: ``step``
 is the number of steps in the trainer's weights, and work that needs a step's weights is done only with these weights.
+
+A rank that runs out of GPU memory leaves the others in a collective call that never ends. So the ranks restart as after
+a death, and train this batch in micro-batches of half as many tokens.
 """
 
 from __future__ import annotations
@@ -10,14 +13,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TypeVar
+from dataclasses import replace
+from typing import NoReturn, TypeVar
 
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.manifest import MICROBATCH
 from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.train.worker import FullGpu
 
 GUARD_S = 2.0
 """Seconds between two checks of idle ranks."""
@@ -39,11 +45,13 @@ class ResilientTrainer:
         run: RunDirectory,
         budget: RestartBudget,
         step: int,
+        microbatch_tokens: int,
         repeated: Callable[[TrainingBatch, StepReport], None],
         gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """``step``: the step at which the ranks have started. ``repeated`` is called for every recorded batch that is
-        trained again. Each step is trained within a ``gpu_turn()``."""
+        """``step``: the step at which the ranks have started. ``microbatch_tokens``: `trainer.tokens_per_microbatch`.
+        ``repeated`` is called for every recorded batch that is trained again. Each step is trained within a
+        ``gpu_turn()``."""
         self.step = step
         """Number of steps in the weights."""
         self.ready = True
@@ -55,6 +63,8 @@ class ResilientTrainer:
         self._budget = budget
         self._repeated = repeated
         self._gpu_turn = gpu_turn
+        self._microbatch_tokens = microbatch_tokens
+        self._reduced_tokens: dict[int, int] = {}  # by step, of this process; older ones are in their batches
         self.recovering = asyncio.Lock()
         """Held while a recovery reads checkpoints and recorded batches; nobody may delete any during this time."""
         # Calls to the ranks are collective. Two at a time could reach the ranks in different orders and deadlock.
@@ -116,10 +126,32 @@ class ResilientTrainer:
         self.ready = False
         await self._budget.spend("trainer", name, cause)
 
+    async def _reduce(self, batch: TrainingBatch, error: FullGpu) -> NoReturn:
+        """Halve the micro-batches of a batch, and raise ``TrainerLost``. Raises ``error`` if they have only one row."""
+        recorded = self._run.manifest.get(MICROBATCH, {})
+        if estimated_bytes := recorded.get("estimated_rank_bytes"):
+            error.message += (
+                f"; estimated at the start: {estimated_bytes / 1e9:.1f} GB with trainer.tokens_per_microbatch "
+                f"{recorded['tokens_per_microbatch']:,}"
+            )
+        tokens = batch.tokens_per_microbatch or self._microbatch_tokens
+        if tokens <= batch.longest_row:
+            raise error
+        self._reduced_tokens[batch.step] = tokens // 2
+        # Before the batch is trained so: a resume and a replay must divide it in the same way.
+        await self._buffer.reduce_microbatches(batch.step, tokens // 2)
+        cause = f"{error.message}; step {batch.step + 1} is trained with {tokens // 2:,} tokens a micro-batch"
+        raise TrainerLost(error.location, cause) from error
+
     async def _train(self, batch: TrainingBatch) -> StepReport:
         async with self._gpu_turn():
             # Before the call: if it is cancelled, the ranks still finish the step, and nobody learns when.
             self.ready = False
-            report = await self.ranks.train_step(batch)
+            tokens = self._reduced_tokens.get(batch.step, batch.tokens_per_microbatch)
+            batch = replace(batch, tokens_per_microbatch=tokens)
+            try:
+                report = await self.ranks.train_step(batch)
+            except FullGpu as error:
+                await self._reduce(batch, error)
             self.step, self.ready = batch.step + 1, True
         return report

@@ -17,6 +17,7 @@ from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Digest
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for, wait_for_head
+from asyncrl_cli.train.worker import FullGpu
 from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
@@ -219,7 +220,7 @@ async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[A
     ]
     try:
         completed_calls, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and not any(isinstance(call.exception(), ActorDied) for call in completed_calls):
+        if waiting and not any(isinstance(call.exception(), ActorDied | FullGpu) for call in completed_calls):
             # A rank may report its peer's death as its own error before Ray reports it to us: the death is the cause.
             completed_calls, _ = await asyncio.wait(calls, timeout=GRACE_S)
     finally:
@@ -230,5 +231,5 @@ async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[A
         if isinstance(error, ActorDied):
             raise TrainerLost(error.location, error.message)
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if isinstance(error, FullGpu)), errors[0])
     return [call.result() for call in calls]

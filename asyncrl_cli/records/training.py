@@ -74,11 +74,19 @@ class TrainingBatch:
     step: int
     version: int
     groups: tuple[TrainingGroup, ...]
+    tokens_per_microbatch: int | None = None
+    """Smaller micro-batches than the spec's, because a rank ran out of memory in this step; recorded for a replay."""
 
     @property
     def staleness(self) -> tuple[int, ...]:
         """Each group's staleness, in versions."""
         return tuple(self.version - group.version for group in self.groups)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest rollout, or of the longest branch of one."""
+        sequences = (sequence for group in self.groups for rollout in group.rollouts for sequence in rollout.sequences)
+        return max((len(sequence.prompt_ids) + len(sequence.ids) for sequence in sequences), default=0)
 
 
 class SupervisedRow(NamedTuple):

@@ -9,7 +9,7 @@ from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens, kv_c
 from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, MemoryUse, nonzero_uses
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.sharing import memory_share, tensor_parallel
+from asyncrl_cli.spec.sharing import engine_memory_share, tensor_parallel
 
 GRAPH_BYTES = GB
 """CUDA graphs and the context of a GPU engine: assumed."""
@@ -67,7 +67,9 @@ def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache 
     if model.cache_numbers is None:
         return None
     ranks = tensor_parallel(spec)
-    cache_bytes = int(gpu_bytes * gpu_share(spec)) - sum(use.bytes for use in engine_uses(spec, model, gpu_bytes))
+    cache_bytes = int(gpu_bytes * engine_memory_share(spec)) - sum(
+        use.bytes for use in engine_uses(spec, model, gpu_bytes)
+    )
     # vLLM copies key-value heads if there are fewer than GPUs.
     return _cache(spec, cache_bytes, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
 
@@ -81,11 +83,6 @@ def cpu_cache(spec: ExperimentSpec, model: SizedModel) -> Cache | None:
 def token_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     """Return a token's bytes in an engine's cache; 0: unknown."""
     return (model.cache_numbers or 0) * NUMBER_BYTES[spec.rollout.dtype]
-
-
-def gpu_share(spec: ExperimentSpec) -> float:
-    """Return the share of each GPU's memory that an engine takes."""
-    return float(_argument(spec, "gpu_memory_utilization", memory_share(spec.rollout.gpus_per_engine)))
 
 
 def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_uses, gpu_cache, gpu_share
+from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_uses, gpu_cache
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_uses, step_tokens
 from asyncrl_cli.sizing.memory_use import GB, Device, MemoryRole, MemoryUse
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_uses, rank_uses
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
+from asyncrl_cli.spec.sharing import engine_memory_share, engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 REFUSAL_SHARE, WARNING_SHARE = 1.1, 0.9
 """Shares of the available memory. A run that needs more than the first is refused; more than the second gives a
 warning."""
-GPU_RANK_BYTES = 2 * GB
-"""A rank's CUDA context, NCCL, and memory that the allocator cannot use: assumed."""
+GPU_RANK_BYTES, GROUPED_RANK_BYTES = 2 * GB, 3 * GB
+"""A rank's CUDA context, NCCL, and memory that the allocator cannot use: assumed. The second for ranks with
+``expert_parallel`` or ``sequence_parallel``: each further group of ranks has NCCL buffers of its own."""
 CONTEXT_BYTES = 6 * GB // 10
 """A CUDA context, outside of a process's share of a GPU: assumed."""
 
@@ -45,7 +46,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         cache = cpu_cache(spec, model)
     devices: list[Device] = []
     if trainer.gpus_per_rank:
-        devices.append(_gpu_of_rank(spec, model, gpu_bytes))
+        devices.append(rank_gpu(spec, model, gpu_bytes))
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
         count = rollout.max_engines * tensor_parallel(spec)
@@ -66,11 +67,12 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
     return Estimate(tuple(devices), cache, journal)
 
 
-def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
-    """A trainer rank's GPU, or the rank's share of it, which is all of it while the engine on the GPU sleeps."""
+def rank_gpu(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
+    """Return a trainer rank's GPU, or its share of one, which is all of it while the engine on the GPU sleeps."""
     name, uses, capacity = "GPU of a trainer rank", rank_uses(spec, model).device, gpu_bytes
     if not shares_gpus(spec):
-        uses = (*uses, MemoryUse("CUDA context", GPU_RANK_BYTES, "assumed"))
+        is_grouped = max(spec.trainer.expert_parallel, spec.trainer.sequence_parallel) > 1
+        uses = (*uses, MemoryUse("CUDA context", GROUPED_RANK_BYTES if is_grouped else GPU_RANK_BYTES, "assumed"))
     else:
         name = f"share of a {name}"
         share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
@@ -84,7 +86,7 @@ def _both_awake(
     """A shared GPU between two steps: the engine is awake, and the rank keeps its states."""
     uses = (
         *lasting_uses(spec, model),
-        MemoryUse("engine", sum(use.bytes for use in engine), f"{gpu_share(spec):.2f} of the GPU"),
+        MemoryUse("engine", sum(use.bytes for use in engine), f"{engine_memory_share(spec):.2f} of the GPU"),
         MemoryUse("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
     )
     name = "GPU of an engine that is awake and a rank"
@@ -120,7 +122,7 @@ def excesses(spec: ExperimentSpec, memory: Estimate) -> list[Excess]:
 def _cache_problems(spec: ExperimentSpec, device: Device, cache: Cache | None) -> list[Excess]:
     if cache is None or device.capacity is None:
         return []
-    share = f"{gpu_share(spec):.2f} of a GPU's {device.capacity / GB:.1f} GB"
+    share = f"{engine_memory_share(spec):.2f} of a GPU's {device.capacity / GB:.1f} GB"
     if cache.bytes <= 0:
         message = f"an engine has {share}, {-cache.bytes / GB:.1f} GB less than its weights and buffers need"
         return [Excess(device, True, message)]

@@ -11,9 +11,9 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, needs_no_mask
 FLOAT = 4
 ADAM_BYTES = 8
 """Bytes per trained weight of Adam's two float32 moments."""
-REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
-"""DeepSpeed's defaults for ZeRO-3: a gathered weight stays if it is used again within this many numbers; this many
-numbers are gathered ahead; the optimizer works on this many at a time."""
+REUSE_NUMBERS, SUBGROUP_NUMBERS = 10**9, 10**9
+"""DeepSpeed's defaults for ZeRO-3: a gathered weight stays if it is used again within this many numbers; the optimizer
+works on this many at a time."""
 CPU_RANK_BYTES = 25 * 10**6
 """Bytes that DeepSpeed and gloo take on a CPU in addition to the parts, measured on a rank with 0.3 M weights."""
 SUM_NUMBERS = 5 * 10**8
@@ -38,9 +38,9 @@ def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
     # takes the same memory.
     size = trainer.sequence_parallel
     slice_length, predicting = -(-length // size), -(-positions // size)
-    activations = model.activations(rows, slice_length, predicting, trainer.gradient_checkpointing)
+    activations = model.activations(rows, slice_length, predicting, trainer.recomputes)
     activations += _packed_mask(spec, length)
-    recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
+    recomputed = ", recomputed" if trainer.recomputes else ""
     pass_uses = (
         MemoryUse("gathered layers", gathered, "of other ranks' weights, for a pass"),
         MemoryUse("activations", activations, f"{rows} × {slice_length:,} tokens{recomputed}"),
@@ -96,13 +96,14 @@ def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
     nothing. If ranks divide the experts, a rank gathers its own share, and no experts at all if no other rank has the
     same ones.
     """
+    from asyncrl_cli.train.deepspeed_engine import gathered_experts, prefetch_numbers
+
     if trainer.zero_stage < 3 or trainer.ranks == 1:
         return 0
-    size = trainer.expert_parallel
-    gathered_experts = [weight_count // size if size < trainer.ranks else 0 for weight_count in model.experts]
+    local_experts = [gathered_experts(trainer, weight_count) for weight_count in model.experts]
     layers = [
-        layer_count - experts + gathered_count
-        for layer_count, experts, gathered_count in zip(model.layers, model.experts, gathered_experts, strict=True)
+        layer_count - experts + local_count
+        for layer_count, experts, local_count in zip(model.layers, model.experts, local_experts, strict=True)
     ]
     modules = (model.embeddings, *layers, model.head) if model.head else (*layers, model.embeddings)
     kept_count = 0
@@ -110,8 +111,9 @@ def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
         if 2 * kept_count >= REUSE_NUMBERS:
             break
         kept_count += weight_count
-    remote_experts = sum(model.experts) - sum(gathered_experts)
-    return min(model.parameters - remote_experts, kept_count + max(modules) + PREFETCH_NUMBERS)
+    remote_experts = sum(model.experts) - sum(local_experts)
+    ahead = prefetch_numbers(trainer, max(layers))
+    return min(model.parameters - remote_experts, kept_count + max(modules) + ahead)
 
 
 def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
@@ -123,14 +125,14 @@ def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
         from asyncrl_cli.train.prefix_trees import MASK_POSITIONS
 
         responses *= rollout.group_size
-        tree = min(max_tokens * rollout.group_size, trainer.tokens_per_microbatch, MASK_POSITIONS)
+        tree = min(max_tokens * rollout.group_size, trainer.microbatch_tokens, MASK_POSITIONS)
         max_tokens = max(max_tokens, tree)
     if trainer.packing:
-        length = max(trainer.tokens_per_microbatch, max_tokens)
+        length = max(trainer.microbatch_tokens, max_tokens)
         return 1, length, length - 1
-    rows = max(1, -(-trainer.tokens_per_microbatch // max_tokens))
+    rows = max(1, -(-trainer.microbatch_tokens // max_tokens))
     # Rows a little shorter than the longest fill the micro-batch.
-    length = trainer.tokens_per_microbatch // rows if rows > 1 else max_tokens
+    length = trainer.microbatch_tokens // rows if rows > 1 else max_tokens
     return rows, length, rows * min(length - 1, responses)
 
 

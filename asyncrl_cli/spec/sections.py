@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.base import (
     MODULE_NAME,
@@ -36,6 +37,7 @@ from asyncrl_cli.spec.base import (
 from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, RateSchedule, SplitSpec, TaskSpec
 
 DType = Literal["float32", "bfloat16"]
+T = TypeVar("T", int, bool)
 NOT_COUNTED = 10**9
 """Total steps of a run with `stop.epochs` until its prompts are counted."""
 _HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
@@ -210,9 +212,10 @@ class TrainerSpec(Section):
     """Optimizer updates per pass over the batch; each has an equal share of the groups."""
     epochs: Count = 1
     """Passes over the batch in one step."""
-    tokens_per_microbatch: Count = 8192
+    tokens_per_microbatch: Literal["auto"] | Count = Field(default_factory=lambda data: _auto_on_gpus(data, 8192))
     """Tokens per forward and backward pass of a rank, including padding. With `sequence_parallel`, the ranks of a group
-    share them."""
+    share them. `auto`: the start chooses them from the memory estimate, and the run keeps them. Default: `auto` on
+    GPUs, 8192 on CPUs."""
     attention: Literal[
         "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
     ] = "sdpa"
@@ -233,8 +236,9 @@ class TrainerSpec(Section):
     expert_parallel: Count = 1
     """Number of ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens are sent to the
     ranks that have their experts, and a rank gathers only its own experts' weights. Needs ZeRO-3."""
-    gradient_checkpointing: bool = False
-    """Recompute activations to save memory."""
+    gradient_checkpointing: Literal["auto"] | bool = Field(default_factory=lambda data: _auto_on_gpus(data, False))
+    """Recompute activations to save memory. `auto`: only if a useful micro-batch does not fit otherwise. Default:
+    `auto` on GPUs, false on CPUs."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State that a GPU rank keeps in CPU memory. `optimizer`: Adam's state and the float32 weights. `all` (needs
     ZeRO-3): the trained weights, too."""
@@ -246,6 +250,29 @@ class TrainerSpec(Section):
     max_skipped_updates: Count = 10
     """The run stops after this many consecutive skipped updates. An update is skipped if its loss or gradient is not
     finite."""
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """``tokens_per_microbatch``, which the start has chosen if it was `auto`. Raises ``ConfigError`` if not."""
+        if self.tokens_per_microbatch == "auto":
+            raise _unresolved("tokens_per_microbatch")
+        return self.tokens_per_microbatch
+
+    @property
+    def recomputes(self) -> bool:
+        """``gradient_checkpointing``, which the start has chosen if it was `auto`. Raises ``ConfigError`` if not."""
+        if self.gradient_checkpointing == "auto":
+            raise _unresolved("gradient_checkpointing")
+        return self.gradient_checkpointing
+
+
+def _auto_on_gpus(data: dict[str, Any], cpu_default: T) -> T | Literal["auto"]:
+    return "auto" if data.get("gpus_per_rank") else cpu_default
+
+
+def _unresolved(key: str) -> ConfigError:
+    hint = "give a value: only the start of a run chooses one"
+    return ConfigError("auto stands for no value here", location=f"trainer.{key}", hint=hint)
 
 
 class PipelineSpec(Section):

@@ -28,6 +28,12 @@ def memory_share(gpus: float) -> float:
     return USABLE * min(gpus, 1)
 
 
+def engine_memory_share(spec: ExperimentSpec) -> float:
+    """Fraction of each of its GPUs' memory that an engine takes."""
+    share = spec.rollout.engine_args.get("gpu_memory_utilization")
+    return memory_share(spec.rollout.gpus_per_engine) if share is None else float(share)
+
+
 def tensor_parallel(spec: ExperimentSpec) -> int:
     """An engine's tensor-parallel size: its number of GPUs. A share of a GPU counts as one GPU."""
     return max(1, int(spec.rollout.gpus_per_engine))

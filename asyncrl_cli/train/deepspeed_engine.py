@@ -32,6 +32,8 @@ GPU_REDUCE_NUMBERS = 2 * 10**8
 """How many gradient values ranks add up in one message, on CPUs and on GPUs. A larger gradient gets its own message and
 is not copied. GPUs need larger messages: each rank receives only the sum of its own part, which is small with many
 ranks."""
+PREFETCH_NUMBERS = 5 * 10**7
+"""DeepSpeed's default for the number of weights that ZeRO-3 gathers ahead."""
 
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -100,8 +102,9 @@ def join_process_group(
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
-def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
+def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False, largest_layer: int = 0) -> dict[str, Any]:
     """Return DeepSpeed's configuration. ``load_universal``: the engine will load a universal checkpoint.
+    ``largest_layer``: weights of the layer for which a rank gathers most.
 
     ``update_policy`` sets the accumulation boundary by hand, because updates differ in their number of micro-batches.
     With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up in float32
@@ -109,12 +112,15 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
     """
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
-        # DeepSpeed's linear layer, in Python, frees gathered weights between the passes. A single rank gathers none.
-        "memory_efficient_linear": trainer.ranks > 1,
+        # DeepSpeed's linear layer, in Python, frees gathered weights between the passes. A single rank gathers none,
+        # and a layer that is computed again keeps none.
+        "memory_efficient_linear": trainer.ranks > 1 and not trainer.recomputes,
         "reduce_bucket_size": reduce_numbers(trainer),
     }
     if trainer.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if trainer.gpus_per_rank and trainer.zero_stage == 3:
+        zero["prefetch_bucket_size"] = prefetch_numbers(trainer, largest_layer)
     if trainer.offload == "all":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     bfloat16 = trainer.dtype == "bfloat16"
@@ -136,6 +142,18 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 def sums_in_float32(trainer: TrainerSpec) -> bool:
     """True if ranks convert bfloat16 gradients to float32 before they add them up."""
     return trainer.dtype == "bfloat16" and trainer.ranks > 1
+
+
+def prefetch_numbers(trainer: TrainerSpec, largest_layer: int) -> int:
+    """Return how many weights ZeRO-3 gathers ahead. A GPU rank needs a whole layer, or it waits for the rest of it."""
+    return max(PREFETCH_NUMBERS, largest_layer * 11 // 10) if trainer.gpus_per_rank else PREFETCH_NUMBERS
+
+
+def gathered_experts(trainer: TrainerSpec, expert_weights: int) -> int:
+    """Return how many of a layer's ``expert_weights`` a rank gathers. It has its share of divided experts anyway if no
+    other rank has the same ones."""
+    size = trainer.expert_parallel
+    return expert_weights // size if size < trainer.ranks else 0
 
 
 def reduce_numbers(trainer: TrainerSpec) -> int:
@@ -230,7 +248,7 @@ def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> An
             local_files_only=os.path.isdir(model_dir),
         )
     del sharding
-    if trainer.gradient_checkpointing:
+    if trainer.recomputes:
         recompute_activations(model)
     return model
 
@@ -266,7 +284,9 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
         )
         check_experts(config, trainer)
     engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
+        model=module,
+        optimizer=optimizer,
+        config=deepspeed_settings(trainer, load_universal, largest_layer(module, trainer)),
     )
     _restore_rotary_frequencies(module)  # afterwards, because DeepSpeed rounds them
     return engine
@@ -276,7 +296,7 @@ def without_optimizer(module: torch.nn.Module, trainer: TrainerSpec) -> Any:
     """Make the ZeRO-3 engine around a module that is not trained; collective."""
     import deepspeed
 
-    settings = deepspeed_settings(trainer)
+    settings = deepspeed_settings(trainer, largest_layer=largest_layer(module, trainer))
     settings["zero_optimization"].pop("offload_optimizer", None)
     settings.pop("expert_parallel", None)
     _gather_by_layer(module)
@@ -288,6 +308,18 @@ def without_optimizer(module: torch.nn.Module, trainer: TrainerSpec) -> Any:
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+def largest_layer(module: torch.nn.Module, trainer: TrainerSpec) -> int:
+    """Return the most weights that a rank gathers for one layer of an unsharded or sharded module."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def gathered(name: str, weight: Any) -> int:
+        count = int(getattr(weight, "ds_numel", weight.numel()))  # of the whole weight if ZeRO-3 has sharded it
+        return gathered_experts(trainer, count) if ".experts." in name else count
+
+    layers = (submodule for submodule in module.modules() if isinstance(submodule, GradientCheckpointingLayer))
+    return max((sum(gathered(*weight) for weight in layer.named_parameters()) for layer in layers), default=0)
 
 
 def _gather_by_layer(module: torch.nn.Module) -> None:

@@ -36,9 +36,10 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     spec, trainer = learner.spec, learner.spec.trainer
     rewards = StepRewards.of(batch, spec)
     rows = training_rows(batch, rewards.uniform, spec)
+    tokens = min(trainer.microbatch_tokens, batch.tokens_per_microbatch or trainer.microbatch_tokens)
     size = len(batch.groups) // trainer.minibatches
     minibatches = [
-        plan_minibatch(learner, [row for group in rows[start : start + size] for row in group])
+        plan_minibatch(learner, [row for group in rows[start : start + size] for row in group], tokens)
         for start in range(0, size * trainer.minibatches, size)
     ]
     per_step = trainer.epochs * trainer.minibatches
@@ -51,6 +52,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     flops = 0.0
     uniform = rewards.uniform.double().mean().item()
     metrics = {"reward/uniform_groups": uniform, "train/updates": 0.0, "train/updates_skipped": 0.0}
+    if tokens < trainer.microbatch_tokens:
+        metrics["train/reduced_microbatch_tokens"] = float(tokens)
     if spec.algorithm.reward_parts:
         metrics["train/missing_parts"] = float(rewards.missing_parts)
     if spec.algorithm.advantage == RUNNING_BASELINE:
@@ -127,19 +130,19 @@ def _is_exact(spec: ExperimentSpec) -> bool:
     return float32 and pipeline.max_staleness == 0 and pipeline.publish_every == 1
 
 
-def plan_minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
-    """Plan one optimizer update's micro-batches on all ranks, and make this rank's tensors."""
+def plan_minibatch(learner: Learner, rows: list[TrainingRow], tokens: int) -> Minibatch:
+    """Plan one optimizer update's micro-batches of at most ``tokens`` on all ranks, and make this rank's tensors."""
     trainer, policy = learner.spec.trainer, learner.engine.module
     shares = trainer.ranks // trainer.sequence_parallel
     trees = single_rows([len(row) for row in rows])
     if policy.shares_prefixes:
-        max_positions = trainer.tokens_per_microbatch - 1
+        max_positions = tokens - 1
         if trainer.attention != "flex_attention":
             max_positions = min(max_positions, MASK_POSITIONS)
         trees = plan_trees([row.keys() for row in rows], max_positions, cost_of_pair(policy.model.config), shares)
     plan = plan_microbatches(
         [len(tree) for tree in trees],
-        tokens_per_microbatch=trainer.tokens_per_microbatch,
+        tokens_per_microbatch=tokens,
         ranks=shares,
         packing=trainer.packing,
     )

@@ -32,7 +32,8 @@ def train_rows(learner: Learner, batch: SupervisedBatch) -> StepReport:
     """
     started = time.monotonic()
     engine, trainer = learner.engine, learner.spec.trainer
-    minibatch = plan_minibatch(learner, [_training_row(row) for row in batch.rows])
+    rows = [_training_row(row) for row in batch.rows]
+    minibatch = plan_minibatch(learner, rows, learner.spec.trainer.microbatch_tokens)
     set_learning_rate(engine, batch.learning_rate)
     tokens = count_tokens(minibatch.rows)
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)

@@ -20,7 +20,7 @@ from asyncrl_cli.core.imports import large_imports, set_environment
 from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
+from asyncrl_cli.spec.sharing import engine_memory_share, engines_sleep, memory_share, shares_gpus
 from asyncrl_cli.system.logs import bound_log, redirect_output
 from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.layout import TensorSlot
@@ -42,30 +42,43 @@ def limit_gpu_memory(spec: ExperimentSpec) -> None:
 
 
 def free_gpu_cache(spec: ExperimentSpec) -> None:
-    """After a step, free the memory that torch has cached: an engine that wakes up needs it."""
+    """After a step, free the memory that torch has cached if an engine that wakes up needs it.
+
+    Otherwise the next step would ask the driver for the same memory again, and wait for the GPU.
+    """
     import torch
 
-    if engines_sleep(spec):
+    if not engines_sleep(spec):
+        return
+    free_bytes, gpu_bytes = torch.cuda.mem_get_info()
+    if free_bytes < engine_memory_share(spec) * gpu_bytes:
         torch.cuda.empty_cache()
+
+
+class FullGpu(RunError):
+    """A rank ran out of GPU memory. Its process lives, but other ranks may wait for it in a collective call."""
 
 
 @contextmanager
 def explaining_a_full_gpu(spec: ExperimentSpec, rank: int) -> Iterator[None]:
-    """When the block runs out of GPU memory, raise ``RunError`` with the keys that lower a rank's needs."""
+    """When the block runs out of GPU memory, raise ``FullGpu`` with the block's peak, and the keys that lower it."""
     import torch
 
+    if trainer_has_gpu := torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
         yield
     except torch.OutOfMemoryError as error:
         trainer = spec.trainer
+        peak = f"; torch's peak: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if trainer_has_gpu else ""
         advice = [
-            "set trainer.gradient_checkpointing to true" if not trainer.gradient_checkpointing else "",
-            f"lower trainer.tokens_per_microbatch ({trainer.tokens_per_microbatch})",
+            "set trainer.gradient_checkpointing to true" if not trainer.recomputes else "",
+            f"lower trainer.tokens_per_microbatch ({trainer.microbatch_tokens})",
             "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" if shares_gpus(spec) else "",
             "set trainer.offload to optimizer" if trainer.offload == "none" and trainer.zero_stage else "",
         ]
-        raise RunError(
-            f"the GPU's memory is full: {str(error).splitlines()[0]}",
+        raise FullGpu(
+            f"the GPU's memory is full: {str(error).splitlines()[0]}{peak}",
             location=f"trainer-{rank}",
             hint=f"{', or '.join(filter(None, advice))}; `asyncrl validate-spec SPEC --memory` estimates the need",
         ) from error

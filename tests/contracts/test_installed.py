@@ -154,7 +154,9 @@ def _settings() -> list[dict[str, Any]]:
     kinds = itertools.product(("none", "optimizer", "all"), ("float32", "bfloat16"), (1, 3))
     return [
         deepspeed_settings(
-            TrainerSpec.model_construct(**(_defaults() | {"offload": offload, "dtype": dtype, "zero_stage": stage}))
+            TrainerSpec.model_construct(
+                **(_defaults() | {"gpus_per_rank": 1, "offload": offload, "dtype": dtype, "zero_stage": stage})
+            )
         )
         for offload, dtype, stage in kinds
     ]

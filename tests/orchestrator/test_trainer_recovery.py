@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer, StepPass
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
+from asyncrl_cli.train.worker import FullGpu
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +40,8 @@ class Ranks:
         self.checkpoints: dict[int, Step] = {}
         self.down = False
         self.dies = dies
+        self.room: dict[int, int] = {}
+        """Tokens of a micro-batch that fit into memory, for steps in which not all do."""
 
     async def train_step(self, batch: TrainingBatch) -> StepReport:
         report: StepReport = await self.call("train_step", batch)
@@ -51,6 +55,8 @@ class Ranks:
         if method == "train_step":
             (trained,) = arguments
             assert trained.step == len(self.weights), "batches come in order, and each once"
+            if (trained.tokens_per_microbatch or 64) > self.room.get(trained.step, 64):
+                raise FullGpu("the GPU's memory is full; torch's peak: 70.1 GB", location="trainer-1")
             self.weights = (*self.weights, trained.step)
             answer = StepReport({"step": float(trained.step)})
         if method == "save":
@@ -80,6 +86,8 @@ class Harness:
         self.read: list[int] = []
         self.trained: list[int] = []
         self.notes = Notes()
+        self.recorded_tokens: dict[int, int] = {}
+        self.manifest = {"microbatch": {"tokens_per_microbatch": 64, "estimated_rank_bytes": 61_200_000_000}}
         here: Any = self
         self.trainer = ResilientTrainer(
             here.ranks,
@@ -87,6 +95,7 @@ class Harness:
             run=here,
             budget=self.notes.budget(max_deaths),
             step=len(ranks.weights),
+            microbatch_tokens=64,
             repeated=self._repeated,
         )
 
@@ -104,7 +113,10 @@ class Harness:
 
     async def batch(self, step: int) -> TrainingBatch:
         self.read.append(step)
-        return batch(step)
+        return replace(batch(step), tokens_per_microbatch=self.recorded_tokens.get(step))
+
+    async def reduce_microbatches(self, step: int, tokens: int) -> None:
+        self.recorded_tokens[step] = tokens
 
     def _repeated(self, again: TrainingBatch, report: StepReport) -> None:
         assert report.metrics == {"step": again.step}
@@ -305,3 +317,27 @@ def test_weights_follow_from_the_batches_in_order_whichever_call_dies(data: st.D
         assert ranks.checkpoints.items() >= saved.items()
 
     run(check())
+
+
+async def test_full_gpu_halves_micro_batches_of_that_batch_and_the_next_process_knows() -> None:
+    harness = Harness(ranks := Ranks())
+    ranks.room = {1: 16}
+    for step in range(3):
+        await harness.trainer.train(batch(step))
+    assert ranks.weights == (0, 1, 2) and harness.recorded_tokens == {1: 16}
+    first_cause, second_cause = harness.losses
+    assert "70.1 GB; estimated at the start: 61.2 GB with trainer.tokens_per_microbatch 64" in first_cause
+    assert "step 2 is trained with 32 tokens" in first_cause and "with 16 tokens" in second_cause
+    next_process = Harness(Ranks())
+    next_process.ranks.room, next_process.recorded_tokens = ranks.room, harness.recorded_tokens
+    await next_process.trainer.catch_up(3)
+    assert next_process.ranks.weights == (0, 1, 2) and not next_process.losses
+
+
+async def test_full_gpu_with_single_rows_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingBatch, "longest_row", 40)
+    harness = Harness(ranks := Ranks())
+    ranks.room = {0: 0}
+    with pytest.raises(FullGpu, match=r"estimated at the start: 61\.2 GB"):
+        await harness.trainer.train(batch(0))
+    assert harness.recorded_tokens == {0: 32}, "it is halved while there can be fewer rows"

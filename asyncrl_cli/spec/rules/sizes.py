@@ -26,7 +26,7 @@ def lengths(spec: ExperimentSpec) -> Iterator[Problem]:
 def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.tokens_per_microbatch` has room for the longest rollout."""
     total, budget = spec.rollout.longest_rollout, spec.trainer.tokens_per_microbatch
-    if total > budget:
+    if budget != "auto" and total > budget:
         message = f"{budget} is less than the {total} tokens that a rollout may have"
         yield warning("trainer.tokens_per_microbatch", message, f"raise it to {total} or more")
 

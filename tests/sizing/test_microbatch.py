@@ -1,0 +1,116 @@
+"""The start's choice of a micro-batch: it fits into the estimate, and more memory never makes it worse."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_memory_use import MODELS, model, sized
+
+from asyncrl_cli.checks.finding import Warned
+from asyncrl_cli.checks.memory import resolve_microbatch
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.sizing.estimate import WARNING_SHARE, rank_gpu
+from asyncrl_cli.sizing.memory_use import GB
+from asyncrl_cli.sizing.microbatch import MAX_TOKENS, Microbatch, cautious_microbatch, choose_microbatch
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+
+pytestmark = pytest.mark.slow
+
+SPECS = st.builds(
+    lambda ranks, size, stage, response, tokens, recompute: sized(
+        model__max_length=2**17,
+        rollout__max_response_tokens=response,
+        trainer__gpus_per_rank=1,
+        trainer__dtype="bfloat16",
+        trainer__packing=True,
+        trainer__share_prefixes=False,
+        trainer__ranks=ranks * size,
+        trainer__sequence_parallel=size,
+        trainer__zero_stage=stage,
+        trainer__tokens_per_microbatch=tokens,
+        trainer__gradient_checkpointing=recompute,
+    ),
+    st.sampled_from([1, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3]),
+    st.integers(1, 100_000),
+    st.sampled_from(["auto", "auto", 5000]),
+    st.sampled_from(["auto", "auto", True, False]),
+)
+
+
+def fits(spec: ExperimentSpec, sized_model: SizedModel, gpu_bytes: int, microbatch: Microbatch) -> bool:
+    device = rank_gpu(microbatch.applied(spec), sized_model, gpu_bytes)
+    assert device.capacity is not None
+    return device.total <= WARNING_SHARE * device.capacity
+
+
+@given(SPECS, MODELS, st.integers(1, 300), st.integers(1, 300))
+def test_choice_fits_and_more_memory_never_gives_fewer_tokens(
+    spec: ExperimentSpec, sized_model: SizedModel, size: int, other_size: int
+) -> None:
+    smaller_gpu, larger_gpu = (GB * gigabytes for gigabytes in sorted((size, other_size)))
+    smaller, larger = (choose_microbatch(spec, sized_model, gpu) for gpu in (smaller_gpu, larger_gpu))
+    assert larger.tokens >= smaller.tokens and larger.recompute <= smaller.recompute
+    trainer, longest = spec.trainer, spec.rollout.longest_rollout
+    if trainer.tokens_per_microbatch == "auto":
+        assert longest <= smaller.tokens <= max(longest, MAX_TOKENS * trainer.sequence_parallel)
+        assert smaller.tokens.bit_count() == 1 or smaller.tokens == longest
+        least = Microbatch(longest, trainer.gradient_checkpointing in ("auto", True))
+        assert fits(spec, sized_model, smaller_gpu, smaller) or smaller == least
+    else:
+        assert smaller.tokens == trainer.tokens_per_microbatch
+    if trainer.gradient_checkpointing != "auto":
+        assert smaller.recompute == trainer.gradient_checkpointing
+    elif smaller.recompute:
+        assert not fits(spec, sized_model, smaller_gpu, Microbatch(smaller.tokens, False)) or smaller.tokens < 2**13
+
+
+GPU = {"trainer__gpus_per_rank": 1, "trainer__dtype": "bfloat16", "trainer__packing": True}
+AUTO = GPU | {"trainer__tokens_per_microbatch": "auto", "trainer__gradient_checkpointing": "auto"}
+
+
+def test_large_gpus_recompute_nothing_and_small_ones_take_useful_micro_batches() -> None:
+    spec, sized_model = sized(**AUTO), model(1024, 24)
+    assert choose_microbatch(spec, sized_model, 500 * GB) == (MAX_TOKENS, False)
+    assert choose_microbatch(spec, sized_model, 24 * GB) == (2**13, True)
+
+
+def test_unknown_memory_or_model_code_gives_cautious_values_and_a_warning() -> None:
+    spec, sized_model = sized(**AUTO, cluster__gpu_memory_gb=80.0), model()
+
+    def untraceable(*_: object) -> int:
+        raise RuntimeError("needs the values\nof its tensors")
+
+    resolved, result = resolve_microbatch(spec, SizedModel(**_fields(sized_model) | {"activations": untraceable}))
+    assert (resolved.trainer.tokens_per_microbatch, resolved.trainer.gradient_checkpointing) == (2**13, True)
+    assert isinstance(result, Warned) and "needs the values of its tensors" in result.text
+    assert choose_microbatch(spec, sized_model, None) == cautious_microbatch(spec) == (2**13, True)
+    long = sized(**AUTO, rollout__max_response_tokens=20_000, model__max_length=2**17)
+    assert cautious_microbatch(long).tokens == long.rollout.longest_rollout
+
+
+def test_defaults_are_auto_on_gpus_and_the_numbers_of_before_on_cpus() -> None:
+    cpu, gpu = TrainerSpec(), TrainerSpec(gpus_per_rank=1)
+    assert (cpu.microbatch_tokens, cpu.recomputes) == (8192, False)
+    assert gpu.tokens_per_microbatch == gpu.gradient_checkpointing == "auto"
+    with pytest.raises(ConfigError, match="only the start"):
+        _ = gpu.microbatch_tokens
+    with pytest.raises(ConfigError, match="gradient_checkpointing"):
+        _ = gpu.recomputes
+    on_cpu = sized(trainer__tokens_per_microbatch="auto", trainer__gradient_checkpointing="auto")
+    assert choose_microbatch(on_cpu, model(), None) == (8192, False)
+
+
+def test_grouped_ranks_need_more_memory_for_nccl() -> None:
+    alone, grouped = (
+        {part.name: part.bytes for part in rank_gpu(sized(**GPU, trainer__ranks=4, **size), model(), None).parts}
+        for size in ({}, {"trainer__sequence_parallel": 2})
+    )
+    assert (alone["CUDA context"], grouped["CUDA context"]) == (2 * GB, 3 * GB)
+
+
+def _fields(sized_model: SizedModel) -> dict[str, object]:
+    return {name: getattr(sized_model, name) for name in SizedModel.__slots__}
