@@ -367,7 +367,7 @@ def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> Experime
     return small_spec(
         pipeline={"mode": "sync", "partial_rollouts": partial, "max_staleness": int(partial), "publish_every": every},
         rollout={"engines": engines, "gpus_per_engine": 0.5, "max_running_rollouts": 4},
-        trainer={"ranks": engines, "gpus_per_rank": 0.5},
+        trainer={"ranks": engines, "gpus_per_rank": 0.5, "tokens_per_microbatch": 2048},
         evaluation={"every": 2},
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_memory_use import MODELS, model, sized
+from test_memory_use import MODELS, SPEC, model, sized
 
 from asyncrl_cli.checks.finding import Warned
 from asyncrl_cli.checks.memory import resolve_microbatch
@@ -13,8 +13,9 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.sizing.estimate import WARNING_SHARE, rank_gpu
 from asyncrl_cli.sizing.memory_use import GB
 from asyncrl_cli.sizing.microbatch import MAX_TOKENS, Microbatch, cautious_microbatch, choose_microbatch
-from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.model import SizedModel, size_model, without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.train.deepspeed_engine import deepspeed_settings, largest_layer
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +111,23 @@ def test_grouped_ranks_need_more_memory_for_nccl() -> None:
         for size in ({}, {"trainer__sequence_parallel": 2})
     )
     assert (alone["CUDA context"], grouped["CUDA context"]) == (2 * GB, 3 * GB)
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 4), (2, 4), (4, 4)])
+def test_gpu_ranks_gather_a_whole_layer_ahead_without_the_experts_of_other_ranks(size: int, ranks: int) -> None:
+    from transformers import AutoConfig
+
+    widths = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 99}
+    config = AutoConfig.for_model("qwen3_moe", **widths, num_experts=8, moe_intermediate_size=32, decoder_sparse_step=1)
+    experts = 8 * 3 * 64 * 32
+    trainer = TrainerSpec(ranks=ranks, gpus_per_rank=1, expert_parallel=size, gradient_checkpointing=True)
+    layer = max(size_model(SPEC, config).layers)
+    expected = layer - experts + (experts // size if size < ranks else 0)
+    assert largest_layer(without_weights(config, SPEC.model), trainer) == expected
+    zero = deepspeed_settings(trainer, largest_layer=10**8)["zero_optimization"]
+    assert zero["prefetch_bucket_size"] == 11 * 10**7 and not zero["memory_efficient_linear"]
+    on_cpu = deepspeed_settings(TrainerSpec(ranks=ranks), largest_layer=10**8)["zero_optimization"]
+    assert "prefetch_bucket_size" not in on_cpu and on_cpu["memory_efficient_linear"]
 
 
 def _fields(sized_model: SizedModel) -> dict[str, object]:
