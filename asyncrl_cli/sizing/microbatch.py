@@ -1,8 +1,8 @@
 """Chooses `trainer.tokens_per_microbatch: auto` and `trainer.gradient_checkpointing: auto` from the memory estimate.
 
 Invariants: the estimate of the chosen micro-batch stays below ``WARNING_SHARE`` of the GPU, unless not even the longest
-rollout fits; and more memory never gives fewer tokens. So recomputed micro-batches never have more tokens than those
-for which recomputation ends.
+rollout fits; and more memory never gives fewer tokens. So recomputed micro-batches have at most the tokens that would
+end recomputation.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def join_process_group(
 
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False, largest_layer: int = 0) -> dict[str, Any]:
     """Return DeepSpeed's configuration. ``load_universal``: the engine will load a universal checkpoint.
-    ``largest_layer``: weights of the layer for which a rank gathers most.
+    ``largest_layer``: the most weights that a rank gathers for a layer.
 
     ``update_policy`` sets the accumulation boundary by hand, because updates differ in their number of micro-batches.
     With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up in float32

@@ -13,13 +13,15 @@ import pytest
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.model import check_model, check_served, check_teacher
 from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, shown_prompt
+from asyncrl_cli.checks.start import StartChecks
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.orchestrator.evaluation import encoded
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.engine_settings import adapted_names
+from asyncrl_cli.runs.manifest import MICROBATCH, describe_start
 from asyncrl_cli.spec.inputs import LoraSpec
-from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.small_models import ARCHITECTURES, SMALL
 
 pytestmark = pytest.mark.slow
@@ -222,3 +224,18 @@ def test_adapters_that_engines_would_not_apply_are_refused(
 def test_vllm_has_slots_for_layers_that_are_named_with_their_parents() -> None:
     lora = LoraSpec(target_modules=["self_attn.q_proj", "0.mlp.up_proj", "k_proj"])
     assert adapted_names(lora, "not read") == ["k_proj", "q_proj", "up_proj"]
+
+
+def test_start_on_gpus_gives_the_run_a_micro_batch_in_numbers() -> None:
+    spec = load_spec(QUICKSTART, ["trainer.tokens_per_microbatch=auto", "cluster.gpu_memory_gb=24"]).spec
+    on_gpu = spec.trainer.model_copy(update={"gpus_per_rank": 1, "gradient_checkpointing": "auto"})
+    names = {"task and data", "model files", "tokenizer", "model", "micro-batch", "engine cache", "memory with weights"}
+    with StartChecks(spec.model_copy(update={"trainer": on_gpu}), QUICKSTART.parent, notice=print) as checks:
+        findings = {finding.check: finding for finding in checks.findings(names)}
+        experiment = checks._experiment
+    assert experiment is not None and findings["micro-batch"].found == "65,536 tokens a micro-batch"
+    assert "activations" in findings["memory with weights"].found
+    recorded = dump_spec(experiment.spec, {})
+    assert "tokens_per_microbatch: 65536" in recorded and "gradient_checkpointing: false" in recorded
+    manifest = describe_start(QUICKSTART, None, experiment.spec.trainer, experiment.rank_bytes)
+    assert manifest[MICROBATCH]["tokens_per_microbatch"] == 65536 and manifest[MICROBATCH]["estimated_rank_bytes"] > 0

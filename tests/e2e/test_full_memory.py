@@ -11,7 +11,7 @@ from .conftest import Runs, rows
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
-TOKENS = 512
+TOKENS = 128
 LOSS = """
     from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_full_rank_halves_micro_batches_and_replay_repeats_them(tmp_path: Path) 
         name="full",
         data={"eval": None},
         algorithm={"loss": "losses:full_once", "uniform_groups": "train"},
-        trainer={"ranks": 2, "zero_stage": 2, "tokens_per_microbatch": TOKENS},
+        trainer={"ranks": 2, "zero_stage": 2, "tokens_per_microbatch": TOKENS, "share_prefixes": False},
         pipeline={"mode": "sync", "max_staleness": 0},
         stop={"steps": 3},
     )
