@@ -164,7 +164,7 @@ def test_settings_follow_the_memory_of_the_card(tmp_path: Path) -> None:
     assert chosen[25]["trainer"]["gradient_checkpointing"] and not chosen[141]["trainer"]["gradient_checkpointing"]
     assert chosen[25]["rollout"]["max_running_rollouts"] < chosen[141]["rollout"]["max_running_rollouts"]
     qwen = alone(qwen_spec("cuda", tmp_path), "cuda")
-    qwen["trainer"]["gradient_checkpointing"] = True
+    qwen["trainer"] |= {"gradient_checkpointing": True, "tokens_per_microbatch": 18432}
     offloads = [with_offload(qwen, gigabytes * 10**9)["trainer"]["offload"] for gigabytes in (80, 141)]
     assert offloads == ["optimizer", "none"]
 

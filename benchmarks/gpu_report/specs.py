@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,10 @@ from typing import Any
 import yaml
 from common import CHAIN_SUM, INIT, QUICKSTART
 
-from asyncrl_cli.sizing.config import COPIES
+from asyncrl_cli.checks.memory import resolve_microbatch
+from asyncrl_cli.sizing.config import COPIES, find_config
+from asyncrl_cli.sizing.estimate import estimate, excesses
+from asyncrl_cli.sizing.model import SizedModel, size_model
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -43,14 +45,6 @@ VOCABULARY = 151_936
 """Words of Qwen3's vocabulary."""
 SLOTS = (512, 256, 128)
 """Requests that an engine runs at a time; a small card has no room for the cache of 512."""
-PASSES = [
-    {"tokens_per_microbatch": tokens, "gradient_checkpointing": recompute}
-    for tokens, recompute in (
-        *((tokens, False) for tokens in (65536, 32768, 16384)),
-        *((tokens, True) for tokens in (65536, 32768, 16384, 8192)),
-    )
-]
-"""The trainer's settings that depend on a GPU's memory, the fastest first."""
 
 
 def spec_of(settings: dict[str, Any], *changes: str) -> ExperimentSpec:
@@ -59,12 +53,8 @@ def spec_of(settings: dict[str, Any], *changes: str) -> ExperimentSpec:
 
 
 def fitted(settings: dict[str, Any], gpu_bytes: int) -> dict[str, Any]:
-    """Settings with the first of ``SLOTS`` and ``PASSES`` that fit; raises like ``first_fitting``."""
-    candidates = (
-        settings
-        | {"rollout": settings["rollout"] | {"max_running_rollouts": slots}, "trainer": settings["trainer"] | passes}
-        for slots, passes in itertools.product(SLOTS, PASSES)
-    )
+    """Settings with the first of ``SLOTS`` that fits; raises like ``first_fitting``."""
+    candidates = (settings | {"rollout": settings["rollout"] | {"max_running_rollouts": slots}} for slots in SLOTS)
     return first_fitting(candidates, gpu_bytes)
 
 
@@ -76,23 +66,25 @@ def with_offload(settings: dict[str, Any], gpu_bytes: int) -> dict[str, Any]:
 
 
 def first_fitting(candidates: Iterable[dict[str, Any]], gpu_bytes: int) -> dict[str, Any]:
-    """The first settings that fit a GPU by the estimate of `validate-spec --memory`. All have the same model.
+    """The first settings that fit a GPU by the estimate of `validate-spec --memory`, with the micro-batch in numbers.
 
     Raises ``RuntimeError`` if none do.
     """
-    from asyncrl_cli.sizing.config import find_config
-    from asyncrl_cli.sizing.estimate import estimate, excesses
-    from asyncrl_cli.sizing.model import size_model
-
-    model = None
     for candidate in candidates:
         spec = spec_of(candidate)
-        if model is None:
-            with TemporaryDirectory() as folder:
-                model = size_model(spec, find_config(spec, Path(folder)))
+        model = sized_model(spec)
+        spec, _ = resolve_microbatch(spec, model, gpu_bytes)
         if not excesses(spec, estimate(spec, model, gpu_bytes, host_bytes=None)):
-            return candidate
+            microbatch = spec.trainer.microbatch_tokens, spec.trainer.recomputes
+            keys = ("tokens_per_microbatch", "gradient_checkpointing")
+            return candidate | {"trainer": candidate["trainer"] | dict(zip(keys, microbatch, strict=True))}
     raise RuntimeError(f"by the estimate no setting fits a GPU with {gpu_bytes / 1e9:.0f} GB")
+
+
+def sized_model(spec: ExperimentSpec) -> SizedModel:
+    """The model of ``model.init``, as the memory estimate sees it."""
+    with TemporaryDirectory() as folder:
+        return size_model(spec, find_config(spec, Path(folder)))
 
 
 def quickstart_spec(dtype: str) -> dict[str, Any]:
@@ -130,7 +122,7 @@ def timed_spec(device: str, mode: str) -> dict[str, Any]:
     spec["model"]["init"]["config"] |= MODEL[device]
     spec["model"]["max_length"] = 1100 if gpu else 160
     spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 512 if gpu else 64}
-    spec["trainer"] |= {"tokens_per_microbatch": 16384 if gpu else 2048, "gradient_checkpointing": gpu}
+    spec["trainer"]["tokens_per_microbatch"] = "auto" if gpu else 2048
     spec["trainer"]["optimizer"]["learning_rate"] = 1e-7
     spec["pipeline"] = {"mode": mode, "groups_per_step": 64 if gpu else 8}
     spec["data"]["eval"]["size"] = 1
@@ -154,7 +146,6 @@ def qwen_spec(device: str, folder: Path) -> dict[str, Any]:
     longest = 9216 if gpu else 160
     spec["model"]["max_length"] = longest
     spec["rollout"] |= {"max_response_tokens": longest - 64, "max_running_rollouts": 64}
-    spec["trainer"]["tokens_per_microbatch"] = 18432 if gpu else 512
     return spec
 
 

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from trainer import start
 
+from asyncrl_cli.checks.memory import microbatch_text, resolve_microbatch
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
+from asyncrl_cli.sizing.microbatch import is_auto
 from gpu_report.numerics import timed
 from gpu_report.runs import Bench
-from gpu_report.specs import alone, qwen_spec, spec_of, timed_spec, with_offload, write_random_model
+from gpu_report.specs import alone, qwen_spec, sized_model, spec_of, timed_spec, with_offload, write_random_model
 
 if TYPE_CHECKING:
     from asyncrl_cli.train.precompute import Learner
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
 GROUP_SIZE = 8
 MEAN_RESPONSE = {"cuda": 102, "cpu": 20}
 """Tokens of a response in the timed runs, in the mean; their distribution is geometric."""
-QWEN_ROWS = {"cuda": ((2, 2300), (1, 4600), (1, 9000)), "cpu": ((2, 40), (1, 150))}
-"""Groups and tokens of a response: each entry is a batch."""
+MICROBATCHES = {"cuda": (16384, 65536), "cpu": (2048, 4096)}
+"""Tokens of a usual and of a large micro-batch."""
+QWEN_MICROBATCHES = {"cuda": (18432, 36864), "cpu": (512, 1024)}
+QWEN_ROWS = {"cuda": ((16, 2300), (4, 9000)), "cpu": ((16, 40), (4, 150))}
+"""Responses and the tokens of each: every entry is a batch."""
 TIMED_STEPS = 3
 LISTED = 10
 """Kernels and gaps in a profile."""
@@ -41,47 +46,45 @@ class Variant(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-def variants(tokens: int) -> tuple[Variant, ...]:
-    """The settings to compare. ``tokens``: of a large micro-batch. A spec without one of the keys or values is refused,
+def variants(tokens: int, large_tokens: int) -> tuple[Variant, ...]:
+    """The settings to compare, with two sizes of micro-batches. A spec without one of the keys or values is refused,
     and the variant is reported as not run."""
-    varlen, fused = "trainer.attention=varlen", "trainer.fused_kernels=true"
-    kept, large = "trainer.gradient_checkpointing=false", f"trainer.tokens_per_microbatch={tokens}"
+    fa4, fused = "trainer.attention=flash_attention_4", "trainer.fused_kernels=true"
+    sdpa, varlen = "trainer.attention=sdpa", "trainer.attention=varlen"
+    size, large = (f"trainer.tokens_per_microbatch={count}" for count in (tokens, large_tokens))
+    kept = "trainer.gradient_checkpointing=false"
     return (
-        Variant("sdpa, recomputed", ("trainer.attention=sdpa", "trainer.gradient_checkpointing=true")),
-        Variant("sdpa", ("trainer.attention=sdpa", kept)),
-        Variant(f"sdpa, {tokens:,} tokens", ("trainer.attention=sdpa", kept, large)),
-        Variant("flash_attention_4", ("trainer.attention=flash_attention_4", kept)),
-        Variant(f"flash_attention_4, {tokens:,} tokens", ("trainer.attention=flash_attention_4", kept, large)),
-        Variant("varlen", (varlen, kept)),
-        Variant(f"varlen, {tokens:,} tokens", (varlen, kept, large)),
-        Variant("fused kernels", ("trainer.attention=sdpa", kept, fused)),
-        Variant(f"varlen, {tokens:,} tokens, fused kernels", (varlen, kept, large, fused)),
+        Variant("sdpa, recomputed", (sdpa, size, "trainer.gradient_checkpointing=true")),
+        Variant("sdpa", (sdpa, size, kept)),
+        Variant("varlen", (varlen, size, kept)),
+        Variant("varlen, large", (varlen, large, kept)),
+        Variant("varlen, large, fused kernels", (varlen, large, kept, fused)),
         Variant("auto", ("trainer.tokens_per_microbatch=auto", "trainer.gradient_checkpointing=auto")),
+        Variant("fused kernels", (sdpa, size, kept, fused)),
+        Variant("flash_attention_4", (fa4, size, kept)),
+        Variant("flash_attention_4, large", (fa4, large, kept)),
+        Variant("sdpa, large", (sdpa, large, kept)),
     )
 
 
 def compare_settings(bench: Bench) -> dict[str, Any]:
     """Train the timed run's rows with each variant."""
     settings, batch = alone(timed_spec(bench.device, "async"), bench.device), timed_batch(bench.device)
-    return compare(bench, settings, variants(65536 if bench.device == "cuda" else 4096), {"": batch})
+    return compare(bench, settings, variants(*MICROBATCHES[bench.device]), {"": batch})
 
 
 def compare_qwen_settings(bench: Bench) -> dict[str, Any]:
     """Train rows of several lengths with the shape of Qwen3-4B; first check that the model fits the GPU."""
-    folder = bench.out / "qwen"
-    settings = alone(qwen_spec(bench.device, folder), bench.device)
+    settings = alone(qwen_spec(bench.device, bench.out / "qwen"), bench.device)
+    tokens, large_tokens = QWEN_MICROBATCHES[bench.device]
     if bench.device == "cuda":
-        settings["trainer"]["gradient_checkpointing"] = True
+        settings["trainer"] |= {"gradient_checkpointing": True, "tokens_per_microbatch": tokens}
         settings = with_offload(settings, bench.gpu_bytes)
     batches = {
-        f"rows of {tokens:,} tokens": random_batch(np.full((groups, GROUP_SIZE), tokens), prompt=16, vocabulary=500)
-        for groups, tokens in QWEN_ROWS[bench.device]
+        f"rows of {length:,} tokens": random_batch(np.full((1, rollouts), length), prompt=16, vocabulary=500)
+        for rollouts, length in QWEN_ROWS[bench.device]
     }
-    choices = [
-        variant
-        for variant in variants(36864 if bench.device == "cuda" else 1024)
-        if not variant.name.startswith("sdpa,") or variant.name == "sdpa, recomputed"
-    ]
+    choices = [variant for variant in variants(tokens, large_tokens) if variant.name != "sdpa, large"]
     offload = settings["trainer"].get("offload", "none")
     return {"offload": offload, **compare(bench, settings, choices, batches)}
 
@@ -167,6 +170,8 @@ def learner(settings: Mapping[str, Any], folder: Path, changes: Sequence[str] = 
     from asyncrl_cli.train.precompute import Learner
 
     spec = spec_of(dict(settings), *changes)
+    if is_auto(spec.trainer):
+        spec, _ = resolve_microbatch(spec, sized_model(spec))
     gc.collect()  # the rank before, which an error may have kept alive
     if spec.trainer.gpus_per_rank:
         torch.cuda.empty_cache()
@@ -201,7 +206,7 @@ def compare(
 
     def measure(variant: Variant) -> dict[str, Any]:
         with learner(settings, folder, variant.changes) as rank:
-            figures = implementation(rank.engine.module.model)
+            figures = implementation(rank)
             for name, batch in batches.items():
                 batch_figures = speed(rank, batch)
                 seconds[variant.name] = seconds.get(variant.name, 0.0) + batch_figures["s"]
@@ -218,13 +223,15 @@ def compare(
     return {"fastest": min(seconds, key=seconds.__getitem__)}
 
 
-def implementation(model: Any) -> dict[str, Any]:
-    """What a model really computes with: a key of the spec may have been ignored or replaced."""
+def implementation(rank: Learner) -> dict[str, Any]:
+    """How a rank really computes: a key of the spec may have been ignored, replaced or chosen."""
+    model = rank.engine.module.model
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     forward = norms[0].forward
     return {
         "attention": model.config._attn_implementation,
         "norms by": getattr(forward, "__module__", type(norms[0]).__module__).partition(".")[0],
+        "passes of": microbatch_text(rank.spec.trainer),
     }
 
 
