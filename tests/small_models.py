@@ -44,6 +44,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": ROUTED,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }
+BIASES_AND_FUSED_TENSORS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"head_dim": 16},
+    "phi3": {"head_dim": 16, "pad_token_id": 0},
+}
+"""More architectures: without and with biases, and with checkpoints that have fused matrices."""
 
 VISION_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION: dict[str, dict[str, Any]] = {"gemma3": {**VISION_SIZES, "image_size": 28, "patch_size": 14}}
@@ -55,7 +61,7 @@ def small_model(architecture: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = SMALL | ARCHITECTURES[architecture]
+    sizes = SMALL | (ARCHITECTURES | BIASES_AND_FUSED_TENSORS)[architecture]
     if architecture in VISION:
         config = AutoConfig.for_model(architecture, text_config=sizes, vision_config=VISION[architecture])
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -58,8 +59,9 @@ if TYPE_CHECKING:
 ABORT_POLL_S = 0.02
 """Seconds that an abort waits for requests to return. It is then repeated, for requests that reached vLLM since."""
 
-PREPARE_POLL_S = 0.01
-"""Seconds between two checks whether vLLM has prepared an update. A blocking call would stop generation."""
+PREPARED_CHECK_S = 1.0
+"""Seconds without a worker's signal after which the engine asks whether the update is prepared: a process that died
+sends no signal. Each question waits for the core, between two of its steps."""
 
 
 class Engine:
@@ -251,9 +253,14 @@ class Engine:
                     )
             self._layout = slots
         try:
-            await self._vllm.collective_rpc("prepare_weights", args=(version, path))
-            while not all(await self._vllm.collective_rpc("weights_prepared")):
-                await asyncio.sleep(PREPARE_POLL_S)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as signals:
+                signals.setblocking(False)
+                signals.bind("")  # the kernel chooses an address, which is no file
+                await self._vllm.collective_rpc("prepare_weights", args=(version, path, signals.getsockname()))
+                while not all(await self._vllm.collective_rpc("weights_prepared")):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(PREPARED_CHECK_S):
+                            await asyncio.get_running_loop().sock_recv(signals, 1)
         except Exception as error:
             # The host's agent may die at any moment. vLLM passes on only the text of its core's errors, so look at the
             # path. The engine has changed nothing yet and can continue; after the pause it could not.

@@ -55,7 +55,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         empty = dict.fromkeys(self.names, torch.empty(0))
         return sorted(self._adapter(empty).loras.keys() - served)
 
-    def prepare(self, version: int, path: str) -> None:
+    def prepare(self, version: int, path: str) -> Future[Any]:
         """Begin to read the adapter of ``version`` while the engine generates."""
 
         def read_adapter() -> LoRAModel:
@@ -64,6 +64,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
                 return self._adapter({name: tensor.clone() for name, tensor in self.named_tensors(tensors)})
 
         self.adapter = self.thread.submit(read_adapter)
+        return self.adapter
 
     def prepared(self) -> bool:
         """True if the adapter is read. Raises ``ReplicaGone`` if the memory now has another version."""

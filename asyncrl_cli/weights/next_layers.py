@@ -36,16 +36,18 @@ COPIED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buf
 """Attributes that a copied module does not share with the original."""
 
 
-def can_be_made(model: nn.Module, device: torch.device) -> bool:
-    """True if each layer of the model keeps everything that vLLM computes from its weights."""
-    return device.type == "cpu" and all(map(_is_plain, model.modules()))
+def layers_are_plain(model: nn.Module) -> bool:
+    """True if vLLM computes nothing from a layer's weights except their packed form on CPU."""
+    return all(map(_is_plain, model.modules()))
 
 
 def _is_plain(layer: nn.Module) -> bool:
     if layer._parameters and layer._buffers:
         return False
-    if is_deferred_attention_layer(layer):  # other attention types compute weights from other layers' weights
-        return type(layer) in (Attention, MMEncoderAttention)
+    if is_deferred_attention_layer(layer):
+        # Other attention types compute weights from other layers' weights. Some kernels convert sinks into a copy.
+        has_sinks = getattr(getattr(layer, "impl", None), "sinks", None) is not None
+        return type(layer) in (Attention, MMEncoderAttention) and not has_sinks
     method = type(getattr(layer, "quant_method", None))
     return method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
 
@@ -121,7 +123,7 @@ def _await_weights(layer: nn.Module, copy: nn.Module) -> None:
     """Prepare the copy for vLLM's layerwise reload: it collects all its weights, and then processes them together."""
     recorded, info = get_layerwise_info(layer), get_layerwise_info(copy)
     info.restore_device = recorded.restore_device
-    parameters, _ = recorded.restore_metadata  # layers with parameters have no buffers (``can_be_made``)
+    parameters, _ = recorded.restore_metadata  # layers with parameters have no buffers (``_is_plain``)
     # Copies, because vLLM binds the loaders in the metadata to the layer that it restores.
     info.restore_metadata = (
         {name: sanitize_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in parameters.items()},

@@ -260,7 +260,7 @@ def test_an_update_is_prepared_while_the_engine_generates(bench: Bench, loop: as
             for tensor in tensors.values():
                 tensor.fill_(0.5)
         rpc = bench.engine._vllm.collective_rpc
-        await rpc("prepare_weights", args=(66, path))
+        await rpc("prepare_weights", args=(66, path, b"\0nobody"))
         while not (await rpc("weights_prepared"))[0]:
             await asyncio.sleep(0)
         between = await bench.generate([3, 40, 50], 16)

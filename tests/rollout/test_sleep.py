@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import socket
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,38 @@ async def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
     assert engine._loading, "it has no weights yet, so no request may start"
     await update
     assert vllm.calls == ["sleep 1 keep", "wake_up", "pause", "start", "update", "finish", "resume"]
+
+
+@IMPORTS_VLLM
+@pytest.mark.parametrize("dies", [False, True])
+async def test_the_core_is_asked_again_after_a_worker_signal_or_when_none_comes(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """Each question would wait for a step of the core. A dead worker sends no signal, so the wait has a limit."""
+    listeners: list[bytes] = []
+    questions: list[bool] = []
+
+    async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[bool]:
+        if method == "prepare_weights":
+            listeners.append(args[2])
+        elif method == "weights_prepared":
+            questions.append(len(questions) > 0)
+            if dies and questions[-1]:
+                raise RuntimeError("EngineCore encountered an issue")
+            if not dies:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                    sender.sendto(b"\0", listeners[0])
+            return questions[-1:]
+        return [True]
+
+    monkeypatch.setattr(vllm, "collective_rpc", collective_rpc)
+    monkeypatch.setattr(engine_module, "PREPARED_CHECK_S", 0.01 if dies else 1e9)
+    engine = Engine(SPEC, "")
+    engine._layout = ()
+    with pytest.raises(RuntimeError, match="encountered an issue") if dies else nullcontext():
+        await engine.update_weights(4, "/", (), "keep")
+    assert questions == [False, True]
+    assert ("pause" in vllm.calls) is not dies
 
 
 @IMPORTS_VLLM

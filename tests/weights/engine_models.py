@@ -1,11 +1,14 @@
 """Loads small models into vLLM's classes, from a folder and from a published version, and compares all tensors.
 
-    python -m tests.weights.engine_models [--two-workers ARCHITECTURE] ARCHITECTURE...
+    python -m tests.weights.engine_models [--two-workers ARCHITECTURE] [--copied ARCHITECTURE]... ARCHITECTURE...
 
 With ``--two-workers`` two tensor-parallel workers also load an architecture like workers on GPUs, first with all
-experts in both, then with half of them in each. No engine runs: the classes are made with vLLM's loaders and the
-project's transfer engine, in processes that are forked after all imports, which take longer than the rest. Prints a
-line of JSON for each comparison: the differences, which must be empty, and what was compared.
+experts in both, then with half of them in each. With ``--copied`` one worker, then two also load an architecture as
+on GPUs, where no weight is packed and the second version is copied by plan.
+
+No engine runs: the classes are made with vLLM's loaders and the project's transfer engine, in processes that are forked
+after all imports, which take longer than the rest. Prints a line of JSON for each comparison: the differences, which
+must be empty, and what was compared.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +40,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers import utils as vllm_layers
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
@@ -60,6 +65,8 @@ class Worker(NamedTuple):
     size: int = 1
     world: Path | None = None
     experts: bool = False
+    packs: bool = True
+    """True if linear layers pack their weights, as on CPUs. Otherwise copies are planned, as on GPUs."""
 
 
 class PinnedOnCpu(Copies):
@@ -80,14 +87,17 @@ class PinnedOnCpu(Copies):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--two-workers")
+    parser.add_argument("--copied", action="append", default=[])
     parser.add_argument("architectures", nargs="+")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = in_two_processes([(architecture, Worker()) for architecture in given.architectures])
-    for experts in (False, True) if given.two_workers else ():
+    alone = [(architecture, Worker()) for architecture in given.architectures]
+    found = in_two_processes([*alone, *((architecture, Worker(packs=False)) for architecture in given.copied)])
+    pairs = [(given.two_workers, experts, True) for experts in (False, True) if given.two_workers]
+    for architecture, experts, packs in [*pairs, *((architecture, False, False) for architecture in given.copied)]:
         with tempfile.TemporaryDirectory() as folder:
-            workers = [Worker(rank, 2, Path(folder), experts) for rank in range(2)]
-            found += in_two_processes([(given.two_workers, worker) for worker in workers])
+            workers = [Worker(rank, 2, Path(folder), experts, packs) for rank in range(2)]
+            found += in_two_processes([(architecture, worker) for worker in workers])
     for one in found:
         print("RESULT", json.dumps(one), flush=True)
 
@@ -103,11 +113,19 @@ def compared(architecture: str, worker: Worker) -> dict[str, Any]:
     os.environ["VLLM_DIST_IDENT"] = str(worker.rank)  # different names: no shared memory, which would remain
     copies = PinnedOnCpu()
     copies_of = (lambda _: copies) if worker.size > 1 else vllm_worker.copies_of
-    with tempfile.TemporaryDirectory() as folder, patch.object(vllm_worker, "copies_of", copies_of):
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(patch.object(vllm_worker, "copies_of", copies_of))
+        if not worker.packs:
+            stack.enter_context(patch.object(vllm_layers, "dispatch_cpu_unquantized_gemm", lambda *_, **__: None))
         found = compared_in(Path(folder), architecture, worker)
     cleanup_dist_env_and_memory()
     gc.collect()
-    return found | {"workers": worker.size, "staged": sum(loads.staged_bytes for loads in copies.made)}
+    return found | {
+        "workers": worker.size,
+        "packs": worker.packs,
+        "staged": sum(loads.staged_bytes for loads in copies.made),
+    }
 
 
 def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, Any]:
@@ -123,6 +141,7 @@ def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, An
     transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
     slots = engine_layout(model, torch.float32)
     transfer.init_transfer_engine(ReplicaInitInfo([asdict(slot) for slot in slots]))
+    transfer.packs_weights, transfer.plans_copies = worker.packs, worker.size > 1 or not worker.packs
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     # Nothing may remain of the first version, or of an engine's random first weights.
     publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)
@@ -135,6 +154,7 @@ def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, An
         "class": type(served).__name__,
         "differ": sorted(differ) + sorted(ours.keys() - theirs.keys()),
         "rotary": rotary,
+        "copied": transfer.plan is not None and transfer.plan_is_proved,
         "tensors": len(theirs),
         "kernels": sum(name.endswith(KERNEL) for name in theirs),
         "rotaries": len(list(rotary_of(served))),
