@@ -57,6 +57,11 @@ def planned_scenario(
             f"the trainer is assumed to be {1 / share:.3g} times as fast with {counted(spec.trainer.ranks, 'rank')} as "
             f"with the measured {measured_spec.trainer.ranks}"
         )
+    for key in ("tokens_per_microbatch", "gradient_checkpointing"):
+        planned_value, measured_value = getattr(spec.trainer, key), getattr(measured_spec.trainer, key)
+        if planned_value != measured_value:
+            text = f"trainer.{key} {planned_value} as with the measured {measured_value}"
+            guesses.append(f"the trainer is assumed to be as fast with {text}")
     if spec.rollout.min_engines != measured_spec.rollout.min_engines and shares_host(spec):
         guesses.append("engines are assumed not to slow each other down, although they are on CPUs")
     if spec.rollout.group_size != measured_spec.rollout.group_size:

@@ -53,7 +53,7 @@ def test_every_stage_trains_to_the_same_weights(results: Any) -> None:
 
 
 def test_gathered_weights_leave_memory_before_the_backward_pass(results: Any) -> None:
-    """DeepSpeed's linear layer is needed only where activations are kept: torch's holds every weight for the gradient."""
+    """DeepSpeed's linear layer is needed only where activations are kept: torch's layer then holds every weight."""
     for rank in results:
         for setting, (gathered_count, held_count) in rank.get("held", {}).items():
             assert gathered_count > 0 and (held_count > 0) == (setting == "torch's layer"), setting
