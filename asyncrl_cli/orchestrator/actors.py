@@ -49,6 +49,7 @@ class ActorFactory:
             bundle_wants(spec),
             selector=spec.cluster.trainer,
             count=spec.trainer.ranks,
+            close_ranks=max(spec.trainer.expert_parallel, spec.trainer.sequence_parallel),
         )
 
     def engine(

@@ -122,6 +122,7 @@ class Orchestrator:
             step=parts.checkpoint_step,
             microbatch_tokens=spec.trainer.microbatch_tokens,
             repeated=self._repeated,
+            progress=parts.watchdog.caught_up,
             gpu_turn=turns.trainer,
         )
         self._publisher = Publisher(
@@ -354,11 +355,11 @@ class Orchestrator:
 
     async def _train(self, taken_batch: TakenBatch) -> StepReport:
         self._reporter.status("training", taken_batch.counts)
-        training = asyncio.create_task(self._trainer.train(taken_batch.batch))
-        self._in_flight = (taken_batch, training)
-        # Shielded from Ctrl-C, which cannot stop the ranks: ``settle`` waits for their step.
-        shielded_step = asyncio.shield(training)
-        report = await self._watchdog.until(shielded_step, DRIVER, f"the trainer's step {self._step + 1}")
+        with self._watchdog.waiting(DRIVER, f"the trainer's step {self._step + 1}") as wait:
+            training = asyncio.create_task(self._trainer.train(taken_batch.batch, wait.progress))
+            self._in_flight = (taken_batch, training)
+            # Shielded from Ctrl-C, which cannot stop the ranks: ``settle`` waits for their step.
+            report = await asyncio.shield(training)
         self._step += 1
         return report
 

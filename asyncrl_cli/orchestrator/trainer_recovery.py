@@ -47,11 +47,12 @@ class ResilientTrainer:
         step: int,
         microbatch_tokens: int,
         repeated: Callable[[TrainingBatch, StepReport], None],
+        progress: Callable[[], None] = lambda: None,
         gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         """``step``: the step at which the ranks have started. ``microbatch_tokens``: `trainer.tokens_per_microbatch`.
-        ``repeated`` is called for every recorded batch that is trained again. Each step is trained within a
-        ``gpu_turn()``."""
+        ``repeated`` is called for every recorded batch that is trained again, and ``progress`` while its micro-batches
+        are. Each step is trained within a ``gpu_turn()``."""
         self.step = step
         """Number of steps in the weights."""
         self.ready = True
@@ -62,6 +63,7 @@ class ResilientTrainer:
         self._run = run
         self._budget = budget
         self._repeated = repeated
+        self._progress = progress
         self._gpu_turn = gpu_turn
         self._microbatch_tokens = microbatch_tokens
         self._reduced_tokens: dict[int, int] = {}  # by step, of this process; older ones are in their batches
@@ -81,9 +83,9 @@ class ResilientTrainer:
                 await self._lose("trainer-0", go_back)
             return await self._retry_at_step(step, call)
 
-    async def train(self, batch: TrainingBatch) -> StepReport:
-        """Train one batch at its step."""
-        return await self.at_step(batch.step, lambda: self._train(batch))
+    async def train(self, batch: TrainingBatch, progress: Callable[[], None] = lambda: None) -> StepReport:
+        """Train one batch at its step; ``progress`` as in ``TrainerRanks.train_step``."""
+        return await self.at_step(batch.step, lambda: self._train(batch, progress))
 
     async def catch_up(self, step: int = 0) -> None:
         """Restart the ranks if one has died, and train recorded batches until at least ``step`` steps are done."""
@@ -119,7 +121,7 @@ class ResilientTrainer:
         while self.step < step:
             # From the journal, not from memory: a repeated step must see exactly the recorded batch (decision 0009).
             batch = await self._buffer.batch(self.step)
-            self._repeated(batch, await self._train(batch))
+            self._repeated(batch, await self._train(batch, self._progress))
 
     async def _lose(self, name: str, cause: str) -> None:
         """Make the next work begin with a restart of all ranks. Raises ``RunError`` if the budget is spent."""
@@ -143,14 +145,14 @@ class ResilientTrainer:
         cause = f"{error.message}; step {batch.step + 1} is trained with {tokens // 2:,} tokens a micro-batch"
         raise TrainerLost(error.location, cause) from error
 
-    async def _train(self, batch: TrainingBatch) -> StepReport:
+    async def _train(self, batch: TrainingBatch, progress: Callable[[], None]) -> StepReport:
         async with self._gpu_turn():
             # Before the call: if it is cancelled, the ranks still finish the step, and nobody learns when.
             self.ready = False
             tokens = self._reduced_tokens.get(batch.step, batch.tokens_per_microbatch)
             batch = replace(batch, tokens_per_microbatch=tokens)
             try:
-                report = await self.ranks.train_step(batch)
+                report = await self.ranks.train_step(batch, progress)
             except FullGpu as error:
                 await self._reduce(batch, error)
             self.step, self.ready = batch.step + 1, True

@@ -7,21 +7,26 @@ checkpoint into all ranks; the caller then trains the steps since the checkpoint
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order, split_groups
 from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Digest
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for, wait_for_head
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, seconds_for, wait_for, wait_for_head
 from asyncrl_cli.train.worker import FullGpu
 from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
 """Seconds that the other ranks get to end a call after one rank has failed."""
+LONGEST_LOOK_S = 5.0
+"""Longest time in seconds between two checks whether a step's ranks work."""
 WATCHING, WRITING = "watch", "write"
 """Ray's concurrency groups of a rank: calls that are answered while another call runs."""
 STATES = 8
@@ -62,8 +67,9 @@ class TrainerRanks:
         share: Callable[[TrainingBatch | SupervisedBatch], Any] = _put,
     ) -> None:
         """``make_actor(group, index)`` creates an actor in a bundle of ``group``, which has one bundle for each rank.
-        ``limit_s``: seconds that a call may take. While Ray has no room, ``warn`` gets a text about the missing
-        resources. ``share`` stores a batch once for all ranks, and returns the argument for their calls."""
+        ``limit_s``: seconds that a call may take, or that a step may go without progress. ``warn`` gets a text about
+        missing resources while Ray has no room, and about groups of ranks on several nodes. ``share`` stores a batch
+        once for all ranks, and returns the argument for their calls."""
         self.locations: tuple[RankLocation, ...] = ()
         self.probe_prompt_ids: tuple[int, ...] = ()
         self._share = share
@@ -103,6 +109,11 @@ class TrainerRanks:
         locations = await self._group.first_answer(visits, self._warn)
         order = rank_order(locations)
         self._actors, self.locations = [actors[index] for index in order], tuple(locations[index] for index in order)
+        if splits := split_groups(self.locations, self._group.close_ranks):
+            self._warn(
+                f"trainer: {'; '.join(splits)}: these ranks exchange data in every layer, and between nodes this is "
+                f"slow; free whole nodes, or lower trainer.expert_parallel or trainer.sequence_parallel"
+            )
         one_host = len({location.node_id for location in locations}) == 1
         calls = [actor.preload.remote(rank, one_host) for rank, actor in enumerate(self._actors)]
         self._address, self._port = (await _all(calls, START_TIMEOUT_S))[0]
@@ -138,18 +149,18 @@ class TrainerRanks:
         """Raise ``TrainerLost`` if a rank is dead."""
         await _all([_look_at(actor) for actor in self._actors], self._limit_s)
 
-    async def train_step(self, batch: TrainingBatch) -> StepReport:
-        """Train one batch. This and the calls below raise ``TrainerLost`` if a rank died, otherwise a rank's error."""
-        # Stored once, in a thread: Ray would pickle an argument once for each rank, in the driver's event loop.
-        shared = await asyncio.to_thread(self._share, batch)
-        reports: list[StepReport] = await self._call("train_step", shared)
+    async def train_step(self, batch: TrainingBatch, progress: Callable[[], None] = lambda: None) -> StepReport:
+        """Train one batch. ``progress`` is called while ranks finish micro-batches.
+
+        This and the calls below raise ``TrainerLost`` if a rank died, otherwise a rank's error.
+        """
+        reports = await self._step("train_step", batch, progress)
         peaks = [report.peak_flops for report in reports]
         return replace(reports[0], peak_flops=None if None in peaks else sum(filter(None, peaks)))
 
     async def supervised_step(self, batch: SupervisedBatch) -> StepReport:
         """Make one supervised update."""
-        reports: list[StepReport] = await self._call("supervised_step", await asyncio.to_thread(self._share, batch))
-        return reports[0]
+        return (await self._step("supervised_step", batch))[0]
 
     async def layout(self) -> tuple[TensorSlot, ...]:
         """The layout of the weights that engines get."""
@@ -183,6 +194,37 @@ class TrainerRanks:
         await self._call(
             "save_model", str(folder), str(adapter_folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes)
         )
+
+    async def _step(
+        self, method: str, batch: TrainingBatch | SupervisedBatch, progress: Callable[[], None] = lambda: None
+    ) -> list[StepReport]:
+        # Stored once, in a thread: Ray would pickle an argument once for each rank, in the driver's event loop.
+        shared = await asyncio.to_thread(self._share, batch)
+        try:
+            async with asyncio.timeout(self._limit_s) as limit:
+                watching = asyncio.create_task(self._watch_step(limit, progress))
+                try:
+                    return await self._call(method, shared, limit_s=math.inf)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            raise NoAnswer(
+                f"no rank has finished a micro-batch within {self._limit_s:.0f} s",
+                location="trainer-0",
+                hint="see logs/trainer-0.log in the run's folder",
+            ) from None
+
+    async def _watch_step(self, limit: asyncio.Timeout, progress: Callable[[], None]) -> None:
+        """Restart a step's ``limit`` whenever a rank has finished further micro-batches."""
+        counts: list[int] = []
+        with suppress(TrainerLost, RunError):  # the step's own call raises the error
+            while True:
+                await asyncio.sleep(min(LONGEST_LOOK_S, self._limit_s / 16))
+                previous_counts = counts
+                counts = await _all([_look_at(actor) for actor in self._actors], self._limit_s)
+                if previous_counts and counts != previous_counts and not limit.expired():
+                    limit.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+                    progress()
 
     async def _call(
         self, method: str, *arguments: Any, limit_s: float | None = None, group: str | None = None

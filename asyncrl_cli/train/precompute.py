@@ -38,7 +38,7 @@ from asyncrl_cli.train.prefix_trees import PrefixTree
 from asyncrl_cli.train.step_rewards import StepRewards
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Learner:
     """The parts that a rank trains with."""
 
@@ -50,6 +50,7 @@ class Learner:
     reference: Any | None = None  # called as a ``Policy``; None without a KL penalty
     critic: Any | None = None  # DeepSpeed's engine around a ``ValueModel``; None unless it estimates advantages
     vision: Vision | None = None  # None: the policy sees no images
+    finished_microbatches: int = 0  # in all steps, counted anew in each phase of a step
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +118,7 @@ def precompute(
                 )
                 minibatch.precomputed.append(precomputed)
                 microbatches.append((microbatch, precomputed))
+                learner.finished_microbatches += 1
         group = data_group(trainer)
         if learner.objective.advantage is None:
             _by_token(algorithm, microbatches, rewards)

@@ -75,7 +75,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         amounts = learner.engine.module.flops.amounts(lengths, count_tokens(minibatch.rows), shared)
         if learner.critic is not None:
             # After ``precompute``: this step's advantages must come from the critic before its update.
-            metrics |= update_critic(learner.critic, spec=spec, minibatch=minibatch, factor=factor)
+            metrics |= update_critic(learner, minibatch, factor)
             flops += amounts.times(learner.critic.module.flops.update)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue

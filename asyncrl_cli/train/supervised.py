@@ -44,6 +44,7 @@ def train_rows(learner: Learner, batch: SupervisedBatch) -> StepReport:
         loss = aggregate(-logprobs, microbatch.response_mask, "token_mean", tokens / trainer.ranks)
         nonfinite_guard.backward(engine, loss)
         loss_sum += loss.detach()
+        learner.finished_microbatches += 1
     result = nonfinite_guard.step(engine)
     learner.limit.note(result)
     loss = sum_over_ranks(loss_sum, data_group(trainer)) / trainer.ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,12 +85,15 @@ def update_policy(
         nonfinite_guard.backward(engine, loss)
         sums = UpdateSums(loss.detach().double(), losses, corrected.sums, corrected.engine_gap)
         total = sums if total is None else total + sums
+        learner.finished_microbatches += 1
     assert total is not None
     return nonfinite_guard.step(engine), total
 
 
-def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, factor: float) -> dict[str, float]:
+def update_critic(learner: Learner, minibatch: Minibatch, factor: float) -> dict[str, float]:
     """Make one optimizer step of the critic at ``factor`` times its learning rate; returns metrics. Collective."""
+    critic, spec = learner.critic, learner.spec
+    assert critic is not None
     settings = spec.algorithm.critic
     set_learning_rate(critic, settings.learning_rate * factor)
     total: ValueSums | None = None
@@ -107,6 +110,7 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
         )
         nonfinite_guard.backward(critic, loss)
         total = sums if total is None else total + sums
+        learner.finished_microbatches += 1
     nonfinite_guard.step(critic)
     assert total is not None
     of_update = reduce_over_ranks(total, critic.device, data_group(spec.trainer))

@@ -135,8 +135,9 @@ class TrainerWorker:
 
         return str(prepare_model(self._spec))
 
-    def ping(self) -> None:
-        """Answer, to show that the rank lives."""
+    def ping(self) -> int:
+        """Return how many micro-batches this rank has finished since ``start``; the answer shows that it lives."""
+        return self._learner.finished_microbatches
 
     def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:
         """Join the other ranks and load the model, then a checkpoint's state over it.

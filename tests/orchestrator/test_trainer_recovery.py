@@ -43,7 +43,7 @@ class Ranks:
         self.room: dict[int, int] = {}
         """Tokens of a micro-batch that fit into memory, for steps in which not all do."""
 
-    async def train_step(self, batch: TrainingBatch) -> StepReport:
+    async def train_step(self, batch: TrainingBatch, progress: Callable[[], None]) -> StepReport:
         report: StepReport = await self.call("train_step", batch)
         return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,29 @@ def test_no_answer_in_time() -> None:
     assert error.location.startswith("trainer-")
 
 
+async def test_a_step_may_exceed_its_limit_while_ranks_finish_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.trainers.LONGEST_LOOK_S", 0.0)
+    loop, limit_s, end_count = asyncio.get_running_loop(), 0.5, 10**9
+    ended, counts, progress = asyncio.Event(), dict.fromkeys(range(3), 0), []
+
+    async def works(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "ping":
+            counts[rank.rank] = min(counts[rank.rank] + 1, end_count)
+            if loop.time() > start + 2 * limit_s:
+                ended.set()
+            return counts[rank.rank]
+        await ended.wait()
+        return StepReport({}, seconds=0.0, trained_tokens=1)
+
+    ranks, start = await placed(works, limit_s), loop.time()
+    await ranks.trainer.train_step(TrainingBatch(3, 2, ()), lambda: progress.append(None))
+    assert progress
+    ended.clear()
+    start, end_count = math.inf, max(counts.values()) + 5  # then the ranks answer, but finish no micro-batch
+    with pytest.raises(NoAnswer, match="no rank has finished a micro-batch within"):
+        await ranks.trainer.train_step(TrainingBatch(4, 3, ()))
+
+
 # -- start and restart
 
 
@@ -228,6 +252,14 @@ async def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(kil
     await ranks.trainer.save_model(Path("/model"), Path("/adapter"))
     assert ranks.calls[-2:] == [(rank, "save_model", ("/model", "/adapter")) for rank in range(2)]
     assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
+
+
+async def test_ranks_warn_when_a_group_is_on_several_nodes() -> None:
+    ranks, warnings = Ranks(starts, count=2), []
+    ranks.trainer._warn, ranks.trainer._group.close_ranks = warnings.append, 2
+    await ranks.trainer.preload()
+    (warning,) = warnings
+    assert warning.startswith("trainer: ranks 0 to 1: 1 on 10.0.0.0, 1 on 10.0.0.1: these ranks exchange data")
 
 
 async def test_a_rank_that_dies_in_a_restart_is_lost_like_any_other(killed: list[Rank]) -> None:
