@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.sandbox.trial import problem
+from asyncrl_cli.spec.inputs import SandboxSpec
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 LIMIT_S = 900.0
@@ -51,7 +52,7 @@ def test_every_benchmark_has_a_smallest_size() -> None:
 def test_benchmark_runs_and_prints_figures(program: str, tmp_path: Path) -> None:
     if program == "against_trl.py" and find_spec("trl") is None:
         pytest.skip("TRL is not installed here (make parity)")
-    if program == "sandboxes.py" and (missing := problem("bubblewrap")):
+    if program == "sandboxes.py" and (missing := problem(SandboxSpec())):
         pytest.skip(missing)
     options = f"{program} {SMALLEST[program]}".split()
     if program == "gpu_report":

@@ -35,6 +35,7 @@ from asyncrl_cli.sizing.host import (
     RANK_BYTES,
     memory_without_weights,
 )
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
@@ -320,7 +321,7 @@ def check_sandbox() -> Result:
     """Judge a solution, and run a command, each in a sandbox."""
     try:
         check_judge("bubblewrap")
-        reason = problem("bubblewrap")
+        reason = problem(SandboxSpec())
     except TaskError as error:
         return Warned(f"none, so the task unit_tests is refused: {error.message}", error.hint)
     if reason:

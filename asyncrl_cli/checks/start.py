@@ -42,9 +42,10 @@ from asyncrl_cli.sizing.config import load_config
 from asyncrl_cli.sizing.host import version_bytes
 from asyncrl_cli.sizing.microbatch import is_auto
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
+from asyncrl_cli.spec.inputs import SandboxSpec, SplitSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
+from asyncrl_cli.tasks.episode_sandbox import check_images
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Time limit, in seconds, for trying the prompts of a split."""
@@ -136,6 +137,8 @@ class StartChecks:
         yield Check("task and data", self._task)
         experiment = self._experiment
         episodic = experiment is not None and bool(experiment.episodic)
+        if experiment is not None and (rows := _rows_with_images(experiment)):
+            yield Check("sandbox images", lambda: joined(*(check_images(*arguments) for arguments in rows)))
         yield Check("gateway", lambda: services.check_gateway(spec, episodic))
         yield Check("model files", lambda: model.check_saved_model(spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
@@ -306,3 +309,18 @@ class StartChecks:
     @property
     def _replica_bytes(self) -> int:
         return version_bytes(self._spec, self._sized) if self._sized is not None else 0
+
+
+def _rows_with_images(experiment: Experiment) -> list[tuple[SandboxSpec, list[Sequence[Prompt]], str]]:
+    """Sandboxes with images that rows name, with the rows and the task's key."""
+    spec = experiment.spec
+    shared = [experiment.sets[name] for name, each in spec.evaluation.sets.items() if each.task is None]
+    tasks = [(spec.task.sandbox, [experiment.train_prompts, experiment.eval_prompts, *shared], "task")]
+    for name, each in spec.evaluation.sets.items():
+        if each.task is not None:
+            tasks.append((each.task.sandbox, [experiment.sets[name]], f"evaluation.sets.{name}.task"))
+    return [
+        (sandbox, splits, location)
+        for sandbox, splits, location in tasks
+        if sandbox is not None and "{" in (sandbox.image or "")
+    ]

@@ -164,7 +164,7 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
     from asyncrl_cli.sandbox.trial import HINTS, missing_program
     from asyncrl_cli.spec.problems import Problem
 
-    if reason := missing_program(settings.kind):
+    if reason := missing_program(settings):
         message = f"this machine cannot start the sandbox: {reason}"
         yield Problem("task.sandbox", message=message, hint=HINTS[settings.kind], severity="warning", file=spec)
 

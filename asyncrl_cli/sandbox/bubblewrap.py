@@ -17,9 +17,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.sandbox import confine, processes
-from asyncrl_cli.spec.inputs import SandboxSpec
+
+if TYPE_CHECKING:  # pydantic cannot be imported by the supervisor of a container
+    from asyncrl_cli.spec.inputs import SandboxSpec
 
 WORK_FOLDER = "/sandbox"
 """Working folder of commands inside. No folder of Python's packages may be below it, because it would show there."""

@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
-from asyncrl_cli.sandbox import bubblewrap, confine, filters, supervisor, wire, work_files
+from asyncrl_cli.sandbox import bubblewrap, confine, container, filters, supervisor, wire, work_files
 from asyncrl_cli.sandbox.bubblewrap import WORK_FOLDER, SandboxError
 from asyncrl_cli.spec.inputs import SandboxSpec
+from asyncrl_cli.system.reaper import MARK
 
 __all__ = ["WORK_FOLDER", "BlockingSandbox", "CommandResult", "SandboxKind", "ShellSandbox", "Stopped", "open_sandbox"]
 
@@ -40,7 +41,7 @@ FILE_S = 60.0
 END_S = 10.0
 CHUNK_BYTES = 2**16
 
-SandboxKind = Literal["bubblewrap", "none"]
+SandboxKind = Literal["bubblewrap", "container", "none"]
 Stopped = Literal["", "time", "memory", "disk", "processes"]
 T = TypeVar("T")
 
@@ -92,8 +93,16 @@ class ShellSandbox:
             "processes": settings.processes,
             "port": GATEWAY_PORT if self._relay else 0,
             "folder": WORK_FOLDER if is_sandboxed else tempfile.mkdtemp(prefix="asyncrl-sandbox-"),
+            "disk_mb": settings.disk_mb,
+            "image": settings.image,
+            "runtime": settings.runtime,
+            "readable": settings.readable,
+            "run": os.environ.get(MARK, ""),
         }
-        self._order["environment"] = _environment() | ({} if is_sandboxed else {"HOME": self._order["folder"]})
+        # An image sets its own environment.
+        self._order["environment"] = {} if settings.kind == "container" else _environment()
+        if not is_sandboxed:
+            self._order["environment"]["HOME"] = self._order["folder"]
         if gateway is not None:
             url = urlsplit(gateway)._replace(scheme="http", netloc=f"127.0.0.1:{GATEWAY_PORT}")
             self.base_url = urlunsplit(url) if is_sandboxed else gateway
@@ -114,6 +123,10 @@ class ShellSandbox:
             root = str(bubblewrap.PACKAGE_ROOT)
             command = bubblewrap.python(supervisor.__name__, root, [str(control)])
             return bubblewrap.Process(command, inherited_descriptors=[control], environment={})
+        if self._settings.kind == "container":
+            command = bubblewrap.python(container.__name__, str(bubblewrap.PACKAGE_ROOT), [str(control)])
+            environment = container.engine_environment()
+            return bubblewrap.Process(command, inherited_descriptors=[control], environment=environment)
         if shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed")
         uid = bubblewrap.unused_uid()
@@ -191,7 +204,7 @@ class ShellSandbox:
 
         Raises ``OSError`` if the path leaves the work folder or passes a link, or if no space is left.
         """
-        work_files.path_names(path)
+        self._check_path(path)
         if len(data) > work_files.MAX_BYTES:
             raise OSError(f"larger than {work_files.MAX_BYTES >> 20} MiB: {path}")
         await self._ask([b"write", os.fsencode(path), data], FILE_S)
@@ -201,9 +214,14 @@ class ShellSandbox:
 
         Raises ``OSError`` if the path leaves the work folder, passes a link, or is not a regular file.
         """
-        work_files.path_names(path)
+        self._check_path(path)
         (data,) = await self._ask([b"read", os.fsencode(path)], FILE_S)
         return data
+
+    def _check_path(self, path: str) -> None:
+        """Raise ``OSError`` for a path outside the work folder. A container resolves paths inside, so any is safe."""
+        if self._settings.kind != "container":
+            work_files.path_names(path)
 
     async def close(self) -> None:
         """End all processes and remove the files. May be called more than once."""

@@ -79,12 +79,19 @@ class Supervisor:
         self._max_processes: int = order["processes"]
         self._in_namespace = order["kind"] != "none"
         self._environment: dict[str, str] = order["environment"]
+        self._disks: tuple[str, ...] = ()
+        self._shell = "/bin/sh"
+        self._child_ended = _wake_when_children_end()
+        self._open(order)
+        control.sendall(packed([READY]))
+
+    def _open(self, order: dict[str, Any]) -> None:
+        """Confine this process."""
         self._shell = next(path for path in SHELLS if os.path.exists(path))
         self._disks = (self._folder, "/tmp") if self._in_namespace else ()
-        self._child_ended = _wake_when_children_end()
         os.chdir(self._folder)
         if order["port"]:
-            _hand_over(control, order["port"])
+            hand_over(self._control, order["port"])
         if self._in_namespace:
             confinement = confine.Confinement(**order["confinement"])
             if confinement.uid:
@@ -93,7 +100,6 @@ class Supervisor:
             confine.hide_memory()
         else:
             confine.adopt_orphans()
-        control.sendall(packed([READY]))
 
     def serve(self) -> None:
         """Answer until the worker closes the socket. Raises ``EOFError``."""
@@ -136,7 +142,7 @@ class Supervisor:
         status, stopped = CANNOT_RUN, b""
         full_before = processes.full(self._disks)  # before the start: a quick command could fill it first
         try:
-            pid = self._started([self._shell, "-c", command], environment, output_writer)
+            pid = self._started(command, environment, output_writer)
         except (OSError, ValueError) as error:  # the command is too long, or contains a NUL
             output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
             os.close(output_writer)
@@ -150,26 +156,29 @@ class Supervisor:
                 full_before=full_before,
             )
             # Before the rest of the output is read: a background process could keep writing.
-            killed_status = processes.end_all(self._in_namespace, pid)
+            killed_status = self._end_all(pid)
             status = killed_status if watched_status is None else watched_status
+            stopped = stopped or self._exceeded_at_end()
             while chunk := _read_available(output_reader):
                 output.add(chunk)
         finally:
             os.close(output_reader)
         return [b"done", b"%d" % status, stopped, output.text()]
 
-    def _started(self, command: list[str], environment: dict[str, str], output: int) -> int:
-        null_input = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
-        output_actions = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
-        return os.posix_spawn(
-            self._shell,
-            command,
-            environment,
-            file_actions=[null_input, *output_actions],
-            setsid=True,
-            setsigmask=(),
-            setsigdef=CHANGED_BY_PYTHON,
-        )
+    def _started(self, command: str, environment: dict[str, str], output: int) -> int:
+        return spawned([self._shell, "-c", command], environment, output)
+
+    def _exceeded(self) -> bytes:
+        """Return the limit that the current command has reached, or b""."""
+        return processes.exceeded(self._in_namespace, self._memory, self._max_processes)
+
+    def _exceeded_at_end(self) -> bytes:
+        """Return the limit that a command has reached before it ended itself, if the kernel has recorded it."""
+        return b""
+
+    def _end_all(self, pid: int) -> int:
+        """End the sandbox's other processes; return the exit status of ``pid`` if it had not been reaped, or 0."""
+        return processes.end_all(self._in_namespace, pid)
 
     def _watch(
         self, pid: int, output_reader: int, output: Output, deadline: float, *, full_before: bool
@@ -197,14 +206,30 @@ class Supervisor:
             if (now_s := time.monotonic()) >= deadline:
                 return None, b"time"
             if now_s >= next_check:
-                if limit := processes.exceeded(self._in_namespace, self._memory, self._max_processes):
+                if limit := self._exceeded():
                     return None, limit
                 if not full_before and processes.full(self._disks):
                     return None, b"disk"
                 next_check = time.monotonic() + WATCH_S
 
 
-def _hand_over(control: socket.socket, port: int) -> None:
+def spawned(command: list[str], environment: dict[str, str], output: int, source: int | None = None) -> int:
+    """Start a command in a new session; ``source``: descriptor of its standard input. Returns its PID."""
+    standard_input = (
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0) if source is None else (os.POSIX_SPAWN_DUP2, source, 0)
+    )
+    return os.posix_spawn(
+        command[0],
+        command,
+        environment,
+        file_actions=[standard_input, *((os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2))],
+        setsid=True,
+        setsigmask=(),
+        setsigdef=CHANGED_BY_PYTHON,
+    )
+
+
+def hand_over(control: socket.socket, port: int) -> None:
     """Listen at a port of 127.0.0.1, and pass the socket to the worker, which accepts the connections."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -231,14 +256,14 @@ def _read_available(descriptor: int) -> bytes:
         return b""
 
 
-def main() -> None:
+def main(supervisor_class: type[Supervisor] = Supervisor) -> None:
     """Serve the socket whose descriptor is the first argument."""
     # The kernel delivers signals from inside to a namespace's first process only if it has a handler. Python installs
     # one for SIGINT, and a command could interrupt this process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    supervisor = Supervisor(control)
+    supervisor = supervisor_class(control)
     os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), 2)
     try:
         supervisor.serve()

@@ -9,20 +9,30 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.sandbox import commands, filters, judge
+from asyncrl_cli.sandbox import commands, container, filters, judge
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.spec.inputs import SandboxSpec
 
 HINTS: dict[commands.SandboxKind, str] = {
     "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces",
+    "container": "install podman (Debian, Ubuntu: apt install podman), and get the image with `podman pull IMAGE` or "
+    "`podman build`; docker works in the same way",
 }
+NO_GATEWAY = "http://127.0.0.1:9/v1"
+"""The gateway's address in a trial: nothing listens there."""
 COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
 
 
-def missing_program(sandbox_kind: commands.SandboxKind) -> str:
-    """Name the part that this machine lacks for a kind of sandbox; "" if nothing is known to be missing."""
-    if sandbox_kind == "none":
+def missing_program(settings: SandboxSpec) -> str:
+    """Name the part that this machine lacks for a sandbox; "" if nothing is known to be missing."""
+    if settings.kind == "none":
         return ""
+    if settings.kind == "container":
+        try:
+            container.engine()
+        except SandboxError as error:
+            return str(error)
+        return "" if settings.image is None or "{" in settings.image else container.image_problem(settings.image)
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
@@ -32,13 +42,17 @@ def missing_program(sandbox_kind: commands.SandboxKind) -> str:
     return ""
 
 
-def problem(sandbox_kind: commands.SandboxKind) -> str:
-    """Why a kind of sandbox for commands does not work on this machine; "" if a command ran in one."""
-    if (reason := missing_program(sandbox_kind)) or sandbox_kind == "none":
+def problem(settings: SandboxSpec) -> str:
+    """Why a sandbox for commands does not work on this machine; "" if a command ran in one.
+
+    An image with columns is not tried.
+    """
+    has_no_image = settings.kind == "container" and "{" in (settings.image or "{")
+    if (reason := missing_program(settings)) or settings.kind == "none" or has_no_image:
         return reason
     # In another thread, because this one may already run an event loop.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, _try_command(sandbox_kind)).result()
+        return thread.submit(asyncio.run, _try_command(settings)).result()
 
 
 @functools.cache
@@ -50,7 +64,7 @@ def check_judge(sandbox_kind: judge.SandboxKind) -> None:
             location="task.options.sandbox",
             hint=f"choose one of {', '.join(get_args(judge.SandboxKind))}",
         )
-    if not (reason := missing_program(sandbox_kind)):
+    if not (reason := missing_program(SandboxSpec(kind=sandbox_kind))):
         try:
             judge.run("", tests=[judge.Check("")], limits=judge.Limits(), sandbox_kind=sandbox_kind)
             return
@@ -63,12 +77,16 @@ def check_judge(sandbox_kind: judge.SandboxKind) -> None:
     )
 
 
-async def _try_command(sandbox_kind: commands.SandboxKind) -> str:
+async def _try_command(settings: SandboxSpec) -> str:
+    if settings.kind == "container":
+        settings = settings.model_copy(update={"readable": []})
+        command, expected = "echo 1", "1\n"  # its files and its working folder are the image's
+    else:
+        settings = SandboxSpec(kind=settings.kind, network="none")
+        command, expected = f"pwd; {COMMAND}", f"{commands.WORK_FOLDER}\n.\n"
     try:
-        async with commands.open_sandbox(SandboxSpec(kind=sandbox_kind, network="none")) as sandbox:
-            result = await sandbox.run(f"pwd; {COMMAND}")
+        async with commands.open_sandbox(settings, gateway=NO_GATEWAY) as sandbox:
+            result = await sandbox.run(command)
     except OSError as error:
         return str(error)
-    if result.output != f"{commands.WORK_FOLDER}\n.\n":
-        return f"a command answered {result.output.strip()!r}"
-    return ""
+    return "" if result.output == expected else f"a command answered {result.output.strip()!r}"

@@ -271,16 +271,23 @@ class SandboxSpec(Section):
     A `command` runs inside; agents, environments and tools get it as `sandbox`. See docs/agents.md.
     """
 
-    kind: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`bubblewrap`: separate namespaces. `none`: no confinement; commands may do everything that your user may do."""
+    kind: Literal["bubblewrap", "container", "none"] = "bubblewrap"
+    """`bubblewrap`: separate namespaces. `container`: a container of podman or docker, with a task's own image. `none`:
+    no confinement; commands may do everything that your user may do."""
+    image: Text | None = None
+    """Image of the container; it may contain columns of the row, as in `{image}`. A run pulls no image: it must be on
+    every node."""
+    runtime: Text | None = None
+    """The engine's `--runtime` for containers, such as `runsc` (gVisor). null: the engine's default."""
     time_s: Seconds = 60.0
     """Time limit of a command in seconds. The task `command` uses `task.episode.timeout_s` instead."""
     memory_mb: MemoryMB = 1024
-    """Memory limit of all its processes together in MiB."""
+    """Memory limit of all its processes together in MiB. In a container the files of `/sandbox` count, too."""
     processes: Count = 128
     """Largest number of processes and threads at a time."""
     disk_mb: Count = 256
-    """Size limit of its work folder in MiB; the folder is in memory. `/tmp` has a separate limit of the same size."""
+    """Size limit of its work folder in MiB; the folder is in memory. `/tmp` has a separate limit of the same size; in a
+    container this is a limit on all that is written outside of the work folder."""
     readable: list[Annotated[Text, SystemPath]] = Field(default_factory=list)
     """Further files and folders (relative to this file) that can be read inside, at the same paths."""
     network: Literal["gateway", "none"] = "gateway"

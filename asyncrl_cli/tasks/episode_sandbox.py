@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, TaskMix, Use
+
+IMAGE_ROWS = 10_000
+"""Rows of each split whose images are checked before a start."""
+TRIED_IMAGES = 4
+"""Images of rows that are started before a start; the others only have to be here."""
 
 
 def parameter_use(function: Callable[..., Any]) -> Use:
@@ -61,15 +70,45 @@ def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task"
             hint="remove task.sandbox; or use the task `command`, or give the agent, the environment, or a tool task's "
             "`tools` or `judge` a parameter `sandbox`",
         )
-    if reason := problem(spec.kind):
+    if reason := problem(spec):
         raise TaskError(f"no sandbox can be started here: {reason}", location=location, hint=HINTS[spec.kind])
     for index, path in enumerate(spec.readable):
         if not _from_spec(path).exists():
             raise TaskError(f"{path} does not exist", location=f"{location}.readable.{index}", hint="correct the path")
 
 
+def check_images(spec: SandboxSpec, splits: Iterable[Sequence[Prompt]], location: str) -> str:
+    """Check the images that rows name, and start the first ones. Returns a text that counts them. Raises ``TaskError``
+    if one is not here, or starts no shell.
+    """
+    from asyncrl_cli.sandbox.trial import HINTS, missing_program, problem
+
+    rows_by_image: dict[str, str] = {}
+    for prompt in chain.from_iterable(islice(prompts, IMAGE_ROWS) for prompts in splits):
+        try:
+            rows_by_image.setdefault(image_of(spec, prompt), prompt.uid)
+        except SandboxError as error:
+            raise TaskError(str(error), location=f"{location}.sandbox.image", hint="correct the column") from error
+    for index, (image, uid) in enumerate(rows_by_image.items()):
+        settings = spec.model_copy(update={"image": image})
+        if reason := problem(settings) if index < TRIED_IMAGES else missing_program(settings):
+            text = f"row {uid} has no sandbox here: {reason}"
+            raise TaskError(text, location=f"{location}.sandbox.image", hint=HINTS["container"])
+    return f"{counted(len(rows_by_image), 'image')}, {min(len(rows_by_image), TRIED_IMAGES)} tried"
+
+
+def image_of(spec: SandboxSpec, prompt: Prompt) -> str:
+    """The container's image for a prompt. Raises ``SandboxError`` if the row lacks a column that the image names."""
+    try:
+        return str(spec.image).format_map(prompt.fields)
+    except (KeyError, LookupError, ValueError, AttributeError) as error:
+        raise SandboxError(f"the row {prompt.uid} does not fill the image {spec.image}: {error!r}") from error
+
+
 @asynccontextmanager
-async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) -> AsyncIterator[ShellSandbox | None]:
+async def episode_sandbox(
+    task: object, spec: SandboxSpec | None, gateway: str, prompt: Prompt
+) -> AsyncIterator[ShellSandbox | None]:
     """Open the sandbox for an episode; None for a task without one. ``gateway``: the episode's base URL.
 
     Raises ``SandboxError``.
@@ -81,7 +120,8 @@ async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) 
 
     further = [""] if getattr(task, "sandbox_reads_spec_folder", False) else []
     readable = [str(_from_spec(path)) for path in (*spec.readable, *further)]
-    async with open_sandbox(spec.model_copy(update={"readable": readable}), gateway=gateway) as sandbox:
+    image = image_of(spec, prompt) if spec.image is not None else None
+    async with open_sandbox(spec.model_copy(update={"readable": readable, "image": image}), gateway=gateway) as sandbox:
         yield sandbox
 
 

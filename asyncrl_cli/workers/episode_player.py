@@ -159,7 +159,7 @@ class EpisodePlayer:
         name = display_name(task)
         try:
             base_url = NO_MODEL if access is None else access.base_url
-            async with episode_sandbox(task, self._sandbox, base_url) as sandbox:
+            async with episode_sandbox(task, self._sandbox, base_url, prompt) as sandbox:
                 value, turns, opening = await self._play(task, prompt=prompt, access=access, sandbox=sandbox)
         except asyncio.CancelledError:
             raise

@@ -66,7 +66,7 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
     code, out, err = asyncrl("validate-spec", "new/my task/spec.yaml")
     assert code == 0 and "is valid: my-task runs" in out
     spec = load_spec("new/my task/spec.yaml").spec
-    if spec.task.sandbox is not None and (reason := missing_program(spec.task.sandbox.kind)):
+    if spec.task.sandbox is not None and (reason := missing_program(spec.task.sandbox)):
         assert err.startswith(f"warning: task.sandbox: this machine cannot start the sandbox: {reason}\n")
         return
     assert err == "", "no warning"

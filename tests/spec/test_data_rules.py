@@ -60,6 +60,10 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
 @pytest.mark.parametrize(
     ("task", "path", "words"),
     [
+        ("{use: command, sandbox: {kind: container}}", "task.sandbox.image", "missing"),
+        ("{use: command, sandbox: {kind: container, image: 'a{}'}}", "task.sandbox.image", "names no column"),
+        ("{use: command, sandbox: {image: a}}", "task.sandbox.image", "kind: container"),
+        ("{use: command, sandbox: {kind: none, runtime: runsc}}", "task.sandbox.runtime", "has no runtime"),
         ("{use: exact, tools: {mcp: {a: {}}}}", "task.tools.mcp.a", "one of `command` and `url`"),
         ("{use: exact, tools: {mcp: {a: {command: b, url: 'http://c'}}}}", "task.tools.mcp.a", "one of `command`"),
         ("{use: exact, tools: {mcp: {a: {url: 'http://c', args: [d]}}}}", "task.tools.mcp.a.args", "not a setting"),

@@ -69,7 +69,7 @@ def test_rows_next_to_the_spec_cannot_be_read(tmp_path: Path, monkeypatch: pytes
 
     async def play() -> RewardResult:
         task = BugfixByCommand(f"test ! -e {rows} && sed -i 's/-/+/' calc.py")
-        async with episode_sandbox(task, SandboxSpec(network="none"), ACCESS.base_url) as sandbox:
+        async with episode_sandbox(task, SandboxSpec(network="none"), ACCESS.base_url, ADD) as sandbox:
             assert sandbox is not None
             return await task.run(ADD, ACCESS, sandbox)
 

@@ -66,6 +66,28 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def container_image(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A container has an image, whose columns are well-formed; other sandboxes have neither image nor runtime."""
+    tasks = {"task": spec.task}
+    tasks |= {f"evaluation.sets.{name}.task": each.task for name, each in spec.evaluation.sets.items() if each.task}
+    for path, task in tasks.items():
+        if (sandbox := task.sandbox) is None:
+            continue
+        if sandbox.kind != "container":
+            for key in ("image", "runtime"):
+                if getattr(sandbox, key) is not None:
+                    hint = "set kind: container, or remove it"
+                    yield Problem(f"{path}.sandbox.{key}", f"`{sandbox.kind}` has no {key}", hint)
+        elif sandbox.image is None:
+            yield Problem(f"{path}.sandbox.image", "missing", "name an image, or a column of the data as `{image}`")
+        elif "{" in sandbox.image:
+            try:
+                template_columns(sandbox.image)
+            except ValueError as error:
+                yield Problem(f"{path}.sandbox.image", str(error), "write a column's name, as in `{image}`")
+
+
+@rule
 def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
     """`use` is a ready task or a well-formed `module:name`; the module is imported at launch."""
     task_names = [("task.use", spec.task.use)] if spec.task.use is not None else []

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from asyncrl_cli.sandbox.trial import problem
+from asyncrl_cli.spec.inputs import SandboxSpec
 from tests.e2e.conftest import ROOT
 
 AGENTS = Path(os.environ.get("ASYNCRL_AGENTS", ROOT / ".agents"))
@@ -24,7 +25,7 @@ LIBRARIES = ("plain", "streaming", "smolagents", "openai_agents")
 
 def installed(path: Path = AGENTS / "bin") -> tuple[list[str], dict[str, str]]:
     """The kinds of agents that can run here, and why the others cannot."""
-    missing, no_sandbox = {}, problem("bubblewrap")
+    missing, no_sandbox = {}, problem(SandboxSpec())
     for kind, file in PROGRAMS.items():
         if no_sandbox:
             missing[kind] = f"no bubblewrap sandbox here: {no_sandbox}"

@@ -1,0 +1,313 @@
+"""A sandbox in a container with an image of the task, through podman or docker.
+
+Commands, files and limits go through the same messages as in a sandbox of bwrap. The supervisor stays outside, because
+an image may lack Python, and starts each command with ``podman exec``.
+
+Invariant: the container lives as long as its standard input. Its first process reads a pipe that the supervisor holds,
+and ``--rm`` removes the container when that process ends. So the container also ends if the supervisor is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from asyncrl_cli.sandbox import supervisor, work_files
+from asyncrl_cli.sandbox.bubblewrap import WORK_FOLDER, SandboxError, file_of
+
+ENGINES = ("podman", "docker")
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Processors by the kernel's name, mapped to the engines' names."""
+ENGINE_VARIABLES = (
+    "PATH", "HOME", "USER", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS",
+    "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
+)  # fmt: skip
+"""The engine's environment. Proxies are left out, because podman would pass them to the container."""
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""What root inside an image needs to install packages, to change the user, and to end its processes."""
+OPEN_FILES = 1024
+USER_PROCESSES = 2**15
+"""Processes of an image's user in all containers together, by which the kernel counts RLIMIT_NPROC."""
+SPARE_PROCESSES = 4
+"""Processes beyond the limit: the container's first one, the shell around a command, and the one that ends others."""
+EXEC_S = 30.0
+"""Seconds to end a container's processes on a busy machine."""
+SIZE_INTERVAL_S = 2.0
+"""Seconds between two counts of the bytes that a command has written outside of the work folder."""
+READY = b"ready\n"
+FIRST_PROCESS = (
+    "for program in cat head mkdir; do command -v $program >/dev/null || "
+    # For each line, `jobs` reaps orphans that have ended, without a further process. They count towards the limit.
+    '{ echo "the image has no program $program" >&2; exit 1; }; done; echo ready; while read -r line; do jobs; done'
+)
+WORK = f'[ "$PWD" != / ] || cd {WORK_FOLDER}; '
+"""Enter the work folder: the image's working folder, if it has one."""
+RUN = (
+    f"exec 2>/dev/null; {WORK}shell=/bin/sh; [ ! -x /bin/bash ] || shell=/bin/bash; "
+    # `kill -1` reaches all processes but the first and this one.
+    '"$shell" -c "$(cat)" </dev/null 2>&1; status=$?; kill -9 -1; exit $status'
+)
+WRITE = WORK + 'case "$1" in */*) mkdir -p "${1%/*}/" || exit 1;; esac; cat >"$1"'
+READ = WORK + f'[ -e "$1" ] || exit {errno.ENOENT}; [ -f "$1" ] || exit {errno.EINVAL}; head -c "$2" "$1"'
+END = "kill -9 -1"
+
+
+def engine() -> str:
+    """Path of podman, or of docker if podman is not installed. Raises ``SandboxError``."""
+    for program in ENGINES:
+        if path := shutil.which(program):
+            return path
+    raise SandboxError("neither podman nor docker is installed")
+
+
+def image_problem(image: str) -> str:
+    """Why this machine cannot use an image; "" if nothing is known. Raises ``SandboxError`` without an engine."""
+    words = [engine(), "image", "inspect", "--format", "{{.Os}}/{{.Architecture}}", image]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["it cannot be inspected"]
+        return f"there is no image {image} here: {lines[-1]}"
+    platform, machine = result.stdout.strip(), os.uname().machine
+    if platform != (own_platform := f"linux/{ARCHITECTURES.get(machine, machine)}"):
+        return f"the image {image} is for {platform}, and this machine is {own_platform}"
+    return ""
+
+
+def engine_environment() -> dict[str, str]:
+    """The variables of this process that the engine needs."""
+    return {name: os.environ[name] for name in ENGINE_VARIABLES if name in os.environ}
+
+
+class ContainerSupervisor(supervisor.Supervisor):
+    """Answers the worker's messages for one container."""
+
+    _client: subprocess.Popen[bytes]
+    """The engine's process, which is attached to the container."""
+    _size: subprocess.Popen[bytes] | None
+    """The engine's process that counts written bytes."""
+
+    def _open(self, order: dict[str, Any]) -> None:
+        """Start the container. Raises ``SandboxError``."""
+        self._name = f"asyncrl-{secrets.token_hex(8)}"
+        runtime = ["--runtime", order["runtime"]] if order["runtime"] else []
+        # An option of podman, and of docker's `run`.
+        is_podman = os.path.basename(program := engine()) == "podman"
+        self._engine = [program, *(runtime if is_podman else [])]
+        memory, processes = f"{order['memory_mb']}m", order["processes"] + SPARE_PROCESSES
+        arguments = [
+            *([] if is_podman else runtime),
+            *("--rm", "--interactive", "--name", self._name, "--label", f"asyncrl.run={order['run']}"),
+            *("--pull", "never", "--network", "none", "--hostname", "sandbox", "--log-driver", "none"),
+            *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(processes)),
+            *(word for limit in _limits() for word in ("--ulimit", limit)),
+            *("--cap-drop", "ALL", *(word for name in CAPABILITIES for word in ("--cap-add", name))),
+            *("--security-opt", "no-new-privileges", "--security-opt", "label=disable"),
+            *("--tmpfs", f"{WORK_FOLDER}:rw,exec,nosuid,nodev,mode=1777,size={order['disk_mb']}m"),
+            *(word for path in order["readable"] for word in ("--volume", f"{path}:{path}:ro")),
+            *("--entrypoint", "/bin/sh", order["image"], "-c", FIRST_PROCESS),
+        ]
+        self._client = subprocess.Popen(
+            [*self._engine, "run", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        if _stream(self._client.stdout).readline() != READY:
+            self._client.wait()
+            raise SystemExit(1)  # the engine has printed the reason
+        self._pid = int(self._ask_engine("inspect", "--format", "{{.State.Pid}}", self._name))
+        self._cgroups = dict(_cgroups(self._pid))
+        self._check_limits()
+        self._disk_bytes = order["disk_mb"] * 2**20
+        self._counts, self._size, self._next_size_s = self._limit_counts(), None, 0.0
+        with suppress(PermissionError):  # the folder stays open, because the process may end
+            disk = os.open(f"/proc/{self._pid}/root{WORK_FOLDER}", os.O_PATH | os.O_CLOEXEC)
+            self._disks = (f"/proc/self/fd/{disk}",)
+        if order["port"]:
+            self._listen(order["port"])
+
+    def clear(self) -> None:
+        """End the container, which is removed with its files."""
+        _stream(self._client.stdin).close()
+        with suppress(subprocess.TimeoutExpired):
+            self._client.wait(EXEC_S)
+            return
+        subprocess.run([*self._engine, "rm", "--force", self._name], stderr=subprocess.DEVNULL, check=False)
+
+    def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
+        if action == b"write":
+            self._exec(WRITE, fields[0], data=fields[1])
+            return [b"done"]
+        if action == b"read":
+            data = self._exec(READ, fields[0], b"%d" % (work_files.MAX_BYTES + 1))
+            if len(data) > work_files.MAX_BYTES:
+                raise OSError(errno.EFBIG, f"larger than {work_files.MAX_BYTES >> 20} MiB")
+            return [b"done", data]
+        return super()._answer(action, fields)
+
+    def _started(self, command: str, environment: dict[str, str], output: int) -> int:
+        if self._client.poll() is not None:
+            raise EOFError("the container has ended")
+        if "\0" in command:
+            raise ValueError("embedded null byte")
+        # Through standard input: other users of this machine can read the arguments of its processes.
+        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in environment.items())
+        self._counts, self._next_size_s = self._limit_counts(), time.monotonic() + SIZE_INTERVAL_S
+        script = file_of((exports + command).encode(errors="surrogateescape"))
+        try:
+            words = [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", RUN]
+            return supervisor.spawned(words, dict(os.environ), output, source=script)
+        finally:
+            os.close(script)
+
+    def _exceeded(self) -> bytes:
+        return self._exceeded_at_end() or (b"disk" if self._written_bytes() > self._disk_bytes else b"")
+
+    def _exceeded_at_end(self) -> bytes:
+        return next((limit for limit, count in self._limit_counts().items() if count > self._counts[limit]), b"")
+
+    def _written_bytes(self) -> int:
+        """Bytes written outside of the work folder, if the engine has just counted them; it does so now and then."""
+        if self._size is None:
+            if (now_s := time.monotonic()) >= self._next_size_s:
+                self._next_size_s = now_s + SIZE_INTERVAL_S
+                words = [*self._engine, "inspect", "--size", "--format", "{{.SizeRw}}", self._name]
+                self._size = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        elif self._size.poll() is not None:
+            text, _ = self._size.communicate()
+            self._size = None
+            return int(text) if text.strip().isdigit() else 0
+        return 0
+
+    def _end_all(self, pid: int) -> int:
+        """Kill what the command's shell has not killed. Raises ``EOFError`` if the container has ended."""
+        with suppress(OSError):
+            _stream(self._client.stdin).write(b"\n")
+        if self._process_count() != 1:
+            words = [*self._engine, "exec", "--user", "0", self._name, "/bin/sh", "-c", END]
+            subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=EXEC_S, check=False)
+        if self._client.poll() is not None:
+            raise EOFError("the container has ended")
+        with suppress(ChildProcessError):  # it was reaped when it ended
+            return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return 0
+
+    def _exec(self, script: str, *words: bytes, data: bytes = b"") -> bytes:
+        """Run a script with arguments inside; return its output. Raises ``OSError``."""
+        result = subprocess.run(
+            [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", script, "sh", *words],
+            input=data,
+            capture_output=True,
+            check=False,
+        )
+        if result.returncode in (errno.ENOENT, errno.EINVAL):
+            reason = "not a file" if result.returncode == errno.EINVAL else os.strerror(errno.ENOENT)
+            raise OSError(result.returncode, reason)
+        if result.returncode:
+            raise OSError(errno.EIO, result.stderr.decode(errors="replace").strip() or "cannot be done")
+        return result.stdout
+
+    def _ask_engine(self, *words: str) -> str:
+        return subprocess.run([*self._engine, *words], capture_output=True, check=True).stdout.decode()
+
+    def _check_limits(self) -> None:
+        """Raise ``SandboxError`` if the kernel does not hold the limit on memory."""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(KeyError, OSError, ValueError):
+                if int((self._cgroups["memory"] / name).read_text()) <= self._memory:
+                    return
+        raise SandboxError("the engine does not limit memory (as an ordinary user podman needs cgroups v2)")
+
+    def _limit_counts(self) -> dict[bytes, int]:
+        """How often each limit was reached."""
+        # The file of control groups v2, or of v1.
+        memory = (
+            _count(self._cgroups["memory"] / name, "oom_kill") for name in ("memory.events", "memory.oom_control")
+        )
+        return {b"memory": max(memory), b"processes": _count(self._cgroups["pids"] / "pids.events", "max")}
+
+    def _process_count(self) -> int:
+        """Number of the container's processes, or 0 if the kernel does not count them."""
+        with suppress(OSError, ValueError):
+            return int((self._cgroups["pids"] / "pids.current").read_text())
+        return 0
+
+    def _listen(self, port: int) -> None:
+        """Listen in the container's network, from a process that enters it. Raises ``SandboxError``."""
+        child = os.fork()
+        if child == 0:
+            try:
+                _enter_network(self._pid)
+                supervisor.hand_over(self._control, port)
+                os._exit(0)
+            except OSError as error:
+                print(f"the container's network cannot be entered: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+        if os.waitpid(child, 0)[1]:
+            raise SandboxError("the gateway cannot be reached from the container; as an ordinary user, use podman")
+
+
+def _limits() -> Iterator[str]:
+    """Resource limits, none above this process's own: an engine without privileges cannot raise them."""
+    for name, limit, resource_type in (
+        ("nofile", OPEN_FILES, resource.RLIMIT_NOFILE),
+        ("nproc", USER_PROCESSES, resource.RLIMIT_NPROC),
+    ):
+        own_limit = resource.getrlimit(resource_type)[1]
+        value = limit if own_limit == resource.RLIM_INFINITY else min(limit, own_limit)
+        yield f"{name}={value}:{value}"
+
+
+def _cgroups(pid: int) -> Iterator[tuple[str, Path]]:
+    """The control groups that limit a process: controllers, mapped to their folders."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()[::-1]:
+        _, controllers, path = line.split(":", 2)
+        for controller in ("memory", "pids"):
+            if controller in controllers.split(","):
+                yield controller, Path("/sys/fs/cgroup", controller, path.lstrip("/"))
+            elif not controllers:  # version 2; podman keeps the process one group below the limits
+                yield controller, Path("/sys/fs/cgroup", path.lstrip("/").removesuffix("/container"))
+
+
+def _count(file: Path, name: str) -> int:
+    """A named number in a control group's file; 0 if it is missing."""
+    with suppress(OSError):
+        fields: Mapping[str, str] = dict(line.split() for line in file.read_text().splitlines())
+        return int(fields.get(name, 0))
+    return 0
+
+
+def _enter_network(pid: int) -> None:
+    """Move this process into a container's network. Raises ``OSError``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # An ordinary user owns the user namespace of its containers, and may enter their network from there.
+    for name in ("net",) if os.getuid() == 0 else ("user", "net"):
+        with open(f"/proc/{pid}/ns/{name}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _stream(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument."""
+    try:
+        supervisor.main(ContainerSupervisor)
+    except SandboxError as error:
+        sys.exit(str(error))

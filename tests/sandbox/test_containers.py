@@ -1,0 +1,194 @@
+"""A sandbox in a container runs commands with a task's image, holds its limits, and ends with its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
+from asyncrl_cli.sandbox.commands import ShellSandbox, open_sandbox
+from asyncrl_cli.sandbox.trial import missing_program, problem
+from asyncrl_cli.spec.inputs import SandboxSpec
+from asyncrl_cli.tasks.episode_sandbox import check_images, image_of
+from tests.sandbox.kinds import busybox_container, import_image
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[SandboxSpec]:
+    with busybox_container("commands") as container:
+        yield container
+
+
+def in_container(settings: SandboxSpec, body: Callable[[ShellSandbox], Awaitable[Any]], **options: Any) -> Any:
+    async def opened() -> Any:
+        async with open_sandbox(settings, **options) as sandbox:
+            return await body(sandbox)
+
+    return asyncio.run(opened())
+
+
+def container_names(name_filter: str) -> str:
+    command = ["podman", "ps", "--all", "--filter", name_filter, "--format", "{{.Names}}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_commands_and_files_of_a_container(settings: SandboxSpec) -> None:
+    async def body(sandbox: ShellSandbox) -> None:
+        result = await sandbox.run('pwd; echo error >&2; echo "$A"; exit 7', env={"A": "it's $HOME\n\u00e4"})
+        assert (result.status, result.output) == (7, "/sandbox\nerror\nit's $HOME\n\u00e4\n")
+        assert (await sandbox.run("sleep 1000 & echo started")).output == "started\n"
+        assert (await sandbox.run("ps | grep -c 'sleep 1000$'")).output == "0\n"
+        data = bytes(range(256)) * 1000
+        await sandbox.write_file("folder/a 'file", data)
+        assert await sandbox.read_file("folder/a 'file") == data
+        await sandbox.write_file("/tests/test.sh", b"echo run")  # a container resolves any path inside
+        assert (await sandbox.run("sh /tests/test.sh")).output == "run\n"
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read_file("missing")
+        with pytest.raises(OSError, match="not a file"):
+            await sandbox.read_file("folder")
+        assert (await sandbox.run("cat /proc/net/dev | grep -c :")).output == "1\n"  # only loopback
+
+    in_container(settings, body)
+
+
+def test_limits_of_a_container_stop_a_command_and_the_next_one_runs(settings: SandboxSpec) -> None:
+    commands = {
+        "time": "sleep 1000",
+        "memory": "x=a; while :; do x=$x$x; done",
+        "processes": "bomb() { bomb | bomb & }; bomb; sleep 1000",
+        "disk": "dd if=/dev/zero of=/large bs=1M count=50; sleep 1000",
+    }
+
+    async def body(sandbox: ShellSandbox) -> None:
+        for limit, command in commands.items():
+            result = await sandbox.run(command, time_s=2.0 if limit == "time" else 60.0)
+            assert (result.status, result.stopped) == (None, limit), result
+            assert (await sandbox.run("ps | grep -c 'sleep 1000$'")).output == "0\n"
+        result = await sandbox.run("dd if=/dev/zero of=large bs=1M count=50")
+        assert "No space left" in result.output
+
+    in_container(settings, body)
+
+
+def test_a_container_reaches_the_gateway_and_nothing_else(settings: SandboxSpec) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"from the gateway")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever).start()
+
+    async def body(sandbox: ShellSandbox) -> None:
+        result = await sandbox.run("wget -qO- $OPENAI_BASE_URL/models")
+        assert result.output == "from the gateway", result
+        result = await sandbox.run(f"wget -qO- http://127.0.0.1:{server.server_port}/")
+        assert "refused" in result.output
+
+    try:
+        gateway = f"http://127.0.0.1:{server.server_port}/v1"
+        in_container(settings.model_copy(update={"network": "gateway"}), body, gateway=gateway)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_killed_worker_leaves_no_container(settings: SandboxSpec) -> None:
+    program = """
+import asyncio, json, sys
+from asyncrl_cli.sandbox.commands import open_sandbox
+from asyncrl_cli.spec.inputs import SandboxSpec
+async def main():
+    async with open_sandbox(SandboxSpec(**json.loads(sys.argv[1]))) as sandbox:
+        print("open", flush=True)
+        await sandbox.run("sleep 1000", time_s=1000.0)
+asyncio.run(main())
+"""
+    mark = f"killed-{os.getpid()}"
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program, json.dumps(settings.model_dump())],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"ASYNCRL_RUN": mark},
+    )
+    assert worker.stdout is not None and worker.stdout.readline() == b"open\n"
+    label = f"label=asyncrl.run={mark}"
+    assert (name := container_names(label))
+    # The supervisor, too, as the reaper of a killed run does.
+    children = subprocess.run(["pgrep", "-P", str(worker.pid)], capture_output=True, text=True, check=True).stdout
+    for pid in (worker.pid, *map(int, children.split())):
+        os.kill(pid, signal.SIGKILL)
+    worker.wait()
+    while container_names(label):  # the test's time limit ends this
+        pass
+    assert not container_names(f"name={name}")
+
+
+@pytest.mark.nightly
+def test_64_containers_at_once(settings: SandboxSpec) -> None:
+    async def one(index: int) -> str:
+        async with open_sandbox(settings) as sandbox:
+            await sandbox.write_file("index", b"%d" % index)
+            result = await sandbox.run("cat index", time_s=300.0)
+            return result.output
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(one(index) for index in range(64)))
+
+    assert asyncio.run(all_of_them()) == [str(index) for index in range(64)]
+
+
+def test_an_unusable_image_is_named(settings: SandboxSpec) -> None:
+    def fault(image: str, check: Callable[[SandboxSpec], str] = problem) -> str:
+        return check(settings.model_copy(update={"image": image}))
+
+    other, shell_less = f"{settings.image}-arm64", f"{settings.image}-empty"
+    import_image(other, {}, {}, "--arch", "arm64", "--os", "linux")
+    import_image(shell_less, {"bin/true": b""})
+    try:
+        assert fault("localhost/missing:1", missing_program).startswith("there is no image localhost/missing:1 here")
+        assert "is for linux/arm64" in fault(other, missing_program)
+        assert not fault(shell_less, missing_program)
+        assert "/bin/sh" in fault(shell_less)
+    finally:
+        subprocess.run(["podman", "rmi", other, shell_less], capture_output=True, check=False)
+
+
+def test_images_of_rows_are_checked_before_a_start(settings: SandboxSpec) -> None:
+    def row(uid: str, **fields: str) -> Prompt:
+        return Prompt(uid, "fix it", fields)
+
+    image = str(settings.image)
+    by_row = settings.model_copy(update={"image": image.replace(":commands", ":{tag}")})
+    assert image_of(by_row, row("a", tag="commands")) == image
+    assert check_images(by_row, [[row("a", tag="commands"), row("b", tag="commands")]], "task") == "1 image, 1 tried"
+    with pytest.raises(TaskError, match="row b has no sandbox here: there is no image") as caught:
+        check_images(by_row, [[row("a", tag="commands"), row("b", tag="other")]], "task")
+    assert caught.value.location == "task.sandbox.image"
+    with pytest.raises(TaskError, match="row a does not fill"):
+        check_images(by_row, [[row("a")]], "task")
+
+
+def test_a_container_that_ends_is_an_error(settings: SandboxSpec) -> None:
+    async def body(sandbox: ShellSandbox) -> None:
+        name = container_names(f"ancestor={settings.image}")
+        subprocess.run(["podman", "kill", name], capture_output=True, check=True)
+        with pytest.raises(SandboxError):
+            await sandbox.run("echo")
+
+    in_container(settings, body)
