@@ -86,9 +86,9 @@ def load_saved_tokenizer(load: Callable[[], Any], location: str = "model.path") 
         ) from error
 
 
-def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, SizedModel]:
+def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[Result, SizedModel, ExperimentSpec]:
     """Check that transformers can build the model, that adapters find their layers, and that vocabulary and lengths
-    fit."""
+    fit. The spec that is returned has an attention that the model can be computed with."""
     key = "model.init.config" if spec.model.init is not None else "model.path"
     _check_config(config.get_text_config(), key)
     check_served(config, key)
@@ -116,6 +116,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
             hint="use the tokenizer that belongs to the model, or resize the model (resize_token_embeddings)",
         )
     _check_positions(config, spec.model.max_length, "the model")
+    spec, reason = _possible_attention(spec, model)
     if spec.algorithm.router_replay:
         from asyncrl_cli.train.model.router_replay import replayed_routers
 
@@ -134,7 +135,28 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
     text = f"{sized_model.name}, {_many(sized_model.parameters)} parameters"
     if spec.model.lora is not None:
         text += f", of adapters {_many(sized_model.trained)}"
-    return text, sized_model
+    if reason is None:
+        return text, sized_model, spec
+    warned = Warned(f"{text}; attention by sdpa, because {reason}", "rows are padded, which takes more time")
+    return warned, sized_model, spec
+
+
+def _possible_attention(spec: ExperimentSpec, model: Any) -> tuple[ExperimentSpec, str | None]:
+    """Return the spec, and None. If the default attention cannot compute the model's, return the spec with `sdpa`, and
+    the reason. Raises ``ConfigError`` if the user has chosen it."""
+    from asyncrl_cli.train.model.varlen_attention import why_not_varlen
+
+    trainer = spec.trainer
+    if trainer.attention != "varlen":
+        return spec, None
+    reason = why_not_varlen(model, bidirectional=spec.model.max_images > 0 and spec.rollout.gpus_per_engine > 0)
+    if reason is None:
+        return spec, None
+    if "attention" in trainer.model_fields_set:
+        raise ConfigError(f"varlen does not work: {reason}", location="trainer.attention", hint="use sdpa")
+    packing = "packing" in trainer.model_fields_set and trainer.packing
+    changes = {"trainer": trainer.model_copy(update={"attention": "sdpa", "packing": packing})}
+    return spec.model_copy(update=changes), reason
 
 
 def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:

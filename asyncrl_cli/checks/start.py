@@ -273,11 +273,11 @@ class StartChecks:
     def _first_prompt(self, rows: Sequence[Prompt]) -> Result:
         return prompts.shown_prompt(rows, PromptEncoder.of(self._spec, self._tokenizer))
 
-    def _model(self) -> str:
+    def _model(self) -> Result:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"
         self._config = load_config(self._model_dir, location)
-        text, self._sized = model.check_model(self._spec, self._config, self._tokenizer)
-        return text
+        result, self._sized, self._spec = model.check_model(self._spec, self._config, self._tokenizer)
+        return result
 
     def _microbatch(self) -> Result:
         assert self._sized is not None and self._experiment is not None

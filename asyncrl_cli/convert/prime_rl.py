@@ -119,7 +119,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     if c.get(*step_limits) is None:
         c.check("no_end", steps=ASSUMED_STEPS)
     attention = str(c.get("trainer.model.attn")).replace("fa4", "flash_attention_4")
-    attention = attention if attention in ATTENTION else "flash_attention_2"
+    attention = attention if attention in ATTENTION else "varlen"
     path = c.get("trainer.model.name", "$model.name", f"{VLLM}model", "model.name")
     return {
         "name": run_name(c.get("run.name", *c.matching("*monitors.wandb.name"))),

@@ -29,7 +29,7 @@ class TracedMicrobatch(NamedTuple):
     positions: int  # positions that predict a response token, in all rows together
     recompute: bool  # trainer.gradient_checkpointing
     dtype: str  # trainer.dtype
-    attention: str  # trainer.attention; flash attention is counted as sdpa, which is fused as well
+    attention: str  # trainer.attention; flash attention, with varlen, is counted as sdpa, which is fused as well
     lora: LoraSpec | None = None
     masked: bool = False  # rows share prefixes: each is a tree, with a mask of all pairs of its positions
     images: bool = False  # the model sees images; its vision tower is not counted

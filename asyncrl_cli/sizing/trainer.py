@@ -39,7 +39,7 @@ def rank_uses(spec: ExperimentSpec, model: SizedModel) -> Rank:
     size = trainer.sequence_parallel
     slice_length, predicting = -(-length // size), -(-positions // size)
     activations = model.activations(rows, slice_length, predicting, trainer.recomputes)
-    activations += _packed_mask(spec, length)
+    activations += _mask_bytes(spec, length)
     recomputed = ", recomputed" if trainer.recomputes else ""
     pass_uses = (
         MemoryUse("gathered layers", gathered, "of other ranks' weights, for a pass"),
@@ -121,12 +121,9 @@ def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
     rollout, trainer = spec.rollout, spec.trainer
     max_tokens = min(spec.model.max_length, rollout.longest_rollout)
     responses = rollout.max_response_tokens
-    if shares_prefixes(spec):  # a group with one prompt, or a part of it
-        from asyncrl_cli.train.prefix_trees import MASK_POSITIONS
-
+    if shares_prefixes(spec):
         responses *= rollout.group_size
-        tree = min(max_tokens * rollout.group_size, trainer.microbatch_tokens, MASK_POSITIONS)
-        max_tokens = max(max_tokens, tree)
+        max_tokens = longest_tree(spec)
     if trainer.packing:
         length = max(trainer.microbatch_tokens, max_tokens)
         return 1, length, length - 1
@@ -134,6 +131,15 @@ def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
     # Rows a little shorter than the longest fill the micro-batch.
     length = trainer.microbatch_tokens // rows if rows > 1 else max_tokens
     return rows, length, rows * min(length - 1, responses)
+
+
+def longest_tree(spec: ExperimentSpec) -> int:
+    """Return the most positions of a tree: a group with one prompt, a part of it, or the longest row."""
+    from asyncrl_cli.train.prefix_trees import MASK_POSITIONS
+
+    row_tokens = min(spec.model.max_length, spec.rollout.longest_rollout)
+    group_tokens = row_tokens * spec.rollout.group_size
+    return max(row_tokens, min(group_tokens, spec.trainer.microbatch_tokens, MASK_POSITIONS))
 
 
 def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[MemoryUse, ...]:
@@ -210,8 +216,11 @@ def _step_bytes(spec: ExperimentSpec, trained: int) -> int:
     return max(copy_bytes, trained * FLOAT if dtype_bytes != FLOAT else 0)
 
 
-def _packed_mask(spec: ExperimentSpec, length: int) -> int:
+def _mask_bytes(spec: ExperimentSpec, length: int) -> int:
+    """Bytes of the masks that the traced micro-batch of ``length`` tokens does not have."""
     trainer = spec.trainer
+    if trainer.attention == "varlen":  # packed rows have no mask; trees are padded, and each has its own
+        return longest_tree(spec) * length * NUMBER_BYTES[trainer.dtype] if shares_prefixes(spec) else 0
     packed = trainer.packing and not (needs_no_mask(trainer.attention) or trainer.attention == "flex_attention")
     return length * length if packed and not shares_prefixes(spec) else 0  # a tree's mask is in the activations
 

@@ -49,12 +49,12 @@ _LABEL_VALUES = rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))"
 
 def needs_no_mask(attention: str) -> bool:
     """True for a version of flash attention, which needs no mask for packed rows."""
-    return attention.startswith("flash")
+    return attention == "varlen" or attention.startswith("flash")
 
 
 def why_rows_are_separate(trainer: TrainerSpec) -> str | None:
     """Return the setting that rules out shared prefixes for every model, or None."""
-    if needs_no_mask(trainer.attention) or trainer.attention == "eager":
+    if trainer.attention.startswith("flash") or trainer.attention == "eager":
         return f"trainer.attention {trainer.attention}"
     return "trainer.sequence_parallel" if trainer.sequence_parallel > 1 else None
 
@@ -217,16 +217,21 @@ class TrainerSpec(Section):
     share them. `auto`: the start chooses them from the memory estimate, and the run keeps them. Default: `auto` on
     GPUs, 8192 on CPUs."""
     attention: Literal[
-        "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
-    ] = "sdpa"
-    """How transformers computes attention. Flash attention needs bfloat16, a package and a GPU: `flash_attention_2`
-    needs flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or Hopper,
-    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a GPU. It
-    compiles for half a minute at the start, and was then about as fast as `sdpa` or faster."""
+        "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
+    ] = Field(
+        default_factory=lambda data: (
+            "varlen" if data.get("gpus_per_rank") and data.get("dtype") == "bfloat16" else "sdpa"
+        )
+    )
+    """How attention is computed. Default: `varlen` on GPUs in bfloat16, if the model allows it, otherwise `sdpa`.
+    `varlen` is the flash attention in torch itself; it needs bfloat16 and an Ampere GPU or newer. Others also need a
+    package: `flash_attention_2` flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or
+    Hopper, `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a
+    GPU. It compiles for half a minute at the start, and was then about as fast as `sdpa` or faster."""
     share_prefixes: bool | None = None
     """Compute a prefix that several rows share only once: a group's prompt, and the common part of a rollout's
-    branches. Log-probs and gradients do not change. Default: on if the model and `attention` support it; flash
-    attention does not."""
+    branches. Log-probs and gradients do not change. Default: on if the model and `attention` support it;
+    `flash_attention_*` does not. With `varlen`, only in updates where it is estimated to save a third of the work."""
     packing: bool = Field(default_factory=lambda data: needs_no_mask(data.get("attention", "")))
     """Join the rows of a micro-batch into one sequence instead of padding them. Default: true with flash attention. The
     other implementations compute attention across the entire joined sequence, so padding is faster with them."""

@@ -23,6 +23,7 @@ from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
+from asyncrl_cli.train.model.varlen_attention import why_not_varlen
 from asyncrl_cli.train.prefix_trees import why_separate
 
 MEETING = timedelta(minutes=30)
@@ -231,7 +232,7 @@ def start_critic(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> Any:
     """Load a causal language model for training, sharded during loading. ``images``: one that sees images.
 
-    Raises ``ConfigError`` like ``check_attention``.
+    Raises ``ConfigError`` like ``check_attention``, and if `varlen` cannot compute the model's attention.
     """
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -248,6 +249,8 @@ def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> An
             local_files_only=os.path.isdir(model_dir),
         )
     del sharding
+    if trainer.attention == "varlen" and (reason := why_not_varlen(model, bidirectional=False)) is not None:
+        raise ConfigError(f"varlen does not work: {reason}", location="trainer.attention", hint="use sdpa")
     if trainer.recomputes:
         recompute_activations(model)
     return model

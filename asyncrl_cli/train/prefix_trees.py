@@ -33,6 +33,10 @@ LEAST_SAVED = 0.2
 """Share of all positions that trees must save. Even one tree gives its whole micro-batch a mask, which slows attention:
 a small model gains nothing from trees that save a fifth (docs/performance.md)."""
 
+LEAST_SAVED_OF_PACKED = 1 / 3
+"""Share of the computed cost of packed rows that trees must save. Trees are padded, which takes up to 1.4 times the
+positions and which the computed cost leaves out."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
@@ -72,7 +76,28 @@ def why_separate(trainer: TrainerSpec, config: Any, bidirectional: bool = False)
     return "the tokens of an image see each other" if bidirectional else None
 
 
-def plan_trees(keys: Sequence[Keys], max_positions: int, pair_cost: float, ranks: int = 1) -> list[PrefixTree]:
+def trees_of_update(keys: Sequence[Keys], trainer: TrainerSpec, tokens: int, config: Any) -> list[PrefixTree]:
+    """Group an update's rows, with these keys, into trees for a model with this config, in micro-batches of ``tokens``.
+    Depends on nothing else, so all ranks and a replay choose the same."""
+    max_positions = tokens - 1
+    masked = trainer.attention != "flex_attention"
+    on_gpu = trainer.gpus_per_rank > 0 and masked
+    return plan_trees(
+        keys,
+        max_positions=min(max_positions, MASK_POSITIONS) if masked else max_positions,
+        pair_cost=cost_of_pair(config, on_gpu),
+        ranks=trainer.ranks // trainer.sequence_parallel,
+        packed_pair_cost=cost_of_pair(config, on_gpu, masked=False) if trainer.attention == "varlen" else None,
+    )
+
+
+def plan_trees(
+    keys: Sequence[Keys],
+    max_positions: int,
+    pair_cost: float,
+    ranks: int = 1,
+    packed_pair_cost: float | None = None,
+) -> list[PrefixTree]:
     """Group all rows with these keys into trees that are cheap to compute; every row is in exactly one tree.
 
     Rows are sorted by their keys, so a row shares its longest prefix with the row before it. It joins that row's tree
@@ -81,20 +106,22 @@ def plan_trees(keys: Sequence[Keys], max_positions: int, pair_cost: float, ranks
     alone. A tree has at most ``max_positions`` positions, unless it is one row. Several ranks get smaller trees if the
     busiest rank then has fewer positions.
 
-    ``pair_cost``: see ``cost_of_pair``.
+    ``pair_cost``: see ``cost_of_pair``. ``packed_pair_cost``: a pair's cost in rows that are packed and need no mask;
+    None: without trees, rows are attended to as trees are.
     """
     if not keys:  # a step without rows: the rewards in each group are equal, for example
         return []
     order = sorted(range(len(keys)), key=lambda row: (keys[row].tobytes(), row))
     common = [0, *(_common(keys[earlier], keys[later]) for earlier, later in pairwise(order))]
     lengths = [len(keys[row]) for row in order]
+    row_share = 1.0 if packed_pair_cost is None else packed_pair_cost / pair_cost
 
     def cut(max_positions: int) -> list[PrefixTree]:
         starts: list[int] = []
         size = 0
         for index, (length, shared) in enumerate(zip(lengths, common, strict=True)):
             added = length - shared
-            saved = shared + pair_cost * (length**2 / 2 - (2 * size + added) * added)
+            saved = shared + pair_cost * (row_share * length**2 / 2 - (2 * size + added) * added)
             if index and shared and saved > 0 and size + added <= max_positions:
                 size += added
             else:
@@ -112,18 +139,29 @@ def plan_trees(keys: Sequence[Keys], max_positions: int, pair_cost: float, ranks
         smaller = cut(min(limit, max_positions))
         if _busiest(smaller, ranks) < _busiest(best, ranks):
             best = smaller
-    saved = sum(sum(tree.shared) for tree in best)
-    return best if saved >= LEAST_SAVED * sum(lengths) else single_rows([len(row) + 1 for row in keys])
+    if packed_pair_cost is None:
+        is_worthwhile = sum(sum(tree.shared) for tree in best) >= LEAST_SAVED * sum(lengths)
+    else:
+        rows_cost = sum(length + packed_pair_cost * length**2 / 2 for length in lengths)
+        trees_cost = sum(tree.positions + pair_cost * tree.positions**2 for tree in best)
+        is_worthwhile = trees_cost <= (1 - LEAST_SAVED_OF_PACKED) * rows_cost
+    return best if is_worthwhile else single_rows([len(row) + 1 for row in keys])
 
 
-def cost_of_pair(config: Any) -> float:
+def cost_of_pair(config: Any, on_gpu: bool = False, masked: bool = True) -> float:
     """Return the cost of a pair of positions in attention, relative to a position in all other operations of a layer.
 
     A position takes about 12 · width² multiplications with weights, and a pair 2 · width. A pair's multiplications come
-    with its softmax, and take about twice as long.
+    with its softmax, and take about twice as long: also in a GPU's flash attention. With a mask (``masked``) they take
+    about four times as long there. On a GPU the width of a pair is the heads' width, which may be above the model's.
     """
-    width: int = config.get_text_config().hidden_size
-    return 1 / (3 * width)
+    text = config.get_text_config()
+    width: int = text.hidden_size
+    if not on_gpu:
+        return 1 / (3 * width)
+    heads: int = text.num_attention_heads
+    heads_width: int = heads * (getattr(text, "head_dim", None) or width // heads)
+    return (4 if masked else 2) * 2 * heads_width / (12 * width**2)
 
 
 def _common(keys: Keys, next_keys: Keys) -> int:

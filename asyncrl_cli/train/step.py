@@ -22,7 +22,7 @@ from asyncrl_cli.train.flops import data_sheet
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.packing import TrainingRow, count_tokens, microbatch, plan_microbatches, training_rows
 from asyncrl_cli.train.precompute import Learner, Minibatch, precompute
-from asyncrl_cli.train.prefix_trees import MASK_POSITIONS, cost_of_pair, plan_trees, single_rows
+from asyncrl_cli.train.prefix_trees import single_rows, trees_of_update
 from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
@@ -136,19 +136,18 @@ def plan_minibatch(learner: Learner, rows: list[TrainingRow], tokens: int) -> Mi
     shares = trainer.ranks // trainer.sequence_parallel
     trees = single_rows([len(row) for row in rows])
     if policy.shares_prefixes:
-        max_positions = tokens - 1
-        if trainer.attention != "flex_attention":
-            max_positions = min(max_positions, MASK_POSITIONS)
-        trees = plan_trees([row.keys() for row in rows], max_positions, cost_of_pair(policy.model.config), shares)
+        trees = trees_of_update([row.keys() for row in rows], trainer, tokens, policy.model.config)
+    # The mask of joined trees has the square of all their positions, so with varlen trees are padded.
+    packing = trainer.packing and not (trainer.attention == "varlen" and len(trees) < len(rows))
     plan = plan_microbatches(
         [len(tree) for tree in trees],
         tokens_per_microbatch=tokens,
         ranks=shares,
-        packing=trainer.packing,
+        packing=packing,
     )
     rank_plan = plan[learner.rank // trainer.sequence_parallel]
     microbatches = [
-        microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing, policy.sequence)
+        microbatch(rows, [trees[index] for index in indices], learner.vision, packing, policy.sequence)
         for indices in rank_plan
     ]
     return Minibatch(rows, trees, [rows_on_cpu.to(learner.engine.device) for rows_on_cpu in microbatches])

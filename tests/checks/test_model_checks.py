@@ -221,6 +221,20 @@ def test_adapters_that_engines_would_not_apply_are_refused(
     assert not refused or (error.value.location, error.value.hint[:16]) == ("model.lora.serve", "set it to merged")
 
 
+def test_start_takes_sdpa_for_a_model_that_the_default_attention_cannot_compute(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("deepseek_v3", **SMALL | ARCHITECTURES["deepseek_v3"]).save_pretrained(tmp_path)
+    spec = load_spec(QUICKSTART, ON_GPUS).spec
+    assert (spec.trainer.attention, spec.trainer.packing) == ("varlen", True)
+    checks = StartChecks(spec, tmp_path, print)
+    checks._model_dir = str(tmp_path)
+    checks._tokenizer = SimpleNamespace(get_vocab=lambda: {str(token): token for token in range(SMALL["vocab_size"])})
+    result = checks._model()
+    assert isinstance(result, Warned) and "attention by sdpa, because values of deepseek_v3" in result.text
+    assert (checks._spec.trainer.attention, checks._spec.trainer.packing) == ("sdpa", False)
+
+
 def test_vllm_has_slots_for_layers_that_are_named_with_their_parents() -> None:
     lora = LoraSpec(target_modules=["self_attn.q_proj", "0.mlp.up_proj", "k_proj"])
     assert adapted_names(lora, "not read") == ["k_proj", "q_proj", "up_proj"]

@@ -14,7 +14,7 @@ from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_uses, step_tokens, version_bytes
 from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, memory_size
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_uses
+from asyncrl_cli.sizing.trainer import _mask_bytes, gathered_numbers, largest_microbatch, longest_tree, rank_uses
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -98,7 +98,7 @@ def test_states_shrink_with_zero_ranks_and_adapters(found: SizedModel, ranks: in
     st.sampled_from([1, 2, 4]),
     st.booleans(),
     st.integers(1_000, 100_000),
-    st.sampled_from(["flash_attention_2", "flash_attention_3", "flash_attention_4"]),
+    st.sampled_from(["varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"]),
 )
 def test_ranks_that_share_sequences_have_a_part_of_their_activations(
     found: SizedModel, size: int, packs: bool, tokens: int, attention: str
@@ -119,6 +119,17 @@ def test_ranks_that_share_sequences_have_a_part_of_their_activations(
     of_a_position = found.activations(rows, 1, rows, False)
     assert activations(size) == -(-length // size) * of_a_position
     assert activations(1) == length * of_a_position
+
+
+@given(st.integers(1_000, 100_000))
+def test_with_varlen_packed_rows_have_no_mask_and_each_tree_has_its_own(tokens: int) -> None:
+    values = {"trainer__packing": True, "trainer__tokens_per_microbatch": tokens}
+    trees = sized(**values, trainer__attention="varlen")
+    _, length, _ = largest_microbatch(trees)
+    assert _mask_bytes(trees, length) == longest_tree(trees) * length * NUMBER_BYTES[trees.trainer.dtype]
+    alone = {**values, "trainer__share_prefixes": False}
+    assert _mask_bytes(sized(**alone, trainer__attention="varlen"), length) == 0
+    assert _mask_bytes(sized(**alone), length) == length**2
 
 
 @given(MODELS, st.integers(1, 64), st.integers(0, 3))

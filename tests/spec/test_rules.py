@@ -480,7 +480,15 @@ def test_engines_on_gpus_may_compute_in_fp8_where_the_difference_is_corrected(
     assert [problem.path for problem in problems] == ["algorithm.correction.level"]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"])
+def test_ranks_on_gpus_in_bfloat16_use_the_kernel_for_packed_rows_by_default(write: Write) -> None:
+    assert load_spec(write(), ON_GPUS).spec.trainer.attention == "varlen"
+    float32 = ("trainer.dtype=float32", "rollout.dtype=float32")
+    for changes in ([], [*ON_GPUS, *float32]):
+        trainer = load_spec(write(), changes).spec.trainer
+        assert (trainer.attention, trainer.packing) == ("sdpa", False)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"])
 def test_rows_are_packed_by_default_with_flash_attention(write: Write, attention: str) -> None:
     chosen = (*ON_GPUS, f"trainer.attention={attention}")
     spec = load_spec(write(), chosen).spec

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import flash_kernel
+import varlen_kernel
 from train_one import SPEC
 
 from asyncrl_cli.spec.load import load_spec
@@ -50,7 +51,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5, linear attention": ("qwen3_5_text", {"num_hidden_layers": 4}),
 }
 FLASH = ("qwen3", "mistral, a window in all layers", "qwen3_moe")
-"""Architectures that are also computed packed with flash attention, by a kernel for CPUs."""
+"""Architectures that are also computed packed with flash attention and varlen, by kernels for CPUs."""
 LENGTHS = (13, 6, 9, 2)
 
 
@@ -90,16 +91,24 @@ def main() -> None:
         torch.distributed.all_reduce(gradient)
         results[name, "flash"] = results[name, True] | {"shared": (own, gradient)}
     assert flash_kernel.LONGEST
+    with varlen_kernel.installed():
+        sequence.share_attention("varlen")
+        for name in FLASH:
+            model = model_of(*ARCHITECTURES[name], attention="varlen")
+            own, gradient = scored(Policy(model, 0.8, True, sequence))
+            torch.distributed.all_reduce(gradient)
+            results[name, "varlen"] = results[name, True] | {"shared": (own, gradient)}
+    assert varlen_kernel.LONGEST
     torch.save(results, out)
 
 
-def model_of(kind: str, changes: dict[str, Any]) -> Any:
+def model_of(kind: str, changes: dict[str, Any], attention: str = "sdpa") -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SMALL | changes)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def scored(policy: Any) -> tuple[Any, Any]:

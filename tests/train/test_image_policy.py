@@ -11,6 +11,7 @@ import flash_kernel
 import numpy as np
 import pytest
 import torch
+import varlen_kernel
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.images import Vision, tower_parameters
@@ -88,31 +89,33 @@ def test_logprobs_of_rows_with_images_equal_the_models(loaded: tuple[Any, Path],
     assert gap > 1e-3, "images matter, so the comparison says something"
 
 
-@pytest.fixture
-def flash(loaded: tuple[Any, Path]) -> Iterator[None]:
+@pytest.fixture(params=["flash_attention_2", "varlen"])
+def flash(loaded: tuple[Any, Path], request: pytest.FixtureRequest) -> Iterator[str]:
     """The language model has flash attention; its kernel is computed on the CPU."""
     text = loaded[0].config.get_text_config()
-    before, text._attn_implementation = text._attn_implementation, "flash_attention_2"
-    with pytest.MonkeyPatch.context() as patch:
+    before, text._attn_implementation = text._attn_implementation, request.param
+    with pytest.MonkeyPatch.context() as patch, varlen_kernel.installed():
         flash_kernel.install(patch.setattr)
-        yield
+        yield request.param
     text._attn_implementation = before
 
 
 @torch.no_grad()
-def test_rows_with_images_are_packed_by_their_lengths(loaded: tuple[Any, Path], request: pytest.FixtureRequest) -> None:
+def test_rows_with_images_are_packed_by_their_lengths(loaded: tuple[Any, Path], flash: str) -> None:
     rows = rows_of(loaded[0].config)
+    text = loaded[0].config.get_text_config()
+    text._attn_implementation = "sdpa"
     expected = [own(loaded, one) for one in rows]
-    request.getfixturevalue("flash")
+    text._attn_implementation = flash
     for one, logprobs in zip(expected, scored(policy_of(loaded, packing=True), rows), strict=True):
         torch.testing.assert_close(logprobs, one, atol=TOLERANCE, rtol=0)
 
 
-def test_flash_attention_is_refused_where_images_are_not_causal(loaded: tuple[Any, Path], flash: None) -> None:
+def test_flash_attention_is_refused_where_images_are_not_causal(loaded: tuple[Any, Path], flash: str) -> None:
     if loaded[0].config.model_type != "gemma3":
         policy_of(loaded, packing=True, bidirectional=True)
         return
-    with pytest.raises(UserError, match="see each other in a gemma3, and flash_attention_2 is causal") as refused:
+    with pytest.raises(UserError, match=f"see each other in a gemma3, and {flash} is causal") as refused:
         policy_of(loaded, packing=True, bidirectional=True)
     assert refused.value.location == "trainer.attention"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import varlen_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl_cli.train.model.pass_layout import PassLayout
@@ -31,6 +32,16 @@ class NoWaits(TorchDispatchMode):
 def test_the_mode_finds_a_mask() -> None:
     with pytest.raises(AssertionError, match="makes the host wait"), NoWaits():
         torch.arange(3)[torch.tensor([True, False, True])]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])  # without and with windows
+def test_packed_rows_attend_by_varlen_without_a_host_wait(architecture: str) -> None:
+    policy = make(architecture, attention="varlen", packing=True)
+    ids, mask = rows()
+    layout = PassLayout.of(mask, packing=True)
+    with varlen_kernel.installed(), NoWaits():
+        policy(ids, mask, layout=layout).sum().backward()
+    assert varlen_kernel.LONGEST
 
 
 # With trees. For padded rows transformers itself waits once a pass, when it makes the mask of sdpa.

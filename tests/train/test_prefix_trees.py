@@ -12,14 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.generation import TokenSequence
+from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.deepspeed_engine import recompute_activations
 from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow, microbatch
-from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout, plan_trees, single_rows, windows_of
+from asyncrl_cli.train.prefix_trees import (
+    PrefixTree,
+    TreeLayout,
+    cost_of_pair,
+    plan_trees,
+    single_rows,
+    trees_of_update,
+    windows_of,
+)
 from tests.train.test_policy import ARCHITECTURES, make
 
 pytestmark = pytest.mark.slow
@@ -70,6 +80,67 @@ def test_a_tree_is_cut_where_attention_costs_more_than_it_saves() -> None:
     assert len(plan_trees(keys_of(group), 1000, pair_cost=0.01)) == 8
     long = [[7] * 200 + [index] * 50 for index in range(8)]
     assert len(plan_trees(keys_of(long), 1000, pair_cost=0.001)) == 1
+
+
+def trainer_of(attention: str, on_gpu: bool = True, ranks: int = 1) -> TrainerSpec:
+    return TrainerSpec(
+        attention=attention,  # type: ignore[arg-type]
+        gpus_per_rank=int(on_gpu),
+        dtype="bfloat16",
+        ranks=ranks,
+    )
+
+
+QWEN = AutoConfig.for_model("qwen3", hidden_size=1024, num_attention_heads=16, head_dim=128)
+
+
+def cost(trees: list[PrefixTree], pair_cost: float) -> float:
+    return sum(tree.positions + pair_cost * tree.positions**2 for tree in trees)
+
+
+@settings(deadline=None)
+@given(
+    groups=st.integers(1, 4),
+    prompt=st.integers(1, 3000),
+    responses=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
+    ranks=st.integers(1, 3),
+)
+def test_with_varlen_trees_are_made_only_if_they_save_a_third_of_the_cost_of_packed_rows(
+    groups: int, prompt: int, responses: list[int], ranks: int
+) -> None:
+    rows = keys_of(
+        [[group] * prompt + [100 + index] * length for group in range(groups) for index, length in enumerate(responses)]
+    )
+    trainer = trainer_of("varlen", ranks=ranks)
+    trees = trees_of_update(rows, trainer, 2**16, QWEN)
+    assert trees == trees_of_update(rows, trainer, 2**16, QWEN)
+    assert sorted(row for tree in trees for row in tree.rows) == list(range(len(rows)))
+    if len(trees) < len(rows):
+        masked, packed = cost_of_pair(QWEN, on_gpu=True), cost_of_pair(QWEN, on_gpu=True, masked=False)
+        assert cost(trees, masked) <= cost(single_rows([len(row) + 1 for row in rows]), packed / 2) * 2 / 3 + 1e-6
+
+
+def test_a_prompt_is_shared_with_varlen_if_it_is_long() -> None:
+    def trees(prompt: int, attention: str) -> int:
+        rows = keys_of([[7] * prompt + [index] * 100 for index in range(8)])
+        return len(trees_of_update(rows, trainer_of(attention), 2**16, QWEN))
+
+    assert [trees(prompt, "varlen") for prompt in (50, 100, 600)] == [8, 8, 1]
+    assert trees(100, "sdpa") < 8
+
+
+@given(rows=ROWS, ranks=st.integers(1, 3))
+def test_ranks_on_cpus_choose_trees_by_the_width_of_the_model(rows: list[list[int]], ranks: int) -> None:
+    trainer = trainer_of("sdpa", on_gpu=False, ranks=ranks)
+    assert cost_of_pair(QWEN) == 1 / (3 * 1024)
+    assert trees_of_update(keys_of(rows), trainer, 2**16, QWEN) == plan_trees(
+        keys_of(rows), 2**14, 1 / (3 * 1024), ranks
+    )
+
+
+def test_a_pair_costs_more_with_a_mask_and_with_heads_wider_than_the_model() -> None:
+    assert cost_of_pair(QWEN, on_gpu=True) == pytest.approx(4 * cost_of_pair(QWEN))
+    assert cost_of_pair(QWEN, on_gpu=True, masked=False) == pytest.approx(2 * cost_of_pair(QWEN))
 
 
 def test_rows_that_have_little_in_common_stay_alone() -> None:

@@ -30,7 +30,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 CASES = [(name, packing) for name in ARCHITECTURES if name not in REFUSED for packing in (False, True)]
 
 
-@pytest.mark.parametrize(("name", "packing"), [*CASES, *((name, "flash") for name in FLASH)])
+@pytest.mark.parametrize(
+    ("name", "packing"), [*CASES, *((name, kernel) for name in FLASH for kernel in ("flash", "varlen"))]
+)
 def test_shared_sequences_have_the_numbers_of_one_rank(results: Any, name: str, packing: bool | str) -> None:
     for rank in results:
         result = rank[name, packing]

@@ -157,7 +157,7 @@ def attention(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def share_prefixes(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.share_prefixes: true` needs `trainer.attention` to be `sdpa` or `flex_attention`, and excludes
+    """`trainer.share_prefixes: true` needs `trainer.attention` to be `sdpa`, `varlen` or `flex_attention`, and excludes
     `trainer.sequence_parallel`."""
     if spec.trainer.share_prefixes and (setting := why_rows_are_separate(spec.trainer)) is not None:
         yield Problem("trainer.share_prefixes", f"does not work with {setting}", "remove it, or change that setting")

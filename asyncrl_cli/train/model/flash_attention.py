@@ -11,13 +11,14 @@ from asyncrl_cli.core.errors import ConfigError
 class Flash(NamedTuple):
     """One version's requirements."""
 
-    package: str
+    package: str | None  # None: torch has the kernel
     install: str
     majors: range  # major compute capabilities of supported GPUs
     gpus: str
 
 
 VERSIONS = {
+    "varlen": Flash(None, "", range(8, 100), "Ampere or newer"),
     "flash_attention_2": Flash(
         "flash-attn", "pip install flash-attn --no-build-isolation", range(8, 100), "Ampere or newer"
     ),
@@ -48,6 +49,8 @@ def check_attention(attention: str, major: int | None) -> None:
             location="trainer.attention",
             hint=f"use {' or '.join([*able, 'sdpa'])}",
         )
+    if needs.package is None:
+        return
     try:
         version(needs.package)
     except PackageNotFoundError:

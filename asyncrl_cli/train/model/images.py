@@ -24,6 +24,7 @@ from asyncrl_cli.records.images import Image, ImageCache, PlacedImage
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import needs_no_mask
 from asyncrl_cli.train.model.pass_layout import PackedRows, moved
+from asyncrl_cli.train.model.varlen_attention import sees_images_both_ways
 from asyncrl_cli.train.prefix_trees import TreeLayout
 
 CACHED_BYTES = 2**28
@@ -103,7 +104,7 @@ class Vision:
             )
         self._rope_index = getattr(backbone, "get_rope_index", None)
         self._accepted = inspect.signature(backbone.get_image_features).parameters.keys()
-        self.bidirectional = bidirectional and "token_type_ids" in forward
+        self.bidirectional = bidirectional and sees_images_both_ways(backbone)
         if self.bidirectional and needs_no_mask(attention := backbone.config.get_text_config()._attn_implementation):
             raise UserError(
                 f"the tokens of an image see each other in a {model.config.model_type}, and {attention} is causal",
