@@ -27,14 +27,13 @@ ENVIRONMENT = {"FLASH_ATTENTION_DETERMINISTIC": "1"}
 def install() -> None:
     """Make `sdpa` of all transformers models in this process repeatable, and add `varlen`. Further calls do nothing: by
     then sequence parallelism may have put its exchange around them."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # Otherwise the mode also fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(attend, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    # Without a mask function: transformers then makes no mask, and does not search for packed rows, which would wait.
     ALL_ATTENTION_FUNCTIONS["varlen"] = partial(attend, attend_to_rows)
-    ALL_MASK_ATTENTION_FUNCTIONS["varlen"] = flash_attention_mask  # makes none
 
 
 def attend(
