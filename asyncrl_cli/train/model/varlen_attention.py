@@ -70,8 +70,8 @@ def attend_to_rows(
 
     ``query``, ``key``, ``value``: [rows, heads, tokens, head size]; result: [rows, tokens, heads, head size].
     ``cu_seq_lens_q``: int32, the starts of packed rows, and the end; ``max_length_q``: positions of the longest row.
-    None: no row is packed. ``sliding_window``: how many positions a position sees, itself included. Raises ``ConfigError``
-    for attention with sinks or capped scores, which the kernel would leave out.
+    None: no row is packed. ``sliding_window``: how many positions a position sees, itself included. Raises
+    ``ConfigError`` for attention with sinks or capped scores, which the kernel would leave out.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
