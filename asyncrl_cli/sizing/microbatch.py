@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from asyncrl_cli.sizing.estimate import WARNING_SHARE, rank_gpu
+from asyncrl_cli.sizing.host import host_kinds
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 
 MAX_TOKENS = 2**16
 """Most tokens of a rank. Even a model with 0.4 billion weights keeps a large GPU busy with fewer."""
-USEFUL_TOKENS, USEFUL_GATHERED_TOKENS = 2**13, 2**14
+USEFUL_TOKENS, USEFUL_GATHERED_TOKENS, USEFUL_REMOTE_TOKENS = 2**13, 2**14, 2**15
 """Tokens of a rank from which on a micro-batch is worth more than the third of a step that recomputation costs. The
-second for ZeRO-3 over several ranks: each micro-batch gathers all layers, and its products must hide that."""
+second for ZeRO-3 over several ranks: each micro-batch gathers all layers, and its products must hide that. The third
+for ranks on several hosts, whose gathers take longer."""
 
 
 class Microbatch(NamedTuple):
@@ -64,9 +66,8 @@ def choose_microbatch(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | 
     choices = (False, True) if recompute == "auto" else (recompute,)
     if fixed_tokens != "auto":
         return Microbatch(fixed_tokens, next(filter(lambda c: fits(Microbatch(fixed_tokens, c)), choices), choices[-1]))
-    gathers = trainer.zero_stage == 3 and trainer.ranks > 1
     smallest = _longest_row(spec)
-    useful = max(smallest, (USEFUL_GATHERED_TOKENS if gathers else USEFUL_TOKENS) * trainer.sequence_parallel)
+    useful = max(smallest, _useful_tokens(spec) * trainer.sequence_parallel)
     for choice in choices:
         if fits(best := Microbatch(useful, choice)):
             # With a free choice, recomputation ends at ``useful``: see the module's second invariant.
@@ -79,6 +80,13 @@ def choose_microbatch(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | 
         if fits(Microbatch(tokens, choices[-1])):
             return Microbatch(tokens, choices[-1])
     return Microbatch(smallest, choices[-1])
+
+
+def _useful_tokens(spec: ExperimentSpec) -> int:
+    if spec.trainer.zero_stage < 3 or spec.trainer.ranks == 1:
+        return USEFUL_TOKENS
+    is_remote = any(host.ranks and host.host_count > 1 for host in host_kinds(spec))
+    return USEFUL_REMOTE_TOKENS if is_remote else USEFUL_GATHERED_TOKENS
 
 
 def _longest_row(spec: ExperimentSpec) -> int:

@@ -79,6 +79,17 @@ def test_large_gpus_recompute_nothing_and_small_ones_take_useful_micro_batches()
     assert choose_microbatch(spec, sized_model, 24 * GB) == (2**13, True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [({"ranks": 1}, 2**13), ({"ranks": 8}, 2**14), ({"ranks": 16}, 2**15), ({"ranks": 16, "zero_stage": 2}, 2**13)],
+)
+def test_micro_batches_hide_the_gathers_of_layers(changes: dict[str, int], tokens: int) -> None:
+    trainer = {f"trainer__{key}": value for key, value in ({"zero_stage": 3} | changes).items()}
+    spec, sized_model = sized(**AUTO, **trainer, cluster__address="auto"), model(1024, 24)
+    just_recomputed = max(size for size in range(10, 500) if choose_microbatch(spec, sized_model, size * GB).recompute)
+    assert choose_microbatch(spec, sized_model, just_recomputed * GB) == (tokens, True)
+
+
 def test_unknown_memory_or_model_code_gives_cautious_values_and_a_warning() -> None:
     spec, sized_model = sized(**AUTO, cluster__gpu_memory_gb=80.0), model()
 
