@@ -81,8 +81,10 @@ def test_the_gradient_is_the_formulas(
 def test_head_on_a_gpu_computes_bfloat16_products_in_float32(
     entropy: chunked_logprobs.Entropy, gpu_bytes: int, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branches for CUDA run on the CPU here: tensors say that they are on a GPU, and `out_dtype`, which a CPU does
-    not have, is emulated."""
+    """The branches for CUDA run on the CPU here: tensors say that they are on a GPU, `out_dtype`, which a CPU does not
+    have, is emulated, and Triton interprets the kernel of entropies."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel's module is imported
+    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu_bytes))
     product, wide = torch.mm, []
 
@@ -117,6 +119,31 @@ def test_head_on_a_gpu_computes_bfloat16_products_in_float32(
     for one, other, rounding in zip(found, exact, (1e-5, 1e-5, 2**-7, 2**-7, 2**-7), strict=True):
         scale = other.abs().max().item()
         torch.testing.assert_close(one.double(), other, rtol=0, atol=rounding * max(scale, 1e-9))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 4096, 9001])
+def test_kernel_of_entropies_sums_rows_of_any_length(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton")
+    from asyncrl_cli.train.model.entropy_kernel import row_entropies
+
+    logs = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0)).mul(5).log_softmax(-1)
+    torch.testing.assert_close(row_entropies(logs), torch.distributions.Categorical(logits=logs).entropy())
+
+
+@pytest.mark.parametrize("entropy", ["none", "measure", "train"])
+def test_without_positions_a_gpu_runs_no_kernel_and_the_gradient_is_zero(
+    entropy: chunked_logprobs.Entropy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2048))
+    monkeypatch.setattr(torch, "mm", None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layer = nn.Linear(4, 7, dtype=torch.bfloat16)
+    hidden = torch.zeros(0, 4, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = chunked_logprobs.chunked_logprobs(layer, hidden, torch.zeros(0, dtype=torch.int64), 0.7, entropy)
+    logprobs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.shape == (0, 4)
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
 
 
 @given(st.integers(10**6, 10**12), st.integers(0, 10**8))

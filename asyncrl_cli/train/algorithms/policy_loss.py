@@ -103,7 +103,8 @@ def sapo_loss(
     """
     ratio = clamp_log_ratio(logprobs - proximal_logprobs).exp()
     positive, not_positive = settings.sapo_temperatures
-    temperature = torch.where(advantages > 0, ratio.new_tensor(positive), ratio.new_tensor(not_positive))
+    # Not from tensors of these numbers: their copies to a GPU would make its host wait.
+    temperature = torch.full_like(ratio, not_positive).masked_fill(advantages > 0, positive)
     loss = -(4.0 / temperature) * torch.sigmoid(temperature * (ratio - 1.0)) * advantages
     never = torch.zeros_like(mask)
     return TokenLosses(loss, never, never)

@@ -101,9 +101,7 @@ class _Scores(torch.autograd.Function):
             logs = _logs(hidden[chunk], weight=weight, bias=bias, temperature=temperature)
             logprobs[chunk] = logs.gather(-1, targets[chunk, None])[:, 0]
             if entropy != "none":
-                for block in _blocks(logs):
-                    block_logs = logs[block]
-                    entropies[chunk][block] = block_logs.exp().mul_(block_logs).sum(-1).neg_()
+                entropies[chunk] = _entropies(logs)
         if entropy != "train":
             ctx.mark_non_differentiable(entropies)
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, logs if len(chunks) == 1 else None)
@@ -180,11 +178,21 @@ def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
     return torch.log_softmax(logits, dim=-1, out=logits)
 
 
+def _entropies(logs: Tensor) -> Tensor:
+    """Entropy of each row of log-probabilities, [positions]."""
+    if logs.is_cuda and logs.dtype == torch.float32:
+        from asyncrl_cli.train.model.entropy_kernel import row_entropies
+
+        return row_entropies(logs)
+    return torch.cat([logs[block].exp().mul_(logs[block]).sum(-1).neg_() for block in _blocks(logs)])
+
+
 def _blocks(logs: Tensor) -> list[slice]:
     return [slice(0, len(logs))] if logs.is_cuda else _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS)
 
 
 def _chunks(rows: int, width: int, max_numbers: int) -> list[slice]:
-    """Slices of rows with at most ``max_numbers`` numbers, or of one row; at least one slice."""
+    """Slices of rows with at most ``max_numbers`` numbers, or of one row. Without rows there is none, so a micro-batch
+    without tokens calls no kernel, and its gradient is zero."""
     size = max(1, max_numbers // width)
-    return [slice(start, start + size) for start in range(0, max(1, rows), size)]
+    return [slice(start, start + size) for start in range(0, rows, size)]
