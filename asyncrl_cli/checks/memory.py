@@ -12,7 +12,9 @@ from dataclasses import replace
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.sizing.config import one_line
+from asyncrl_cli.sizing.engine import choose_running_rollouts
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses, rank_gpu
 from asyncrl_cli.sizing.memory_use import GB, Device, MemoryRole, size_text
 from asyncrl_cli.sizing.microbatch import cautious_microbatch, choose_microbatch
@@ -80,6 +82,28 @@ def microbatch_text(trainer: TrainerSpec) -> str:
     return f"{trainer.microbatch_tokens:,} tokens a micro-batch{', recomputed' if trainer.recomputes else ''}"
 
 
+def resolve_rollouts(
+    spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None
+) -> tuple[ExperimentSpec, Result]:
+    """Return the spec with a number for `rollout.max_running_rollouts: auto`, and a line about it.
+
+    ``gpu_bytes`` as in ``estimate_memory``. If no cache can be estimated, an engine runs as many as a CPU engine and
+    at least a group, and the line is a warning.
+    """
+    rollout, problem = spec.rollout, ""
+    if (running := rollout.max_running_rollouts) == "auto":
+        if gpu_bytes is None:
+            gpu_bytes = gpu_memory(spec)
+        chosen = (
+            choose_running_rollouts(spec, model, gpu_bytes) if rollout.gpus_per_engine else rollout.running_rollouts
+        )
+        problem = ", because the size of the engines' caches is unknown" if chosen is None else ""
+        running = chosen or max(rollout.group_size, rollout.running_rollouts)
+        spec = spec.model_copy(update={"rollout": rollout.model_copy(update={"max_running_rollouts": running})})
+    text = f"up to {counted(running, 'rollout')} at a time in each engine{problem}"
+    return spec, Warned(text, "set cluster.gpu_memory_gb or rollout.max_running_rollouts") if problem else text
+
+
 def rank_bytes(spec: ExperimentSpec, model: SizedModel) -> int | None:
     """Return a GPU rank's estimated bytes, or None if the model's activations cannot be counted."""
     try:
@@ -142,7 +166,7 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
     if largest == "key-value caches":
         if rollout.kv_cache_mb is not None:
             return "rollout.kv_cache_mb", "lower it, or remove it"
-        if spec.model.max_length > rollout.max_running_rollouts * (rollout.longest_rollout // 2):
+        if spec.model.max_length > rollout.running_rollouts * (rollout.longest_rollout // 2):
             return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
         return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"
     if largest == "processes":

@@ -229,8 +229,6 @@ def check_cache(spec: ExperimentSpec, config: Any) -> Result:
     from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token, kv_cache_bytes
 
     config = config.get_text_config()
-    if spec.rollout.gpus_per_engine:
-        return "all memory that vLLM finds free on the GPU"
     if not (per_token := cache_bytes_per_token(spec, config)):
         text = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
         if spec.rollout.kv_cache_mb is None:

@@ -19,7 +19,7 @@ from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
-from asyncrl_cli.checks.memory import check_memory_estimate, rank_bytes, resolve_microbatch
+from asyncrl_cli.checks.memory import check_memory_estimate, rank_bytes, resolve_microbatch, resolve_rollouts
 from asyncrl_cli.checks.programs import check_engine
 from asyncrl_cli.checks.trial import Trial, try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
@@ -150,7 +150,7 @@ class StartChecks:
         if spec.algorithm.reference_path is not None:
             yield Check("reference model", lambda: model.check_teacher(spec, self._tokenizer), ("tokenizer",))
         yield Check("model", self._model, ("tokenizer",))
-        yield Check("engine cache", lambda: model.check_cache(spec, self._config), ("model",))
+        yield Check("engine cache", self._engine_cache, ("task and data", "model"))
         if spec.trainer.gpus_per_rank or is_auto(spec.trainer):
             yield Check("micro-batch", self._microbatch, ("task and data", "model"))
         yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
@@ -278,6 +278,13 @@ class StartChecks:
         self._config = load_config(self._model_dir, location)
         result, self._sized, self._spec = model.check_model(self._spec, self._config, self._tokenizer)
         return result
+
+    def _engine_cache(self) -> Result:
+        assert self._sized is not None and self._experiment is not None
+        self._spec, result = resolve_rollouts(self._spec, self._sized)
+        experiment_spec = self._experiment.spec.model_copy(update={"rollout": self._spec.rollout})
+        self._experiment = replace(self._experiment, spec=experiment_spec)
+        return result if self._spec.rollout.gpus_per_engine else model.check_cache(self._spec, self._config)
 
     def _microbatch(self) -> Result:
         assert self._sized is not None and self._experiment is not None

@@ -114,6 +114,7 @@ def evaluate(
             from asyncrl_cli.runs.manifest import EVALUATED, describe_start
             from asyncrl_cli.spec.load import dump_spec
 
+            settings = settings.model_copy(update={"rollout": experiment.spec.rollout})
             model = initial_model(settings)
             # MLflow needs the form of a run's folder. It must not be in `runs`, where it would be listed as a run.
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)

@@ -55,16 +55,16 @@ def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
 def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
     """Estimate a spec's memory; ``config_folder`` as in ``model_config``."""
     from asyncrl_cli.checks.finding import Warned
-    from asyncrl_cli.checks.memory import estimate_memory, memory_problems, resolve_microbatch
+    from asyncrl_cli.checks.memory import estimate_memory, memory_problems, resolve_microbatch, resolve_rollouts
     from asyncrl_cli.sizing.model import size_model
 
     try:
         model = size_model(spec, model_config(spec, config_folder))
         spec, microbatch = resolve_microbatch(spec, model, gpu_bytes)
+        spec, rollouts = resolve_rollouts(spec, model, gpu_bytes)
         estimate = estimate_memory(spec, model, gpu_bytes)
         refusal, warnings = memory_problems(spec, estimate)
-        if isinstance(microbatch, Warned):
-            warnings.append(microbatch)
+        warnings += [result for result in (microbatch, rollouts) if isinstance(result, Warned)]
     except ConfigError as error:
         return MemoryAnswer(False, text="", diagnostics=(error.diagnostic(),), document={"problems": [_problem(error)]})
     problems = [{"severity": "warning", "message": warning.text, "hint": warning.hint} for warning in warnings]
@@ -77,6 +77,7 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
         "parameters": model.parameters,
         "tokens_per_microbatch": spec.trainer.microbatch_tokens,
         "gradient_checkpointing": spec.trainer.recomputes,
+        "max_running_rollouts": spec.rollout.running_rollouts,
         "problems": problems,
     }
     return MemoryAnswer(
@@ -101,11 +102,14 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
         width = max(len(name) for name, _, _ in rows)
         lines += [f"  {name:{width}}  {size:>11}  {note}".rstrip() for name, size, note in rows]
     if (cache := estimate.cache) is not None:
+        versions = (spec.pipeline.max_staleness + 1) * spec.pipeline.publish_every
+        admitted = versions * spec.pipeline.groups_per_step * spec.rollout.group_size
         lines += [
             "",
             f"each engine has room for {max(0, cache.tokens):,} tokens of keys and values: {cache.longest_rollouts:,} "
-            f"rollouts of the longest length, {cache.average_rollouts:,} of half that length "
-            f"(rollout.max_running_rollouts {spec.rollout.max_running_rollouts:,})",
+            f"rollouts of the longest length, {cache.average_rollouts:,} of a third of it",
+            f"rollout.max_running_rollouts: {spec.rollout.running_rollouts:,} in each engine; the staleness bound "
+            f"admits {admitted // spec.rollout.min_engines:,} for each",
         ]
     elif spec.rollout.gpus_per_engine and model.cache_numbers is not None:
         lines += ["", "set cluster.gpu_memory_gb, or use --gpu-memory, to see whether the GPUs are large enough"]

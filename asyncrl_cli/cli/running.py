@@ -206,6 +206,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: DriverStart, *, qui
             f"{counted(spec.stop.total, 'step')} of {pipeline.groups_per_step} × {spec.rollout.group_size} "
             f"rollouts, {pipeline.mode}, staleness at most {pipeline.max_staleness}, "
             f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}"
+            + (f" with up to {spec.rollout.running_rollouts} rollouts" if spec.rollout.gpus_per_engine else "")
         )
         show(
             f"run      {run.run_id}",

@@ -118,7 +118,7 @@ def client_of(
     rollout = spec.rollout
     return GenerationClient(
         engines,
-        slots=rollout.max_running_rollouts,
+        slots=rollout.running_rollouts,
         retries=rollout.retries,
         hang_s=rollout.hang_seconds,
         decode=decode,

@@ -49,6 +49,10 @@ def planned_scenario(
                 hint="calibrate with a run of this spec: --calibrate, or --calibrate-from another run",
             )
     guesses = []
+    slots = spec.rollout.running_rollouts
+    if spec.rollout.max_running_rollouts == "auto":
+        slots = measured_spec.rollout.running_rollouts
+        guesses.append(f"an engine is assumed to run {slots} rollouts at a time, as in the measured run")
     costs, groups = calibration.costs, calibration.groups
     if spec.trainer.ranks != measured_spec.trainer.ranks:
         share = measured_spec.trainer.ranks / spec.trainer.ranks
@@ -74,7 +78,9 @@ def planned_scenario(
         rollout.response >= measured_max_tokens for group in groups for rollout in group.rollouts
     ):
         guesses.append(f"rollouts that were cut at {measured_max_tokens} tokens are assumed to end there")
-    return PlannedScenario(scenario_of(spec, settings=settings, groups=groups, costs=costs), tuple(guesses))
+    return PlannedScenario(
+        scenario_of(spec, slots=slots, settings=settings, groups=groups, costs=costs), tuple(guesses)
+    )
 
 
 def _architecture(spec: ExperimentSpec) -> object:
@@ -82,14 +88,14 @@ def _architecture(spec: ExperimentSpec) -> object:
     return (model.path, model.init, model.lora, tensor_parallel(spec))
 
 
-def scenario_of(spec: ExperimentSpec, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
-    """Build the scenario of a spec with these lengths and costs."""
+def scenario_of(spec: ExperimentSpec, slots: int, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
+    """Build the scenario of a spec with these lengths and costs. ``slots``: rollouts that an engine runs at a time."""
     return Scenario(
         settings=settings,
         groups=groups,
         costs=costs,
         engines=spec.rollout.min_engines,
-        slots=spec.rollout.max_running_rollouts,
+        slots=slots,
         weight_update=spec.pipeline.weight_update,
         partial_rollouts=spec.pipeline.partial_rollouts,
     )

@@ -101,7 +101,7 @@ class Engine:
         self._probes = 0
         # vLLM never queues requests: it gets only as many as it runs at a time, and none while it loads weights. So the
         # cache salt, chosen when a request is submitted, names the version that it starts under (decision 0005).
-        self._slots = PrioritySemaphore(spec.rollout.max_running_rollouts)
+        self._slots = PrioritySemaphore(spec.rollout.running_rollouts)
         self._loading = True
         self._draining = False  # an update waits for running requests
         self._aborts = 0

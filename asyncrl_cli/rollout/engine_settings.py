@@ -90,7 +90,7 @@ def kv_cache_blocks(spec: ExperimentSpec) -> int:
     longest_rollout = spec.rollout.longest_rollout
     blocks_each = -(-longest_rollout // (2 * BLOCK_SIZE)) + 1
     min_blocks = -(-max(longest_rollout, spec.model.max_length) // BLOCK_SIZE) + 1
-    return max(spec.rollout.max_running_rollouts * blocks_each, min_blocks)
+    return max(spec.rollout.running_rollouts * blocks_each, min_blocks)
 
 
 def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
@@ -107,7 +107,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "model": model_dir,
         "dtype": rollout.dtype,
         "max_model_len": spec.model.max_length,
-        "max_num_seqs": rollout.max_running_rollouts,
+        "max_num_seqs": rollout.running_rollouts,
         "seed": spec.seed,
         "load_format": load_format,
         "generation_config": "vllm",
@@ -172,7 +172,7 @@ def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
     still computes on the whole GPU.
     """
     large = gpu_bytes is not None and gpu_bytes >= LARGE_GPU_BYTES
-    return max(8192 if large else 2048, spec.rollout.max_running_rollouts)
+    return max(8192 if large else 2048, spec.rollout.running_rollouts)
 
 
 def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, Any]:

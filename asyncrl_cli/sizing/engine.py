@@ -15,6 +15,9 @@ GRAPH_BYTES = GB
 """CUDA graphs and the context of a GPU engine: assumed."""
 ACTIVATION_WIDTHS = 16
 """Numbers per token in a layer's forward pass, as multiples of the model's width: assumed."""
+MAX_ROLLOUTS = 512
+"""Most rollouts that are chosen for an engine: vLLM records CUDA graphs for at most as many (twice on Blackwell), and
+without graphs a decode step waits for the host."""
 LOGIT_COPIES = 3
 """float32 tensors of running rollouts × vocabulary: logits, log-probs, and one in the sampler."""
 
@@ -26,7 +29,7 @@ class Cache:
     bytes: int
     tokens: int
     longest_rollouts: int  # number of sequences of the longest length that fit
-    average_rollouts: int  # number of sequences of half the longest length that fit
+    average_rollouts: int  # number of running sequences that fit if rollouts end at uniformly distributed lengths
 
 
 def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> tuple[MemoryUse, ...]:
@@ -37,7 +40,7 @@ def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None =
     weights = MemoryUse("weights", nbytes, f"{rollout.dtype}, tensor parallel over {ranks}")
     slots = 0 if lora is None else model.trained * lora.slot_rank // lora.rank
     adapters = MemoryUse("adapters", slots * dtype_bytes, f"slots of rank {lora.slot_rank if lora is not None else 0}")
-    logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
+    logits = min(rollout.running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", batched_tokens(spec, gpu_bytes)))
     if rollout.gpus_per_engine:
         graphs, nbytes = GRAPH_BYTES, tokens * ACTIVATION_WIDTHS * model.hidden * dtype_bytes
@@ -50,7 +53,7 @@ def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None =
             weights,
             adapters,
             activations,
-            MemoryUse("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
+            MemoryUse("logits", logits, f"of {rollout.running_rollouts} rollouts"),
             MemoryUse("CUDA graphs and context", graphs, "assumed"),
         ]
     )
@@ -74,6 +77,17 @@ def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache 
     return _cache(spec, cache_bytes, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
 
 
+def choose_running_rollouts(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> int | None:
+    """Return the number of rollouts that fill an engine on GPUs of ``gpu_bytes``, and at least a group.
+
+    Rollouts of average length fit, so vLLM rarely interrupts one. None without an estimate of the cache.
+    """
+    rollout = spec.rollout.model_copy(update={"max_running_rollouts": MAX_ROLLOUTS})  # with the largest logits
+    full_spec = spec.model_copy(update={"rollout": rollout})
+    cache = None if gpu_bytes is None else gpu_cache(full_spec, model, gpu_bytes)
+    return None if cache is None else max(rollout.group_size, min(MAX_ROLLOUTS, cache.average_rollouts))
+
+
 def cpu_cache(spec: ExperimentSpec, model: SizedModel) -> Cache | None:
     """Return a CPU engine's cache, or None if the model's config does not give a token's size."""
     per_token = token_bytes(spec, model)
@@ -89,7 +103,8 @@ def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:
     rollout = spec.rollout
     blocks = nbytes // (BLOCK_SIZE * per_token)
     max_tokens = min(spec.model.max_length, rollout.longest_rollout)
-    blocks_of_longest, blocks_of_average = -(-max_tokens // BLOCK_SIZE), -(-max_tokens // (2 * BLOCK_SIZE))
+    # Over uniform lengths up to L, a running rollout has E[length²] / (2 E[length]) = L / 3 tokens on average.
+    blocks_of_longest, blocks_of_average = -(-max_tokens // BLOCK_SIZE), -(-max_tokens // (3 * BLOCK_SIZE))
     return Cache(
         nbytes,
         tokens=blocks * BLOCK_SIZE,

@@ -132,11 +132,12 @@ def _cache_problems(spec: ExperimentSpec, device: Device, cache: Cache | None) -
             f"model.max_length {spec.model.max_length:,}"
         )
         return [Excess(device, True, message)]
-    max_running = spec.rollout.max_running_rollouts
+    max_running = spec.rollout.running_rollouts
     if cache.average_rollouts < max_running:
         message = (
-            f"an engine's key-value cache has room for {cache.average_rollouts:,} rollouts of half the longest length, "
-            f"and rollout.max_running_rollouts is {max_running:,}: vLLM will interrupt some and compute them again"
+            f"an engine's key-value cache has room for {cache.average_rollouts:,} rollouts of a third of the longest "
+            f"length, and rollout.max_running_rollouts is {max_running:,}: vLLM will interrupt some and compute them "
+            "again"
         )
         return [Excess(device, False, message)]
     return []

@@ -38,6 +38,8 @@ from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, RateSchedule, SplitSpec
 
 DType = Literal["float32", "bfloat16"]
 T = TypeVar("T", int, bool)
+UNSIZED_ROLLOUTS = 256
+"""Running rollouts of a CPU engine, and of a GPU engine without a memory estimate."""
 NOT_COUNTED = 10**9
 """Total steps of a run with `stop.epochs` until its prompts are counted."""
 _HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
@@ -120,8 +122,12 @@ class RolloutSpec(Section):
     one GPU with a trainer rank."""
     group_size: Count = 8
     """Rollouts per prompt."""
-    max_running_rollouts: Count = 256
-    """Rollouts that an engine generates at the same time (vLLM's `max_num_seqs`)."""
+    max_running_rollouts: Literal["auto"] | Count = Field(
+        default_factory=lambda data: _auto_on_gpus(data.get("gpus_per_engine"), UNSIZED_ROLLOUTS)
+    )
+    """Rollouts that an engine generates at the same time (vLLM's `max_num_seqs`). `auto`: the start chooses as many as
+    fill a GPU engine by the memory estimate, and the run keeps the number. It takes 256 where the memory or the model
+    is unknown. Default: `auto` on GPUs, 256 on CPUs."""
     max_prompt_tokens: Count = 512
     """Longest prompt in tokens. Longer prompts are skipped and counted."""
     max_response_tokens: Count = 512
@@ -151,6 +157,11 @@ class RolloutSpec(Section):
     reply is content."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, passed on unchanged."""
+
+    @property
+    def running_rollouts(self) -> int:
+        """``max_running_rollouts``; for `auto` without a start, as in `asyncrl serve SPEC`, the number for CPUs."""
+        return UNSIZED_ROLLOUTS if self.max_running_rollouts == "auto" else self.max_running_rollouts
 
     @property
     def longest_rollout(self) -> int:
@@ -212,7 +223,9 @@ class TrainerSpec(Section):
     """Optimizer updates per pass over the batch; each has an equal share of the groups."""
     epochs: Count = 1
     """Passes over the batch in one step."""
-    tokens_per_microbatch: Literal["auto"] | Count = Field(default_factory=lambda data: _auto_on_gpus(data, 8192))
+    tokens_per_microbatch: Literal["auto"] | Count = Field(
+        default_factory=lambda data: _auto_on_gpus(data.get("gpus_per_rank"), 8192)
+    )
     """Tokens per forward and backward pass of a rank, including padding. With `sequence_parallel`, the ranks of a group
     share them. `auto`: the start chooses them from the memory estimate, and the run keeps them. Default: `auto` on
     GPUs, 8192 on CPUs."""
@@ -241,7 +254,9 @@ class TrainerSpec(Section):
     expert_parallel: Count = 1
     """Number of ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens are sent to the
     ranks that have their experts, and a rank gathers only its own experts' weights. Needs ZeRO-3."""
-    gradient_checkpointing: Literal["auto"] | bool = Field(default_factory=lambda data: _auto_on_gpus(data, False))
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        default_factory=lambda data: _auto_on_gpus(data.get("gpus_per_rank"), False)
+    )
     """Recompute activations to save memory. `auto`: only if a useful micro-batch does not fit otherwise. Default:
     `auto` on GPUs, false on CPUs."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -271,8 +286,8 @@ class TrainerSpec(Section):
         return self.gradient_checkpointing
 
 
-def _auto_on_gpus(data: dict[str, Any], cpu_default: T) -> T | Literal["auto"]:
-    return "auto" if data.get("gpus_per_rank") else cpu_default
+def _auto_on_gpus(gpus: float | None, cpu_default: T) -> T | Literal["auto"]:
+    return "auto" if gpus else cpu_default
 
 
 def _unresolved(key: str) -> ConfigError:

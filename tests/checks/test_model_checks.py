@@ -240,16 +240,20 @@ def test_vllm_has_slots_for_layers_that_are_named_with_their_parents() -> None:
     assert adapted_names(lora, "not read") == ["k_proj", "q_proj", "up_proj"]
 
 
-def test_start_on_gpus_gives_the_run_a_micro_batch_in_numbers() -> None:
+def test_start_on_gpus_gives_the_run_a_micro_batch_and_running_rollouts_in_numbers() -> None:
     spec = load_spec(QUICKSTART, ["trainer.tokens_per_microbatch=auto", "cluster.gpu_memory_gb=24"]).spec
     on_gpu = spec.trainer.model_copy(update={"gpus_per_rank": 1, "gradient_checkpointing": "auto"})
     names = {"task and data", "model files", "tokenizer", "model", "micro-batch", "engine cache", "memory with weights"}
-    with StartChecks(spec.model_copy(update={"trainer": on_gpu}), QUICKSTART.parent, notice=print) as checks:
+    engines = spec.rollout.model_copy(update={"gpus_per_engine": 1, "max_running_rollouts": "auto"})
+    gpu_spec = spec.model_copy(update={"trainer": on_gpu, "rollout": engines})
+    with StartChecks(gpu_spec, QUICKSTART.parent, notice=print) as checks:
         findings = {finding.check: finding for finding in checks.findings(names)}
         experiment = checks._experiment
     assert experiment is not None and findings["micro-batch"].found == "65,536 tokens a micro-batch"
     assert "activations" in findings["memory with weights"].found
+    assert findings["engine cache"].found == "up to 512 rollouts at a time in each engine"
     recorded = dump_spec(experiment.spec, {})
     assert "tokens_per_microbatch: 65536" in recorded and "gradient_checkpointing: false" in recorded
+    assert "max_running_rollouts: 512" in recorded
     manifest = describe_start(QUICKSTART, None, experiment.spec.trainer, experiment.rank_bytes)
     assert manifest[MICROBATCH]["tokens_per_microbatch"] == 65536 and manifest[MICROBATCH]["estimated_rank_bytes"] > 0

@@ -1,4 +1,4 @@
-"""The start's choice of a micro-batch: it fits into the estimate, and more memory never makes it worse."""
+"""The start's choice of a micro-batch and of running rollouts: it fits, and more memory never makes it worse."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from test_memory_use import MODELS, SPEC, model, sized
 
 from asyncrl_cli.checks.finding import Warned
-from asyncrl_cli.checks.memory import resolve_microbatch
+from asyncrl_cli.checks.memory import resolve_microbatch, resolve_rollouts
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.sizing.engine import MAX_ROLLOUTS, choose_running_rollouts, gpu_cache
 from asyncrl_cli.sizing.estimate import WARNING_SHARE, rank_gpu
 from asyncrl_cli.sizing.memory_use import GB
 from asyncrl_cli.sizing.microbatch import MAX_TOKENS, Microbatch, cautious_microbatch, choose_microbatch
 from asyncrl_cli.sizing.model import SizedModel, size_model, without_weights
-from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, RolloutSpec, TrainerSpec
 from asyncrl_cli.train.deepspeed_engine import deepspeed_settings, largest_layer
 
 pytestmark = pytest.mark.slow
@@ -67,6 +68,46 @@ def test_choice_fits_and_more_memory_never_gives_fewer_tokens(
         assert smaller.recompute == trainer.gradient_checkpointing
     elif smaller.recompute:
         assert not fits(spec, sized_model, smaller_gpu, Microbatch(smaller.tokens, False)) or smaller.tokens < 2**13
+
+
+@given(
+    MODELS,
+    st.sampled_from([0.4, 1, 4]),
+    st.integers(1, 100_000),
+    st.integers(1, 600),
+    st.integers(1, 300),
+    st.integers(1, 300),
+)
+def test_running_rollouts_fill_the_cache_and_more_memory_never_gives_fewer(
+    sized_model: SizedModel, gpus: float, response: int, group_size: int, size: int, other_size: int
+) -> None:
+    spec = sized(
+        model__max_length=2**17,
+        rollout__gpus_per_engine=gpus,
+        rollout__max_response_tokens=response,
+        rollout__group_size=group_size,
+        rollout__max_running_rollouts="auto",
+    )
+    smaller_gpu, larger_gpu = (GB * gigabytes for gigabytes in sorted((size, other_size)))
+    smaller, larger = (choose_running_rollouts(spec, sized_model, gpu) for gpu in (smaller_gpu, larger_gpu))
+    assert smaller is not None and larger is not None and group_size <= smaller <= larger
+    resolved = resolve_rollouts(spec, sized_model, smaller_gpu)[0]
+    cache = gpu_cache(resolved, sized_model, smaller_gpu)
+    assert cache is not None and resolved.rollout.running_rollouts == smaller <= max(MAX_ROLLOUTS, group_size)
+    assert smaller <= max(cache.average_rollouts, group_size)
+
+
+def test_cpu_engines_run_256_rollouts_and_gpu_engines_of_unknown_memory_as_many_with_a_warning() -> None:
+    assert RolloutSpec().max_running_rollouts == 256 and RolloutSpec(gpus_per_engine=1).max_running_rollouts == "auto"
+    on_cpu = sized(rollout__max_running_rollouts="auto")
+    assert resolve_rollouts(on_cpu, model()) == (sized(), "up to 256 rollouts at a time in each engine")
+    on_gpu = sized(rollout__max_running_rollouts="auto", rollout__gpus_per_engine=1, rollout__group_size=300)
+    unknown_cache = SizedModel(**_fields(model()) | {"cache_numbers": None})
+    resolved, result = resolve_rollouts(on_gpu, unknown_cache, 80 * GB)
+    assert resolved.rollout.max_running_rollouts == 300
+    assert isinstance(result, Warned) and "cluster.gpu_memory_gb" in result.hint
+    fixed = sized(rollout__max_running_rollouts=7, rollout__gpus_per_engine=1)
+    assert resolve_rollouts(fixed, model(), 80 * GB)[0] == fixed
 
 
 GPU = {"trainer__gpus_per_rank": 1, "trainer__dtype": "bfloat16", "trainer__packing": True}

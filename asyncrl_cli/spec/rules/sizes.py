@@ -54,7 +54,7 @@ def end(spec: ExperimentSpec) -> Iterator[Problem]:
 def group_fits_engine(spec: ExperimentSpec) -> Iterator[Problem]:
     """An engine can run all rollouts of a group at the same time."""
     group, running = spec.rollout.group_size, spec.rollout.max_running_rollouts
-    if group > running:
+    if running != "auto" and group > running:
         message = f"{running} is less than rollout.group_size {group}"
         yield Problem("rollout.max_running_rollouts", message, f"raise it to {group} or more")
 
