@@ -50,18 +50,34 @@ def marked_processes(mark: str) -> Iterator[int]:
                     yield int(entry.name)
 
 
-def kill_marked(mark: str) -> None:
-    """Kill the marked processes and their descendants until none is left."""
+def has_ended(pid: int) -> bool:
+    """True if no thread of a process is left. Its first thread may be a zombie while another one still ends."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return state in "ZX" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return True
+
+
+def kill_marked(mark: str) -> list[int]:
+    """Kill the marked processes and their descendants until none is left; returns those that do not end in time.
+
+    A dying process loses its environment before it closes its files, and with them its GPU. So a process that was
+    killed counts until it has ended: the next run must not find the memory taken.
+    """
     deadline = time.monotonic() + CLEAN_UP_S
-    while time.monotonic() < deadline:
+    dying: set[int] = set()
+    while True:
         pids = list(marked_processes(mark))
-        if not pids:
-            return
         # Descendants, too: processes that agents start may have another environment, without the mark.
-        for pid in (*pids, *(process.pid for process in descendants(pids))):
+        targets = {*pids, *(process.pid for process in descendants(pids))}
+        dying = {pid for pid in dying | targets if not has_ended(pid)}
+        if not dying or time.monotonic() > deadline:
+            return sorted(dying)
+        for pid in targets:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # Look again: a killed process stays in /proc until it is reaped, and one may have forked during the search.
+        # Look again: a process may have forked during the search.
         time.sleep(0.05)
 
 
@@ -160,7 +176,10 @@ def main() -> None:
     (folder,) = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    kill_marked(folder)
+    if alive := kill_marked(folder):
+        pids = ", ".join(map(str, alive))
+        hint = "a GPU's driver may hold them: see nvidia-smi, and restart the machine if they stay"
+        print(f"killed, but not ended after {CLEAN_UP_S:.0f} s: processes {pids}; {hint}", file=sys.stderr)
     remove(Path(folder))
 
 

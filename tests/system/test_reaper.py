@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl_cli.system.reaper import MARK, kill_marked, marked_processes, running_reaper
+from asyncrl_cli.system import reaper
+from asyncrl_cli.system.reaper import MARK, has_ended, kill_marked, marked_processes, running_reaper
 
 pytestmark = pytest.mark.slow
 
@@ -223,6 +224,35 @@ def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
     assert out.split() == []
     marked, _ = pids(start("-c", STUBBORN, mark=mark))
     assert list(marked_processes(mark)) == [marked]
+
+
+def test_process_has_not_ended_while_one_of_its_threads_has_not(start: Start) -> None:
+    exit_thread = {"x86_64": 60, "aarch64": 93}[os.uname().machine]  # the system call that ends only one thread
+    process = start(
+        "-c",
+        "import ctypes, threading; threading.Thread(target=threading.Event().wait).start(); print('up', flush=True); "
+        f"ctypes.CDLL(None).syscall({exit_thread}, 0)",
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    eventually(lambda: not is_alive(process.pid))
+    assert not has_ended(process.pid)
+    process.kill()
+    process.wait()
+    assert has_ended(process.pid)
+
+
+def test_killed_process_counts_until_it_has_ended(start: Start, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start("-c", STUBBORN, mark=mark)
+    stubborn = pids(process)
+    with monkeypatch.context() as patch:
+        # As if a GPU's driver held the processes: their environment is gone after the first look, and they stay.
+        looks = iter([marked_processes(mark)])
+        patch.setattr(reaper, "CLEAN_UP_S", 0.2)
+        patch.setattr(reaper, "marked_processes", lambda _: next(looks, ()))
+        patch.setattr(os, "kill", lambda *_: None)
+        assert kill_marked(mark) == sorted(stubborn)
+    assert kill_marked(mark) == []
+    assert not any(map(is_alive, stubborn))
 
 
 def is_reaper(process: psutil.Process) -> bool:
