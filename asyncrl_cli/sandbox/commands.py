@@ -79,6 +79,8 @@ class ShellSandbox:
         """Start the process. Raises ``SandboxError``."""
         self.base_url = gateway
         """The gateway's base URL inside; None without a gateway."""
+        self.scratch = WORK_FOLDER if settings.kind == "container" else ""
+        """Folder for files that are not the task's. Empty: the work folder, which is empty at first."""
         is_sandboxed = settings.kind != "none"
         self._settings = settings
         self._relay = Relay(gateway) if gateway is not None and is_sandboxed else None

@@ -36,7 +36,7 @@ ENGINE_VARIABLES = (
 )  # fmt: skip
 """The engine's environment. Proxies are left out, because podman would pass them to the container."""
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-"""What root inside an image needs to install packages, to change the user, and to end its processes."""
+"""Root inside an image needs them to install packages, to change the user, and to end its processes."""
 OPEN_FILES = 1024
 USER_PROCESSES = 2**15
 """Processes of an image's user in all containers together, by which the kernel counts RLIMIT_NPROC."""
@@ -52,16 +52,18 @@ FIRST_PROCESS = (
     # For each line, `jobs` reaps orphans that have ended, without a further process. They count towards the limit.
     '{ echo "the image has no program $program" >&2; exit 1; }; done; echo ready; while read -r line; do jobs; done'
 )
-WORK = f'[ "$PWD" != / ] || cd {WORK_FOLDER}; '
+ENTER_WORK_FOLDER = f'[ "$PWD" != / ] || cd {WORK_FOLDER}; '
 """Enter the work folder: the image's working folder, if it has one."""
-RUN = (
-    f"exec 2>/dev/null; {WORK}shell=/bin/sh; [ ! -x /bin/bash ] || shell=/bin/bash; "
+RUN_COMMAND = (
+    f"exec 2>/dev/null; {ENTER_WORK_FOLDER}shell=/bin/sh; [ ! -x /bin/bash ] || shell=/bin/bash; "
     # `kill -1` reaches all processes but the first and this one.
     '"$shell" -c "$(cat)" </dev/null 2>&1; status=$?; kill -9 -1; exit $status'
 )
-WRITE = WORK + 'case "$1" in */*) mkdir -p "${1%/*}/" || exit 1;; esac; cat >"$1"'
-READ = WORK + f'[ -e "$1" ] || exit {errno.ENOENT}; [ -f "$1" ] || exit {errno.EINVAL}; head -c "$2" "$1"'
-END = "kill -9 -1"
+WRITE_FILE = ENTER_WORK_FOLDER + 'case "$1" in */*) mkdir -p "${1%/*}/" || exit 1;; esac; cat >"$1"'
+READ_FILE = (
+    ENTER_WORK_FOLDER + f'[ -e "$1" ] || exit {errno.ENOENT}; [ -f "$1" ] || exit {errno.EINVAL}; head -c "$2" "$1"'
+)
+END_PROCESSES = "kill -9 -1"
 
 
 def engine() -> str:
@@ -149,10 +151,10 @@ class ContainerSupervisor(supervisor.Supervisor):
 
     def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
         if action == b"write":
-            self._exec(WRITE, fields[0], data=fields[1])
+            self._exec(WRITE_FILE, fields[0], data=fields[1])
             return [b"done"]
         if action == b"read":
-            data = self._exec(READ, fields[0], b"%d" % (work_files.MAX_BYTES + 1))
+            data = self._exec(READ_FILE, fields[0], b"%d" % (work_files.MAX_BYTES + 1))
             if len(data) > work_files.MAX_BYTES:
                 raise OSError(errno.EFBIG, f"larger than {work_files.MAX_BYTES >> 20} MiB")
             return [b"done", data]
@@ -168,7 +170,7 @@ class ContainerSupervisor(supervisor.Supervisor):
         self._counts, self._next_size_s = self._limit_counts(), time.monotonic() + SIZE_INTERVAL_S
         script = file_of((exports + command).encode(errors="surrogateescape"))
         try:
-            words = [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", RUN]
+            words = [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", RUN_COMMAND]
             return supervisor.spawned(words, dict(os.environ), output, source=script)
         finally:
             os.close(script)
@@ -193,11 +195,11 @@ class ContainerSupervisor(supervisor.Supervisor):
         return 0
 
     def _end_all(self, pid: int) -> int:
-        """Kill what the command's shell has not killed. Raises ``EOFError`` if the container has ended."""
+        """Kill processes that the command's shell has not killed. Raises ``EOFError`` if the container has ended."""
         with suppress(OSError):
             _stream(self._client.stdin).write(b"\n")
         if self._process_count() != 1:
-            words = [*self._engine, "exec", "--user", "0", self._name, "/bin/sh", "-c", END]
+            words = [*self._engine, "exec", "--user", "0", self._name, "/bin/sh", "-c", END_PROCESSES]
             subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=EXEC_S, check=False)
         if self._client.poll() is not None:
             raise EOFError("the container has ended")

@@ -97,7 +97,7 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
     """Load one task. Raises ``TaskError`` with keys below ``location``."""
     try:
         if use.startswith(GYM):
-            return _construct(Gym, use, {"data_set": use.removeprefix(GYM), **options})
+            return _construct(Gym, use, {"data_set": use.removeprefix(GYM), **options}, search_path)
         target = READY_TASKS.get(use, use)
         module_name, colon, name = target.partition(":")
         if not (module_name and colon and name):
@@ -107,7 +107,7 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
             raise TaskError(f"there is no ready task {use!r}", location=USE, hint=hint)
         target_object = import_named(target, search_path, location=USE, hint=ANY_KIND, error_type=TaskError)
         if isinstance(target_object, type):
-            return _construct(target_object, use, options)
+            return _construct(target_object, use, options, search_path)
         if callable(target_object):
             return _wrap(target_object, use, options)
         message = f"{target} is neither a class nor a function (got {type(target_object).__name__})"
@@ -119,8 +119,9 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
         raise
 
 
-def _construct(task_class: type, use: str, options: Mapping[str, Any]) -> Any:
-    """Construct a task of this class, or wrap it if it is an environment class."""
+def _construct(task_class: type, use: str, options: Mapping[str, Any], spec_folder: Path) -> Any:
+    """Construct a task of this class, or wrap it if it is an environment class. A parameter ``spec_folder`` gets the
+    folder to which paths are relative."""
     methods = [
         name
         for name in ("reward", "rewards", "run", "environment", "reset", "step")
@@ -148,6 +149,8 @@ def _construct(task_class: type, use: str, options: Mapping[str, Any]) -> Any:
     signature = inspect.signature(task_class)
     episode_parameters = ("prompt", "sandbox") if is_environment else ()
     further = {name: None for name in episode_parameters if name in signature.parameters}
+    if "spec_folder" in signature.parameters and not is_environment:
+        options = {"spec_folder": spec_folder, **options}
     try:
         signature.bind(**options, **further)
     except TypeError as error:

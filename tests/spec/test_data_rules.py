@@ -60,6 +60,7 @@ def test_a_mistake_in_data_settings_is_reported(write: Write, lines: str, path: 
 @pytest.mark.parametrize(
     ("task", "path", "words"),
     [
+        ("{use: harbor}", "task.sandbox", "works in containers"),
         ("{use: command, sandbox: {kind: container}}", "task.sandbox.image", "missing"),
         ("{use: command, sandbox: {kind: container, image: 'a{}'}}", "task.sandbox.image", "names no column"),
         ("{use: command, sandbox: {image: a}}", "task.sandbox.image", "kind: container"),

@@ -26,6 +26,7 @@ READY_TASKS = {
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
     "command": "asyncrl_cli.tasks.ready.command:Command",
+    "harbor": "asyncrl_cli.tasks.ready.harbor:Harbor",
     "prompts": "asyncrl_cli.tasks.ready.matching:Prompts",
 }
 """The ready tasks and their classes."""
@@ -71,7 +72,14 @@ def container_image(spec: ExperimentSpec) -> Iterator[Problem]:
     tasks = {"task": spec.task}
     tasks |= {f"evaluation.sets.{name}.task": each.task for name, each in spec.evaluation.sets.items() if each.task}
     for path, task in tasks.items():
-        if (sandbox := task.sandbox) is None:
+        sandbox = task.sandbox
+        if "harbor" in (task.use, *(member.use for member in task.mix)) and (
+            sandbox is None or sandbox.kind != "container" or "{image}" not in (sandbox.image or "")
+        ):
+            message = "the task `harbor` works in containers, with an image for each row"
+            yield Problem(f"{path}.sandbox", message, 'set it to {kind: container, image: "{image}"}')
+            continue
+        if sandbox is None:
             continue
         if sandbox.kind != "container":
             for key in ("image", "runtime"):

@@ -132,15 +132,19 @@ class Command:
             model = replace(model, base_url=sandbox.base_url)
         row = json.dumps(row_of(prompt), default=str)
         for name, text in {ROW_FILE: row, **home_files(model)}.items():
-            await sandbox.write_file(name, text.encode())
-        where = (await sandbox.run(f"mkdir -p {CWD} && pwd", time_s=YEAR_S)).output.strip()
+            await sandbox.write_file(os.path.join(sandbox.scratch, name), text.encode())
+        prepare = f"mkdir -p {CWD} && pwd" if not sandbox.scratch else f"echo {sandbox.scratch}"
+        where = (await sandbox.run(prepare, time_s=YEAR_S)).output.strip()
         variables = _variables(row, where, model) | {SPEC_FOLDER: os.environ.get(SPEC_FOLDER, "")} | self._env
         cwd, errors_file = (shlex.quote(os.path.join(where, name)) for name in (CWD, ERRORS))
-        line = f"cd {cwd} && exec {shlex.join(self._words)} 2>{errors_file}"
+        enter = "" if sandbox.scratch else f"cd {cwd} && "  # an image's working folder has the task's files
+        line = f"{enter}exec {shlex.join(self._words)} 2>{errors_file}"
         result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has its own limit
         if result.stopped:
             raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
-        errors = (await sandbox.read_file(ERRORS))[-KEPT_BYTES:] if result.status != 0 else b""
+        errors = b""
+        if result.status != 0:
+            errors = (await sandbox.read_file(os.path.join(sandbox.scratch, ERRORS)))[-KEPT_BYTES:]
         return result.status or 0, result.output, errors.decode(errors="replace")
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
