@@ -61,6 +61,7 @@ class CopyPlan:
         def needs_mode(copy: tuple[Tensor, Tensor]) -> bool:
             return copy[0].dtype != copy[1].dtype or not copy[1].is_contiguous()
 
+        self._model, self._addresses = model, _addresses(model)
         copies = sorted(recorder.copies, key=needs_mode)
         self._targets = [target for target, _ in copies]
         self._regions = [_Region(s.dtype, s.storage_offset(), s.shape, s.stride()) for _, s in copies]
@@ -82,8 +83,10 @@ class CopyPlan:
 
     @torch.no_grad()
     def agrees(self, sources: list[Tensor]) -> bool:
-        """True if the model has exactly the bits that ``copy`` would write. Compares on the CPU, because a GPU may have
-        no memory for a second embedding."""
+        """True if the model still has its recorded memory, with exactly the bits that ``copy`` would write. Compares on
+        the CPU, because a GPU may have no memory for a second embedding."""
+        if _addresses(self._model) != self._addresses:
+            return False
         expected = (source.to(target.dtype) for target, source in zip(self._targets, sources, strict=True))
         return all(starmap(torch.equal, zip(map(_bits, self._targets), map(_bits, expected), strict=True)))
 
@@ -138,6 +141,10 @@ def _check_coverage(model: nn.Module, model_config: ModelConfig, targets: Iterab
         written_bytes += nbytes
     if written_bytes != sum(write.stop - write.start for write in writes):
         raise NoCopyPlan("a weight is loaded into a tensor that is not the model's")
+
+
+def _addresses(model: nn.Module) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def _address_range(target: Tensor) -> ByteRange:

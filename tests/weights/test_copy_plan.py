@@ -109,6 +109,9 @@ def test_copies_by_plan_equal_the_loaders_copies() -> None:
     loaded.load_weights(tensors.items())
     for name, parameter in loaded.named_parameters():
         assert torch.equal(planned.get_parameter(name), parameter)
+    assert plan.agrees(plan.sources(memory))
+    planned.bias.data = planned.bias.data.clone()
+    assert not plan.agrees(plan.sources(memory)), "the model computes with other memory"
 
 
 @pytest.mark.parametrize(
