@@ -219,7 +219,14 @@ class StartChecks:
             required=episodic or spec.data.apply_chat_template or spec.model.chat_template is not None,
         )
         ends = end_tokens(self._model_dir, tokenizer)
-        turns = prompts.check_turns(template, tokenizer, ends) if episodic else ""
+        turns: Result = ""
+        if spec.rollout.history == "template":
+            if not episodic:
+                hint = "remove it: no task of this run calls the model more than once"
+                raise ConfigError("earlier turns do not exist", location="rollout.history", hint=hint)
+            turns = "earlier turns: rendered again by the template in each call"
+        elif episodic:
+            turns = joined(prompts.check_turns(template, tokenizer, ends), "earlier turns: as sampled")
         return joined(prompts.check_reply_end(template, tokenizer, ends), features, turns)
 
     def _prompt_checks(self, experiment: Experiment) -> Iterator[Check]:

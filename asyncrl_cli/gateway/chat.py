@@ -1,9 +1,9 @@
 """Conversations as tokens: one model's tokenizer, chat template and parsers (decision 0017).
 
-A conversation is rendered once, when it begins. Then its tokens are fixed, and ``continue_`` returns only the next
-ones: the template's text after a reply, and the new messages. It finds them as a difference of texts: it renders a
-placeholder conversation followed by the new messages, and tokenizes the text after the placeholder reply. Earlier
-messages are not rendered again, so a template may treat older turns differently from newer ones.
+By default a conversation is rendered once, when it begins. Then its tokens are fixed, and ``continue_`` returns only
+the next ones: the template's text after a reply, and the new messages. It finds them as a difference of texts: it
+renders a placeholder conversation followed by the new messages, and tokenizes the text after the placeholder reply.
+Earlier messages are not rendered again, so a template may treat older turns differently from newer ones.
 
 A reply's tokens become a message with reasoning, content and tool calls, complete or while they are generated. Unless
 ``task.special_tokens`` is ``shown``, special tokens are removed, except the marks of a message's parts. asyncrl knows
@@ -62,16 +62,19 @@ class ChatFormat:
         template: ChatTemplate | None = None,
         shows_special: bool = False,
         images: ImageTokens | None = None,
+        renders_history: bool = False,
     ) -> None:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``:
         ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's end tokens
         (``response_text.end_tokens``); by default the tokenizer's only. ``template``: by
         default the tokenizer's, without variables. ``shows_special``: ``task.special_tokens`` is ``shown``. ``images``:
-        encodes messages with images.
+        encodes messages with images. ``renders_history``: the template renders all messages of each call
+        (``rollout.history``).
 
         Raises ``ParserError``. A parser of vLLM imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
+        self.renders_history = renders_history
         self._images = images or ImageTokens("", 0, 0)
         self.max_images, self.max_pixels = self._images.max_images, self._images.max_pixels
         self.check_images = self._images.check_count

@@ -358,7 +358,9 @@ class Session:
             if variables or continues:
                 chat = await render(partial(chat.varied, variables or {}, continues))
             continued_message = conversation.messages[-1] if continues else None
-            if continued_turn := self._transcript.longest_turn(lambda _, turn: conversation.covered_by(turn.messages)):
+            if not self._chat.renders_history and (
+                continued_turn := self._transcript.longest_turn(lambda _, turn: conversation.covered_by(turn.messages))
+            ):
                 branch, turn = continued_turn
                 assert turn.messages is not None
                 covered_count = turn.messages.count - 1  # the tools have a key, too, but are no message
@@ -391,9 +393,14 @@ class Session:
                         ),
                     )
             ids, places = await render(partial(chat.render, conversation.messages, tools, images))
-        history = conversation.after(None, continues)
         return Rendered(
-            tuple(ids), tools=tools, history=history, chat=chat, continued_message=continued_message, images=places
+            tuple(ids),
+            self._turn_before(ids) if self._chat.renders_history else None,
+            tools=tools,
+            history=conversation.after(None, continues),
+            chat=chat,
+            continued_message=continued_message,
+            images=places,
         )
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
@@ -418,13 +425,17 @@ class Session:
             raise self._too_long(f"{len(prompt)} tokens")
         if any(not 0 <= token < self._chat.vocabulary for token in prompt):
             raise invalid_value(f"token ids must be from 0 to {self._chat.vocabulary - 1}")
-        ids = np.asarray(prompt, np.int32)
+        return Rendered(tuple(prompt), self._turn_before(prompt))
+
+    def _turn_before(self, prompt_ids: Sequence[int]) -> tuple[Branch, ReplyEnd] | None:
+        """The turn that ends with the longest beginning of a call's prompt, if any."""
+        ids = np.asarray(prompt_ids, np.int32)
 
         def covers(branch: Branch, turn: ReplyEnd) -> int | None:
             turn_ids = branch.prefix.tokens.ids[: turn.end]
             return turn.end if np.array_equal(turn_ids, ids[: turn.end]) else None
 
-        return Rendered(tuple(ids.tolist()), self._transcript.longest_turn(covers))
+        return self._transcript.longest_turn(covers)
 
     # -- limits and sampling
 

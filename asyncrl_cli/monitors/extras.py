@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.inspect.health import HealthFinding
+from asyncrl_cli.inspect.response_tables import ResponseRow, ResponseTable, TableId, response_tables
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo, evaluation_metrics
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import TrackingSpec, WandbSpec
 
 
@@ -90,11 +92,14 @@ class WeightsAndBiases(Monitor):
 
     def __init__(self, spec: WandbSpec) -> None:
         self._spec = spec
+        self._known_tables: set[TableId] = set()
 
     def started(self, run: RunInfo) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when the library is imported
         import wandb
 
+        self._info, self._step = run, RunDirectory(run.folder).state.step
+        is_resumed = (run.folder / "wandb").exists()
         settings = wandb.Settings(
             console="off",
             silent=True,
@@ -118,9 +123,13 @@ class WeightsAndBiases(Monitor):
         )
         # W&B's own counter refuses the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
+        if is_resumed:  # it has logged the earlier steps' tables
+            self._known_tables = {(table.name, table.step) for table in self._new_tables()}
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, "version": version, **metrics})
+        self._step = step
+        self._log_responses()
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._run.log({"step": result.step, **dict(evaluation_metrics(asdict(result)))})
@@ -128,9 +137,21 @@ class WeightsAndBiases(Monitor):
     def health(self, finding: HealthFinding) -> None:
         self._run.summary[f"health/{finding.rule}"] = finding.text
 
+    def _log_responses(self) -> None:
+        import wandb
+
+        for table in self._new_tables():
+            wandb_table = wandb.Table(columns=list(ResponseRow._fields), data=list(map(list, table.rows)))
+            self._run.log({"step": table.step, f"responses/{table.name}": wandb_table})
+            self._known_tables.add((table.name, table.step))
+
+    def _new_tables(self) -> Iterator[ResponseTable]:
+        return response_tables(RunDirectory(self._info.folder), self._info.spec, self._step, self._known_tables)
+
     def finish(self, ending: Ending) -> str:
         import wandb
 
+        self._log_responses()
         note = str(self._run.url) if self._spec.mode == "online" else f"wandb sync {self._run.settings.sync_dir}"
         code = 0 if ending.phase == "finished" else 1
         self._run.finish(exit_code=code)

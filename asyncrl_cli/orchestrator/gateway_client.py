@@ -205,6 +205,7 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
         template=ChatTemplate.from_spec(spec, tokenizer),
         shows_special=spec.task.special_tokens == "shown",
         images=ImageTokens(model_folder, spec.model.max_images, spec.data.image_max_pixels),
+        renders_history=spec.rollout.history == "template",
     )
 
 

@@ -149,6 +149,10 @@ class RolloutSpec(Section):
     """An engine that has rollouts to generate but produces no token for this long is restarted."""
     gateway: GatewaySpec = Field(default_factory=GatewaySpec)
     """OpenAI-compatible access, for agents and `asyncrl serve`."""
+    history: Literal["sampled", "template"] = "sampled"
+    """Earlier turns in a later call's prompt. `sampled`: their tokens as sampled, whatever the template does with older
+    turns. `template`: the chat template renders all messages again, as servers do, so a template that drops earlier
+    reasoning drops it here, too. Such a call begins another sequence of the rollout (docs/gateway.md)."""
     tool_parser: Text | None = None
     """vLLM tool parser that reads the model's tool calls. Default: `hermes`, which reads `<tool_call>{"name": ...,
     "arguments": {...}}</tool_call>`."""
@@ -431,6 +435,9 @@ class TrackingSpec(Section):
     """MLflow experiment."""
     system_metrics: bool = True
     """Log CPU, memory, disk, network and GPU metrics of the driver's machine every ten seconds."""
+    responses_every: NonNegative = 10
+    """Steps between two tables of training responses in MLflow and W&B: prompt, response, reward, versions, staleness.
+    Evaluations have tables, too. There are at most 64 of a kind, with 16 responses each. 0: no tables."""
     register_model: str | None = Field(None, pattern=r"^[^/:]+$")
     """Register the final model in MLflow as a version of the model with this name. Default: do not register it."""
     tensorboard: bool = False

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.monitors.mlflow_runs import tracking_at
+
 from .conftest import LIMIT_S, Runs, rows
 from .journal import assert_staleness_is_bounded
 from .quickstart import SHORT, accuracies, assert_answers_as_the_engine_did, assert_learned, train_quickstart
@@ -53,5 +55,13 @@ def test_mlflow_has_parameters_metrics_and_artifacts(short_run: Path) -> None:
     assert len(client.get_metric_history(run_id, "reward/mean")) == steps
     assert run.data.metrics["eval/greedy_accuracy"] > 0
     names = {artifact.path for artifact in client.list_artifacts(run_id)}
-    assert names == {"spec.yaml", "evaluations"}
+    assert names == {"spec.yaml", "evaluations", "responses"}
+    with tracking_at(client.tracking_uri):
+        responses, held_out = (
+            client.load_table(run.info.experiment_id, f"responses/{name}.json", [run_id])
+            for name in ("training", "greedy")
+        )
+    assert set(responses["step"]) == set(range(10, steps + 1, 10)) and (responses["staleness"] >= 0).all()
+    assert responses["response"].str.contains("=").any() and set(responses["reward"]) <= {0.0, 1.0}
+    assert set(held_out["step"]) == {0, steps} and list(held_out["prompt"][:16]) == list(held_out["prompt"][-16:])
     assert client.get_metric_history(run_id, "system/cpu_utilization_percentage")

@@ -433,3 +433,42 @@ async def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused()
     with pytest.raises(ApiError, match="has ended"):
         await call
     assert not model.requests
+
+
+THINKING = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for message in messages %}"
+    "{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_history_by_the_template_drops_earlier_reasoning_and_trains_every_token_once() -> None:
+    """The template keeps the reasoning of replies after the last user message, and drops it in earlier ones."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    chat = ChatFormat(tokenizer, reasoning_parser_name="qwen3", renders_history=True)
+    model = Model(*(f"<think>{thought}</think>{reply}" for thought, reply in ("ab", "cd", "ef")), chat=chat)
+    thinker = Session("3-1", chat, model.generate, SAMPLING, SessionLimits(500, 50), fixed_sampling=True)
+    conversation: list[Any] = list(HELLO)
+    for next_message in ({"role": "tool", "content": "1"}, {"role": "user", "content": "?"}, None):
+        (reply,) = run(ask_chat(thinker, conversation, None, CallOptions()))
+        conversation += [reply.message, next_message]
+    prompts = [chat.decode(request.prompt_ids, special=True) for request in model.requests]
+    opening = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    first, second = "<think>a</think>b<|im_end|>", "<think>c</think>d<|im_end|>"
+    result = "\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n"
+    stripped = f"{opening}b<|im_end|>{result}d<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts == [opening, f"{opening}{first}{result}", stripped]
+    rollout = thinker.rollout()
+    assert rollout is not None
+    assert [chat.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences] == [
+        f"{opening}{first}{result}{second}",
+        f"{stripped}<think>e</think>f<|im_end|>",
+    ]
+    sampled = [chat.decode(sequence.ids[sequence.sampled].tolist(), special=True) for sequence in rollout.sequences]
+    assert sampled == [first + second, "<think>e</think>f<|im_end|>"], "each sampled token is in one sequence"

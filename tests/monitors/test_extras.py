@@ -101,7 +101,10 @@ WANDB = """
 import sys
 from pathlib import Path
 from tests.monitors.test_extras import report
-tracking = {"wandb": {"project": "tests", "mode": "offline"}}
+tracking = {"wandb": {"project": "tests", "mode": "offline"}, "responses_every": 1}
+evaluation = Path(sys.argv[1], "run-1/evaluations/step-000000-greedy.jsonl")
+evaluation.parent.mkdir(parents=True)
+evaluation.write_text('{"kind": "greedy", "step": 0}\\n{"prompt": "1+1", "response": "2", "reward": 1.0}\\n')
 _, notes, warnings = report(tracking, Path(sys.argv[1]), Path(sys.argv[1]))
 print(notes["W&B"], warnings)
 """
@@ -127,8 +130,12 @@ def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path:
         for record in found
         if record.HasField("history")
     ]
-    assert [(row["step"], row["reward/mean"]) for row in rows[:3]] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert rows[3]["step"] == 3 and rows[3]["eval/chain/sampled_pass_at_2"] == 0.75
+    steps = [row for row in rows if "reward/mean" in row]
+    assert [(row["step"], row["reward/mean"]) for row in steps] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    (evaluation,) = [row for row in rows if "eval/chain/sampled_pass_at_2" in row]
+    assert (evaluation["step"], evaluation["eval/chain/sampled_pass_at_2"]) == (3, 0.75)
+    (table,) = folder.glob("files/media/table/responses/greedy_*.json")
+    assert json.loads(table.read_text())["data"] == [[0, "1+1", "2", 1.0, "{}", None, None, None]]
     assert [record.exit.exit_code for record in found if record.HasField("exit")] == [0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -61,13 +62,15 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 def test_mlflow_has_everything_once_after_repeated_and_killed_attempts(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path)
+    run.write_text("spec.yaml", (run.path / "spec.yaml").read_text() + "\ntracking: {responses_every: 1}\n")
     do_steps(run, 1, 3)
     evaluate(run, 0, 0.25)
     run.update(step=3)
     run.append(SAMPLES, {"step": 3, "time": 1e6, "system/cpu_utilization_percentage": 50.0})
     Sender(run, target).send("RUNNING")
     do_steps(run, 4, 5)
-    evaluate(run, 5, 0.75)
+    evaluate(run, 5, 0.75, [{"prompt": "1+1", "response": "2", "reward": 1.0}])
+    run.update(step=5, steps=5)
     logged = Logged(target.uri)
     assert logged.run.data.tags["health"] == "ok"
     run.update(findings=("equal_groups", "entropy"))
@@ -93,7 +96,10 @@ def test_mlflow_has_everything_once_after_repeated_and_killed_attempts(run: RunD
         "spec.yaml",
         "evaluations/step-000000-greedy.jsonl",
         "evaluations/step-000005-greedy.jsonl",
+        "responses/greedy.json",
     }
+    responses = json.loads(logged.content("responses/greedy.json"))
+    assert [row[:4] for row in responses["data"]] == [[0, "", "", None], [5, "1+1", "2", 1.0]], "each table once"
 
 
 def test_a_file_store_keeps_repeated_points(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

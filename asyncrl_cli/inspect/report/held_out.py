@@ -46,7 +46,7 @@ def evaluation_files(run_folder: Path) -> list[EvaluationFile]:
     """Read the first lines of all evaluations, by step."""
     files = []
     for path in run_folder.glob("evaluations/*.jsonl"):
-        for head in islice(_rows(path), 1):
+        for head in islice(file_rows(path), 1):
             try:
                 pass_at = tuple(map(float, head.get("pass_at") or ()))
                 files.append(EvaluationFile(int(head["step"]), str(head["kind"]), path, pass_at))
@@ -68,7 +68,7 @@ def held_out_prompts(files: Sequence[EvaluationFile]) -> list[HeldOutPrompt]:
         return []
     # Failed and masked responses have no reward: they are not wrong.
     first_rows, last_rows = (
-        {str(row.get("uid")): row for row in islice(_rows(file.path), 1, None) if row.get("reward") is not None}
+        {str(row.get("uid")): row for row in islice(file_rows(file.path), 1, None) if row.get("reward") is not None}
         for file in (greedy[0], greedy[-1])
     )
     learned: list[HeldOutPrompt] = []
@@ -90,8 +90,8 @@ def _answer(row: dict[str, Any], step: int) -> HeldOutAnswer:
     return HeldOutAnswer(step, str(row.get("response", ""))[:CHARACTERS_SHOWN], is_correct)
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file's lines."""
+def file_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a file's lines; none if it cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:

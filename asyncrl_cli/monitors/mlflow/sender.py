@@ -1,4 +1,4 @@
-"""Sends a run's data to MLflow: metrics, parameters, evaluations, the spec and the model.
+"""Sends a run's data to MLflow: metrics, parameters, evaluations, responses, the spec and the model.
 
 Invariant: all data comes from the run's folder, and sending data again changes nothing: a metric has the step and the
 time at which it was recorded, and a file replaces its earlier version. So ``send`` may fail or be killed at any point,
@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
+from asyncrl_cli.inspect.response_tables import ResponseRow, TableId, response_tables
 from asyncrl_cli.monitors.base import evaluation_metrics
 from asyncrl_cli.monitors.mlflow.model_registry import RUN_TAG, register
 from asyncrl_cli.runs.directory import RunDirectory
@@ -31,6 +33,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 PROGRESS = "mlflow.json"
 STEPS, SAMPLES = "metrics.jsonl", "system.jsonl"
 SPEC, EVALUATIONS = "spec.yaml", "evaluations/*.jsonl"
+RESPONSES = "responses"
+"""MLflow's folder for tables of responses."""
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 """MLflow's status by the phase of an ended run."""
 BLOCK = 2**18
@@ -97,6 +101,8 @@ class Sender:
         self._target = target
         self._client: Any = None
         self._sent_files: dict[str, int] = {}  # modification time (ns) by purpose and path
+        self._sent_tables: set[TableId] | None = None  # None until the first look
+        self._searched: tuple[int, int] | None = None  # step and number of evaluations at the last search for tables
         self._status = self._health = ""
         self.progress = SendingProgress.of(run)
         self.model_version = ""  # the registered model's version that the run's model is, if it is registered
@@ -123,6 +129,7 @@ class Sender:
             self._client.log_text(run_id, spec_text(self._run), path.name)
         for path in self._new_files("artifact", EVALUATIONS):
             self._client.log_artifact(run_id, str(path), artifact_path=path.parent.name)
+        self._send_responses()
         if self._target.model is not None and status == STATUS["finished"]:
             self.model_version = register(self._client, run_id, run=self._run, name=self._target.model)
 
@@ -181,6 +188,28 @@ class Sender:
         new_parameters = [Param(key, value) for key, value in values.items() if key not in logged]
         for batch in _chunks(new_parameters, PARAMETERS_AT_ONCE):
             self._client.log_batch(self.progress.run_id, params=batch, synchronous=True)
+
+    def _send_responses(self) -> None:
+        """Append the tables that MLflow lacks. MLflow's files are read once, because appending is not repeatable."""
+        step = self._run.state.step
+        progress = step, len(list(self._run.path.glob(EVALUATIONS)))
+        if progress == self._searched:
+            return
+        if self._sent_tables is None:
+            self._sent_tables = set(self._stored_tables())
+        for table in response_tables(self._run, resolved_spec(self._run), step, self._sent_tables):
+            columns = dict(zip(ResponseRow._fields, map(list, zip(*table.rows, strict=True)), strict=True))
+            self._client.log_table(self.progress.run_id, columns, f"{RESPONSES}/{table.name}.json")
+            self._sent_tables.add((table.name, table.step))
+        self._searched = progress
+
+    def _stored_tables(self) -> Iterator[TableId]:
+        run_id = self.progress.run_id
+        for file in self._client.list_artifacts(run_id, RESPONSES):
+            with TemporaryDirectory() as folder:
+                stored = json.loads(Path(self._client.download_artifacts(run_id, file.path, folder)).read_text())
+            steps = {row[stored["columns"].index("step")] for row in stored["data"]}
+            yield from ((Path(file.path).stem, step) for step in steps)
 
     def _send_status(self, status: str) -> None:
         state = self._run.state

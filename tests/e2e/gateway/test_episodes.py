@@ -16,8 +16,10 @@ import numpy as np
 import psutil
 import pytest
 
+from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
+from asyncrl_cli.runs.directory import RunDirectory
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, steps_of, until
 from tests.e2e.faults.parts import processes_of_part
 from tests.e2e.test_data import MIXTRAL
@@ -285,6 +287,41 @@ def test_recorded_turns_are_not_sampled_again_after_kills(killed: Killed) -> Non
             assert new[: len(old)] == old
             kept += rollout.state == "running"
     assert kept, "some rollouts were unfinished"
+
+
+SHORTENING = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}"
+    "{% else %}{{ message.content[:1] }}!{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_history_by_the_template_is_the_context_of_later_turns(runs: Runs) -> None:
+    """The template shortens earlier replies, as others drop earlier reasoning."""
+    (runs.folder / "shortening.jinja").write_text(SHORTENING)
+    data = {name: {"path": write(runs, name, 8)} for name in ("train", "eval")}
+    run = runs.train(
+        pipeline=SMALL["pipeline"],
+        rollout=ROLLOUT | {"history": "template"},
+        model=SMALL["model"] | {"chat_template": "shortening.jinja"},
+        task={"use": "players:agent"},
+        data=data,
+        stop={"steps": 2},
+    )
+    trained = [rollout for rollout in played(run).values() if rollout.state == "taken"]
+    assert len(trained) == 2 * 4 * 4 and {tuple(calls(rollout)) for rollout in trained} == {(1, 1)}
+    decoder = open_decoder(RunDirectory(run))
+    assert decoder is not None
+    for rollout in trained:
+        first, second = (
+            [
+                decoder.split_text(ids, [len(ids)])[0]
+                for is_context in (True, False)
+                for ids in [[t for piece in pieces if (piece.version == CONTEXT) == is_context for t in piece.tokens]]
+            ]
+            for pieces in rollout.pieces.values()
+        )
+        assert second[0].startswith(first[0] + first[1].strip()[:1])
+        assert second[0].endswith("turn 0>") and len(second[0]) < len(first[0]) + 16
 
 
 @pytest.mark.rotating
