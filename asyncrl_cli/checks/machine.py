@@ -39,6 +39,7 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
+from asyncrl_cli.train.model import fused_kernels
 from asyncrl_cli.train.model.flash_attention import check_attention
 
 IMPORTS = frozenset({"vLLM", "DeepSpeed", "Ray"})
@@ -179,6 +180,8 @@ def check_devices(spec: ExperimentSpec) -> str:
     if spec.trainer.gpus_per_rank:
         major = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").partition(".")[0].strip()
         check_attention(spec.trainer.attention, int(major) if major.isdecimal() else None)
+        if spec.trainer.fused_kernels:
+            fused_kernels.check_package()
     return f"{counted(gpu_count, 'GPU')} wanted ({_gpu_sum(spec)}), {visible_count} × {gpus[0]} there"
 
 

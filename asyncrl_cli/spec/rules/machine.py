@@ -76,6 +76,14 @@ def float32_on_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def fused_kernels(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.fused_kernels` needs GPU ranks."""
+    if spec.trainer.fused_kernels and not spec.trainer.gpus_per_rank:
+        message = "fused kernels run on GPUs, and the trainer's ranks run on CPUs"
+        yield Problem("trainer.fused_kernels", message, "set it to false, or trainer.gpus_per_rank to 1")
+
+
+@rule
 def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
     """Trainer and engines both run on GPUs, or both on CPUs."""
     if bool(spec.trainer.gpus_per_rank) != bool(spec.rollout.gpus_per_engine):

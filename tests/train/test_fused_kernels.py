@@ -1,0 +1,56 @@
+"""liger-kernel's kernels replace the right modules and give transformers' values; other models are refused.
+
+Without a GPU, Triton interprets the kernels. Compiled kernels have not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.train.model import fused_kernels
+from asyncrl_cli.train.model.fused_kernels import check_fused_model, check_package
+
+
+@pytest.mark.slow
+def test_fused_kernels_compute_the_models_values() -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed (requirements/cpu.lock)")
+    program = [sys.executable, str(Path(__file__).with_name("fused_one.py"))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    dense = {"liger_rotary_pos_emb": 1, "LigerRMSNorm": 2 * 2 + 1, "LigerSwiGLUMLP": 2}
+    assert json.loads(ended.stdout.splitlines()[-1]) == {
+        "llama": dense,
+        "qwen2": dense,
+        "qwen3": {**dense, "LigerRMSNorm": 2 * 4 + 1},
+        "qwen3_moe": {"liger_rotary_pos_emb": 1, "LigerRMSNorm": 2 * 4 + 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "reason"),
+    [
+        ("gemma3_text", {}, "gemma3_text, is not one of llama, qwen2, qwen3, qwen3_moe"),
+        ("qwen3", {"hidden_act": "gelu"}, "qwen3, is activated by gelu, and not by silu"),
+    ],
+)
+def test_other_models_are_refused(architecture: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        check_fused_model(AutoConfig.for_model(architecture, **settings))
+    assert refused.value.location == "trainer.fused_kernels" and refused.value.hint
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_kernels, "PACKAGE", "no-such-package")
+    with pytest.raises(ConfigError, match="no-such-package, which is not installed") as refused:
+        check_package()
+    assert "pip install liger-kernel" in refused.value.hint
