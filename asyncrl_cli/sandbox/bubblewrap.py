@@ -60,9 +60,11 @@ class Process:
         inherited_descriptors: Sequence[int],
         environment: Mapping[str, str],
         stdin: int = subprocess.DEVNULL,
+        with_descendants: bool = True,
     ) -> None:
         """``bwrap``: bwrap with its arguments, if it is to start the command. ``inherited_descriptors``: those that it
-        inherits."""
+        inherits. ``with_descendants``: False if its descendants end by themselves."""
+        self._with_descendants = with_descendants and not bwrap
         self._info, info = os.pipe()
         os.set_blocking(self._info, False)
         self._info_text = b""
@@ -117,7 +119,7 @@ class Process:
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            descendants = [] if self._in_namespaces else [*processes.descendants(self.pid)]
+            descendants = [*processes.descendants(self.pid)] if self._with_descendants else []
             for pid in (self.pid, *descendants):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -128,7 +128,9 @@ class ShellSandbox:
         if self._settings.kind == "container":
             command = bubblewrap.python(container.__name__, str(bubblewrap.PACKAGE_ROOT), [str(control)])
             environment = container.engine_environment()
-            return bubblewrap.Process(command, inherited_descriptors=[control], environment=environment)
+            return bubblewrap.Process(
+                command, inherited_descriptors=[control], environment=environment, with_descendants=False
+            )
         if shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed")
         uid = bubblewrap.unused_uid()

@@ -4,7 +4,8 @@ Commands, files and limits go through the same messages as in a sandbox of bwrap
 an image may lack Python, and starts each command with ``podman exec``.
 
 Invariant: the container lives as long as its standard input. Its first process reads a pipe that the supervisor holds,
-and ``--rm`` removes the container when that process ends. So the container also ends if the supervisor is killed.
+and ``--rm`` removes the container when that process ends. So the container also ends if the supervisor is killed. No
+process of the engine is killed with the supervisor (``system.process_tree``): half a start would stay for good.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ContainerSupervisor(supervisor.Supervisor):
 
     def _open(self, order: dict[str, Any]) -> None:
         """Start the container. Raises ``SandboxError``."""
-        self._name = f"asyncrl-{secrets.token_hex(8)}"
+        self._name = f"asyncrl-sandbox-{secrets.token_hex(8)}"
         runtime = ["--runtime", order["runtime"]] if order["runtime"] else []
         # An option of podman, and of docker's `run`.
         is_podman = os.path.basename(program := engine()) == "podman"

@@ -3,12 +3,16 @@
 Invariant: all descendants of a living process that called ``adopt_orphans`` are below it in the process tree, because
 the kernel gives an orphan to its nearest ancestor that adopts. If that process is killed, its descendants are found
 below the next ancestor that adopts.
+
+One exception: container engines' processes for an episode's container (``is_engine``) are left alone. The container
+ends by itself with its supervisor (``sandbox/container.py``), and only a living engine removes it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -22,6 +26,9 @@ from typing import Any, NamedTuple
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_TIMEOUT_S = 10.0
 """Seconds that the kernel may take to end processes after SIGKILL."""
+ENGINE_PROCESSES = ("podman", "docker", "conmon")
+CONTAINER_NAME = re.compile(rb"asyncrl-sandbox-[0-9a-f]{16}")
+"""Names of episodes' containers."""
 PACKAGES = Path(__file__).parents[2]
 NOT_STARTED = 127
 """Exit status when the command cannot be started, as in a shell."""
@@ -48,14 +55,20 @@ def adopt_orphans() -> None:
 
 
 def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[ProcessEntry]:
-    """The descendants of all ``roots``, without the roots, and without ``excluded`` and their descendants."""
+    """The descendants of all ``roots``, without the roots, and without ``excluded`` and their descendants.
+
+    Processes of episodes' containers are not among them.
+    """
     # Not psutil: it reads all of /proc for each root and excluded process, and the keeper starts faster without it.
     children: dict[int, list[ProcessEntry]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has just ended
                 # The line is "pid (name) state parent ...", and the name may hold parentheses and spaces.
-                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                name, _, line_end = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+                if name in ENGINE_PROCESSES and is_engine((entry / "cmdline").read_bytes()):
+                    continue
+                fields = line_end.split()
                 process = ProcessEntry(int(entry.name), int(fields[1]), fields[0] in "ZX")
                 children.setdefault(process.parent, []).append(process)
     result, parents, excluded_pids = [], list(roots), frozenset(excluded)
@@ -64,6 +77,11 @@ def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Proc
         result += direct_children
         parents += (process.pid for process in direct_children)
     return result
+
+
+def is_engine(command_line: bytes) -> bool:
+    """True for the process of a container engine that starts, holds or removes an episode's container."""
+    return any(CONTAINER_NAME.fullmatch(word) for word in command_line.split(b"\0"))
 
 
 def kill_descendants(excluded: Iterable[int] = ()) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+import psutil
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
@@ -21,6 +21,8 @@ from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.commands import ShellSandbox, open_sandbox
 from asyncrl_cli.sandbox.trial import missing_program, problem
 from asyncrl_cli.spec.inputs import SandboxSpec
+from asyncrl_cli.system.process_tree import ENGINE_PROCESSES, is_engine
+from asyncrl_cli.system.reaper import MARK, kill_marked
 from asyncrl_cli.tasks.episode_sandbox import check_images, image_of
 from tests.sandbox.kinds import busybox_container, import_image
 
@@ -44,6 +46,12 @@ def in_container(settings: SandboxSpec, body: Callable[[ShellSandbox], Awaitable
 def container_names(name_filter: str) -> str:
     command = ["podman", "ps", "--all", "--filter", name_filter, "--format", "{{.Names}}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def engines() -> Iterator[psutil.Process]:
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] in ENGINE_PROCESSES and process.info["cmdline"]:
+            yield process
 
 
 def test_commands_and_files_of_a_container(settings: SandboxSpec) -> None:
@@ -109,7 +117,8 @@ def test_a_container_reaches_the_gateway_and_nothing_else(settings: SandboxSpec)
         server.server_close()
 
 
-def test_a_killed_worker_leaves_no_container(settings: SandboxSpec) -> None:
+@pytest.mark.parametrize("moment", ["while it starts", "during a command"])
+def test_a_killed_run_leaves_no_container(settings: SandboxSpec, moment: str) -> None:
     program = """
 import asyncio, json, sys
 from asyncrl_cli.sandbox.commands import open_sandbox
@@ -124,19 +133,22 @@ asyncio.run(main())
     worker = subprocess.Popen(
         [sys.executable, "-c", program, json.dumps(settings.model_dump())],
         stdout=subprocess.PIPE,
-        env=os.environ | {"ASYNCRL_RUN": mark},
+        env=os.environ | {MARK: mark},
     )
-    assert worker.stdout is not None and worker.stdout.readline() == b"open\n"
+    assert worker.stdout is not None
     label = f"label=asyncrl.run={mark}"
-    assert (name := container_names(label))
-    # The supervisor, too, as the reaper of a killed run does.
-    children = subprocess.run(["pgrep", "-P", str(worker.pid)], capture_output=True, text=True, check=True).stdout
-    for pid in (worker.pid, *map(int, children.split())):
-        os.kill(pid, signal.SIGKILL)
-    worker.wait()
-    while container_names(label):  # the test's time limit ends this
+    if moment == "during a command":
+        assert worker.stdout.readline() == b"open\n"
+    while not (name := container_names(label)):  # the test's time limit ends it
         pass
-    assert not container_names(f"name={name}")
+    reaping = Thread(target=worker.wait)
+    reaping.start()
+    kill_marked(mark)  # as the reaper of a killed run, which kills all descendants
+    reaping.join()
+    while container_names(label) or any(name in process.info["cmdline"] for process in engines()):
+        pass
+    left = subprocess.run(["podman", "ps", "--all", "--external"], capture_output=True, text=True, check=True).stdout
+    assert name not in left
 
 
 @pytest.mark.nightly
@@ -192,3 +204,11 @@ def test_a_container_that_ends_is_an_error(settings: SandboxSpec) -> None:
             await sandbox.run("echo")
 
     in_container(settings, body)
+
+
+def test_only_engines_of_episodes_survive_the_end_of_a_run() -> None:
+    name = "asyncrl-sandbox-0123456789abcdef"
+    assert is_engine(f"podman\0run\0--name\0{name}\0".encode())
+    assert is_engine(f"/usr/bin/conmon\0-n\0{name}\0".encode())
+    for command_line in (f"podman\0run\0--name\0my-{name}\0", "docker\0run\0--name\0asyncrl-sandbox-1\0", ""):
+        assert not is_engine(command_line.encode())
