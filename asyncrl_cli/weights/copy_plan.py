@@ -65,7 +65,7 @@ class CopyPlan:
         copies = sorted(recorder.copies, key=needs_mode)
         self._targets = [target for target, _ in copies]
         self._regions = [_Region(s.dtype, s.storage_offset(), s.shape, s.stride()) for _, s in copies]
-        self._whole = len(copies) - sum(map(needs_mode, copies))  # the first copies need no help of ``loads``
+        self._contiguous_copies = len(copies) - sum(map(needs_mode, copies))
 
     def sources(self, memory: torch.UntypedStorage) -> list[Tensor]:
         """The views of a version's ``memory`` to copy from."""
@@ -74,11 +74,11 @@ class CopyPlan:
     @torch.no_grad()
     def copy(self, sources: list[Tensor], loads: AbstractContextManager[object]) -> None:
         """Begin the copies from ``sources``. ``loads``: see ``Copies.loads``."""
-        whole = self._whole
-        if whole:
-            torch._foreach_copy_(self._targets[:whole], sources[:whole], non_blocking=True)
+        count = self._contiguous_copies  # the others need the help of ``loads``
+        if count:
+            torch._foreach_copy_(self._targets[:count], sources[:count], non_blocking=True)
         with loads:
-            for target, source in zip(self._targets[whole:], sources[whole:], strict=True):
+            for target, source in zip(self._targets[count:], sources[count:], strict=True):
                 target.copy_(source)
 
     @torch.no_grad()

@@ -82,9 +82,9 @@ def broken(layer: Layer, tensors: dict[str, Tensor]) -> None:
     layer.bias.data.copy_(tensors["first"].view(6)[:5])
 
 
-def version(number: int) -> tuple[torch.UntypedStorage, dict[str, Tensor]]:
+def version(version_number: int) -> tuple[torch.UntypedStorage, dict[str, Tensor]]:
     """The memory of a version, in which every element has another number, and its tensors."""
-    memory = torch.arange(24, dtype=torch.float32) + 100 * number
+    memory = torch.arange(24, dtype=torch.float32) + 100 * version_number
     starts = {"first": 0, "second": 6, "bias": 18}
     return memory.untyped_storage(), {
         name: memory[start:].view(-1)[: torch.Size(PUBLISHED[name]).numel()].view(PUBLISHED[name])
@@ -96,21 +96,21 @@ def test_copies_by_plan_equal_the_loaders_copies() -> None:
     """The plan is recorded from one version and used for another, in other memory."""
     from asyncrl_cli.weights.copy_plan import CopyPlan
 
-    planned, loaded = Layer(load), Layer(load)
+    copied_layer, loaded_layer = Layer(load), Layer(load)
     memory, tensors = version(1)
-    plan = CopyPlan(planned, CONFIG, memory, tensors.items())
-    assert bool(planned.weight.isnan().all()), "nothing is written while it is recorded"
+    plan = CopyPlan(copied_layer, CONFIG, memory, tensors.items())
+    assert bool(copied_layer.weight.isnan().all()), "nothing is written while it is recorded"
     assert not plan.agrees(plan.sources(memory))
-    planned.load_weights(tensors.items())
+    copied_layer.load_weights(tensors.items())
     assert plan.agrees(plan.sources(memory))
     memory, tensors = version(2)
     assert not plan.agrees(plan.sources(memory))
     plan.copy(plan.sources(memory), Copies().loads())
-    loaded.load_weights(tensors.items())
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(planned.get_parameter(name), parameter)
+    loaded_layer.load_weights(tensors.items())
+    for name, parameter in loaded_layer.named_parameters():
+        assert torch.equal(copied_layer.get_parameter(name), parameter)
     assert plan.agrees(plan.sources(memory))
-    planned.bias.data = planned.bias.data.clone()
+    copied_layer.bias.data = copied_layer.bias.data.clone()
     assert not plan.agrees(plan.sources(memory)), "the model computes with other memory"
 
 
