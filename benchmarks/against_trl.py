@@ -12,10 +12,11 @@ larger model. TRL generates with transformers, as it does without a GPU, and tra
 larger model 256 completions at a time are 1.7 times slower than 32.
 
 On a GPU the task has a long tail of lengths, as in `make gpu`: 512 completions a step, up to 1,024 tokens, with a model
-of 0.4B. asyncrl runs `async` with the fastest settings that fit the card by its estimate. TRL has the settings that its
+of 0.4B. asyncrl runs `async` with the settings that it chooses for the card. TRL has the settings that its
 pages "vLLM integration" and "Speeding up training" recommend: vLLM in the trainer's process on the same GPU
-(`colocate`), bfloat16, a flash attention that is installed, and Liger's kernels if they are installed. `--trl` changes
-any of them. Both settings are printed.
+(`colocate`), bfloat16, a flash attention that is installed, and Liger's kernels if they are installed. TRL 1.16
+prefers kernels that it downloads (`--trl 'model_init_kwargs={use_kernels: true}'`). `--trl` changes any setting. Both
+settings are printed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from common import INIT, header, metrics, row
 from gpu_report.runs import Bench
-from gpu_report.specs import MODEL, fitted, quickstart_spec, spec_of, timed_spec
+from gpu_report.specs import MODEL, quickstart_spec, resolved, spec_of, timed_spec
 
 SKIPPED_STEPS = 3
 
@@ -107,7 +108,7 @@ def spec_of_size(size: Size, device: Literal["cpu", "cuda"], folder: Path) -> di
         bench = Bench(device, folder)
         spec = timed_spec(device, "async")
         spec["model"]["init"]["config"] |= size.config
-        return fitted(bench.on_device(spec), bench.gpu_bytes)
+        return bench.on_device(spec)
     spec = quickstart_spec("float32")
     if size.config:
         spec["model"] |= {"path": None, "init": {**INIT, "config": INIT["config"] | size.config}}
@@ -153,7 +154,7 @@ def grpo_settings(spec: dict[str, Any], device: Literal["cpu", "cuda"], microbat
         "adam_beta2": optimizer["betas"][1],
         "max_grad_norm": optimizer["max_grad_norm"],
         "lr_scheduler_type": "constant",
-        "gradient_checkpointing": spec["trainer"].get("gradient_checkpointing", False),
+        "gradient_checkpointing": resolved(spec_of(spec))[0].trainer.recomputes,
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,

@@ -155,14 +155,14 @@ def test_all_specs_are_valid_and_use_the_gpus(gpus: int, tmp_path: Path) -> None
 
 def test_settings_follow_the_memory_of_the_card(tmp_path: Path) -> None:
     from gpu_report.runs import Bench
-    from gpu_report.specs import alone, fitted, qwen_spec, timed_spec, with_offload
+    from gpu_report.specs import alone, qwen_spec, resolved, spec_of, timed_spec, with_offload
 
     bench = Bench("cuda", tmp_path)
     bench.gpus = ("NVIDIA H200",)
-    settings = bench.on_device(timed_spec("cuda", "async"))
-    chosen = {gigabytes: fitted(settings, gigabytes * 10**9) for gigabytes in (25, 141)}
-    assert chosen[25]["trainer"]["gradient_checkpointing"] and not chosen[141]["trainer"]["gradient_checkpointing"]
-    assert chosen[25]["rollout"]["max_running_rollouts"] < chosen[141]["rollout"]["max_running_rollouts"]
+    spec = spec_of(bench.on_device(timed_spec("cuda", "async")))
+    small, large = (resolved(spec, gigabytes * 10**9)[0] for gigabytes in (25, 141))
+    assert small.trainer.recomputes and not large.trainer.recomputes
+    assert small.rollout.running_rollouts < large.rollout.running_rollouts
     qwen = alone(qwen_spec("cuda", tmp_path), "cuda")
     qwen["trainer"] |= {"gradient_checkpointing": True, "tokens_per_microbatch": 18432}
     offloads = [with_offload(qwen, gigabytes * 10**9)["trainer"]["offload"] for gigabytes in (80, 141)]

@@ -26,14 +26,14 @@ def copy_speeds(device: str) -> dict[str, Any]:
     slots = plan_slots([("weights", torch.bfloat16, (NUMBERS[device],))])
     weights = torch.randn(NUMBERS[device], dtype=torch.bfloat16, device=device)
     back = torch.zeros_like(weights)  # including its pages
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for kind, copies in (("pinned", copies_of(weights.device)), ("not pinned", Copies())):
         with closing(Replica(slots, 1)) as replica, closing(MappedReplica(slots, copies)) as mapped:
             path = replica.begin(0)
             started = time.perf_counter()
             with mapped.open(path, 0):  # maps and pins it
                 pass
-            found[f"mapping s, {kind}"] = time.perf_counter() - started
+            figures[f"mapping s, {kind}"] = time.perf_counter() - started
             seconds: dict[str, list[float]] = {"write": [], "load": []}
             for _ in range(ROUNDS):
                 started = time.perf_counter()
@@ -47,5 +47,5 @@ def copy_speeds(device: str) -> dict[str, Any]:
             if not torch.equal(back, weights):
                 raise RuntimeError(f"different bytes came back from memory that is {kind}")
         for way, times in seconds.items():
-            found[f"{way} GB/s, {kind}"] = 2 * NUMBERS[device] / 1e9 / median(times)
-    return found
+            figures[f"{way} GB/s, {kind}"] = 2 * NUMBERS[device] / 1e9 / median(times)
+    return figures

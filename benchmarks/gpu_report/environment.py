@@ -19,7 +19,7 @@ def versions_and_devices(bench: Bench) -> dict[str, Any]:
     """Versions of system and packages, the commit, and each GPU as reported by nvidia-smi and torch."""
     import torch
 
-    found: dict[str, Any] = {
+    versions: dict[str, Any] = {
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": dict(sorted(package_versions().items())),
@@ -29,13 +29,13 @@ def versions_and_devices(bench: Bench) -> dict[str, Any]:
     }
     if bench.device == "cuda":
         listed = output("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader")
-        found["nvidia-smi"] = listed.splitlines()
-        found["links"] = output("nvidia-smi", "topo", "-m").splitlines()
+        versions["nvidia-smi"] = listed.splitlines()
+        versions["links"] = output("nvidia-smi", "topo", "-m").splitlines()
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} sees no GPU (CUDA {torch.version.cuda})")
-        found["capability"] = list(torch.cuda.get_device_capability())
-        found["bfloat16"] = torch.cuda.is_bf16_supported()
-    return found
+        versions["capability"] = list(torch.cuda.get_device_capability())
+        versions["bfloat16"] = torch.cuda.is_bf16_supported()
+    return versions
 
 
 def doctor(bench: Bench) -> dict[str, Any]:
@@ -43,7 +43,9 @@ def doctor(bench: Bench) -> dict[str, Any]:
     answer = bench.cli("doctor", "--json", "--runs-dir", str(bench.out), check=False)
     document = json.loads(answer)
     problems = [
-        f"{one['check']}: {one['found']} -> {one['hint']}" for one in document["findings"] if one["status"] != "ok"
+        f"{finding['check']}: {finding['found']} -> {finding['hint']}"
+        for finding in document["findings"]
+        if finding["status"] != "ok"
     ]
     if not document["healthy"]:
         raise RuntimeError("; ".join(problems))

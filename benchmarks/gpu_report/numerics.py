@@ -32,10 +32,10 @@ EXACT = 1e-5
 def numerics(bench: Bench) -> dict[str, Any]:
     """Products in float32, `check_policy` on two large bfloat16 models with random weights, and the head's speed."""
     models = ("Qwen--Qwen3-4B", "Qwen--Qwen3-30B-A3B")
-    found = {f"policy check, {name.partition('--')[2]}": policy_gaps(bench.device, name) for name in models}
+    figures = {f"policy check, {name.partition('--')[2]}": policy_gaps(bench.device, name) for name in models}
     return {
         "float32 products, relative error": products(bench.device),
-        **found,
+        **figures,
         "head": head(bench.device),
     }
 
@@ -44,26 +44,26 @@ def products(device: str) -> dict[str, Any]:
     """The error of torch's product, and of Triton's with and without the environment of a float32 engine."""
     import torch
 
-    one, other = torch.randn(2, 512, 512, device=device)
-    found: dict[str, Any] = {"torch": relative_error(one @ other, one, other)}
+    left, right = torch.randn(2, 512, 512, device=device)
+    figures: dict[str, Any] = {"torch": relative_error(left @ right, left, right)}
     if device == "cuda":
         program = [sys.executable, str(Path(__file__).with_name("triton_product.py"))]
         for name, environment in (("Triton", {}), ("Triton as in engines", EXACT_PRODUCTS)):
-            done = subprocess.run(
+            process = subprocess.run(
                 program, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
             )
-            if done.returncode:
-                raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-            found[name] = float(done.stdout)
+            if process.returncode:
+                raise RuntimeError(f"{name}: {process.stderr[-2000:]}")
+            figures[name] = float(process.stdout)
     for name in ("torch", "Triton as in engines"):
-        if found.get(name, 0.0) > EXACT:
-            raise RuntimeError(f"float32 products are rounded: {found}; allowed are {EXACT:g}")
-    return found
+        if figures.get(name, 0.0) > EXACT:
+            raise RuntimeError(f"float32 products are rounded: {figures}; allowed are {EXACT:g}")
+    return figures
 
 
-def relative_error(product: Any, one: Any, other: Any) -> float:
+def relative_error(product: Any, left: Any, right: Any) -> float:
     """The largest error of a matrix product, relative to its largest number."""
-    exact = one.double() @ other.double()
+    exact = left.double() @ right.double()
     return float((product.double() - exact).abs().max() / exact.abs().max())
 
 
@@ -87,11 +87,11 @@ def policy_gaps(device: str, name: str) -> dict[str, Any]:
     with torch.no_grad():
         largest = model(input_ids=torch.arange(3, 19, device=device)[None]).logits.abs().max()
         model.get_output_embeddings().weight.mul_(LARGEST_LOGIT / largest)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for how, packing in (("padded", False), ("packed", True)):
         policy = Policy(model, 1.0, packing)
-        found[f"gap, {how}"], found["allowed"] = check_policy(policy, policy)
-    return found
+        figures[f"gap, {how}"], figures["allowed"] = check_policy(policy, policy)
+    return figures
 
 
 def repeats(bench: Bench) -> dict[str, Any]:
@@ -102,18 +102,21 @@ def repeats(bench: Bench) -> dict[str, Any]:
     """
     import torch
 
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     names = ("sdpa", "varlen", "flex_attention", "flash_attention_4") if bench.device == "cuda" else ("sdpa",)
     for attention in names:
         for dtype in (torch.bfloat16,) if needs_no_mask(attention) else (torch.float32, torch.bfloat16):
             name = f"{attention}, {str(dtype).removeprefix('torch.')}"
             try:
-                found |= {f"{name}{way}": figures for way, figures in _repeated(bench.device, attention, dtype).items()}
+                figures |= {
+                    f"{name}{way}": way_figures
+                    for way, way_figures in _repeated(bench.device, attention, dtype).items()
+                }
             except Exception as error:
-                found[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    if any(isinstance(figures, dict) and figures["unequal passes"] for figures in found.values()):
-        raise RuntimeError(f"equal passes have unequal gradients: {found}")
-    return found
+                figures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    if any(isinstance(passes, dict) and passes["unequal passes"] for passes in figures.values()):
+        raise RuntimeError(f"equal passes have unequal gradients: {figures}")
+    return figures
 
 
 def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, Any]]:
@@ -127,7 +130,7 @@ def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, An
 
     repeatable_attention.install()
     os.environ |= repeatable_attention.ENVIRONMENT
-    rows, prefix, own = ROWS[device]
+    rows, prefix, suffix = ROWS[device]
     config = shortened(AutoConfig.from_pretrained(COPIES / "Qwen--Qwen3-0.6B"), 2)
     if device == "cpu":
         config.update({"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512})
@@ -135,35 +138,35 @@ def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, An
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     policy = Policy(model, 1.0, packing=needs_no_mask(attention))
-    ids = torch.randint(config.vocab_size, (rows, prefix + own), device=device)
+    ids = torch.randint(config.vocab_size, (rows, prefix + suffix), device=device)
     ids[:, :prefix] = ids[0, :prefix].clone()
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for row in range(rows):  # rows of different lengths
-        mask[row, prefix : prefix + own - row * own // (2 * rows)] = True
+        mask[row, prefix : prefix + suffix - row * suffix // (2 * rows)] = True
     ways: dict[str, dict[str, Any]] = {"": {}}
     if not needs_no_mask(attention):
         tree = PrefixTree(tuple(range(rows)), (ids.shape[1] - 1,) * rows, (0,) + (prefix,) * (rows - 1))
         ways[", shared prefix"] = {"trees": TreeLayout.of([tree], ids.shape[1], joined=False).to(device)}
-    found: dict[str, dict[str, Any]] = {}
-    first: Any = None
-    for way, given in ways.items():
+    figures: dict[str, dict[str, Any]] = {}
+    separate_logprobs: Any = None
+    for way, arguments in ways.items():
         gradients, seconds = [], []
         for _ in range(PASSES):
             model.zero_grad()
             started = time.perf_counter()
-            logprobs = policy(ids, mask, **given)
+            logprobs = policy(ids, mask, **arguments)
             logprobs.sum().backward()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
             gradients.append([weight.grad.clone() for weight in model.parameters()])
-        first = logprobs.detach() if first is None else first
-        found[way] = {
-            "unequal passes": sum(not all(map(torch.equal, gradients[0], other)) for other in gradients[1:]),
+        separate_logprobs = logprobs.detach() if separate_logprobs is None else separate_logprobs
+        figures[way] = {
+            "unequal passes": sum(not all(map(torch.equal, gradients[0], repetition)) for repetition in gradients[1:]),
             "s": median(seconds[1:]),
-            "difference (nats)": float((logprobs.detach() - first).abs().max()),
+            "difference (nats)": float((logprobs.detach() - separate_logprobs).abs().max()),
         }
-    return found
+    return figures
 
 
 def head(device: str) -> dict[str, Any]:
@@ -186,7 +189,7 @@ def head(device: str) -> dict[str, Any]:
             hidden.detach() @ layer.weight.detach().T
 
     seconds, needed = timed(passes, device), timed(multiply, device)
-    found = {
+    figures = {
         "tokens": positions,
         "s": seconds,
         "tokens/s": round(positions / seconds),
@@ -195,8 +198,8 @@ def head(device: str) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         passes()
-        found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-    return found
+        figures["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+    return figures
 
 
 def timed(work: Any, device: str, rounds: int = 5) -> float:

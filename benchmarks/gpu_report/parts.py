@@ -16,7 +16,7 @@ from asyncrl_cli.orchestrator.probe_check import TOLERANCE
 from gpu_report.copies import copy_speeds
 from gpu_report.peak import gpu_memory
 from gpu_report.runs import Bench, checksums, probe_gaps
-from gpu_report.specs import exact_spec, fitted, quickstart_spec, timed_spec
+from gpu_report.specs import exact_spec, quickstart_spec, timed_spec
 
 SKIPPED_STEPS = 2
 """Number of steps at the start that are not timed, because caches warm up and graphs are captured."""
@@ -29,18 +29,18 @@ def quickstart(bench: Bench) -> dict[str, Any]:
         spec["stop"]["steps"] = 4
         spec["data"]["eval"]["size"] = 64
     run = bench.once("quickstart", lambda: bench.train("quickstart", spec))
-    found = metrics(run)
+    rows = metrics(run)
     state = json.loads((run / "state.json").read_text())
     started = datetime.fromisoformat(json.loads((run / "manifest.json").read_text())["started"])
     return {
-        "steps": len(found),
-        "seconds from the start to step 1": round(found[0]["time"] - started.timestamp(), 1),
-        "seconds": round(found[-1]["time"] - found[0]["time"], 1),
-        "step s": _median(found, "time/step_s"),
-        "rewards": [round(found[0]["reward/mean"], 3), round(found[-1]["reward/mean"], 3)],
+        "steps": len(rows),
+        "seconds from the start to step 1": round(rows[0]["time"] - started.timestamp(), 1),
+        "seconds": round(rows[-1]["time"] - rows[0]["time"], 1),
+        "step s": _median(rows, "time/step_s"),
+        "rewards": [round(rows[0]["reward/mean"], 3), round(rows[-1]["reward/mean"], 3)],
         "accuracy before": state["accuracy_before"],
         "accuracy after": state["accuracy"],
-        "log-prob gap mean (nats)": _median(found, "correction/logprob_gap_mean"),
+        "log-prob gap mean (nats)": _median(rows, "correction/logprob_gap_mean"),
     }
 
 
@@ -57,19 +57,20 @@ def exactness(bench: Bench) -> dict[str, Any]:
             f"engines were refused: their log-probs of the probe are up to {max(gaps):.3g} nats from the trainer's; "
             f"allowed are {TOLERANCE['float32']:g}"
         ) from error
-    one, other = (checksums(run) for run in runs)
-    if len(set(one.values())) < len(one):
+    sync_weights, async_weights = (checksums(run) for run in runs)
+    if len(set(sync_weights.values())) < len(sync_weights):
         raise RuntimeError("versions of a run have the same weights: nothing was trained, so nothing is shown")
-    differing = [version for version in one if one[version] != other.get(version)]
-    first, second = (metrics(run) for run in runs)
+    differing = [version for version in sync_weights if sync_weights[version] != async_weights.get(version)]
+    sync_rows, async_rows = (metrics(run) for run in runs)
     return {
-        "versions": len(one),
+        "versions": len(sync_weights),
         "equal to the bit": not differing,
         "first version that differs": differing[0] if differing else None,
         "largest difference of the loss": max(
-            abs(a.get("train/loss", 0.0) - b.get("train/loss", 0.0)) for a, b in zip(first, second, strict=False)
+            abs(sync_row.get("train/loss", 0.0) - async_row.get("train/loss", 0.0))
+            for sync_row, async_row in zip(sync_rows, async_rows, strict=False)
         ),
-        "log-prob gap max (nats)": max((row.get("engine/logprob_gap_max", 0.0) for row in first), default=None),
+        "log-prob gap max (nats)": max((row.get("engine/logprob_gap_max", 0.0) for row in sync_rows), default=None),
     }
 
 
@@ -77,20 +78,20 @@ def publish(bench: Bench) -> dict[str, Any]:
     """The times of a publish and its parts, the pause of engines, and the bandwidth of a publish and of its copies."""
     run = _timed(bench, "async")
     # A publish that ends during the next step is in that step's row (decision 0038).
-    every = [row for row in metrics(run) if "publish/seconds" in row]
-    found = every[SKIPPED_STEPS:]
+    all_publishes = [row for row in metrics(run) if "publish/seconds" in row]
+    rows = all_publishes[SKIPPED_STEPS:]
     size = _weight_bytes(run)
-    seconds, write = _median(found, "publish/seconds"), _median(found, "publish/write_s")
+    seconds, write = _median(rows, "publish/seconds"), _median(rows, "publish/write_s")
     return {
         "weights MB": round(size / 1e6, 1),
         "seconds": seconds,
         "trainer writes and probes s": write,
         "digests, fetch, loading and proof s": round(seconds - write, 5),
-        "engines stall s": _median(found, "publish/stall_s"),
-        "seconds of the first": [row["publish/seconds"] for row in every[:SKIPPED_STEPS]],
+        "engines stall s": _median(rows, "publish/stall_s"),
+        "seconds of the first": [row["publish/seconds"] for row in all_publishes[:SKIPPED_STEPS]],
         "GB/s": size / 1e9 / seconds,
-        "GB/s while engines stall": size / 1e9 / max(_median(found, "publish/stall_s"), 1e-9),
-        "probe gap max (nats)": max(row["publish/probe_gap"] for row in found),
+        "GB/s while engines stall": size / 1e9 / max(_median(rows, "publish/stall_s"), 1e-9),
+        "probe gap max (nats)": max(row["publish/probe_gap"] for row in rows),
         "copies": copy_speeds(bench.device),
     }
 
@@ -101,18 +102,18 @@ def trainer(bench: Bench) -> dict[str, Any]:
 
 
 def _trainer_figures(bench: Bench, run: Path) -> dict[str, Any]:
-    found = metrics(run)[SKIPPED_STEPS:]
+    rows = metrics(run)[SKIPPED_STEPS:]
     settings = yaml.safe_load((run / "spec.yaml").read_text())["trainer"]
     ranks = settings["ranks"]
-    rate = sum(row["tokens/trained"] for row in found) / sum(row["time/train_s"] for row in found)
-    used = sum(row["train/tflop"] for row in found) / sum(row["time/update_s"] for row in found) / ranks
+    rate = sum(row["tokens/trained"] for row in rows) / sum(row["time/train_s"] for row in rows)
+    used = sum(row["train/tflop"] for row in rows) / sum(row["time/update_s"] for row in rows) / ranks
     matmul = matmul_flops(bench.device) / 1e12
     return {
         "parameters": _parameters(run),
         "tokens/s": round(rate),
         "TFLOP/s of a rank": round(used, 3),
-        "MFU of updates": _median(found, "mfu/update") if "mfu/update" in found[0] else None,
-        "MFU of whole steps": _median(found, "mfu/end_to_end") if "mfu/end_to_end" in found[0] else None,
+        "MFU of updates": _median(rows, "mfu/update") if "mfu/update" in rows[0] else None,
+        "MFU of whole steps": _median(rows, "mfu/end_to_end") if "mfu/end_to_end" in rows[0] else None,
         "settings": {key: settings[key] for key in ("tokens_per_microbatch", "gradient_checkpointing")},
         "share of a matrix product's speed": round(used / matmul, 3),
         "TFLOP/s of a matrix product": round(matmul, 3),
@@ -125,16 +126,16 @@ def engine(bench: Bench) -> dict[str, Any]:
 
 
 def _engine_figures(run: Path) -> dict[str, Any]:
-    found = metrics(run)[SKIPPED_STEPS:]
-    busy = sum(row["share/engines_busy"] * row["time/step_s"] for row in found)
-    rate = sum(row["tokens/generated"] for row in found) / busy
-    requests = _median(found, "engines/requests_mean")
+    rows = metrics(run)[SKIPPED_STEPS:]
+    busy = sum(row["share/engines_busy"] * row["time/step_s"] for row in rows)
+    rate = sum(row["tokens/generated"] for row in rows) / busy
+    requests = _median(rows, "engines/requests_mean")
     engines = yaml.safe_load((run / "spec.yaml").read_text())["rollout"].get("engines", 1)
     return {
         "tokens/s of all engines": round(rate),
         "mean concurrency of an engine": requests,
         "ms of a decode step": round(1000 * requests * engines / rate, 2),
-        "mean response": _median(found, "response/tokens_mean"),
+        "mean response": _median(rows, "response/tokens_mean"),
         "engines": engines,
     }
 
@@ -144,11 +145,11 @@ def ratio(bench: Bench) -> dict[str, Any]:
     rates: dict[str, float] = {}
     shares: dict[str, Any] = {}
     for mode in ("sync", "async"):
-        found = metrics(_timed(bench, mode))
-        seconds = found[-1]["time"] - found[SKIPPED_STEPS]["time"]
-        rates[mode] = sum(row["tokens/trained"] for row in found[SKIPPED_STEPS + 1 :]) / seconds
-        if "mfu/end_to_end" in found[0]:
-            shares[f"{mode} MFU of whole steps"] = _median(found[SKIPPED_STEPS:], "mfu/end_to_end")
+        rows = metrics(_timed(bench, mode))
+        seconds = rows[-1]["time"] - rows[SKIPPED_STEPS]["time"]
+        rates[mode] = sum(row["tokens/trained"] for row in rows[SKIPPED_STEPS + 1 :]) / seconds
+        if "mfu/end_to_end" in rows[0]:
+            shares[f"{mode} MFU of whole steps"] = _median(rows[SKIPPED_STEPS:], "mfu/end_to_end")
     return {f"{mode} tokens/s": round(rate) for mode, rate in rates.items()} | {
         "async/sync": round(rates["async"] / rates["sync"], 2),
         **shares,
@@ -160,13 +161,13 @@ def own_model(bench: Bench) -> dict[str, Any]:
     spec = timed_spec(bench.device, "sync")
     spec["model"] = {"path": str(bench.model), "max_length": spec["model"]["max_length"]}
     spec["stop"]["steps"] = SKIPPED_STEPS + 4
-    run = bench.once("model", lambda: bench.train("model", _on_card(bench, spec)))
-    found = metrics(run)[SKIPPED_STEPS:]
+    run = bench.once("model", lambda: bench.train("model", spec))
+    rows = metrics(run)[SKIPPED_STEPS:]
     return {
         "trainer": _trainer_figures(bench, run),
         "engines": _engine_figures(run),
-        "probe gap max (nats)": max(row["publish/probe_gap"] for row in found if "publish/probe_gap" in row),
-        "log-prob gap mean (nats)": _median(found, "engine/logprob_gap_mean"),
+        "probe gap max (nats)": max(row["publish/probe_gap"] for row in rows if "publish/probe_gap" in row),
+        "log-prob gap mean (nats)": _median(rows, "engine/logprob_gap_mean"),
     }
 
 
@@ -233,8 +234,8 @@ def memory(bench: Bench) -> dict[str, Any]:
     arguments = ("validate-spec", str(run.parent / "spec.yaml"), "--memory", "--json")
     estimate = json.loads(bench.cli(*arguments))["memory"]
     estimated = {
-        f"{one['count']} × {one['name']}": sum(part["bytes"] for part in one["parts"]) / 1e9
-        for one in estimate["devices"]
+        f"{device['count']} × {device['name']}": sum(use["bytes"] for use in device["parts"]) / 1e9
+        for device in estimate["devices"]
     }
     return {"measured peak GB": peaks, "estimated GB": estimated}
 
@@ -245,11 +246,11 @@ def matmul_flops(device: str) -> float:
 
     size: int
     size, rounds = (8192, 20) if device == "cuda" else (1024, 5)
-    one = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     best = float("inf")
     for _ in range(rounds):
         started = time.perf_counter()
-        one @ one
+        matrix @ matrix
         if device == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - started)
@@ -263,22 +264,17 @@ def _exact(bench: Bench, mode: str, dtype: str = "float32") -> Path:
 
 def _timed(bench: Bench, mode: str) -> Path:
     name = f"timed-{mode}"
-    return bench.once(name, lambda: bench.train(name, _on_card(bench, timed_spec(bench.device, mode))))
-
-
-def _on_card(bench: Bench, spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec with the fastest settings that fit the GPUs."""
-    return fitted(bench.on_device(spec), bench.gpu_bytes) if bench.device == "cuda" else spec
+    return bench.once(name, lambda: bench.train(name, timed_spec(bench.device, mode)))
 
 
 def _weights(run: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for path in (run / "model").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def _parameters(run: Path) -> int:
@@ -292,5 +288,5 @@ def _weight_bytes(run: Path) -> int:
     return item * _parameters(run)
 
 
-def _median(found: list[dict[str, Any]], name: str) -> float:
-    return float(round(median(row[name] for row in found if name in row), 5))
+def _median(rows: list[dict[str, Any]], name: str) -> float:
+    return float(round(median(row[name] for row in rows if name in row), 5))

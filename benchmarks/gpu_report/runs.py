@@ -173,12 +173,12 @@ def last_lines(output: str, errors: str) -> str:
 def probe_gaps(folder: Path) -> list[float]:
     """The gaps (nats) between the trainer's log-probs of a version's probe and an engine's, for every engine that the
     runs in ``folder`` refused."""
-    found: list[float] = []
+    gaps: list[float] = []
     for path in folder.glob(f"*/{FILE}"):
         with closing(open_for_reading(path)) as journal:
             for (message,) in journal.execute("SELECT message FROM failures"):
-                found += [float(gap) for gap in REFUSED.findall(message)]
-    return found
+                gaps += [float(gap) for gap in REFUSED.findall(message)]
+    return gaps
 
 
 def checksums(run: Path) -> dict[int, str]:

@@ -1,10 +1,9 @@
-"""The specs and models of the report. Settings that a GPU's memory limits are chosen by the estimate for the card."""
+"""The specs and models of the report. Settings that a GPU's memory limits are `auto`: a run's start chooses them."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 from common import CHAIN_SUM, INIT, QUICKSTART
 
-from asyncrl_cli.checks.memory import resolve_microbatch
+from asyncrl_cli.checks.memory import resolve_microbatch, resolve_rollouts
 from asyncrl_cli.sizing.config import COPIES, find_config
 from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.model import SizedModel, size_model
@@ -43,8 +42,6 @@ SMALL_QWEN = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 
 }
 VOCABULARY = 151_936
 """Words of Qwen3's vocabulary."""
-SLOTS = (512, 256, 128)
-"""Requests that an engine runs at a time; a small card has no room for the cache of 512."""
 
 
 def spec_of(settings: dict[str, Any], *changes: str) -> ExperimentSpec:
@@ -52,39 +49,30 @@ def spec_of(settings: dict[str, Any], *changes: str) -> ExperimentSpec:
     return load_spec("report.yaml", changes, data=yaml.safe_dump(settings).encode()).spec
 
 
-def fitted(settings: dict[str, Any], gpu_bytes: int) -> dict[str, Any]:
-    """Settings with the first of ``SLOTS`` that fits; raises like ``first_fitting``."""
-    candidates = (settings | {"rollout": settings["rollout"] | {"max_running_rollouts": slots}} for slots in SLOTS)
-    return first_fitting(candidates, gpu_bytes)
+def resolved(spec: ExperimentSpec, gpu_bytes: int | None = None) -> tuple[ExperimentSpec, SizedModel]:
+    """The spec with the numbers that a run's start chooses for `auto`, and its model as the estimate sees it.
+
+    ``gpu_bytes``: memory of a GPU; None: of this machine's.
+    """
+    with TemporaryDirectory() as folder:
+        model = size_model(spec, find_config(spec, Path(folder)))
+    spec, _ = resolve_microbatch(spec, model, gpu_bytes)
+    spec, _ = resolve_rollouts(spec, model, gpu_bytes)
+    return spec, model
 
 
 def with_offload(settings: dict[str, Any], gpu_bytes: int) -> dict[str, Any]:
-    """Settings that keep the optimizer's state in CPU memory if a GPU has no room; raises like ``first_fitting``."""
-    offloads = ("none", "optimizer")
-    candidates = (settings | {"trainer": settings["trainer"] | {"offload": offload}} for offload in offloads)
-    return first_fitting(candidates, gpu_bytes)
+    """Settings that keep the optimizer's state in CPU memory if a GPU has no room, by the estimate of `validate-spec
+    --memory`.
 
-
-def first_fitting(candidates: Iterable[dict[str, Any]], gpu_bytes: int) -> dict[str, Any]:
-    """The first settings that fit a GPU by the estimate of `validate-spec --memory`, with the micro-batch in numbers.
-
-    Raises ``RuntimeError`` if none do.
+    Raises ``RuntimeError`` if a GPU has no room for the rest.
     """
-    for candidate in candidates:
-        spec = spec_of(candidate)
-        model = sized_model(spec)
-        spec, _ = resolve_microbatch(spec, model, gpu_bytes)
+    for offload in ("none", "optimizer"):
+        candidate = settings | {"trainer": settings["trainer"] | {"offload": offload}}
+        spec, model = resolved(spec_of(candidate), gpu_bytes)
         if not excesses(spec, estimate(spec, model, gpu_bytes, host_bytes=None)):
-            microbatch = spec.trainer.microbatch_tokens, spec.trainer.recomputes
-            keys = ("tokens_per_microbatch", "gradient_checkpointing")
-            return candidate | {"trainer": candidate["trainer"] | dict(zip(keys, microbatch, strict=True))}
-    raise RuntimeError(f"by the estimate no setting fits a GPU with {gpu_bytes / 1e9:.0f} GB")
-
-
-def sized_model(spec: ExperimentSpec) -> SizedModel:
-    """The model of ``model.init``, as the memory estimate sees it."""
-    with TemporaryDirectory() as folder:
-        return size_model(spec, find_config(spec, Path(folder)))
+            return candidate
+    raise RuntimeError(f"by the estimate the model does not fit a GPU with {gpu_bytes / 1e9:.0f} GB")
 
 
 def quickstart_spec(dtype: str) -> dict[str, Any]:
@@ -121,7 +109,7 @@ def timed_spec(device: str, mode: str) -> dict[str, Any]:
     spec = untrained_spec("bfloat16" if gpu else "float32")
     spec["model"]["init"]["config"] |= MODEL[device]
     spec["model"]["max_length"] = 1100 if gpu else 160
-    spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 512 if gpu else 64}
+    spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": "auto" if gpu else 64}
     spec["trainer"]["tokens_per_microbatch"] = "auto" if gpu else 2048
     spec["trainer"]["optimizer"]["learning_rate"] = 1e-7
     spec["pipeline"] = {"mode": mode, "groups_per_step": 64 if gpu else 8}

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from trainer import start
 
-from asyncrl_cli.checks.memory import microbatch_text, resolve_microbatch
+from asyncrl_cli.checks.memory import microbatch_text
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.sizing.microbatch import is_auto
 from gpu_report.numerics import timed
 from gpu_report.runs import Bench
-from gpu_report.specs import alone, qwen_spec, sized_model, spec_of, timed_spec, with_offload, write_random_model
+from gpu_report.specs import alone, qwen_spec, resolved, spec_of, timed_spec, with_offload, write_random_model
 
 if TYPE_CHECKING:
     from asyncrl_cli.train.precompute import Learner
@@ -171,7 +171,7 @@ def learner(settings: Mapping[str, Any], folder: Path, changes: Sequence[str] = 
 
     spec = spec_of(dict(settings), *changes)
     if is_auto(spec.trainer):
-        spec, _ = resolve_microbatch(spec, sized_model(spec))
+        spec, _ = resolved(spec)
     gc.collect()  # the rank before, which an error may have kept alive
     if spec.trainer.gpus_per_rank:
         torch.cuda.empty_cache()

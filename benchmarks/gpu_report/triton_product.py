@@ -13,18 +13,18 @@ SIZE = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def product(one, other, out, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out = one @ other, of size × size numbers."""
-    at = tl.arange(0, size)[:, None] * size + tl.arange(0, size)[None, :]
-    tl.store(out + at, tl.dot(tl.load(one + at), tl.load(other + at)))
+def product(left, right, out, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out = left @ right, of size × size numbers."""
+    offsets = tl.arange(0, size)[:, None] * size + tl.arange(0, size)[None, :]
+    tl.store(out + offsets, tl.dot(tl.load(left + offsets), tl.load(right + offsets)))
 
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU only with TRITON_INTERPRET
-    one, other = torch.randn(2, SIZE, SIZE, device=device)
-    out = torch.empty_like(one)
-    product[(1,)](one, other, out, SIZE)
-    exact = one.double() @ other.double()
+    left, right = torch.randn(2, SIZE, SIZE, device=device)
+    out = torch.empty_like(left)
+    product[(1,)](left, right, out, SIZE)
+    exact = left.double() @ right.double()
     print(float((out.double() - exact).abs().max() / exact.abs().max()))
 
 
