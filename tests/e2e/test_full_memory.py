@@ -45,9 +45,9 @@ def test_full_rank_halves_micro_batches_and_replay_repeats_them(tmp_path: Path) 
         pipeline={"mode": "sync", "max_staleness": 0},
         stop={"steps": 3},
     )
-    ended = runs.run("train", spec)
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
-    assert f"trained with {TOKENS // 2} tokens a micro-batch" in ended.out + ended.err
+    training = runs.run("train", spec)
+    assert training.code == 0, training.out + training.err + runs.logs()
+    assert f"trained with {TOKENS // 2} tokens a micro-batch" in training.out + training.err
     run = runs.newest()
     reduced = [row.get("train/reduced_microbatch_tokens") for row in rows(run, "metrics.jsonl")]
     assert sorted(reduced, key=str) == [TOKENS / 2, None, None], reduced

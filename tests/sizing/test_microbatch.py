@@ -56,12 +56,12 @@ def test_choice_fits_and_more_memory_never_gives_fewer_tokens(
     smaller_gpu, larger_gpu = (GB * gigabytes for gigabytes in sorted((size, other_size)))
     smaller, larger = (choose_microbatch(spec, sized_model, gpu) for gpu in (smaller_gpu, larger_gpu))
     assert larger.tokens >= smaller.tokens and larger.recompute <= smaller.recompute
-    trainer, longest = spec.trainer, spec.rollout.longest_rollout
+    trainer, longest_row = spec.trainer, spec.rollout.longest_rollout
     if trainer.tokens_per_microbatch == "auto":
-        assert longest <= smaller.tokens <= max(longest, MAX_TOKENS * trainer.sequence_parallel)
-        assert smaller.tokens.bit_count() == 1 or smaller.tokens == longest
-        least = Microbatch(longest, trainer.gradient_checkpointing in ("auto", True))
-        assert fits(spec, sized_model, smaller_gpu, smaller) or smaller == least
+        assert longest_row <= smaller.tokens <= max(longest_row, MAX_TOKENS * trainer.sequence_parallel)
+        assert smaller.tokens.bit_count() == 1 or smaller.tokens == longest_row
+        smallest_choice = Microbatch(longest_row, trainer.gradient_checkpointing in ("auto", True))
+        assert fits(spec, sized_model, smaller_gpu, smaller) or smaller == smallest_choice
     else:
         assert smaller.tokens == trainer.tokens_per_microbatch
     if trainer.gradient_checkpointing != "auto":
@@ -159,7 +159,7 @@ def test_defaults_are_auto_on_gpus_and_the_numbers_of_before_on_cpus() -> None:
 
 def test_grouped_ranks_need_more_memory_for_nccl() -> None:
     alone, grouped = (
-        {part.name: part.bytes for part in rank_gpu(sized(**GPU, trainer__ranks=4, **size), model(), None).parts}
+        {use.name: use.bytes for use in rank_gpu(sized(**GPU, trainer__ranks=4, **size), model(), None).parts}
         for size in ({}, {"trainer__sequence_parallel": 2})
     )
     assert (alone["CUDA context"], grouped["CUDA context"]) == (2 * GB, 3 * GB)
