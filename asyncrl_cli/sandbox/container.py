@@ -75,13 +75,25 @@ def engine() -> str:
     raise SandboxError("neither podman nor docker is installed")
 
 
+def engine_state() -> str:
+    """Name the engine, and why it does not answer."""
+    try:
+        program = engine()
+    except SandboxError as error:
+        return str(error)
+    result = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
+    message = f" does not answer: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
+    return os.path.basename(program) + (message if result.returncode else "")
+
+
 def image_problem(image: str) -> str:
     """Why this machine cannot use an image; "" if nothing is known. Raises ``SandboxError`` without an engine."""
     words = [engine(), "image", "inspect", "--format", "{{.Os}}/{{.Architecture}}", image]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["it cannot be inspected"]
-        return f"there is no image {image} here: {lines[-1]}"
+        message = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        is_missing = any(text in message.lower() for text in ("not known", "no such image", "not found"))
+        return f"there is no image {image} here" if is_missing else f"{image} cannot be inspected: {message}"
     platform, machine = result.stdout.strip(), os.uname().machine
     if platform != (own_platform := f"linux/{ARCHITECTURES.get(machine, machine)}"):
         return f"the image {image} is for {platform}, and this machine is {own_platform}"
@@ -107,7 +119,12 @@ class ContainerSupervisor(supervisor.Supervisor):
         runtime = ["--runtime", order["runtime"]] if order["runtime"] else []
         # An option of podman, and of docker's `run`.
         is_podman = os.path.basename(program := engine()) == "podman"
-        self._engine = [program, *(runtime if is_podman else [])]
+        is_gvisor = os.path.basename(order["runtime"] or "") == "runsc"
+        if is_gvisor and order["port"]:
+            raise SandboxError("runsc has a network of its own, so the gateway is not in it: set network: none")
+        # gVisor's network would need an interface in the container's.
+        flags = ["--runtime-flag", "network=none"] if is_gvisor else []
+        self._engine = [program, *([*runtime, *flags] if is_podman else [])]
         memory, processes = f"{order['memory_mb']}m", order["processes"] + SPARE_PROCESSES
         arguments = [
             *([] if is_podman else runtime),
@@ -136,7 +153,7 @@ class ContainerSupervisor(supervisor.Supervisor):
         self._check_limits()
         self._disk_bytes = order["disk_mb"] * 2**20
         self._counts, self._size, self._next_size_s = self._limit_counts(), None, 0.0
-        with suppress(PermissionError):  # the folder stays open, because the process may end
+        with suppress(PermissionError, FileNotFoundError):  # it stays open, because the process may end
             disk = os.open(f"/proc/{self._pid}/root{WORK_FOLDER}", os.O_PATH | os.O_CLOEXEC)
             self._disks = (f"/proc/self/fd/{disk}",)
         if order["port"]:

@@ -15,8 +15,8 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 
 HINTS: dict[commands.SandboxKind, str] = {
     "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces",
-    "container": "install podman (Debian, Ubuntu: apt install podman), and get the image with `podman pull IMAGE` or "
-    "`podman build`; docker works in the same way",
+    "container": "get the image with `podman pull IMAGE` or `podman build`; without an engine, install podman (Debian, "
+    "Ubuntu: apt install podman) or docker",
 }
 NO_GATEWAY = "http://127.0.0.1:9/v1"
 """The gateway's address in a trial: nothing listens there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -115,6 +116,22 @@ def test_a_container_reaches_the_gateway_and_nothing_else(settings: SandboxSpec)
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.skipif(shutil.which("runsc") is None, reason="gVisor's runsc is not installed")
+def test_a_container_in_gvisor_runs_commands(settings: SandboxSpec) -> None:
+    async def body(sandbox: ShellSandbox) -> None:
+        assert (await sandbox.run("sleep 1000 & echo $A", env={"A": "1"})).output == "1\n"
+        assert (await sandbox.run("ps | grep -c 'sleep 1000$'")).output == "0\n"
+        await sandbox.write_file("a", b"2")
+        assert await sandbox.read_file("a") == b"2"
+
+    gvisor = settings.model_copy(update={"runtime": shutil.which("runsc"), "memory_mb": 512, "processes": 256})
+    if reason := problem(gvisor):
+        pytest.skip(f"gVisor does not start here: {reason}")
+    in_container(gvisor, body)
+    with pytest.raises(SandboxError, match="network of its own"):
+        in_container(gvisor.model_copy(update={"network": "gateway"}), body, gateway="http://127.0.0.1:9/v1")
 
 
 @pytest.mark.parametrize("moment", ["while it starts", "during a command"])
