@@ -44,8 +44,8 @@ def fuse_kernels(model: Any) -> None:
     This changes transformers' module of the model type, so it applies to every model of the type in this process.
     Raises ``ConfigError`` like the checks above.
     """
-    check_package()
     check_fused_model(model.config)
+    check_package()
     from liger_kernel.backends import set_impl
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
