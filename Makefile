@@ -82,11 +82,10 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/async_vs_sync.py
 
-# Samples per second compared with TRL's trainer, on the quickstart and with a larger model.
+# Samples per second compared with TRL's trainer: on CPUs the quickstart and a larger model, with DEVICE=gpu 0.4B.
 STEPS ?= 20
-SIZES ?= 0.3M 9.5M
 against-trl: install $(VENV)-parity/.installed
-	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS) --sizes $(SIZES)
+	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --device $(DEVICE:gpu=cuda) --asyncrl $(BIN)/asyncrl --steps $(STEPS) $(if $(SIZES),--sizes $(SIZES))
 
 # Tests every part of asyncrl on this machine's GPUs, in about half an hour, and writes gpu-report/.../report.md to send.
 # DEVICE=cpu runs smaller versions, in ten minutes on two cores. MODEL=FOLDER also measures a saved model,

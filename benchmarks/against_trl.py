@@ -1,7 +1,7 @@
 """Samples and tokens per second compared with TRL's GRPOTrainer, with the same task and initial weights.
 
-    make against-trl [STEPS=20] [SIZES="0.3M 9.5M"]
-    python benchmarks/against_trl.py --device cuda [--steps 20] [--trl KEY=VALUE ...]
+    make against-trl [STEPS=20] [SIZES="0.3M 9.5M"] [DEVICE=gpu]
+    python benchmarks/against_trl.py [--device cuda] [--steps 20] [--trl KEY=VALUE ...]
 
 Runs steps with asyncrl, then the same number with TRL and the same initial model, with the same number of completions
 in groups of 8, the same limits of lengths, reward, learning rate and clipping. They run one after the other; start-up
@@ -12,11 +12,10 @@ larger model. TRL generates with transformers, as it does without a GPU, and tra
 larger model 256 completions at a time are 1.7 times slower than 32.
 
 On a GPU the task has a long tail of lengths, as in `make gpu`: 512 completions a step, up to 1,024 tokens, with a model
-of 0.4B. asyncrl runs `async` with the settings that it chooses for the card. TRL has the settings that its
-pages "vLLM integration" and "Speeding up training" recommend: vLLM in the trainer's process on the same GPU
-(`colocate`), bfloat16, a flash attention that is installed, and Liger's kernels if they are installed. TRL 1.16
-prefers kernels that it downloads (`--trl 'model_init_kwargs={use_kernels: true}'`). `--trl` changes any setting. Both
-settings are printed.
+of 0.4B. asyncrl runs `async` with the settings that it chooses for the card. TRL has the settings that its pages "vLLM
+integration" and "Speeding up training" recommend: vLLM in the trainer's process on the same GPU (`colocate`), bfloat16,
+a flash attention that is installed, and Liger's kernels if they are installed. TRL 1.16 prefers kernels that it
+downloads (`--trl 'model_init_kwargs={use_kernels: true}'`). `--trl` changes any setting. Both settings are printed.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import yaml
 from common import ASYNCRL, metrics
 
 from asyncrl_cli.checks.machine import installed_gpus
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.spec.problems import SpecError
 from gpu_report.peak import PeakMemory, gpu_memory
@@ -68,11 +69,12 @@ class Bench:
         (self.out / "report.md").write_text(page(rows_of(self.csv), self._titles, self.device, self.gpus))
 
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Measure a case of the part, and report its figures; None if it failed, or this version lacks a setting."""
+        """Measure a case of the part, and report its figures; None if it failed, or if this version or this machine
+        lacks a setting."""
         started = time.monotonic()
         try:
             result, figures = OK, measure()
-        except SpecError as error:
+        except (SpecError, ConfigError) as error:
             result, figures = NOT_RUN, {"error": str(error).splitlines()[0].removeprefix("error: ")}
         except Exception as error:
             result, figures = FAILED, {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}

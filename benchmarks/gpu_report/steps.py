@@ -48,22 +48,27 @@ class Variant(NamedTuple):
 
 def variants(tokens: int, large_tokens: int) -> tuple[Variant, ...]:
     """The settings to compare, with two sizes of micro-batches. A spec without one of the keys or values is refused,
-    and the variant is reported as not run."""
+    and the variant is reported as not run.
+
+    Fused kernels come last, because liger-kernel changes a model type for the whole process.
+    """
     fa4, fused = "trainer.attention=flash_attention_4", "trainer.fused_kernels=true"
     sdpa, varlen = "trainer.attention=sdpa", "trainer.attention=varlen"
     size, large = (f"trainer.tokens_per_microbatch={count}" for count in (tokens, large_tokens))
     kept = "trainer.gradient_checkpointing=false"
+    auto = ("trainer.tokens_per_microbatch=auto", "trainer.gradient_checkpointing=auto")
     return (
         Variant("sdpa, recomputed", (sdpa, size, "trainer.gradient_checkpointing=true")),
         Variant("sdpa", (sdpa, size, kept)),
         Variant("varlen", (varlen, size, kept)),
         Variant("varlen, large", (varlen, large, kept)),
-        Variant("varlen, large, fused kernels", (varlen, large, kept, fused)),
-        Variant("auto", ("trainer.tokens_per_microbatch=auto", "trainer.gradient_checkpointing=auto")),
-        Variant("fused kernels", (sdpa, size, kept, fused)),
+        Variant("auto", auto),
         Variant("flash_attention_4", (fa4, size, kept)),
         Variant("flash_attention_4, large", (fa4, large, kept)),
         Variant("sdpa, large", (sdpa, large, kept)),
+        Variant("sdpa, fused kernels", (sdpa, size, kept, fused)),
+        Variant("varlen, large, fused kernels", (varlen, large, kept, fused)),
+        Variant("auto, fused kernels", (*auto, fused)),
     )
 
 
