@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Session, SessionLimits
-from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.sessions import ClientAnswer, ClientRequest, OutsideClients, Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.open_requests import OnSegments
@@ -48,6 +48,7 @@ class SessionOpening:
     session_number: int = -1
     priority: int = 0
     recorded: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,18 @@ class Generation:
 @dataclass(slots=True)
 class Outgoing:
     """From the driver: sessions to open or (by number) to end, in order; new tokens of generations; results of
-    generations that ended."""
+    generations that ended; answers to outside clients."""
 
     sessions: list[SessionOpening | int] = field(default_factory=list)
     segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
     results: list[tuple[int, Rollout | RolloutFailure]] = field(default_factory=list)
+    answers: list[tuple[int, ClientAnswer]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Incoming:
-    """To the driver: segments to record by session, cancelled generations, requested generations, ended sessions.
+    """To the driver: segments to record by session, cancelled generations, requested generations, ended sessions,
+    requests of outside clients, and the numbers of requests that their clients no longer wait for.
 
     The driver must handle them in this order: tokens before the end of their session, and a cancelled generation before
     a new one that reuses its id.
@@ -94,12 +97,15 @@ class Incoming:
     cancelled: list[int] = field(default_factory=list)
     requests: dict[int, Generation] = field(default_factory=dict)
     ends: list[SessionEnd] = field(default_factory=list)
+    client_requests: dict[int, ClientRequest] = field(default_factory=dict)
+    gone_clients: list[int] = field(default_factory=list)
 
 
 class Transfer:
     def __init__(self) -> None:
         self._generation_numbers = count()
         self._open: dict[int, tuple[asyncio.Future[Rollout | RolloutFailure], OnSegments | None]] = {}
+        self._asked: dict[int, asyncio.Future[ClientAnswer]] = {}
         self._incoming = Incoming()
         self._has_incoming = asyncio.Event()
 
@@ -126,6 +132,23 @@ class Transfer:
             raise GenerationFailed(generated.reason)
         return generated
 
+    async def ask(self, request: ClientRequest) -> ClientAnswer:
+        """Have the driver answer an outside client. A cancelled call tells the driver that the client is gone."""
+        request_number = next(self._generation_numbers)
+        answer: asyncio.Future[ClientAnswer] = asyncio.get_running_loop().create_future()
+        self._asked[request_number] = answer
+        self._incoming.client_requests[request_number] = request
+        self._has_incoming.set()
+        try:
+            return await answer
+        finally:
+            if (
+                self._asked.pop(request_number, None) is not None
+                and self._incoming.client_requests.pop(request_number, None) is None
+            ):
+                self._incoming.gone_clients.append(request_number)
+                self._has_incoming.set()
+
     def record(self, session: int, segments: list[Segment]) -> None:
         self._incoming.segments.append((session, segments))
         self._has_incoming.set()
@@ -142,6 +165,9 @@ class Transfer:
         for generation_number, generated in outgoing.results:
             if (entry := self._open.pop(generation_number, None)) is not None and not entry[0].done():
                 entry[0].set_result(generated)
+        for request_number, client_answer in outgoing.answers:
+            if (asked := self._asked.pop(request_number, None)) is not None and not asked.done():
+                asked.set_result(client_answer)
 
     async def collect(self, timeout_s: float) -> Incoming:
         """Return everything since the last call; wait up to ``timeout_s`` if there is nothing."""
@@ -170,6 +196,7 @@ class GatewaySetup:
         model: the model's name for clients.
         secret: session keys are derived from it.
         api_key: the key for `/v1`, for calls without a session; without a key there is no `/v1`.
+        client_token: the token with which programs outside of the run open sessions; without one they cannot.
     """
 
     spec: ExperimentSpec
@@ -177,6 +204,7 @@ class GatewaySetup:
     model: str
     secret: bytes = field(repr=False)
     api_key: str | None = field(default=None, repr=False)
+    client_token: str | None = field(default=None, repr=False)
 
 
 class GatewayActor:
@@ -210,6 +238,7 @@ class GatewayActor:
             chat=self._chat,
             model=setup.model,
             bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
+            clients=None if setup.client_token is None else OutsideClients(setup.client_token, self._transfer.ask),
         )
         self._server = Gateway(service, listen(spec.host, port), limits)
         await self._server.start()
@@ -241,6 +270,7 @@ class GatewayActor:
             fixed_sampling=True,
             priority=opening.priority,
             recorded=opening.recorded,
+            continues=opening.continues,
             on_segments=partial(self._transfer.record, opening.session_number),
         )
         self._sessions.open(session, opening.name)

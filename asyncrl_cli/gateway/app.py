@@ -13,6 +13,7 @@ from fastapi import Depends, FastAPI
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
 from asyncrl_cli.gateway import errors
+from asyncrl_cli.gateway.clients import clients_router
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.paths import router_of
 from asyncrl_cli.gateway.responses_reply import MAX_BYTES_WITHOUT, KeptResponses
@@ -55,6 +56,13 @@ def create_app(service: Service) -> FastAPI:
             prefix="/v1",
             dependencies=[Depends(check_api_key)],
         )
+
+    if (clients := service.clients) is not None:
+
+        async def check_token(bearer: Bearer, header: KeyHeader) -> None:
+            _check_key(bearer, header, clients.token)
+
+        app.include_router(clients_router(service, clients, check_token, check_session))
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -87,8 +87,8 @@ class Gateway:
         """End every request and stop serving, within ``STOP_S``."""
         assert self._task is not None, "it was started"
         self._server.should_exit = True
-        for generation in self._service.generations:  # each client gets the error that the server is stopping
-            generation.cancel()
+        for call in self._service.calls:  # each client gets the error that the server is stopping
+            call.cancel()
         await asyncio.wait({self._task}, timeout=STOP_S)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,11 +22,12 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
 from asyncrl_cli.gateway.reply_stream import ReplyPart
 from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
-from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.sessions import OutsideClients, Sessions
 from asyncrl_cli.gateway.wire import ChatBody, encoded
 from asyncrl_cli.gateway.wire import Request as Body
 from asyncrl_cli.records.prompt import ChatError, Message
 
+T = TypeVar("T")
 Prompts = Sequence[Sequence[Reply]]
 """The replies to each prompt of a request."""
 PartQueue = asyncio.Queue[tuple[int, ReplyPart] | None]
@@ -59,20 +60,20 @@ class ReplyFormat(Protocol):
         """The event for a failure after the first event."""
 
 
-class RunningGeneration:
-    """A running generation, which is cancelled if its client disconnects."""
+class ConnectedCall(Generic[T]):
+    """Running work for a client, which is cancelled if the client disconnects."""
 
-    def __init__(self, request: Request, generation: Coroutine[Any, Any, Prompts]) -> None:
+    def __init__(self, request: Request, work: Coroutine[Any, Any, T]) -> None:
         async def disconnected() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        self.task = asyncio.create_task(generation)
+        self.task = asyncio.create_task(work)
         self._disconnection = asyncio.create_task(disconnected())
         self._disconnection.add_done_callback(lambda _: self.task.cancel())
 
-    async def result(self) -> Prompts:
-        """Wait for the replies. Raises the generation's exceptions, and ``ApiError`` if it was cancelled."""
+    async def result(self) -> T:
+        """Wait for the result. Raises the work's exceptions, and ``ApiError`` if it was cancelled."""
         try:
             await asyncio.wait({self.task})
         finally:
@@ -109,8 +110,10 @@ class Service:
     chat: ChatFormat
     model: str
     bodies: Bodies
-    generations: set[asyncio.Task[Prompts]] = field(default_factory=set)
-    """Running generations."""
+    clients: OutsideClients | None = None
+    """Access of programs outside of the run; None: they have none."""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Running work for clients that may take long."""
 
     def check_model(self, session: Session | None, model: str | None) -> None:
         """Raise ``ApiError`` for a model that is not served; a request may omit the name.
@@ -179,9 +182,9 @@ async def respond(
             if closes_session:
                 session.close()
 
-    call = RunningGeneration(request, generation())
-    service.generations.add(call.task)
-    call.task.add_done_callback(service.generations.discard)
+    call = ConnectedCall(request, generation())
+    service.calls.add(call.task)
+    call.task.add_done_callback(service.calls.discard)
     answer = prepared.answer
     if parts_queue is None:
         complete = answer.complete(await call.result())
@@ -220,7 +223,7 @@ def token_counts(prompts: Prompts) -> tuple[int, int]:
 
 
 async def _events(
-    call: RunningGeneration, parts_queue: PartQueue, reply_part: tuple[int, ReplyPart] | None, answer: ReplyFormat
+    call: ConnectedCall[Prompts], parts_queue: PartQueue, reply_part: tuple[int, ReplyPart] | None, answer: ReplyFormat
 ) -> AsyncGenerator[bytes, None]:
     try:
         while reply_part is not None:

@@ -31,7 +31,7 @@ from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.history import Conversation, ConversationKey
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.reply_stream import FieldStream, ReplyPart
-from asyncrl_cli.gateway.transcript import Branch, Call, ReplyEnd, Transcript
+from asyncrl_cli.gateway.transcript import Branch, Call, KeptReplies, ReplyEnd, Transcript
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message
@@ -137,29 +137,37 @@ class Session:
         priority: int = 0,
         recorded: Mapping[int, tuple[Segment, ...]] | None = None,
         on_segments: OnSegments | None = None,
+        continues: bool = False,
     ) -> None:
         """``fixed_sampling``: ``sampling`` sets temperature and seed and a call's own are ignored, because the recorded
         log-probs must belong to the sampled distribution. Each call's seed is derived from ``sampling.seed`` and the
         number of earlier calls. Otherwise a call's settings take precedence. Stop strings of both apply.
 
         ``recorded``: each sequence's segments (0, 1, ...) from an earlier play of the rollout. ``on_segments`` gets the
-        segments of all sequences, including context, as they grow.
+        segments of all sequences, including context, as they grow. ``continues``: the program did not begin again when
+        the rollout did, so the recorded replies stay, and its next call has them in its messages.
         """
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
         self.last_text = ""
         self.failure = ""
         """Reason why the first call was refused because of a limit."""
-        self.calls = 0
-        """Replies requested so far."""
-        self.sampled_tokens = 0
-        """Tokens of all complete replies."""
         self._chat = chat
         self._generate = generate
         self._sampling = sampling
         self._limits = limits
         self._priority = priority
-        self._transcript = Transcript(rollout_id, recorded or {}, on_segments)
+        kept = {
+            index: replies
+            for index, segments in (recorded or {}).items()
+            if continues
+            and (replies := KeptReplies.of(TokenSequence.join(segments), chat.end_tokens, limits.max_call_tokens))
+        }
+        self.calls = sum(replies.replies for replies in kept.values())
+        """Replies requested so far."""
+        self.sampled_tokens = sum(replies.sampled_tokens for replies in kept.values())
+        """Tokens of all complete replies."""
+        self._transcript = Transcript(rollout_id, recorded or {}, on_segments, kept)
         self._running: set[asyncio.Task[Rollout]] = set()
         self._closed = False
 
@@ -172,6 +180,11 @@ class Session:
     def rollout(self) -> Rollout | None:
         """All complete replies, with all branches; None if there are none."""
         return self._transcript.rollout(self._chat.decode)
+
+    @property
+    def has_reply(self) -> bool:
+        """True if the rollout has a complete reply."""
+        return self._transcript.has_reply
 
     def replies(self) -> tuple[tuple[int, int], ...]:
         """As ``Transcript.replies``."""
@@ -348,6 +361,55 @@ class Session:
         assistant message at the end. ``images``: the messages' images, by digest. Raises ``ApiError`` for messages that
         cannot be rendered.
         """
+        if self._transcript.restorable:
+            for count, message in enumerate(messages):
+                if count and message["role"] == "assistant":
+                    await self._restore(messages[: count + 1], tools, render, variables=variables, images=images)
+        return await self._render_chat(messages, tools, render, variables=variables, continues=continues, images=images)
+
+    async def _restore(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        render: Render,
+        *,
+        variables: Mapping[str, Any] | None,
+        images: Mapping[str, Image] | None,
+    ) -> None:
+        """Make the last message a turn if it is a kept reply, so that calls continue its exact tokens."""
+        rendered = await self._render_chat(messages[:-1], tools, render, variables=variables, images=images)
+        tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids)
+        if tokens is None or rendered.chat is None or rendered.history is None:
+            return
+        ids = tuple(tokens.ids.tolist())
+        reply = rendered.chat.parse(rendered.prompt_ids, token_ids=ids, tools=rendered.tools, stop=self._sampling.stop)
+        history = rendered.history.then(reply)
+        with _chat_errors():
+            template_variables = {**self._chat.template_kwargs, **(variables or {})}
+            if Conversation.of(messages, tools or None, template_variables).covered_by(history) is None:
+                return
+        # Without an await since ``recorded_reply``: another call must not restore the same reply.
+        call = self._transcript.begin(rendered.branch, rendered.prompt_ids, rendered.images)
+        text = self._chat.decode(ids)
+        turn = ReplyEnd(
+            end=call.prompt_length + len(ids),
+            last_token=ids[-1],
+            messages=history,
+            stopped=cut(text, self._sampling.stop) != text,
+        )
+        finish: FinishReason = "stop" if ids[-1] in self._chat.end_tokens else "length"
+        self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
+
+    async def _render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        render: Render,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
+        images: Mapping[str, Image] | None = None,
+    ) -> Rendered:
         self._refuse_if_ended()
         tools = tools or None
         with _chat_errors():

@@ -8,6 +8,10 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
 from urllib.parse import quote
 
 from asyncrl_cli.gateway.errors import ApiError
@@ -15,6 +19,53 @@ from asyncrl_cli.gateway.session import Session, session_ended
 
 MAX_ENDED_IDS = 10_000
 """Number of ended sessions to remember: late calls to them get 410 instead of 404."""
+
+
+class Action(StrEnum):
+    """The requests of programs outside of the run (decision 0109)."""
+
+    OPEN = "open"
+    REWARD = "reward"
+    GIVE_UP = "give up"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request of a program outside of the run. All but ``OPEN`` name their ``session``.
+
+    ``prompt`` and ``fields``: the program's own prompt, if it has one. ``reward`` and ``metrics`` are unchecked.
+    ``has_reply``: the model has completed a reply in the session, or the gateway does not know the session.
+    """
+
+    action: Action
+    session: str = ""
+    prompt: Any = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    reward: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    has_reply: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAnswer:
+    """The answer to a program outside of the run. Errors have a ``code``, and ``body["message"]`` is their text."""
+
+    status: int
+    body: Mapping[str, Any]
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideClients:
+    """Access of programs outside of the run.
+
+    Args:
+        token: opens sessions.
+        ask: has the driver answer a request.
+    """
+
+    token: str = field(repr=False)
+    ask: Callable[[ClientRequest], Coroutine[Any, Any, ClientAnswer]]
 
 
 class Sessions:
@@ -37,6 +88,10 @@ class Sessions:
         if session_id in self._ended_ids:
             raise session_ended(session_id)
         raise ApiError(404, f"there is no session {session_id}", code="session_not_found")
+
+    def open_session(self, session_id: str) -> Session | None:
+        """Return a session if it is open."""
+        return self._open.get(session_id)
 
     def close(self, session_id: str) -> None:
         session = self._open.pop(session_id, None)

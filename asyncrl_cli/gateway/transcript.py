@@ -11,11 +11,15 @@ Invariants (decision 0017):
 
 A branch may also know tokens beyond its end: tokens recorded in an earlier play, or sampled by a call that was
 abandoned. A call with the same prompt gets them; another prompt replaces them.
+
+A program outside of the run does not begin again when the run does: it has the earlier replies. For it, complete
+recorded replies stay in the rollout whether or not a call repeats them (``kept``), and another prompt begins
+another branch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -55,6 +59,7 @@ class Branch:
     busy: bool = False
     finish: FinishReason = "length"
     images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt
+    kept_end: int = 0  # as in ``Transcript``
 
     def images_until(self, end: int) -> tuple[PlacedImage, ...]:
         """The images in the first ``end`` tokens."""
@@ -63,6 +68,39 @@ class Branch:
     def extends(self, turn: ReplyEnd) -> bool:
         """True if a call may continue the turn in this branch."""
         return not self.busy and turn is self.turns[-1]
+
+    @property
+    def trained_length(self) -> int:
+        """Number of tokens up to the end of the last complete reply, whether it was sampled or recorded."""
+        return max(self.length, min(self.kept_end, self.prefix.end))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReplies:
+    """The complete replies that a branch had when the run stopped: they end before token ``end``."""
+
+    end: int
+    finish: FinishReason
+    replies: int = 0
+    sampled_tokens: int = 0
+
+    @classmethod
+    def of(cls, tokens: TokenSequence, end_tokens: Container[int], max_call_tokens: int) -> KeptReplies | None:
+        """The complete replies in recorded tokens. The last one is complete if context follows it, it ends with one of
+        ``end_tokens``, or it has ``max_call_tokens``. None without a complete reply."""
+        kept, start = None, 0
+        while start < len(tokens.ids):
+            is_sampled = tokens.versions[start] != CONTEXT
+            length = (
+                _sampled_length(tokens.versions[start:]) if is_sampled else _context_length(tokens.versions[start:])
+            )
+            end = start + length
+            ended = int(tokens.ids[end - 1]) in end_tokens
+            if is_sampled and (end < len(tokens.ids) or ended or length >= max_call_tokens):
+                replies, count = (kept.replies, kept.sampled_tokens) if kept else (0, 0)
+                kept = cls(end, "stop" if ended else "length", replies + 1, count + length)
+            start = end
+        return kept
 
 
 @dataclass(slots=True, eq=False)
@@ -92,15 +130,45 @@ class Call:
 
 class Transcript:
     def __init__(
-        self, rollout_id: str, recorded: Mapping[int, Sequence[Segment]], on_segments: OnSegments | None
+        self,
+        rollout_id: str,
+        recorded: Mapping[int, Sequence[Segment]],
+        on_segments: OnSegments | None,
+        kept: Mapping[int, KeptReplies] | None = None,
     ) -> None:
-        """``recorded``: each branch's segments from an earlier play of the rollout."""
+        """``recorded``: each branch's segments from an earlier play of the rollout. ``kept``: by branch, the
+        recorded replies that stay in the rollout."""
         self._rollout_id = rollout_id
         self._on_segments = on_segments
         self._branches: list[Branch] = []
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
         # By branch number: tokens of recorded branches that no call has begun yet.
         self._recorded = {index: TokenPrefix(segments) for index, segments in recorded.items()}
+        self._kept = dict(kept or {})
+        # New branches get other numbers than kept ones: the journal has the kept tokens under these.
+        self._next_index = 1 + max(self._kept, default=-1)
+
+    @property
+    def has_reply(self) -> bool:
+        """True if the rollout has a complete reply."""
+        return bool(self._replies or self._kept)
+
+    @property
+    def restorable(self) -> bool:
+        """True if kept replies are not yet the turns of a conversation."""
+        return bool(self._kept) or any(branch.kept_end > branch.length for branch in self._branches)
+
+    def recorded_reply(self, branch: Branch | None, prompt_ids: Sequence[int]) -> TokenSequence | None:
+        """The kept reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
+        prompt = np.asarray(prompt_ids, np.int32)
+        start = 0 if branch is None else branch.length
+        candidates = [self._recorded[index] for index in self._kept] if branch is None else [branch.prefix]
+        for prefix in candidates:
+            if _begins_with_prompt(prefix.tokens, start, prompt):
+                tokens = prefix.tokens
+                end = len(prompt) + _sampled_length(tokens.versions[len(prompt) :])
+                return tokens.slice(len(prompt), end) if end > len(prompt) else None
+        return None
 
     def longest_turn(self, covers: Callable[[Branch, ReplyEnd], int | None]) -> tuple[Branch, ReplyEnd] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
@@ -118,6 +186,12 @@ class Transcript:
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:
         """Begin a call. ``prompt_ids`` begin with all tokens of ``branch``; without a branch, the call begins one."""
         prompt = np.asarray(prompt_ids, np.int32)
+        if (
+            branch is not None
+            and branch.kept_end > branch.length
+            and not _begins_with_prompt(branch.prefix.tokens, branch.length, prompt)
+        ):
+            branch = None  # the recorded tokens stay, for a call that continues them
         if branch is None:
             branch = self._new(prompt)
         end, prompt_length = branch.length, len(prompt)
@@ -165,6 +239,9 @@ class Transcript:
         branch.busy = False
         if not keep:
             branch.prefix.cut(branch.length)
+        if branch.kept_end > branch.length == 0:
+            self._branches.remove(branch)
+            self._kept[branch.index] = KeptReplies(branch.kept_end, branch.finish)
         if branch.length == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
             self._recorded[branch.index] = branch.prefix
 
@@ -172,21 +249,29 @@ class Transcript:
         """All branches with a reply, in the order they began; None if there are none."""
         rollouts = [
             Rollout(
-                *branch.prefix.tokens.slice(0, branch.length).arrays,
+                *branch.prefix.tokens.slice(0, branch.trained_length).arrays,
                 rollout_id=branch_id(self._rollout_id, index),
                 prompt_ids=(),
-                text=decode(branch.prefix.tokens.ids[: branch.length].tolist()),
+                text=decode(branch.prefix.tokens.ids[: branch.trained_length].tolist()),
                 finish_reason=branch.finish,
                 images=branch.images_until(branch.length),
             )
-            for index, branch in enumerate(branch for branch in self._branches if branch.length)
+            for index, branch in enumerate(self._trained_branches())
         ]
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
+
+    def _trained_branches(self) -> list[Branch]:
+        kept = [
+            Branch(index, self._recorded[index], kept_end=replies.end, finish=replies.finish)
+            for index, replies in self._kept.items()
+        ]
+        branches = [branch for branch in self._branches if branch.trained_length]
+        return sorted([*branches, *kept], key=lambda branch: branch.index)
 
     def replies(self) -> tuple[tuple[int, int], ...]:
         """For each complete reply, in order: the index of its sequence in ``rollout``, and the index after its last
         token."""
-        replied = [branch for branch in self._branches if branch.length]
+        replied = self._trained_branches()
         indices = {id(branch): index for index, branch in enumerate(replied)}
         return tuple((indices[id(branch)], end) for branch, end in self._replies)
 
@@ -195,13 +280,17 @@ class Transcript:
         unused = (branch for branch in self._branches if branch.length == 0 and not branch.busy)
         branch = next(unused, None)
         if branch is None:
-            branch = Branch(len(self._branches))
+            branch = Branch(self._next_index)
+            self._next_index += 1
             self._branches.append(branch)
         branch.prefix = TokenPrefix()
         # First the recorded branch with the same number, which is the right one unless the order of calls has changed.
         for index in sorted(self._recorded, key=lambda index: (index != branch.index, index)):
             if _begins_with_prompt(self._recorded[index].tokens, 0, prompt):
                 recorded = self._recorded.pop(index)
+                if index in self._kept:  # the same number, under which the journal has them
+                    replies = self._kept.pop(index)
+                    branch.index, branch.kept_end, branch.finish = index, replies.end, replies.finish
                 if index == branch.index:
                     branch.prefix = recorded
                 else:
@@ -229,6 +318,12 @@ def _begins_with_prompt(tokens: TokenSequence, start: int, prompt: NDArray[np.in
         and bool((tokens.versions[start:prompt_length] == CONTEXT).all())
         and bool((tokens.versions[prompt_length : prompt_length + 1] != CONTEXT).all())
     )
+
+
+def _context_length(versions: NDArray[np.int32]) -> int:
+    """Number of context tokens before the next sampled token."""
+    sampled = np.flatnonzero(versions != CONTEXT)
+    return int(sampled[0]) if len(sampled) else len(versions)
 
 
 def _sampled_length(versions: NDArray[np.int32]) -> int:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
@@ -49,6 +49,29 @@ STOP_S = 5.0
 """Seconds that a worker has to end its processes. The cluster's end kills the remaining ones."""
 LOOK_S = 10.0
 """Seconds between two checks of a running episode."""
+
+
+class Player(Protocol):
+    """Plays episodes in one place."""
+
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
+        """Play an episode with a unique key."""
+        ...
+
+
+class Players(Protocol):
+    """All places that play the episodes of one task."""
+
+    @property
+    def continues_programs(self) -> bool:
+        """True if programs outlive the loss of the gateway or the driver: they keep their address, their key and the
+        replies that they have. Other episodes begin again, and repeat their calls."""
+
+    def slot(self, isolated: bool) -> AbstractAsyncContextManager[Player]:
+        """Wait for a free place. ``isolated``: one without other episodes."""
+
+    def ended(self, rollout_id: str, recorded: bool) -> None:
+        """A training rollout has ended. ``recorded``: the journal has its score or failure."""
 
 
 class EpisodeWorker(SupervisedActor):
@@ -87,6 +110,8 @@ class EpisodeWorker(SupervisedActor):
 class EpisodeWorkers:
     """All workers of one task, and their slots for episodes."""
 
+    continues_programs = False
+
     def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
         """``make_actor(name)`` creates a worker's Ray actor. ``name`` is the prefix of the workers' names."""
         limit_s = spec.timeout_s + START_S + ACTOR_S
@@ -112,6 +137,9 @@ class EpisodeWorkers:
             finally:
                 worker.episodes -= 1
 
+    def ended(self, rollout_id: str, recorded: bool) -> None:
+        """Nobody waits for the record."""
+
     async def stop(self) -> None:
         """End all processes, in bounded time."""
         calls = [
@@ -130,7 +158,7 @@ class Episodes:
         *,
         client: GenerationClient,
         gateway: GatewayClient,
-        workers: EpisodeWorkers,
+        workers: Players,
         scoring: Scoring,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -174,6 +202,7 @@ class Episodes:
         """
         prefixes = {branch: TokenPrefix(segments) for branch, segments in (recorded or {}).items()}
         attempts, restarts, isolated = 0, 0, False
+        continues = self._workers.continues_programs
         self._open += 1
         try:
             while True:
@@ -181,12 +210,13 @@ class Episodes:
                 if seed is not None and restarts:
                     seed = derive_seed(seed, "attempt", restarts)  # the same tokens would fail again
                 opening = SessionOpening(
-                    name=f"{rollout_id}~{attempts}" if attempts else rollout_id,
+                    name=f"{rollout_id}~{attempts}" if attempts and not continues else rollout_id,
                     rollout_id=rollout_id,
                     sampling=replace(sampling, seed=seed),
                     limits=replace(self._limits, max_call_tokens=sampling.max_tokens),
                     priority=priority,
                     recorded={branch: tuple(prefix.segments) for branch, prefix in prefixes.items()},
+                    continues=continues,
                 )
                 on_segments = partial(_add_tokens, rollout_id, prefixes, record)
                 played, end = await self._attempt(opening, on_segments, prompt=prompt, isolated=isolated)
@@ -201,6 +231,10 @@ class Episodes:
         finally:
             self._open -= 1
             self._on_progress()
+
+    def ended(self, rollout_id: str, recorded: bool) -> None:
+        """As ``Players.ended``."""
+        self._workers.ended(rollout_id, recorded)
 
     async def _attempt(
         self, opening: SessionOpening, on_segments: OnSegments, prompt: Prompt, isolated: bool

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.gateway.actor import GatewaySetup, Generation, Incoming, Outgoing, SessionEnd, SessionOpening
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Generate
-from asyncrl_cli.gateway.sessions import new_secret, session_key, session_url
+from asyncrl_cli.gateway.sessions import ClientAnswer, ClientRequest, new_secret, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.open_requests import OnSegments
@@ -41,6 +41,10 @@ ANSWER_S = 60.0
 """Further seconds that the actor may take to answer."""
 STOP_S = 8.0
 """Seconds that the actor may take to stop."""
+
+
+AnswerClient = Callable[[ClientRequest], Awaitable[ClientAnswer]]
+"""Answers a program outside of the run."""
 
 
 class GatewayLost(Exception):
@@ -79,9 +83,11 @@ class RemoteSession:
 class _Link:
     """The communication with one gateway actor."""
 
-    def __init__(self, actor: Any, url: str, generate: Generate) -> None:
+    def __init__(self, actor: Any, url: str, generate: Generate, answer: AnswerClient | None) -> None:
         self.actor, self.url = actor, url
         self._generate = generate
+        self._answer_client = answer
+        self._client_tasks: dict[int, asyncio.Task[None]] = {}
         self._cause = ""
         self._session_ids = count()
         self._sessions: dict[int, RemoteSession] = {}
@@ -160,8 +166,23 @@ class _Link:
                 await asyncio.wait(cancelled)  # the requests below may use the same ids again
             for generation in incoming.requests.values():
                 self._begin(generation)
+            for number, request in incoming.client_requests.items():
+                task = self._client_tasks[number] = self._group.create_task(self._serve_client(number, request))
+                task.add_done_callback(lambda _, number=number: self._client_tasks.pop(number))  # type: ignore[misc]
+            for number in incoming.gone_clients:
+                if (client_task := self._client_tasks.get(number)) is not None:
+                    client_task.cancel()
             for end in incoming.ends:
                 self._sessions.pop(end.session_number).end.set_result(end)
+
+    async def _serve_client(self, number: int, request: ClientRequest) -> None:
+        assert self._answer_client is not None, "the gateway has the paths for outside clients"
+        try:
+            answer = await self._answer_client(request)
+        except Exception as error:  # such as a failed commit, which ends the run by another way
+            log.error("a request of an outside client failed", exc_info=error)
+            answer = ClientAnswer(500, {"message": f"{type(error).__name__} in the driver"}, "internal_error")
+        self._next_outgoing().answers.append((number, answer))
 
     def _begin(self, generation: Generation) -> None:
         session = None if generation.session is None else self._sessions.get(generation.session)
@@ -220,13 +241,21 @@ class GatewayClient:
     """The gateway of a run."""
 
     def __init__(
-        self, setup: GatewaySetup, make_actor: Callable[[], Any], generate: Generate, budget: RestartBudget
+        self,
+        setup: GatewaySetup,
+        make_actor: Callable[[], Any],
+        generate: Generate,
+        budget: RestartBudget,
+        answer: AnswerClient | None = None,
+        port: int = 0,
     ) -> None:
-        """``generate`` answers calls that belong to no session."""
+        """``generate`` answers calls that belong to no session, ``answer`` the requests of outside clients. ``port``:
+        the port that clients know from an earlier driver; 0: the spec's."""
         self._setup = setup
         self._generate = generate
         self._actor = SupervisedActor("gateway", name=GATEWAY, make=make_actor, start=self._connect, budget=budget)
-        self._port = setup.spec.rollout.gateway.port
+        self._port = setup.spec.rollout.gateway.port or port
+        self._answer = answer
         self._link: asyncio.Future[_Link] = asyncio.get_running_loop().create_future()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -245,9 +274,11 @@ class GatewayClient:
     async def _connect(self, actor: Any) -> None:
         pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
         self._actor.pid = pid if self._setup.spec.cluster.address is None else None
-        if self._setup.api_key is not None:  # clients know the address, so it must not change
+        if (
+            self._setup.api_key is not None or self._answer is not None
+        ):  # clients know the address, so it must not change
             self._port = int(url.rpartition(":")[2])
-        self._link.set_result(_Link(actor, url, self._generate))
+        self._link.set_result(_Link(actor, url, self._generate, self._answer))
 
     async def _keep(self) -> None:
         """Answer the gateway's requests, and replace it whenever it is lost. Ends only with an error, which open

@@ -46,12 +46,14 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.nodes import why_gone
+from asyncrl_cli.orchestrator.outside_sessions import ClientPrompts, OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
+from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
@@ -59,6 +61,7 @@ from asyncrl_cli.runs.directory import MODEL, WARM_START, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
+from asyncrl_cli.tasks.ready.external import External
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.probe import prompt_tokens
 
@@ -248,7 +251,19 @@ async def _start(
         await asyncio.gather(*(engine.stop() for engine in started_engines), return_exceptions=True)
 
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
-    tasks = TaskActors(experiment, factory, budget)
+    outside = None
+    if isinstance(experiment.tasks.get(""), External):
+        outside = OutsideSessions(
+            spec.task.episode.timeout_s,
+            group_size=spec.rollout.group_size,
+            has_prompts=spec.data.train.path is not None,
+            hand_out=buffer.handed_out,
+            outcome=buffer.outcome,
+            handed_out={
+                training_rollout_id(group.group_id, index) for group in opening.groups for index in group.prefixes
+            },
+        )
+    tasks = TaskActors(experiment, factory, budget, outside, run.outside_access)
     closing += [tasks.stop, stop_engines]
     # Twice the watchdog's limit: the watchdog's error says more, so it must come first.
     ranks = TrainerRanks(
@@ -291,6 +306,11 @@ async def _start(
     prompt_filter = None
     if (settings := spec.data.filter) is not None:
         prompt_filter = PromptFilter(settings.solved_streak, settings.revisit_fraction, spec.seed)
+    prompts = (
+        PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn)
+        if outside is None
+        else ClientPrompts(outside, loader, encoder=encoder, unused_prompts=opening.waiting, warn=reporter.warn)
+    )
     await tasks.connect(client, model_dir, watchdog.progress)
     held_out = partial(tasks.held_out, tokenizer=tokenizer, warn=reporter.warn)
     evaluator = Evaluator(
@@ -315,9 +335,7 @@ async def _start(
             client=client,
             make_engine=make_engine,
             scoring=tasks.scoring,
-            prompts=PromptSource(
-                loader, encoder=encoder, unused_prompts=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
-            ),
+            prompts=prompts,
             episodes=tasks.episodes,
             evaluator=evaluator,
             reporter=reporter,

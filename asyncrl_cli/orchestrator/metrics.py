@@ -135,14 +135,10 @@ class StepRecorder:
         self.extra_metrics.clear()
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
-        metrics["data/skipped_prompts"] = float(self._prompts.skipped)
+        metrics |= self._prompts.metrics
         metrics["response/unknown_tokens"] = unknown_tokens(taken_batch.batch, self._prompts.encoder.vocabulary)
         if self._demonstrated_tokens:
             metrics["response/demonstrated_max"] = float(self._demonstrated_tokens)
-        if self._prompts.unusable:
-            metrics["data/unusable_prompts"] = float(self._prompts.unusable)
-        if self._prompts.filter is not None:
-            metrics["data/filtered_prompts"] = float(self._prompts.filter.filtered)
         self._reporter.stepped(step + 1, (step + 1) // self._publish_every, metrics, time.time())
         changed = self.health.step({**metrics, "step": step + 1})
         if changed:

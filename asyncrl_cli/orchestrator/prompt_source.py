@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
@@ -45,6 +46,21 @@ class PromptSource:
         self._serial = 0
         self._all_solved = False
         self._ready = deque[Candidate]()  # encoded with their images
+
+    @property
+    def wanted_groups(self) -> int:
+        """Number of groups that may be admitted as far as the prompts' users are concerned."""
+        return sys.maxsize
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of a step about the prompts."""
+        metrics = {"data/skipped_prompts": float(self.skipped)}
+        if self.unusable:
+            metrics["data/unusable_prompts"] = float(self.unusable)
+        if self.filter is not None:
+            metrics["data/filtered_prompts"] = float(self.filter.filtered)
+        return metrics
 
     def next(self) -> tuple[Prompt, Encoded]:
         """The next usable prompt. Raises ``RunError`` after skipping ``MAX_SKIPS_IN_A_ROW`` prompts."""
@@ -105,7 +121,9 @@ class PromptSource:
         return self._ready.popleft() if self._ready else self._next_candidate()
 
     def _next_candidate(self) -> Candidate:
-        prompt, encoded = self.next()
+        return self._numbered(*self.next())
+
+    def _numbered(self, prompt: Prompt, encoded: Encoded) -> Candidate:
         self._serial += 1
         return Candidate(
             self._serial, prompt=prompt, prompt_ids=encoded.ids, loader=self.loader.state(), images=encoded.images

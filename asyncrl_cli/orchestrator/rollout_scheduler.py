@@ -166,7 +166,8 @@ class RolloutScheduler:
             # Episodes between two calls of the model have no request now, but will need their slots again.
             resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
             slots = max(0, self._client.free - resting)
-            if group_count := min(slots // self._spec.rollout.group_size, self._buffer.room()):
+            room = min(self._buffer.room(), self._prompts.wanted_groups)
+            if group_count := min(slots // self._spec.rollout.group_size, room):
                 # Asked again after the wait: a publish or a batch may have changed the room.
                 count = min(await self._prompts.prepare(group_count), self._buffer.room())
                 if count < group_count:
@@ -208,20 +209,25 @@ class RolloutScheduler:
         if group.group_id not in self._open or task is None:  # abandoned before it began
             return
         self._episode_tasks[request.rollout_id] = task
+        is_recorded = False
         try:
-            rollout, score = await episodes.play(
-                request.rollout_id,
-                group.prompt,
-                request.sampling,
-                group.group_id,
-                recorded,
-                self._record_segments,
-            )
+            try:
+                rollout, score = await episodes.play(
+                    request.rollout_id,
+                    group.prompt,
+                    request.sampling,
+                    group.group_id,
+                    recorded,
+                    self._record_segments,
+                )
+            finally:
+                del self._episode_tasks[request.rollout_id]
+            if group.group_id in self._open:
+                finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
+                await self._conclude(finished, [Outcome(request.rollout_id, score)])
+                is_recorded = True
         finally:
-            del self._episode_tasks[request.rollout_id]
-        if group.group_id in self._open:
-            finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
-            await self._conclude(finished, [Outcome(request.rollout_id, score)])
+            episodes.ended(request.rollout_id, is_recorded)
 
     def _record_segments(self, segments: list[Segment]) -> None:
         self._spawn(self._buffer.record(segments=segments))

@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.files import atomic_write
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.episodes import Episodes, EpisodeWorkers
 from asyncrl_cli.orchestrator.evaluation import HeldOut, encoded
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
+from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.tasks.ready.external import External
 
 
 class TaskActors:
     """The actors of the run's task and of the further evaluation sets' tasks. Call ``start``, then ``connect``."""
 
-    def __init__(self, experiment: Experiment, factory: ActorFactory, budget: RestartBudget) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        factory: ActorFactory,
+        budget: RestartBudget,
+        outside: OutsideSessions | None = None,
+        access_file: Path | None = None,
+    ) -> None:
+        """``outside`` plays the run's episodes if its task is ``external``. ``access_file``: where outside clients find
+        the gateway's address and their token; a resumed run keeps both."""
         self._spec = spec = experiment.spec
         self._episodic = experiment.episodic
         self._task_objects = experiment.tasks
         self._factory = factory
         self._budget = budget
-        self._all_workers: list[EpisodeWorkers] = []
+        self._all_workers: list[EpisodeWorkers | OutsideSessions] = []
         self._gateway: GatewayClient | None = None
         self.scoring = self._make_scoring("", spec.task)
-        self._workers = self._make_workers(spec.task, "episode-worker") if "" in self._episodic else None
+        self._outside = outside
+        self._access_file = access_file
+        self._workers: EpisodeWorkers | OutsideSessions | None = None
+        if "" in self._episodic and not isinstance(experiment.tasks.get(""), External):
+            self._workers = self._make_workers(spec.task, "episode-worker")
+        elif outside is not None:
+            self._all_workers.append(outside)
+            self._workers = outside
         self.episodes: Episodes | None = None
         """Plays the rollouts of the run's task, if they are episodes."""
 
@@ -47,10 +70,19 @@ class TaskActors:
         if not self._episodic:
             return
         setup = setup_of(self._spec, model_folder, self._spec.name)
+        answer, port = None, 0
+        if self._outside is not None and self._access_file is not None:
+            token, port = _known_access(self._access_file)
+            setup = replace(setup, client_token=token, secret=token.encode())
+            self._outside.on_progress, self._outside.on_demand = on_progress, client.room.set
+            answer = self._outside.answer
         self._gateway = GatewayClient(
-            setup, make_actor=self._factory.gateway, generate=client.generate, budget=self._budget
+            setup, self._factory.gateway, generate=client.generate, budget=self._budget, answer=answer, port=port
         )
-        await self._gateway.start()
+        url = await self._gateway.start()
+        if self._access_file is not None and setup.client_token is not None:
+            with atomic_write(self._access_file, private=True, durable=True) as file:
+                file.write(json.dumps({"url": url, "token": setup.client_token}).encode())
         self._playing = partial(Episodes, self._spec, client=client, gateway=self._gateway, on_progress=on_progress)
         if self._workers is not None:
             self.episodes = self._playing(self._spec.task, workers=self._workers, scoring=self.scoring)
@@ -83,5 +115,15 @@ class TaskActors:
 
     def _make_workers(self, task: TaskSpec, name: str) -> EpisodeWorkers:
         make_actor = partial(self._factory.episode_worker, task)
-        self._all_workers.append(EpisodeWorkers(task.episode, make_actor=make_actor, budget=self._budget, name=name))
-        return self._all_workers[-1]
+        workers = EpisodeWorkers(task.episode, make_actor=make_actor, budget=self._budget, name=name)
+        self._all_workers.append(workers)
+        return workers
+
+
+def _known_access(file: Path) -> tuple[str, int]:
+    """The token and the port that outside clients know from an earlier driver; a new token and 0 without one."""
+    try:
+        access = json.loads(file.read_text())
+        return str(access["token"]), int(access["url"].rpartition(":")[2])
+    except (OSError, ValueError, KeyError):
+        return secrets.token_urlsafe(32), 0

@@ -9,6 +9,7 @@
       system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and how far metrics.jsonl and system.jsonl were sent to it
+      sessions.json     address and token for the programs of the task `external`; only the owner can read it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       warm_start/       the result of `model.warm_start`: the run's initial model
       model_stub/       the model's config and tokenizer, which engines start from
@@ -122,6 +123,11 @@ class RunDirectory:
     def model_stub(self) -> Path:
         """The folder of the model's config and tokenizer."""
         return self.path / "model_stub"
+
+    @property
+    def outside_access(self) -> Path:
+        """The file with the address and the token for programs outside of the run."""
+        return self.path / "sessions.json"
 
     @property
     def status(self) -> str:

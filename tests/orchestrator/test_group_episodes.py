@@ -38,6 +38,10 @@ class Episodes:
         self.open: dict[str, asyncio.Future[Any]] = {}
         self.record: dict[str, Callable[[list[Segment]], None]] = {}
         self.cancelled: list[str] = []
+        self.ended_rollouts: dict[str, bool] = {}
+
+    def ended(self, rollout_id: str, recorded: bool) -> None:
+        self.ended_rollouts[rollout_id] = recorded
 
     @property
     def resting(self) -> int:

@@ -25,11 +25,14 @@ READY_TASKS = {
     "unit_tests": "asyncrl_cli.tasks.ready.unit_tests:UnitTests",
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
+    "external": "asyncrl_cli.tasks.ready.external:External",
     "command": "asyncrl_cli.tasks.ready.command:Command",
     "harbor": "asyncrl_cli.tasks.ready.harbor:Harbor",
     "prompts": "asyncrl_cli.tasks.ready.matching:Prompts",
 }
 """The ready tasks and their classes."""
+EXTERNAL = "external"
+"""The ready task that programs outside of the run play."""
 GYM = "gym/"
 """Prefix of the names of reasoning-gym data sets."""
 HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
@@ -114,6 +117,39 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
             if "." in use:
                 fallback_hint = f"yours is `{as_import(use)}`, module and name as in an import"
             yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, fallback_hint))
+
+
+@rule
+def external_task(spec: ExperimentSpec) -> Iterator[Problem]:
+    """The task `external` has no evaluations, because the run does not start its programs; it is not part of a mix and
+    has no images. Without `data.train.path`, programs bring their prompts, each for one rollout."""
+    for index, member in enumerate(spec.task.mix):
+        if member.use == EXTERNAL:
+            yield Problem(f"task.mix.{index}.use", "`external` cannot be part of a mix", "train on it in another run")
+    for name, evaluation_set in spec.evaluation.sets.items():
+        use = spec.task.use if evaluation_set.task is None else evaluation_set.task.use
+        if use == EXTERNAL:
+            key = f"evaluation.sets.{name}.task"
+            yield Problem(key, "the run cannot start the programs of `external`", "give the set a task of its own")
+    if spec.task.use != EXTERNAL:
+        return
+    if spec.data.eval is not None:
+        hint = "set data.eval to null; evaluation.sets can have tasks of their own"
+        yield Problem("data.eval", "the run cannot start the programs of `external`, so it cannot evaluate them", hint)
+    if spec.model.max_images:
+        yield Problem("model.max_images", "sessions of `external` have no images yet", "set it to 0")
+    if spec.task.tools is not None or spec.task.sandbox is not None:
+        key = "task.tools" if spec.task.tools is not None else "task.sandbox"
+        yield Problem(key, "programs of `external` run elsewhere", "remove it")
+    if spec.data.train.path is None and spec.rollout.group_size > 1:
+        message = f"{spec.rollout.group_size}, and programs bring their own prompts, each for one rollout"
+        hint = "set it to 1 with algorithm.preset single_rollout, or give the run prompts in data.train.path"
+        yield Problem("rollout.group_size", message, hint)
+    if spec.data.filter is not None:
+        yield Problem("data.filter", "programs of `external` choose when a prompt is played", "remove it")
+    if not spec.rollout.gateway.port:
+        hint = "set a port if programs must know the address before the run starts"
+        yield warning("rollout.gateway.port", "0: the address is only in the run's sessions.json", hint)
 
 
 @rule

@@ -1,0 +1,375 @@
+"""Sessions of programs outside of the run (`task.use: external`, decision 0109).
+
+An outside session is an episode that the run does not start:
+
+    a program asks -> a group is admitted -> its rollouts are offered -> handed out -> rewarded -> recorded -> answered
+
+``OutsideSessions`` takes the place of the episode workers. Groups, staleness, the journal and the recording of tokens
+are the same as for other episodes.
+
+Invariants:
+
+- A rollout is handed out at most once, also over several drivers: the journal has it before the program has it.
+- A reward is answered with success only after its commit.
+- A group is admitted only when a program waits for it, so prompts do not get old while nobody plays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_encoder import Encoded, PromptEncoder
+from asyncrl_cli.data.rows import RowForm
+from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
+from asyncrl_cli.journal.rollout_rows import RolloutOutcome
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.records.groups import Candidate
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult
+from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.workers.messages import Played
+from asyncrl_cli.workers.scoring import checked
+
+WAIT_S = 30.0
+"""Seconds that a program waits for a session before it is told to ask again."""
+IDLE_S = 10.0
+"""Seconds between two signs of progress while no program wants anything from the run."""
+MASKED = Scored(None)
+"""The result of a session that nobody rewards: its rollout is masked."""
+ENDINGS = {
+    "requeued": "its group was abandoned, because its weights are too old (pipeline.on_stale)",
+    "rejected": "its group was rejected",
+}
+"""Why a session without a reward has ended, by the group's state."""
+LEFT = "its deadline is over, or its program gave up"
+
+
+OWN = "outside/"
+"""Prefix of the uids of programs' own prompts."""
+
+
+class ProgramGone(Exception):
+    """The program that sent its own prompt left before it got the session."""
+
+
+class Refusal(Exception):
+    """A request that gets an error as its answer."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.answer = ClientAnswer(status, {"message": message}, code)
+
+
+@dataclass(slots=True, eq=False)
+class OutsideSession:
+    """One rollout from its offer to its end."""
+
+    prompt: Prompt
+    access: ModelAccess
+    handed_out: asyncio.Future[None]
+    result: asyncio.Future[Scored | RewardFailure]
+    recorded: asyncio.Future[bool]
+    """True once the journal has the result; False if the group has ended without it."""
+    deadline: float = 0.0  # unix time
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """A program that waits for a session. ``prompt``: its own prompt, if it has one."""
+
+    prompt: Prompt | None
+    offer: asyncio.Future[str]
+    admitted: bool = False  # its own prompt is
+
+
+@dataclass(slots=True)
+class OutsideSessions:
+    """All outside sessions of a run, and the programs that wait for one.
+
+    Args:
+        timeout_s: seconds from the handing out of a session to its deadline.
+        group_size: rollouts of a group.
+        has_prompts: the run has prompts of its own.
+        hand_out: records that a rollout is handed out.
+        outcome: reads how a rollout has ended.
+        handed_out: the rollouts that an earlier driver handed out.
+        counts: numbers of sessions and refusals, by metric.
+    """
+
+    timeout_s: float
+    group_size: int
+    has_prompts: bool
+    hand_out: Callable[[str], Awaitable[None]]
+    outcome: Callable[[str], Awaitable[RolloutOutcome | None]]
+    handed_out: Collection[str] = ()
+    on_demand: Callable[[], None] = lambda: None
+    """Called when a program begins to wait for a group."""
+    on_progress: Callable[[], None] = lambda: None
+    counts: Counter[str] = field(default_factory=Counter)
+    continues_programs: bool = True
+    _sessions: dict[str, OutsideSession] = field(default_factory=dict)
+    _offers: list[str] = field(default_factory=list)  # rollouts that no program has yet, oldest first
+    _callers: list[Caller] = field(default_factory=list)
+    _opening: int = 0  # rollouts that will be offered soon
+    _idling: asyncio.Task[None] | None = None
+
+    # -- in place of episode workers
+
+    async def start(self) -> None:
+        self._idling = asyncio.create_task(self._idle())
+
+    async def stop(self) -> None:
+        if self._idling is not None:
+            self._idling.cancel()
+
+    async def _idle(self) -> None:
+        """A run whose programs want nothing does not hang."""
+        while True:
+            await asyncio.sleep(IDLE_S)
+            if not self._sessions and not self._callers:
+                self.on_progress()
+
+    @asynccontextmanager
+    async def slot(self, isolated: bool) -> AsyncIterator[OutsideSessions]:
+        self._opening += 1
+        try:
+            yield self
+        finally:
+            self._opening -= 1
+
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
+        """Offer the session ``key`` and wait for its result: a reward, or ``MASKED`` at its deadline."""
+        session = self._sessions.get(key)
+        if session is None:
+            loop = asyncio.get_running_loop()
+            futures = loop.create_future(), loop.create_future(), loop.create_future()
+            session = self._sessions[key] = OutsideSession(prompt, access, *futures)
+            if key in self.handed_out:
+                session.deadline = time.time() + self.timeout_s
+                session.handed_out.set_result(None)
+            else:
+                self._offers.append(key)
+        session.access = access
+        self._opening -= 1
+        try:
+            self._match()
+            if self._callers:  # this rollout is not for them
+                self.on_demand()
+            if key in self._offers and not self._is_awaited(prompt):
+                self._drop(key)
+            try:
+                await asyncio.shield(session.handed_out)
+            except ProgramGone:
+                return Played(RewardFailure("the program that sent its prompt left before it got the session"))
+            try:
+                async with asyncio.timeout(session.deadline - time.time()):
+                    return Played(await asyncio.shield(session.result))
+            except TimeoutError:
+                if not session.result.done():
+                    self.counts["sessions/expired"] += 1
+                    session.result.set_result(MASKED)
+                return Played(session.result.result())
+        finally:
+            self._opening += 1
+
+    def ended(self, rollout_id: str, recorded: bool) -> None:
+        """A rollout has ended. ``recorded``: the journal has its result."""
+        if (session := self._sessions.pop(rollout_id, None)) is not None:
+            session.recorded.set_result(recorded)
+        if rollout_id in self._offers:
+            self._offers.remove(rollout_id)
+
+    # -- admission
+
+    @property
+    def wanted_groups(self) -> int:
+        """Number of groups to admit for the programs that wait."""
+        own = sum(1 for caller in self._callers if caller.prompt is not None and not caller.admitted)
+        waiting = sum(1 for caller in self._callers if caller.prompt is None)
+        missing_sessions = max(0, waiting - len(self._offers) - self._opening)
+        return own + -(-missing_sessions // self.group_size)
+
+    def own_prompt(self) -> Prompt | None:
+        """The next program's own prompt, which the caller will admit; None if no program waits with one."""
+        for caller in self._callers:
+            if caller.prompt is not None and not caller.admitted:
+                caller.admitted = True
+                return caller.prompt
+        return None
+
+    def _match(self) -> None:
+        """Give offered sessions to the programs that wait longest."""
+        for caller in list(self._callers):
+            for rollout_id in self._offers:
+                uid = self._sessions[rollout_id].prompt.uid
+                if uid == caller.prompt.uid if caller.prompt is not None else not uid.startswith(OWN):
+                    self._offers.remove(rollout_id)
+                    self._callers.remove(caller)
+                    caller.offer.set_result(rollout_id)
+                    break
+
+    def _is_awaited(self, prompt: Prompt) -> bool:
+        """True unless it is the own prompt of a program that does not wait any more."""
+        callers = (caller.prompt for caller in self._callers)
+        return not prompt.uid.startswith(OWN) or any(waiting and waiting.uid == prompt.uid for waiting in callers)
+
+    def _drop(self, rollout_id: str) -> None:
+        self._offers.remove(rollout_id)
+        self._sessions[rollout_id].handed_out.set_exception(ProgramGone())
+
+    # -- requests of programs
+
+    async def answer(self, request: ClientRequest) -> ClientAnswer:
+        """Answer a request. A cancelled call means that the program is gone."""
+        try:
+            if request.action is Action.OPEN:
+                return ClientAnswer(200, await self._open(request))
+            if request.action is Action.GIVE_UP:
+                return ClientAnswer(200, await self._give_up(request.session))
+            return ClientAnswer(200, await self._reward(request))
+        except Refusal as refusal:
+            return refusal.answer
+
+    async def _open(self, request: ClientRequest) -> Mapping[str, Any]:
+        caller = Caller(self._prompt_of(request), asyncio.get_running_loop().create_future())
+        self._callers.append(caller)
+        try:
+            self._match()
+            if not caller.offer.done():
+                self.on_demand()
+            async with asyncio.timeout(WAIT_S):
+                rollout_id = await asyncio.shield(caller.offer)
+        except TimeoutError:
+            reason = f"no session is free after {WAIT_S:g} s: pipeline.max_staleness and rollout.max_running_rollouts "
+            raise Refusal(503, "no_session", f"{reason}limit how many are open; ask again") from None
+        except asyncio.CancelledError:
+            if caller.offer.done():  # for another program
+                self._offers.insert(0, caller.offer.result())
+                self._match()
+            raise
+        finally:
+            if caller in self._callers:
+                self._callers.remove(caller)
+            for rollout_id in [key for key in self._offers if not self._is_awaited(self._sessions[key].prompt)]:
+                self._drop(rollout_id)
+        if (session := self._sessions.get(rollout_id)) is None:
+            raise Refusal(503, "no_session", "the group of this session has just ended; ask again")
+        try:
+            await self.hand_out(rollout_id)
+        finally:  # if the program is gone, too: the journal may have it
+            session.deadline = time.time() + self.timeout_s
+            session.handed_out.set_result(None)
+            self.counts["sessions/handed_out"] += 1
+        access = session.access
+        return {
+            "session": rollout_id,
+            "base_url": access.base_url,
+            "anthropic_base_url": access.base_url.removesuffix("/v1"),
+            "api_key": access.api_key,
+            "model": access.model,
+            "deadline": session.deadline,
+            "prompt": row_of(session.prompt),
+        }
+
+    def _prompt_of(self, request: ClientRequest) -> Prompt | None:
+        if request.prompt is None:
+            if not self.has_prompts:
+                raise Refusal(400, "invalid_value", "the run has no prompts (data.train.path): send one as `prompt`")
+            return None
+        if self.group_size > 1:
+            message = f"a program's own prompt needs rollout.group_size 1, and this run has {self.group_size}"
+            raise Refusal(400, "invalid_value", message)
+        try:
+            prompt = RowForm("the request").prompt({**request.fields, "prompt": request.prompt}, 0)
+        except DataError as error:
+            raise Refusal(400, "invalid_value", f"prompt: {error.message}; {error.hint}") from None
+        return Prompt(f"{OWN}{prompt.uid}", prompt.content, prompt.fields, prompt.images)
+
+    async def _reward(self, request: ClientRequest) -> Mapping[str, Any]:
+        name = request.session
+        result = RewardResult(request.reward, request.metrics)
+        session = self._sessions.get(name)
+        prompt = Prompt(name, "") if session is None else session.prompt
+        score = checked(result, name=f"the program of session {name}", prompt=prompt)
+        if isinstance(score, RewardFailure):
+            raise Refusal(400, "invalid_reward", score.reason)
+        if session is None or not session.handed_out.done():
+            return await self._ended_with(name, score)
+        if not session.result.done():
+            if not request.has_reply:
+                raise Refusal(409, "no_reply", "the model has completed no reply in this session")
+            session.result.set_result(score)
+        elif session.result.result() is MASKED:
+            raise self._late(name, LEFT)
+        elif session.result.result() != score:
+            raise _second_reward(name)
+        if not await asyncio.shield(session.recorded):
+            return await self._ended_with(name, score)
+        return {"session": name, "status": "recorded"}
+
+    async def _give_up(self, name: str) -> Mapping[str, Any]:
+        session = self._sessions.get(name)
+        if session is None or not session.handed_out.done():
+            return await self._ended_with(name, MASKED)
+        if not session.result.done():
+            self.counts["sessions/given_up"] += 1
+            session.result.set_result(MASKED)
+        elif session.result.result() is not MASKED:
+            raise _second_reward(name)
+        return {"session": name, "status": "given up"}
+
+    async def _ended_with(self, name: str, score: Scored) -> Mapping[str, Any]:
+        """The answer about a session that has ended, perhaps under an earlier driver."""
+        outcome = await self.outcome(name)
+        if outcome is None:
+            raise Refusal(404, "session_not_found", f"there is no session {name}")
+        if outcome.score == score:  # a repeated request: its first answer was lost
+            return {"session": name, "status": "recorded"}
+        if outcome.score is not None and outcome.score != MASKED:
+            raise _second_reward(name)
+        raise self._late(name, ENDINGS.get(outcome.group_state, LEFT))
+
+    def _late(self, name: str, reason: str) -> Refusal:
+        self.counts["sessions/late"] += 1
+        return Refusal(410, "session_ended", f"session {name} has ended: {reason}")
+
+
+def _second_reward(name: str) -> Refusal:
+    return Refusal(409, "reward_exists", f"session {name} has another reward already")
+
+
+class ClientPrompts(PromptSource):
+    """The prompts of a run with outside sessions: as many as programs wait for, their own ones first."""
+
+    def __init__(
+        self,
+        sessions: OutsideSessions,
+        loader: PromptLoader,
+        encoder: PromptEncoder,
+        unused_prompts: Iterable[Prompt],
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(loader, encoder, unused_prompts, warn=warn)
+        self._sessions = sessions
+
+    @property
+    def wanted_groups(self) -> int:
+        return self._sessions.wanted_groups
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {**super().metrics, **self._sessions.counts}
+
+    def candidate(self) -> Candidate:
+        if (prompt := self._sessions.own_prompt()) is None:
+            return super().candidate()
+        return self._numbered(prompt, Encoded(()))
