@@ -28,7 +28,7 @@ class OpenBody(Wire):
     """A program's own prompt, text or chat messages, and further columns of its row; without a prompt the run's next
     prompt is used."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid")
 
     prompt: Text | list[dict[str, Any]] | None = None
     fields: dict[str, Any] = Field(default_factory=dict)
@@ -38,7 +38,7 @@ class RewardBody(Wire):
     """A reward; null masks the rollout. ``metrics`` are recorded, and may be parts of the reward
     (`algorithm.reward_parts`)."""
 
-    model_config = ConfigDict(extra="forbid")  # with NaN and infinity, which get an answer of their own
+    model_config = ConfigDict(extra="forbid")
 
     reward: Annotated[float, Field(strict=True)] | None
     metrics: dict[str, Annotated[float, Field(strict=True)]] = Field(default_factory=dict)

@@ -22,7 +22,7 @@ MAX_ENDED_IDS = 10_000
 
 
 class Action(StrEnum):
-    """The requests of programs outside of the run (decision 0109)."""
+    """The requests of programs outside of the run (decision 0034)."""
 
     OPEN = "open"
     REWARD = "reward"

@@ -1,4 +1,4 @@
-"""Sessions of programs outside of the run (`task.use: external`, decision 0109).
+"""Sessions of programs outside of the run (`task.use: external`, decision 0034).
 
 An outside session is an episode that the run does not start:
 

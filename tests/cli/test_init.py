@@ -21,7 +21,17 @@ TEMPLATES = templates()
 NAMES = [
     *("agent", "bugfix-agent", "calculator-agent", "claude-code", "codex", "command-agent", "environment", "gym"),
     *("judge", "kuberay", "math"),
-    *("mini-swe-agent", "mix", "openenv", "reward-function", "saved-model", "slurm", "unit-tests", "vision"),
+    *(
+        "mini-swe-agent",
+        "mix",
+        "openenv",
+        "outside-agent",
+        "reward-function",
+        "saved-model",
+        "slurm",
+        "unit-tests",
+        "vision",
+    ),
 ]
 
 

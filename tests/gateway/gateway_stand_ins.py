@@ -23,7 +23,7 @@ from asyncrl_cli.gateway.connections import ConnectionLimits
 from asyncrl_cli.gateway.server import Gateway, listen
 from asyncrl_cli.gateway.service import Service
 from asyncrl_cli.gateway.session import Session, SessionLimits
-from asyncrl_cli.gateway.sessions import Sessions, session_key, session_url
+from asyncrl_cli.gateway.sessions import OutsideClients, Sessions, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.spec.sections import GatewaySpec
 from tests.gateway.conversation_stand_ins import end_of
@@ -162,7 +162,11 @@ def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limit
 
 @asynccontextmanager
 async def served(
-    engine: Engine | None = None, limits: ConnectionLimits | None = None, plain: bool = True, **settings: Any
+    engine: Engine | None = None,
+    limits: ConnectionLimits | None = None,
+    plain: bool = True,
+    clients: OutsideClients | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """A gateway on a free port for the duration of the block; ``plain``: calls without a session are allowed."""
     engine = engine or Engine()
@@ -182,6 +186,7 @@ async def served(
         chat=engine.chat,
         model=MODEL,
         bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
+        clients=clients,
     )
     gateway = Gateway(service, listen(spec.host, spec.port), limits)
     await gateway.start()

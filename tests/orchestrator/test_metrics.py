@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -275,7 +275,7 @@ def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -
 class Recorded:
     """A buffer, a source of prompts and a reporter that keep nothing."""
 
-    filter, skipped, unusable = None, 0, 0
+    metrics: Mapping[str, float] = MappingProxyType({})
     encoder = SimpleNamespace(vocabulary=100)
 
     async def trained(self, record: Any) -> None: ...

@@ -139,3 +139,30 @@ def test_a_loaded_spec_names_the_files_of_a_pattern(write: Write, monkeypatch: p
     assert check_changes(loaded.spec, recorded) == []
     with pytest.raises(SpecError, match=r"data\.train\.path: cannot change for a recorded run"):
         check_changes(recorded, load_spec(spec).spec)
+
+
+@pytest.mark.parametrize(
+    ("lines", "path", "words"),
+    [
+        ("", "data.eval", "set data.eval to null"),
+        ("model: {path: a/b, max_images: 1}", "model.max_images", "no images yet"),
+        ("data: {eval: null}", "rollout.group_size", "each for one rollout"),
+        ("data: {eval: null, filter: {}}", "data.filter", "choose when a prompt is played"),
+        ("data: {eval: null}\nevaluation: {sets: {a: {data: {size: 1}}}}", "evaluation.sets.a.task", "of its own"),
+        ("task: {use: external, sandbox: {}}", "task.sandbox", "run elsewhere"),
+        ("task: {mix: [{name: a, use: external}]}", "task.mix.0.use", "cannot be part of a mix"),
+        ("data: {train: {path: rows.csv}, eval: null}", "rollout.gateway.port", "only in the run's sessions.json"),
+    ],
+)
+def test_a_setting_that_does_not_fit_outside_programs_is_reported(
+    write: Write, lines: str, path: str, words: str
+) -> None:
+    sections = {"model": "{path: a/b}", "task": "{use: external}", "stop": "{steps: 10}"}
+    kept = "".join(f"{key}: {value}\n" for key, value in sections.items() if f"{key}:" not in lines)
+    file = write(f"{kept}{lines}\n")
+    write("prompt\na\n", "rows.csv")
+    try:
+        problems = load_spec(file, ["rollout.group_size=8"]).warnings
+    except SpecError as error:
+        problems = tuple(error.problems)
+    assert any(problem.path == path and words in f"{problem.message} {problem.hint}" for problem in problems), problems
