@@ -57,6 +57,10 @@ OWN = "outside/"
 """Prefix of the uids of programs' own prompts."""
 
 
+UNKNOWN = Prompt("unknown", "")
+"""The prompt of an earlier driver's session until its episode begins again."""
+
+
 class ProgramGone(Exception):
     """The program that sent its own prompt left before it got the session."""
 
@@ -73,13 +77,13 @@ class Refusal(Exception):
 class OutsideSession:
     """One rollout from its offer to its end."""
 
-    prompt: Prompt
-    access: ModelAccess
-    handed_out: asyncio.Future[None]
-    result: asyncio.Future[Scored | RewardFailure]
-    recorded: asyncio.Future[bool]
+    prompt: Prompt = UNKNOWN
+    access: ModelAccess | None = None
+    handed_out: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    result: asyncio.Future[Scored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    recorded: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """True once the journal has the result; False if the group has ended without it."""
-    deadline: float = 0.0  # unix time
+    deadline: float = 0.0  # unix time; 0: the episode has not begun
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +126,11 @@ class OutsideSessions:
     _opening: int = 0  # rollouts that will be offered soon
     _idling: asyncio.Task[None] | None = None
 
+    def __post_init__(self) -> None:
+        for rollout_id in self.handed_out:  # now: a reward may come before the episode begins again
+            self._sessions[rollout_id] = OutsideSession()
+            self._sessions[rollout_id].handed_out.set_result(None)
+
     # -- in place of episode workers
 
     async def start(self) -> None:
@@ -148,17 +157,13 @@ class OutsideSessions:
 
     async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
         """Offer the session ``key`` and wait for its result: a reward, or ``MASKED`` at its deadline."""
-        session = self._sessions.get(key)
-        if session is None:
-            loop = asyncio.get_running_loop()
-            futures = loop.create_future(), loop.create_future(), loop.create_future()
-            session = self._sessions[key] = OutsideSession(prompt, access, *futures)
-            if key in self.handed_out:
-                session.deadline = time.time() + self.timeout_s
-                session.handed_out.set_result(None)
-            else:
-                self._offers.append(key)
-        session.access = access
+        if key not in self._sessions:
+            self._sessions[key] = OutsideSession()
+            self._offers.append(key)
+        session = self._sessions[key]
+        session.prompt, session.access = prompt, access
+        if session.handed_out.done() and not session.deadline:  # by an earlier driver
+            session.deadline = time.time() + self.timeout_s
         self._opening -= 1
         try:
             self._match()
@@ -270,6 +275,7 @@ class OutsideSessions:
             session.handed_out.set_result(None)
             self.counts["sessions/handed_out"] += 1
         access = session.access
+        assert access is not None, "the session was offered"
         return {
             "session": rollout_id,
             "base_url": access.base_url,
@@ -298,7 +304,7 @@ class OutsideSessions:
         name = request.session
         result = RewardResult(request.reward, request.metrics)
         session = self._sessions.get(name)
-        prompt = Prompt(name, "") if session is None else session.prompt
+        prompt = UNKNOWN if session is None else session.prompt
         score = checked(result, name=f"the program of session {name}", prompt=prompt)
         if isinstance(score, RewardFailure):
             raise Refusal(400, "invalid_reward", score.reason)

@@ -207,6 +207,7 @@ class RolloutScheduler:
         self._to_begin -= 1
         task = asyncio.current_task()
         if group.group_id not in self._open or task is None:  # abandoned before it began
+            episodes.ended(request.rollout_id, False)
             return
         self._episode_tasks[request.rollout_id] = task
         is_recorded = False

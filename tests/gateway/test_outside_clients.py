@@ -167,6 +167,22 @@ def test_paths_for_programs_check_keys_and_bodies() -> None:
     in_time(test)
 
 
+def test_a_call_waits_until_its_session_is_open_again() -> None:
+    async def ask(request: ClientRequest) -> ClientAnswer:
+        raise AssertionError
+
+    async def test() -> None:
+        async with served(clients=OutsideClients(TOKEN, ask)) as run:
+            calling = asyncio.create_task(run.client("7-0").completions.create(model="any", prompt="hello"))
+            run.session("8-0")
+            await run.client("8-0").completions.create(model="any", prompt="hello")
+            assert not calling.done()
+            run.session("7-0")
+            assert (await calling).choices[0].text
+
+    in_time(test)
+
+
 def test_a_program_that_leaves_is_no_longer_waited_for() -> None:
     begun, cancelled = asyncio.Event(), False
 

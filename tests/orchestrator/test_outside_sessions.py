@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
@@ -18,7 +18,13 @@ from asyncrl_cli.workers.messages import Played
 class Run:
     """Outside sessions in a run that admits every wanted group at once, and a journal in memory."""
 
-    def __init__(self, group_size: int = 2, timeout_s: float = 60.0, has_prompts: bool = True) -> None:
+    def __init__(
+        self,
+        group_size: int = 2,
+        timeout_s: float = 60.0,
+        has_prompts: bool = True,
+        handed_out: Sequence[str] = (),
+    ) -> None:
         self.journal: dict[str, RolloutOutcome] = {}
         self.handed_out: list[str] = []
         self.commits = asyncio.Event()  # rewards reach the journal while it is set
@@ -34,6 +40,7 @@ class Run:
             hand_out=self._hand_out,
             outcome=self._outcome,
             on_demand=self.admit,
+            handed_out=handed_out,
         )
 
     async def _hand_out(self, rollout_id: str) -> None:
@@ -181,13 +188,14 @@ def test_a_reward_for_an_abandoned_group_is_refused_with_the_reason() -> None:
 
 def test_an_earlier_drivers_sessions_are_not_handed_out_again() -> None:
     async def test() -> None:
-        run = Run()
+        run = Run(handed_out=["0-0"])
         run.admits = False
-        run.sessions.handed_out = {"0-0"}
+        early = asyncio.create_task(run.reward("0-0", 1.0))  # before the episode begins again
+        await asyncio.sleep(0)
         for index in range(2):
             run.play(f"0-{index}", Prompt("row 0", "1+1="))
         assert (await run.open()).body["session"] == "0-1"
-        assert (await run.reward("0-0", 1.0)).status == 200
+        assert (await early).status == 200
         assert (await run.played["0-0"]).score == Scored(1.0)
 
     in_run(test)
