@@ -1,83 +1,28 @@
-"""Programs outside of a real run: 64 at once, killed ones, and a killed driver."""
+"""Programs outside of a real run: 64 at once, killed ones, a killed driver, and own prompts."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from tests.e2e.conftest import ROOT, Runs, mark_of, processes_of, steps_of, until
-from tests.e2e.gateway.outside_programs import audit
-from tests.small_models import UNTRAINED
+from tests.e2e.conftest import Runs, steps_of, until
+from tests.e2e.gateway.outside_campaign import SPEC, disturbed
 
 pytestmark = pytest.mark.stack
 
-SPEC: dict[str, Any] = {
-    "name": "outside",
-    "model": {**UNTRAINED, "max_length": 128},
-    "task": {"use": "external", "episode": {"timeout_s": 20}},
-    "data": {"train": {"path": str(ROOT / "templates/agent/prompts.jsonl")}, "eval": None},
-    "rollout": {"group_size": 4, "max_running_rollouts": 64, "max_prompt_tokens": 16, "max_response_tokens": 12},
-    "pipeline": {"mode": "async", "max_staleness": 2, "groups_per_step": 8},
-}
-
-
-def start_programs(runs: Runs, access: Path, sessions: int) -> subprocess.Popen[bytes]:
-    module = "tests.e2e.gateway.outside_programs"
-    command = [sys.executable, "-m", module, str(access), str(runs.folder / "log.jsonl"), "--sessions", str(sessions)]
-    return subprocess.Popen(command, cwd=ROOT)
-
-
-def kill_driver(process: subprocess.Popen[str]) -> None:
-    mark = mark_of(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    until(lambda: not processes_of(mark), "the run's processes to end", 60)
-
-
-def rewarded(run: Path) -> int:
-    with open_for_reading(run / FILE) as journal:
-        return int(journal.execute("SELECT count(*) FROM rollouts WHERE reward IS NOT NULL").fetchone()[0])
-
 
 def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    driver = runs.start("train", runs.write_spec(**SPEC, stop={"steps": 6}))
-    programs: list[subprocess.Popen[bytes]] = []
-    try:
-        (access,) = until(lambda: list(tmp_path.glob("*/sessions.json")), "the run's address")
-        assert stat.S_IMODE(access.stat().st_mode) == 0o600
-        programs = [start_programs(runs, access, 48), start_programs(runs, access, 16)]
-        run = access.parent
-        until(lambda: rewarded(run) >= 20, "rewards")
-        programs[1].kill()  # its sessions are masked at their deadlines
-        until(lambda: len(steps_of(run)) >= 2, "a step")
-        kill_driver(driver)
-        address = json.loads(access.read_text())
-        driver = runs.start("resume", run)
-        ended = runs.wait(driver)
-        assert ended.code == 0, ended.out + ended.err + runs.logs()
-        programs[0].wait(300)
-        assert json.loads(access.read_text()) == address, "a resumed run has the same address"
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-        driver.kill()
-        driver.communicate()
-    assert [row["step"] for row in steps_of(run)] == list(range(1, 7))
-    audited = audit(run, tmp_path / "log.jsonl")
+    """``python -m tests.e2e.gateway.outside_campaign`` has more sessions and kills."""
+    run, audited = disturbed(Runs(tmp_path), steps=5, kills=1)
+    assert stat.S_IMODE((run / "sessions.json").stat().st_mode) == 0o600
+    assert [row["step"] for row in steps_of(run)] == list(range(1, 6))
     assert not audited.problems, f"{audited}\n" + "\n".join(audited.problems)
-    assert audited.counts["rewarded sessions in trained groups"] >= 6 * 8 * 2
+    assert audited.counts["rewarded sessions in trained groups"] >= 5 * 8 * 2
     assert audited.counts["starts"] == 2
     assert audited.counts["branches"] == 0, "each program had one conversation, before and after the kill"
 
