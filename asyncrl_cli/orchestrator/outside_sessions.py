@@ -247,6 +247,7 @@ class OutsideSessions:
     async def _open(self, request: ClientRequest) -> Mapping[str, Any]:
         caller = Caller(self._prompt_of(request), asyncio.get_running_loop().create_future())
         self._callers.append(caller)
+        rollout_id = ""
         try:
             self._match()
             if not caller.offer.done():
@@ -256,14 +257,12 @@ class OutsideSessions:
         except TimeoutError:
             reason = f"no session is free after {WAIT_S:g} s: pipeline.max_staleness and rollout.max_running_rollouts "
             raise Refusal(503, "no_session", f"{reason}limit how many are open; ask again") from None
-        except asyncio.CancelledError:
-            if caller.offer.done():  # for another program
-                self._offers.insert(0, caller.offer.result())
-                self._match()
-            raise
         finally:
             if caller in self._callers:
                 self._callers.remove(caller)
+            elif not rollout_id and (offer := caller.offer.result()) in self._sessions:  # for another program
+                self._offers.insert(0, offer)
+                self._match()
             for rollout_id in [key for key in self._offers if not self._is_awaited(self._sessions[key].prompt)]:
                 self._drop(rollout_id)
         if (session := self._sessions.get(rollout_id)) is None:
