@@ -30,6 +30,7 @@ from asyncrl_cli.data.prompt_encoder import Encoded, PromptEncoder
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
 from asyncrl_cli.journal.rollout_rows import RolloutOutcome
+from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt
@@ -243,6 +244,8 @@ class OutsideSessions:
             return ClientAnswer(200, await self._reward(request))
         except Refusal as refusal:
             return refusal.answer
+        except JournalError:  # the run is ending
+            return ClientAnswer(503, {"message": "the run is stopping"}, "server_stopping")
 
     async def _open(self, request: ClientRequest) -> Mapping[str, Any]:
         caller = Caller(self._prompt_of(request), asyncio.get_running_loop().create_future())

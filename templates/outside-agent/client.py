@@ -27,22 +27,21 @@ def play(session):
 
 
 def work(access):
-    """Play sessions until the run has ended; returns their number."""
-    count = 0
+    """Play sessions until the run has ended; returns the number of rewards."""
+    count, token = 0, {"authorization": f"Bearer {access['token']}"}
     with httpx.Client(base_url=access["url"], timeout=120, trust_env=False) as run:
-        try:
-            while True:
-                opened = run.post("/sessions", json={}, headers={"authorization": f"Bearer {access['token']}"})
-                if opened.status_code == 503:  # no group can be admitted now
+        while True:
+            try:
+                opened = run.post("/sessions", json={}, headers=token)
+                if opened.status_code == 503:  # no session is free now
                     continue
                 session = opened.raise_for_status().json()
-                key = {"authorization": f"Bearer {session['api_key']}"}
-                rewarded = run.post(
-                    f"/sessions/{session['session']}/reward", json={"reward": play(session)}, headers=key
-                )
-                count += rewarded.status_code == 200
-        except (httpx.TransportError, openai.APIError):
-            return count
+                body, key = {"reward": play(session)}, {"authorization": f"Bearer {session['api_key']}"}
+                count += run.post(f"/sessions/{session['session']}/reward", json=body, headers=key).is_success
+            except openai.APIStatusError as error:
+                print(error.message)  # such as a session that has ended
+            except (httpx.HTTPError, openai.APIConnectionError):
+                return count
 
 
 if __name__ == "__main__":
