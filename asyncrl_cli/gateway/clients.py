@@ -52,8 +52,8 @@ def clients_router(service: Service, clients: OutsideClients, check_token: Check
     @router.post("/sessions", dependencies=[Depends(check_token)])
     async def open_session(request: Request) -> Response:
         async with service.bodies.read(request, OpenBody) as (body, _):
-            asked = ClientRequest(Action.OPEN, prompt=body.prompt, fields=body.fields)
-        call = ConnectedCall(request, clients.ask(asked))
+            client_request = ClientRequest(Action.OPEN, prompt=body.prompt, fields=body.fields)
+        call = ConnectedCall(request, clients.ask(client_request))
         service.calls.add(call.task)
         call.task.add_done_callback(service.calls.discard)
         return _response(await call.result())
@@ -62,14 +62,14 @@ def clients_router(service: Service, clients: OutsideClients, check_token: Check
     async def reward(request: Request, session_id: str) -> Response:
         async with service.bodies.read(request, RewardBody) as (body, _):
             session = service.sessions.open_session(session_id)
-            asked = ClientRequest(
+            client_request = ClientRequest(
                 Action.REWARD,
                 session_id,
                 reward=body.reward,
                 metrics=body.metrics,
                 has_reply=session is None or session.has_reply,
             )
-        return _response(await clients.ask(asked))
+        return _response(await clients.ask(client_request))
 
     @router.delete("/sessions/{session_id:path}", dependencies=[Depends(check_key)])
     async def give_up(session_id: str) -> Response:

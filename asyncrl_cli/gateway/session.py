@@ -157,17 +157,21 @@ class Session:
         self._sampling = sampling
         self._limits = limits
         self._priority = priority
-        kept = {
+        kept_replies = {
             index: replies
             for index, segments in (recorded or {}).items()
             if continues
-            and (replies := KeptReplies.of(TokenSequence.join(segments), chat.end_tokens, limits.max_call_tokens))
+            and (
+                replies := KeptReplies.from_tokens(
+                    TokenSequence.join(segments), chat.end_tokens, limits.max_call_tokens
+                )
+            )
         }
-        self.calls = sum(replies.replies for replies in kept.values())
+        self.calls = sum(replies.replies for replies in kept_replies.values())
         """Replies requested so far."""
-        self.sampled_tokens = sum(replies.sampled_tokens for replies in kept.values())
+        self.sampled_tokens = sum(replies.sampled_tokens for replies in kept_replies.values())
         """Tokens of all complete replies."""
-        self._transcript = Transcript(rollout_id, recorded or {}, on_segments, kept)
+        self._transcript = Transcript(rollout_id, recorded or {}, on_segments, kept_replies)
         self._running: set[asyncio.Task[Rollout]] = set()
         self._closed = False
 
@@ -376,7 +380,7 @@ class Session:
         variables: Mapping[str, Any] | None,
         images: Mapping[str, Image] | None,
     ) -> None:
-        """Make the last message a turn if it is a kept reply, so that calls continue its exact tokens."""
+        """Make the last message a turn if it is a kept reply, and calls continue its exact tokens."""
         rendered = await self._render_chat(messages[:-1], tools, render, variables=variables, images=images)
         tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids)
         if tokens is None or rendered.chat is None or rendered.history is None:

@@ -13,7 +13,7 @@ A branch may also know tokens beyond its end: tokens recorded in an earlier play
 abandoned. A call with the same prompt gets them; another prompt replaces them.
 
 A program outside of the run does not begin again when the run does: it has the earlier replies. For it, complete
-recorded replies stay in the rollout whether or not a call repeats them (``kept``), and another prompt begins
+recorded replies stay in the rollout whether or not a call repeats them (``kept_replies``), and another prompt begins
 another branch.
 """
 
@@ -85,22 +85,22 @@ class KeptReplies:
     sampled_tokens: int = 0
 
     @classmethod
-    def of(cls, tokens: TokenSequence, end_tokens: Container[int], max_call_tokens: int) -> KeptReplies | None:
+    def from_tokens(cls, tokens: TokenSequence, end_tokens: Container[int], max_call_tokens: int) -> KeptReplies | None:
         """The complete replies in recorded tokens. The last one is complete if context follows it, it ends with one of
         ``end_tokens``, or it has ``max_call_tokens``. None without a complete reply."""
-        kept, start = None, 0
+        kept_replies, start = None, 0
         while start < len(tokens.ids):
             is_sampled = tokens.versions[start] != CONTEXT
             length = (
                 _sampled_length(tokens.versions[start:]) if is_sampled else _context_length(tokens.versions[start:])
             )
             end = start + length
-            ended = int(tokens.ids[end - 1]) in end_tokens
-            if is_sampled and (end < len(tokens.ids) or ended or length >= max_call_tokens):
-                replies, count = (kept.replies, kept.sampled_tokens) if kept else (0, 0)
-                kept = cls(end, "stop" if ended else "length", replies + 1, count + length)
+            has_end_token = int(tokens.ids[end - 1]) in end_tokens
+            if is_sampled and (end < len(tokens.ids) or has_end_token or length >= max_call_tokens):
+                replies, count = (kept_replies.replies, kept_replies.sampled_tokens) if kept_replies else (0, 0)
+                kept_replies = cls(end, "stop" if has_end_token else "length", replies + 1, count + length)
             start = end
-        return kept
+        return kept_replies
 
 
 @dataclass(slots=True, eq=False)
@@ -134,9 +134,9 @@ class Transcript:
         rollout_id: str,
         recorded: Mapping[int, Sequence[Segment]],
         on_segments: OnSegments | None,
-        kept: Mapping[int, KeptReplies] | None = None,
+        kept_replies: Mapping[int, KeptReplies] | None = None,
     ) -> None:
-        """``recorded``: each branch's segments from an earlier play of the rollout. ``kept``: by branch, the
+        """``recorded``: each branch's segments from an earlier play of the rollout. ``kept_replies``: by branch, the
         recorded replies that stay in the rollout."""
         self._rollout_id = rollout_id
         self._on_segments = on_segments
@@ -144,25 +144,25 @@ class Transcript:
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
         # By branch number: tokens of recorded branches that no call has begun yet.
         self._recorded = {index: TokenPrefix(segments) for index, segments in recorded.items()}
-        self._kept = dict(kept or {})
+        self._kept_replies = dict(kept_replies or {})
         # New branches get other numbers than kept ones: the journal has the kept tokens under these.
-        self._next_index = 1 + max(self._kept, default=-1)
+        self._next_index = 1 + max(self._kept_replies, default=-1)
 
     @property
     def has_reply(self) -> bool:
         """True if the rollout has a complete reply."""
-        return bool(self._replies or self._kept)
+        return bool(self._replies or self._kept_replies)
 
     @property
     def restorable(self) -> bool:
         """True if kept replies are not yet the turns of a conversation."""
-        return bool(self._kept) or any(branch.kept_end > branch.length for branch in self._branches)
+        return bool(self._kept_replies) or any(branch.kept_end > branch.length for branch in self._branches)
 
     def recorded_reply(self, branch: Branch | None, prompt_ids: Sequence[int]) -> TokenSequence | None:
         """The kept reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
         prompt = np.asarray(prompt_ids, np.int32)
         start = 0 if branch is None else branch.length
-        candidates = [self._recorded[index] for index in self._kept] if branch is None else [branch.prefix]
+        candidates = [self._recorded[index] for index in self._kept_replies] if branch is None else [branch.prefix]
         for prefix in candidates:
             if _begins_with_prompt(prefix.tokens, start, prompt):
                 tokens = prefix.tokens
@@ -241,7 +241,7 @@ class Transcript:
             branch.prefix.cut(branch.length)
         if branch.kept_end > branch.length == 0:
             self._branches.remove(branch)
-            self._kept[branch.index] = KeptReplies(branch.kept_end, branch.finish)
+            self._kept_replies[branch.index] = KeptReplies(branch.kept_end, branch.finish)
         if branch.length == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
             self._recorded[branch.index] = branch.prefix
 
@@ -261,12 +261,12 @@ class Transcript:
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
 
     def _trained_branches(self) -> list[Branch]:
-        kept = [
+        kept_branches = [
             Branch(index, self._recorded[index], kept_end=replies.end, finish=replies.finish)
-            for index, replies in self._kept.items()
+            for index, replies in self._kept_replies.items()
         ]
         branches = [branch for branch in self._branches if branch.trained_length]
-        return sorted([*branches, *kept], key=lambda branch: branch.index)
+        return sorted([*branches, *kept_branches], key=lambda branch: branch.index)
 
     def replies(self) -> tuple[tuple[int, int], ...]:
         """For each complete reply, in order: the index of its sequence in ``rollout``, and the index after its last
@@ -288,8 +288,8 @@ class Transcript:
         for index in sorted(self._recorded, key=lambda index: (index != branch.index, index)):
             if _begins_with_prompt(self._recorded[index].tokens, 0, prompt):
                 recorded = self._recorded.pop(index)
-                if index in self._kept:  # the same number, under which the journal has them
-                    replies = self._kept.pop(index)
+                if index in self._kept_replies:  # the same number, under which the journal has them
+                    replies = self._kept_replies.pop(index)
                     branch.index, branch.kept_end, branch.finish = index, replies.end, replies.finish
                 if index == branch.index:
                     branch.prefix = recorded

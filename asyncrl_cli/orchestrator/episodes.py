@@ -70,7 +70,7 @@ class Players(Protocol):
     def slot(self, isolated: bool) -> AbstractAsyncContextManager[Player]:
         """Wait for a free place. ``isolated``: one without other episodes."""
 
-    def ended(self, rollout_id: str, recorded: bool) -> None:
+    def conclude(self, rollout_id: str, recorded: bool) -> None:
         """A training rollout has ended. ``recorded``: the journal has its score or failure."""
 
 
@@ -137,7 +137,7 @@ class EpisodeWorkers:
             finally:
                 worker.episodes -= 1
 
-    def ended(self, rollout_id: str, recorded: bool) -> None:
+    def conclude(self, rollout_id: str, recorded: bool) -> None:
         """Nobody waits for the record."""
 
     async def stop(self) -> None:
@@ -232,9 +232,9 @@ class Episodes:
             self._open -= 1
             self._on_progress()
 
-    def ended(self, rollout_id: str, recorded: bool) -> None:
-        """As ``Players.ended``."""
-        self._workers.ended(rollout_id, recorded)
+    def conclude(self, rollout_id: str, recorded: bool) -> None:
+        """As ``Players.conclude``."""
+        self._workers.conclude(rollout_id, recorded)
 
     async def _attempt(
         self, opening: SessionOpening, on_segments: OnSegments, prompt: Prompt, isolated: bool

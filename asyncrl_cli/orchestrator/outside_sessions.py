@@ -51,10 +51,10 @@ ENDINGS = {
     "rejected": "its group was rejected",
 }
 """Why a session without a reward has ended, by the group's state."""
-LEFT = "its deadline is over, or its program gave up"
+LEFT_TEXT = "its deadline is over, or its program gave up"
 
 
-OWN = "outside/"
+OWN_UID_PREFIX = "outside/"
 """Prefix of the uids of programs' own prompts."""
 
 
@@ -103,7 +103,7 @@ class OutsideSessions:
     Args:
         timeout_s: seconds from the handing out of a session to its deadline.
         group_size: rollouts of a group.
-        has_prompts: the run has prompts of its own.
+        has_prompts: the run has prompts (`data.train.path`).
         hand_out: records that a rollout is handed out.
         outcome: reads how a rollout has ended.
         handed_out: the rollouts that an earlier driver handed out.
@@ -142,7 +142,7 @@ class OutsideSessions:
             self._idling.cancel()
 
     async def _idle(self) -> None:
-        """A run whose programs want nothing does not hang."""
+        """Report progress while no program wants anything: the run does not hang."""
         while True:
             await asyncio.sleep(IDLE_S)
             if not self._sessions and not self._callers:
@@ -187,7 +187,7 @@ class OutsideSessions:
         finally:
             self._opening += 1
 
-    def ended(self, rollout_id: str, recorded: bool) -> None:
+    def conclude(self, rollout_id: str, recorded: bool) -> None:
         """A rollout has ended. ``recorded``: the journal has its result."""
         if (session := self._sessions.pop(rollout_id, None)) is not None:
             session.recorded.set_result(recorded)
@@ -199,10 +199,10 @@ class OutsideSessions:
     @property
     def wanted_groups(self) -> int:
         """Number of groups to admit for the programs that wait."""
-        own = sum(1 for caller in self._callers if caller.prompt is not None and not caller.admitted)
+        own_prompts = sum(1 for caller in self._callers if caller.prompt is not None and not caller.admitted)
         waiting = sum(1 for caller in self._callers if caller.prompt is None)
         missing_sessions = max(0, waiting - len(self._offers) - self._opening)
-        return own + -(-missing_sessions // self.group_size)
+        return own_prompts + -(-missing_sessions // self.group_size)
 
     def own_prompt(self) -> Prompt | None:
         """The next program's own prompt, which the caller will admit; None if no program waits with one."""
@@ -217,7 +217,7 @@ class OutsideSessions:
         for caller in list(self._callers):
             for rollout_id in self._offers:
                 uid = self._sessions[rollout_id].prompt.uid
-                if uid == caller.prompt.uid if caller.prompt is not None else not uid.startswith(OWN):
+                if uid == caller.prompt.uid if caller.prompt is not None else not uid.startswith(OWN_UID_PREFIX):
                     self._offers.remove(rollout_id)
                     self._callers.remove(caller)
                     caller.offer.set_result(rollout_id)
@@ -226,7 +226,9 @@ class OutsideSessions:
     def _is_awaited(self, prompt: Prompt) -> bool:
         """True unless it is the own prompt of a program that does not wait any more."""
         callers = (caller.prompt for caller in self._callers)
-        return not prompt.uid.startswith(OWN) or any(waiting and waiting.uid == prompt.uid for waiting in callers)
+        return not prompt.uid.startswith(OWN_UID_PREFIX) or any(
+            waiting and waiting.uid == prompt.uid for waiting in callers
+        )
 
     def _drop(self, rollout_id: str) -> None:
         self._offers.remove(rollout_id)
@@ -300,7 +302,7 @@ class OutsideSessions:
             prompt = RowForm("the request").prompt({**request.fields, "prompt": request.prompt}, 0)
         except DataError as error:
             raise Refusal(400, "invalid_value", f"prompt: {error.message}; {error.hint}") from None
-        return Prompt(f"{OWN}{prompt.uid}", prompt.content, prompt.fields, prompt.images)
+        return Prompt(f"{OWN_UID_PREFIX}{prompt.uid}", prompt.content, prompt.fields, prompt.images)
 
     async def _reward(self, request: ClientRequest) -> Mapping[str, Any]:
         name = request.session
@@ -317,7 +319,7 @@ class OutsideSessions:
                 raise Refusal(409, "no_reply", "the model has completed no reply in this session")
             session.result.set_result(score)
         elif session.result.result() is MASKED:
-            raise self._late(name, LEFT)
+            raise self._late_refusal(name, LEFT_TEXT)
         elif session.result.result() != score:
             raise _second_reward(name)
         if not await asyncio.shield(session.recorded):
@@ -344,9 +346,9 @@ class OutsideSessions:
             return {"session": name, "status": "recorded"}
         if outcome.score is not None and outcome.score != MASKED:
             raise _second_reward(name)
-        raise self._late(name, ENDINGS.get(outcome.group_state, LEFT))
+        raise self._late_refusal(name, ENDINGS.get(outcome.group_state, LEFT_TEXT))
 
-    def _late(self, name: str, reason: str) -> Refusal:
+    def _late_refusal(self, name: str, reason: str) -> Refusal:
         self.counts["sessions/late"] += 1
         return Refusal(410, "session_ended", f"session {name} has ended: {reason}")
 

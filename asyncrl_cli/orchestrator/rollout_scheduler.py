@@ -207,7 +207,7 @@ class RolloutScheduler:
         self._to_begin -= 1
         task = asyncio.current_task()
         if group.group_id not in self._open or task is None:  # abandoned before it began
-            episodes.ended(request.rollout_id, False)
+            episodes.conclude(request.rollout_id, False)
             return
         self._episode_tasks[request.rollout_id] = task
         is_recorded = False
@@ -228,7 +228,7 @@ class RolloutScheduler:
                 await self._conclude(finished, [Outcome(request.rollout_id, score)])
                 is_recorded = True
         finally:
-            episodes.ended(request.rollout_id, is_recorded)
+            episodes.conclude(request.rollout_id, is_recorded)
 
     def _record_segments(self, segments: list[Segment]) -> None:
         self._spawn(self._buffer.record(segments=segments))

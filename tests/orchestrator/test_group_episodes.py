@@ -40,7 +40,7 @@ class Episodes:
         self.cancelled: list[str] = []
         self.ended_rollouts: dict[str, bool] = {}
 
-    def ended(self, rollout_id: str, recorded: bool) -> None:
+    def conclude(self, rollout_id: str, recorded: bool) -> None:
         self.ended_rollouts[rollout_id] = recorded
 
     @property

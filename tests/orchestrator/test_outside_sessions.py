@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
 from asyncrl_cli.journal.rollout_rows import RolloutOutcome
-from asyncrl_cli.orchestrator.outside_sessions import MASKED, OWN, OutsideSessions
+from asyncrl_cli.orchestrator.outside_sessions import MASKED, OWN_UID_PREFIX, OutsideSessions
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import ModelAccess
@@ -66,7 +66,7 @@ class Run:
         await self.commits.wait()
         score = played.score if isinstance(played.score, Scored) else None
         self.journal[name] = RolloutOutcome("running" if score else "rejected", "", score)
-        self.sessions.ended(name, True)
+        self.sessions.conclude(name, True)
         return played
 
     async def open(self, **request: Any) -> ClientAnswer:
@@ -178,7 +178,7 @@ def test_a_reward_for_an_abandoned_group_is_refused_with_the_reason() -> None:
         await run.sessions._sessions[name].result
         run.played[name].cancel()
         run.journal[name] = RolloutOutcome("requeued", "", None)
-        run.sessions.ended(name, False)
+        run.sessions.conclude(name, False)
         answer = await rewarding
         assert (answer.status, answer.code) == (410, "session_ended")
         assert "on_stale" in answer.body["message"]
@@ -247,7 +247,7 @@ def test_own_prompts_go_to_the_programs_that_sent_them() -> None:
         answers = await asyncio.gather(*(run.open(prompt=text, fields={"answer": text}) for text in questions))
         assert [answer.body["prompt"]["prompt"] for answer in answers] == questions
         assert [answer.body["prompt"]["answer"] for answer in answers] == questions
-        assert all(answer.body["prompt"]["uid"].startswith(OWN) for answer in answers)
+        assert all(answer.body["prompt"]["uid"].startswith(OWN_UID_PREFIX) for answer in answers)
         assert (await run.open()).code == "invalid_value", "the run has no prompts"
         assert (await run.open(prompt="")).code == "invalid_value"
         assert (await run.open(prompt=[{"role": "nobody"}])).code == "invalid_value"
@@ -259,7 +259,7 @@ def test_own_prompts_go_to_the_programs_that_sent_them() -> None:
 def test_an_own_prompt_whose_program_left_fails() -> None:
     async def test() -> None:
         run = Run(group_size=1)
-        run.play("0-0", Prompt(f"{OWN}row", "1+1="))
+        run.play("0-0", Prompt(f"{OWN_UID_PREFIX}row", "1+1="))
         played = await run.played["0-0"]
         assert isinstance(played.score, RewardFailure)
         assert (await run.reward("0-0", 1.0)).status == 410
