@@ -26,7 +26,7 @@ agents: install
 
 # Programs that tests need outside the environment. Tests skip if one cannot be installed.
 test-setup: install
-	bash requirements/sandboxes.sh chromium
+	bash requirements/sandboxes.sh chromium podman runc busybox-static
 	bash requirements/agents.sh $(BIN)/python $(AGENTS) mini-swe-agent codex claude-code openenv || true
 
 # A file's tests share a process, because their fixtures take seconds to start. tests/conftest.py says which files come

@@ -2,8 +2,9 @@
 #     bash requirements/sandboxes.sh [PACKAGE...]
 #
 # Installs the programs that sandboxes need from Debian or Ubuntu, bubblewrap and libseccomp2, and the packages in the
-# arguments: `make test` also needs chromium. Needs root, or sudo without a password. Prints one line for each package
-# that it cannot install, and exits with 0, because tests skip missing programs.
+# arguments: `make test` also needs chromium, and for containers podman, runc and busybox-static. Needs root, or sudo
+# without a password. Prints one line for each package that it cannot install, and exits with 0, because tests skip
+# missing programs.
 set -uo pipefail
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(sudo -n)
@@ -12,6 +13,8 @@ present() {
   case $1 in
     bubblewrap) command -v bwrap ;;
     libseccomp2) ldconfig -p 2>/dev/null | grep -q 'libseccomp\.so\.2' || ls /usr/lib/*/libseccomp.so.2 ;;
+    podman | runc) command -v "$1" || ls /usr/sbin/"$1" ;;
+    busybox-static) command -v busybox ;;
     chromium) command -v chromium || command -v chromium-browser || command -v google-chrome ;;
   esac >/dev/null 2>&1
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -24,7 +25,9 @@ from asyncrl_cli.sandbox.trial import missing_program, problem
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.system.process_tree import ENGINE_PROCESSES, is_engine
 from asyncrl_cli.system.reaper import MARK, kill_marked
-from asyncrl_cli.tasks.episode_sandbox import check_images, image_of
+from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess
+from asyncrl_cli.tasks.episode_sandbox import check_images, episode_sandbox, image_of
+from asyncrl_cli.tasks.ready.command import Command
 from tests.sandbox.kinds import busybox_container, import_image
 
 pytestmark = pytest.mark.slow
@@ -229,3 +232,24 @@ def test_only_engines_of_episodes_survive_the_end_of_a_run() -> None:
     assert is_engine(f"/usr/bin/conmon\0-n\0{name}\0".encode())
     for command_line in (f"podman\0run\0--name\0my-{name}\0", "docker\0run\0--name\0asyncrl-sandbox-1\0", ""):
         assert not is_engine(command_line.encode())
+
+
+def test_a_command_starts_in_the_image_and_reads_the_specs_folder(
+    settings: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent.sh").write_text(
+        'test "$PWD" = /sandbox && test ! -e /sandbox/cwd && test "$HOME" = /sandbox/home || exit 3\n'
+        'grep -q \'"answer": "4"\' "$ASYNCRL_PROMPT_FILE" || exit 4\n'
+        'echo "$OPENAI_API_KEY" | grep -q secret || exit 5\n'
+        'touch "$ASYNCRL_FOLDER/a" 2>/dev/null && exit 6\n'
+        "echo 0.5\n"
+    )
+    monkeypatch.setenv(SPEC_FOLDER, str(tmp_path))
+    task = Command('sh "$ASYNCRL_FOLDER/agent.sh"')
+    prompt, access = Prompt("a", "2+2=", {"answer": "4"}), ModelAccess("http://127.0.0.1:9/v1", "secret", "policy")
+
+    async def episode() -> object:
+        async with episode_sandbox(task, settings, access.base_url, prompt) as sandbox:
+            return await task.run(prompt, access, sandbox)
+
+    assert asyncio.run(episode()) == 0.5
