@@ -43,6 +43,8 @@ USER_PROCESSES = 2**15
 """Processes of an image's user in all containers together, by which the kernel counts RLIMIT_NPROC."""
 SPARE_PROCESSES = 4
 """Processes beyond the limit: the container's first one, the shell around a command, and the one that ends others."""
+ENGINE_FAILURES = (125, 255)
+"""Exit statuses of the engine itself, if a container is missing or has ended."""
 EXEC_S = 30.0
 """Seconds to end a container's processes on a busy machine."""
 SIZE_INTERVAL_S = 2.0
@@ -168,6 +170,9 @@ class ContainerSupervisor(supervisor.Supervisor):
         subprocess.run([*self._engine, "rm", "--force", self._name], stderr=subprocess.DEVNULL, check=False)
 
     def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
+        """Raises ``EOFError`` if the container has ended."""
+        if self._client.poll() is not None:
+            raise EOFError("the container has ended")
         if action == b"write":
             self._exec(WRITE_FILE, fields[0], data=fields[1])
             return [b"done"]
@@ -179,8 +184,6 @@ class ContainerSupervisor(supervisor.Supervisor):
         return super()._answer(action, fields)
 
     def _started(self, command: str, environment: dict[str, str], output: int) -> int:
-        if self._client.poll() is not None:
-            raise EOFError("the container has ended")
         if "\0" in command:
             raise ValueError("embedded null byte")
         # Through standard input: other users of this machine can read the arguments of its processes.
@@ -226,7 +229,7 @@ class ContainerSupervisor(supervisor.Supervisor):
         return 0
 
     def _exec(self, script: str, *words: bytes, data: bytes = b"") -> bytes:
-        """Run a script with arguments inside; return its output. Raises ``OSError``."""
+        """Run a script inside; return its output. Raises ``OSError``, and ``EOFError`` if the container has ended."""
         result = subprocess.run(
             [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", script, "sh", *words],
             input=data,
@@ -236,6 +239,8 @@ class ContainerSupervisor(supervisor.Supervisor):
         if result.returncode in (errno.ENOENT, errno.EINVAL):
             reason = "not a file" if result.returncode == errno.EINVAL else os.strerror(errno.ENOENT)
             raise OSError(result.returncode, reason)
+        if result.returncode in ENGINE_FAILURES:
+            raise EOFError("the container has ended")
         if result.returncode:
             raise OSError(errno.EIO, result.stderr.decode(errors="replace").strip() or "cannot be done")
         return result.stdout

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain, islice
@@ -23,6 +24,7 @@ from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, TaskMix, Use
 
+IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 IMAGE_ROWS = 10_000
 """Rows of each split whose images are checked before a start."""
 TRIED_IMAGES = 4
@@ -98,11 +100,14 @@ def check_images(spec: SandboxSpec, splits: Iterable[Sequence[Prompt]], location
 
 
 def image_of(spec: SandboxSpec, prompt: Prompt) -> str:
-    """The container's image for a prompt. Raises ``SandboxError`` if the row lacks a column that the image names."""
+    """The container's image for a prompt. Raises ``SandboxError`` if the row does not give the name of an image."""
     try:
-        return str(spec.image).format_map(prompt.fields)
+        image = str(spec.image).format_map(prompt.fields)
     except (KeyError, LookupError, ValueError, AttributeError) as error:
         raise SandboxError(f"the row {prompt.uid} does not fill the image {spec.image}: {error!r}") from error
+    if not IMAGE_NAME.fullmatch(image):  # a name that begins with a dash would be an option of the engine
+        raise SandboxError(f"the row {prompt.uid} names no image: {image!r}")
+    return image
 
 
 @asynccontextmanager

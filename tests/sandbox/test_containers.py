@@ -212,6 +212,8 @@ def test_images_of_rows_are_checked_before_a_start(settings: SandboxSpec) -> Non
     with pytest.raises(TaskError, match="row b has no sandbox here: there is no image") as caught:
         check_images(by_row, [[row("a", tag="commands"), row("b", tag="other")]], "task")
     assert caught.value.location == "task.sandbox.image"
+    with pytest.raises(SandboxError, match="names no image: '--privileged'"):
+        image_of(settings.model_copy(update={"image": "{tag}"}), row("a", tag="--privileged"))
     with pytest.raises(TaskError, match="row a does not fill"):
         check_images(by_row, [[row("a")]], "task")
 
@@ -221,7 +223,7 @@ def test_a_container_that_ends_is_an_error(settings: SandboxSpec) -> None:
         name = container_names(f"ancestor={settings.image}")
         subprocess.run(["podman", "kill", name], capture_output=True, check=True)
         with pytest.raises(SandboxError):
-            await sandbox.run("echo")
+            await sandbox.write_file("a", b"")
 
     in_container(settings, body)
 
