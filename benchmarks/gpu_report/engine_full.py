@@ -27,7 +27,7 @@ REQUESTS = {"cuda": (64, 256, 512, 1024), "cpu": (16, 64)}
 TOKENS = {"cuda": 256, "cpu": 32}
 """Tokens of each response."""
 PROMPT_IDS = tuple(range(3, 19))
-ROUNDS = 3
+ROUNDS = 5
 """Responses of each open request; the first one is not counted."""
 OURS, EACH_TOKEN, BARE = "asyncrl", "asyncrl, a record for each token", "vLLM"
 
