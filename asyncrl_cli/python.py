@@ -44,7 +44,7 @@ class Run:
     def __init__(self, folder: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
         """``process``: the run's driver, if this process has started it."""
         self.folder = Path(folder).absolute()
-        if not (self.folder / "spec.yaml").is_file():
+        if not (self.folder / "manifest.json").is_file():
             raise RunError("this is not a run's folder", location=str(self.folder), hint="list runs: asyncrl runs")
         self._directory = RunDirectory(self.folder)
         self._process = process

@@ -83,7 +83,7 @@ class StartChecks:
         self._thorough = thorough
         self._references = references or {}
         self._training = training
-        self._takes_data = takes_data
+        self._takes_data = takes_data and spec.stop.steps != 0
         self._open = ExitStack()
         self._folder = Path()
         self._model_dir = ""

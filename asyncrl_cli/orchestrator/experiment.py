@@ -44,8 +44,9 @@ class Experiment:
         notice: Callable[[str], None] = lambda _: None,
         training: bool = True,
     ) -> Experiment:
-        """Import the task and open the data, without ``training`` only the evaluations' prompts. ``notice`` gets a text
-        if something takes long. Raises ``UserError``."""
+        """Import the task and open the data; only the evaluations' prompts without ``training``, or if the run ends
+        after its warm start. ``notice`` gets a text if something takes long. Raises ``UserError``."""
+        training = training and spec.stop.steps != 0
         with user_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path, connect=True)
             tasks = {"": task} | {

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 
+from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
@@ -100,26 +101,60 @@ class WarmStart:
     async def _train(self, ranks: TrainerRanks, rows: Sequence[SupervisedRow], folder: Path) -> None:
         warm_start = self.spec.model.warm_start
         assert warm_start is not None
+        held_out, rows = _split(rows, warm_start.held_out_rows, self.spec.seed)
         updates, tokens = warm_start.updates(len(rows)), 0
         self.status("starting the trainer of the warm start")
         await ranks.preload()
         await ranks.prepare_model()
         await ranks.start(None)
+        losses: dict[str, float] = {}
+        if held_out and self.noted_updates == 0:
+            losses = await _held_out_loss(ranks, held_out, warm_start.batch_size)
+            self.note({"version": 0, "time": time.time(), **losses, "step": -updates})
         reported_s = start_s = time.monotonic()
         order = _shuffled(rows, self.spec.seed)
         for update in range(updates):
             rate = warm_start.learning_rate * schedule.factor(update, updates, warm_start.schedule)
             report = await ranks.supervised_step(SupervisedBatch(tuple(islice(order, warm_start.batch_size)), rate))
             tokens += report.trained_tokens
+            is_due = update + 1 == updates or (
+                warm_start.evaluate_every and (update + 1) % warm_start.evaluate_every == 0
+            )
+            if held_out and is_due:
+                losses = await _held_out_loss(ranks, held_out, warm_start.batch_size)
             if update == self.noted_updates:  # otherwise repeated after the loss of a rank
-                self.note({**_row(report), "step": update + 1 - updates})
+                self.note({**_row(report), **(losses if is_due else {}), "step": update + 1 - updates})
                 self.noted_updates += 1
             if (now_s := time.monotonic()) >= reported_s + PROGRESS_S or update + 1 == updates:
                 reported_s = now_s
                 loss, speed = report.metrics["warm_start/loss"], tokens / (now_s - start_s)
-                self.status(f"warm start, update {update + 1} of {updates}, loss {loss:.3f}, {speed:,.0f} tokens/s")
+                loss_text = f"loss {loss:.3f}" + "".join(f", held-out {value:.3f}" for value in losses.values())
+                self.status(f"warm start, update {update + 1} of {updates}, {loss_text}, {speed:,.0f} tokens/s")
         with atomic_folder(folder.absolute()) as unfinished:  # the ranks may have another working directory
             await ranks.save_model(unfinished, self.run.path.absolute() / ADAPTER)
+
+
+def _split(
+    rows: Sequence[SupervisedRow], held_out_count: int, seed: int
+) -> tuple[list[SupervisedRow], Sequence[SupervisedRow]]:
+    """Return the held-out rows and the others. Raises ``DataError`` if no row is left to train on."""
+    if not held_out_count:
+        return [], rows
+    if held_out_count >= len(rows):
+        hint = f"keep fewer of the {counted(len(rows), 'row')}"
+        raise DataError("no row is left to train on", location="model.warm_start.held_out_rows", hint=hint)
+    drawn = set(random.Random(f"warm_start/held_out/{seed}").sample(range(len(rows)), held_out_count))
+    return [rows[index] for index in sorted(drawn)], [row for index, row in enumerate(rows) if index not in drawn]
+
+
+async def _held_out_loss(ranks: TrainerRanks, rows: Sequence[SupervisedRow], batch_size: int) -> dict[str, float]:
+    """Measure the mean of −log p over the learned tokens of all rows."""
+    loss_sum, tokens = 0.0, 0
+    for start in range(0, len(rows), batch_size):
+        report = await ranks.supervised_step(SupervisedBatch(tuple(rows[start : start + batch_size]), None))
+        loss_sum += report.metrics["warm_start/loss"] * report.trained_tokens
+        tokens += report.trained_tokens
+    return {"warm_start/held_out_loss": loss_sum / tokens}
 
 
 def _row(report: StepReport) -> dict[str, float]:

@@ -99,10 +99,10 @@ class SupervisedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SupervisedBatch:
-    """The rows of one supervised update, and its learning rate."""
+    """The rows of one supervised update, and its learning rate. None: only their loss is measured."""
 
     rows: tuple[SupervisedRow, ...]
-    learning_rate: float
+    learning_rate: float | None
 
 
 @dataclass(frozen=True, slots=True)

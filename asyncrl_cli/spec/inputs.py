@@ -123,6 +123,11 @@ class WarmStart(Section):
     """Passes over the rows, each in another order."""
     batch_size: Count = 32
     """Rows per update."""
+    held_out_rows: NonNegative = 0
+    """Rows, drawn by the seed, that are never trained on. Their loss is measured before the first update and after the
+    last one, and every `evaluate_every` updates."""
+    evaluate_every: NonNegative = 0
+    """Updates between two measurements of the held-out loss; 0: only before and after."""
     learning_rate: LearningRate = 1e-5
     """Peak learning rate."""
     schedule: RateSchedule = Field(default_factory=RateSchedule)

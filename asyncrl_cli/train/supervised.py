@@ -1,4 +1,4 @@
-"""Supervised updates: the warm start before reinforcement learning, on the same ranks (decision 0105).
+"""Supervised updates and held-out losses: the warm start before reinforcement learning (decision 0105).
 
 The loss of an update is −Σ log p / n over all n learned tokens of its rows. Packing, micro-batches, log-probs and the
 optimizer step are the ones of reinforcement learning. The policy's temperature must be 1.
@@ -26,7 +26,7 @@ from asyncrl_cli.train.step import plan_minibatch
 
 
 def train_rows(learner: Learner, batch: SupervisedBatch) -> StepReport:
-    """Make one optimizer update; collective over the ranks.
+    """Make one optimizer update, or only measure the loss; collective over the ranks.
 
     Raises ``RunError`` when too many updates in a row were not finite.
     """
@@ -34,23 +34,28 @@ def train_rows(learner: Learner, batch: SupervisedBatch) -> StepReport:
     engine, trainer = learner.engine, learner.spec.trainer
     rows = [_training_row(row) for row in batch.rows]
     minibatch = plan_minibatch(learner, rows, learner.spec.trainer.microbatch_tokens)
-    set_learning_rate(engine, batch.learning_rate)
     tokens = count_tokens(minibatch.rows)
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     for index, microbatch in enumerate(minibatch.microbatches):
         engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
-        logprobs = engine(microbatch.input_ids, microbatch.response_mask, **microbatch.model_arguments)
-        # Divided by the ranks, because DeepSpeed averages gradients over them (update.py).
-        loss = aggregate(-logprobs, microbatch.response_mask, "token_mean", tokens / trainer.ranks)
-        nonfinite_guard.backward(engine, loss)
+        with torch.set_grad_enabled(batch.learning_rate is not None):
+            logprobs = engine(microbatch.input_ids, microbatch.response_mask, **microbatch.model_arguments)
+            # Divided by the ranks, because DeepSpeed averages gradients over them (update.py).
+            loss = aggregate(-logprobs, microbatch.response_mask, "token_mean", tokens / trainer.ranks)
+        if batch.learning_rate is not None:
+            nonfinite_guard.backward(engine, loss)
         loss_sum += loss.detach()
         learner.finished_microbatches += 1
-    result = nonfinite_guard.step(engine)
-    learner.limit.note(result)
+    metrics = {}
+    if batch.learning_rate is not None:
+        set_learning_rate(engine, batch.learning_rate)
+        result = nonfinite_guard.step(engine)
+        learner.limit.note(result)
+        metrics["warm_start/learning_rate"] = batch.learning_rate
+        if not result.skipped:
+            metrics["warm_start/gradient_norm"] = result.norm
     loss = sum_over_ranks(loss_sum, data_group(trainer)) / trainer.ranks
-    metrics = {"warm_start/loss": loss.item(), "warm_start/learning_rate": batch.learning_rate}
-    if not result.skipped:
-        metrics["warm_start/gradient_norm"] = result.norm
+    metrics["warm_start/loss"] = loss.item()
     return StepReport(metrics, seconds=time.monotonic() - started, trained_tokens=tokens)
 
 

@@ -74,12 +74,14 @@ def test_run_outlives_its_python_process_and_another_one_stops_it(folder: Path) 
     )
     assert done.returncode == 0, done.stderr
     run = Run(done.stdout.strip())
-    until(lambda: run.status != "starting" and steps_of(run.folder), "a step")
-    with pytest.raises(TimeoutError, match="still runs after 0 s"):
-        run.wait(timeout_s=0)
-    with pytest.raises(RunError, match="no final model yet"):
-        _ = run.model
-    run.stop()
+    try:
+        until(lambda: (run.folder / "metrics.jsonl").exists() and steps_of(run.folder), "a step")
+        with pytest.raises(TimeoutError, match="still runs after 0 s"):
+            run.wait(timeout_s=0)
+        with pytest.raises(RunError, match="no final model yet"):
+            _ = run.model
+    finally:
+        run.stop()
     assert run.status == "interrupted" and run.metrics()["reward/mean"].between(0, 0.25).all()
     with pytest.raises(RunError, match="the run interrupted"):
         run.wait()

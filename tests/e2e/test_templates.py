@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from asyncrl_cli.journal.queries import group_record, snapshot
@@ -33,3 +35,19 @@ def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
         given = [segment.version == CONTEXT for segment in rollout.segments]
         assert {segment.rollout_id for segment in rollout.segments} == {rollout.rollout_id}
         assert given[0] and not given[-1] and sum(given) == rollout.metrics["tries"]
+
+
+def test_supervised_training_learns_and_is_evaluated(shared_runs: Runs) -> None:
+    made = shared_runs.run("init", "supervised", "my-words")
+    assert made.code == 0, made.err
+    changes = ("--set", f"runs_dir={shared_runs.folder}", "--set", "tracking.mlflow=false")
+    ended = shared_runs.run("train", shared_runs.folder / "my-words/spec.yaml", *changes)
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    run = shared_runs.newest()
+    name = "warm_start/held_out_loss"
+    losses = [row[name] for row in rows(run, "metrics.jsonl") if name in row]
+    assert len(losses) == 5 and losses[-1] < 0.05 < 1.0 < losses[0]
+    evaluated = shared_runs.run("evaluate", run)
+    assert evaluated.code == 0, evaluated.err
+    (file,) = run.glob("evaluations/*.jsonl")
+    assert json.loads(file.read_text().splitlines()[0])["accuracy"] > 0.9

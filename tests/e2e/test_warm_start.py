@@ -24,9 +24,11 @@ def settings(runs: Runs, **sections: Any) -> dict[str, Any]:
     warm_start = {
         "data": {"path": "sft.jsonl"},
         "response_column": "completion",
-        "epochs": 12,
+        "epochs": 15,
         "steps": UPDATES,
         "batch_size": 20,
+        "held_out_rows": 20,
+        "evaluate_every": 25,
         "learning_rate": 1.0e-3,
         "schedule": {"kind": "linear", "warmup_updates": 5},
     }
@@ -41,8 +43,11 @@ def weights(run: Path) -> bytes:
 def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: Runs) -> None:
     run = shared_runs.train(**settings(shared_runs))
     steps = rows(run, "metrics.jsonl")
-    assert [row["step"] for row in steps] == list(range(1 - UPDATES, 1))
-    assert steps[-1]["warm_start/loss"] < 0.5 * steps[0]["warm_start/loss"]
+    assert [row["step"] for row in steps] == list(range(-UPDATES, 1))
+    assert steps[-1]["warm_start/loss"] < 0.5 * steps[1]["warm_start/loss"]
+    name = "warm_start/held_out_loss"
+    held_out = {row["step"] + UPDATES: row[name] for row in steps if name in row}
+    assert list(held_out) == [0, 25, 50, UPDATES] and held_out[UPDATES] < 0.5 * held_out[0]
     assert not list((run / "logs").glob("engine-*.log")), "no engine is started"
 
     process = shared_runs.start("train", shared_runs.write_spec(**settings(shared_runs)))
@@ -57,7 +62,7 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     ended = shared_runs.run("resume", killed)
     assert ended.code == 0, ended.out + ended.err
     assert weights(killed) == weights(run)
-    assert [row["step"] for row in rows(killed, "metrics.jsonl")] == list(range(1 - UPDATES, 1))
+    assert [row["step"] for row in rows(killed, "metrics.jsonl")] == list(range(-UPDATES, 1))
 
     replayed = shared_runs.run("replay", run)
     assert replayed.code == 0 and "the warm start's weights are equal" in replayed.err
@@ -65,7 +70,7 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
 
 def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: Runs) -> None:
     run = shared_runs.train(**settings(shared_runs, stop={"steps": 2}, algorithm={"uniform_groups": "train"}))
-    assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(1 - UPDATES, 3))
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(-UPDATES, 3))
     assert rows(run, "metrics.jsonl")[-1]["correction/logprob_gap_max"] < 1e-3
     replayed = shared_runs.run("replay", run)
     assert replayed.code == 0, replayed.out + replayed.err

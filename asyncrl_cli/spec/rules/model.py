@@ -67,12 +67,15 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def warm_start_ends(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`model.warm_start` has `steps`, `epochs`, or both, and its `data` has a path."""
+    """`model.warm_start` has `steps`, `epochs`, or both, its `data` has a path, and `evaluate_every` needs
+    `held_out_rows`."""
     start, key = spec.model.warm_start, "model.warm_start"
     if start is None:
         return
     if not start.data.paths:
         yield Problem(f"{key}.data", "the task makes no rows with replies", "give path, such as sft.jsonl")
+    if start.evaluate_every and not start.held_out_rows:
+        yield Problem(f"{key}.evaluate_every", "there are no held-out rows to evaluate on", "set held_out_rows")
     if start.steps is None and start.epochs is None:
         yield Problem(key, "has neither steps nor epochs", "set steps, or epochs (passes over the rows)")
 
