@@ -99,7 +99,11 @@ class Harbor:
         """
         key = "tasks" if split == "train" else "eval_tasks"
         if (parent := self._folders[split]) is None:
-            raise TaskError("no tasks to evaluate on", location="task.options.eval_tasks", hint="name their folder")
+            raise TaskError(
+                "no tasks to evaluate on",
+                location="task.options.eval_tasks",
+                hint="name their folder, or set data.eval to null",
+            )
         folders = sorted(path.parent for path in parent.glob("*/task.toml"))
         if len(folders) < size:
             message = f"{parent} has {len(folders)} tasks (folders with task.toml), not {size}"
