@@ -57,7 +57,7 @@ from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
-from asyncrl_cli.runs.directory import MODEL, WARM_START, RunDirectory
+from asyncrl_cli.runs.directory import ADAPTER, MODEL, WARM_START, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
@@ -161,7 +161,10 @@ async def _run(
             work = _warm_started(experiment, recorder=recorder, reporter=reporter)
             experiment = await until_stopped(while_ray_lives(work, hint), stop)
         if not spec.stop.total:
-            shutil.copytree(run.path / WARM_START, run.path / MODEL, copy_function=os.link, dirs_exist_ok=True)
+            link = partial(shutil.copytree, copy_function=os.link, dirs_exist_ok=True)
+            link(run.path / WARM_START, run.path / MODEL, ignore=shutil.ignore_patterns(ADAPTER))
+            if spec.model.lora is not None:
+                link(run.path / WARM_START / ADAPTER, run.path / ADAPTER)
             result = RunResult(time.monotonic() - started, model=run.path / MODEL)
             ending = Ending("finished", _in_short(run, result))
             return result

@@ -131,7 +131,7 @@ class WarmStart:
                 loss_text = f"loss {loss:.3f}" + "".join(f", held-out {value:.3f}" for value in losses.values())
                 self.status(f"warm start, update {update + 1} of {updates}, {loss_text}, {speed:,.0f} tokens/s")
         with atomic_folder(folder.absolute()) as unfinished:  # the ranks may have another working directory
-            await ranks.save_model(unfinished, self.run.path.absolute() / ADAPTER)
+            await ranks.save_model(unfinished, unfinished / ADAPTER)
 
 
 def _split(

@@ -17,6 +17,7 @@
       logs/             one file per process
       checkpoints/      trainer state, one folder per checkpointed step
       model/            the final weights, as a Hugging Face directory
+      adapter/          the final adapters, as peft saves them
 
 Invariant: a reader never sees half a file, because files that change are replaced atomically.
 """

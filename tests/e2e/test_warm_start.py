@@ -69,12 +69,19 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
 
 
 def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: Runs) -> None:
-    run = shared_runs.train(**settings(shared_runs, stop={"steps": 2}, algorithm={"uniform_groups": "train"}))
+    sections = settings(shared_runs, stop={"steps": 2}, algorithm={"uniform_groups": "train"})
+    sections["model"]["lora"] = {"rank": 4}
+    run = shared_runs.train(**sections)
+    adapters = [
+        (run / folder / "adapter_model.safetensors").read_bytes() for folder in ("warm_start/adapter", "adapter")
+    ]
+    assert adapters[0] != adapters[1]
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(-UPDATES, 3))
     assert rows(run, "metrics.jsonl")[-1]["correction/logprob_gap_max"] < 1e-3
     replayed = shared_runs.run("replay", run)
     assert replayed.code == 0, replayed.out + replayed.err
     assert "the warm start's weights are equal" in replayed.err and "equal" in replayed.out
+    assert (run / "adapter/adapter_model.safetensors").read_bytes() == adapters[1]
 
 
 def _updates(run: Path) -> int:
