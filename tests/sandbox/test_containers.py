@@ -167,20 +167,22 @@ asyncio.run(main())
     reaping.join()
     while container_names(label) or any(name in process.info["cmdline"] for process in engines()):
         pass
-    left = subprocess.run(["podman", "ps", "--all", "--external"], capture_output=True, text=True, check=True).stdout
-    assert name not in left
+    remaining_containers = subprocess.run(
+        ["podman", "ps", "--all", "--external"], capture_output=True, text=True, check=True
+    ).stdout
+    assert name not in remaining_containers
 
 
 @pytest.mark.nightly
 def test_64_containers_at_once(settings: SandboxSpec) -> None:
-    async def one(index: int) -> str:
+    async def written_and_read(index: int) -> str:
         async with open_sandbox(settings) as sandbox:
             await sandbox.write_file("index", b"%d" % index)
             result = await sandbox.run("cat index", time_s=300.0)
             return result.output
 
     async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(one(index) for index in range(64)))
+        return await asyncio.gather(*(written_and_read(index) for index in range(64)))
 
     assert asyncio.run(all_of_them()) == [str(index) for index in range(64)]
 
@@ -189,16 +191,16 @@ def test_an_unusable_image_is_named(settings: SandboxSpec) -> None:
     def fault(image: str, check: Callable[[SandboxSpec], str] = problem) -> str:
         return check(settings.model_copy(update={"image": image}))
 
-    other, shell_less = f"{settings.image}-arm64", f"{settings.image}-empty"
-    import_image(other, {}, {}, "--arch", "arm64", "--os", "linux")
+    arm64_image, shell_less = f"{settings.image}-arm64", f"{settings.image}-empty"
+    import_image(arm64_image, {}, {}, "--arch", "arm64", "--os", "linux")
     import_image(shell_less, {"bin/true": b""})
     try:
         assert fault("localhost/missing:1", missing_program).startswith("there is no image localhost/missing:1 here")
-        assert "is for linux/arm64" in fault(other, missing_program)
+        assert "is for linux/arm64" in fault(arm64_image, missing_program)
         assert not fault(shell_less, missing_program)
         assert "/bin/sh" in fault(shell_less)
     finally:
-        subprocess.run(["podman", "rmi", other, shell_less], capture_output=True, check=False)
+        subprocess.run(["podman", "rmi", arm64_image, shell_less], capture_output=True, check=False)
 
 
 def test_images_of_rows_are_checked_before_a_start(settings: SandboxSpec) -> None:

@@ -61,7 +61,7 @@ def folder(tmp_path: Path, settings: SandboxSpec) -> Iterator[Path]:
         subprocess.run(["podman", "rmi", "--force", image], capture_output=True, check=False)
 
 
-def loaded(folder: Path, settings: SandboxSpec, **options: Any) -> Any:
+def loaded_task(folder: Path, settings: SandboxSpec, **options: Any) -> Any:
     spec = TaskSpec(use="harbor", options={"tasks": "tasks", **options}, sandbox=settings)
     return load_task(spec, folder)
 
@@ -87,7 +87,7 @@ def played(task: Any, prompt: Prompt, settings: SandboxSpec) -> RewardResult:
 def test_hidden_tests_score_what_an_agent_left(
     folder: Path, settings: SandboxSpec, options: dict[str, Any], reward: float
 ) -> None:
-    task = loaded(folder, settings, **options)
+    task = loaded_task(folder, settings, **options)
     (prompt,) = task.prompts("train", 1)
     assert prompt.content == "Write the sum of the numbers in data to the file answer."
     assert task.prompts("train", 1) == [prompt]  # its image is there
@@ -98,7 +98,7 @@ def test_hidden_tests_score_what_an_agent_left(
 @pytest.mark.slow
 def test_tests_without_a_reward_fail_the_episode(folder: Path, settings: SandboxSpec) -> None:
     (folder / "tasks/sum/tests/test.sh").write_text("#!/bin/sh\necho no internet; exit 3\n")
-    task = loaded(folder, settings, command="true")
+    task = loaded_task(folder, settings, command="true")
     (prompt,) = task.prompts("train", 1)
     with pytest.raises(VerifierFailed, match="ended with status 3 and wrote no reward: no internet"):
         played(task, prompt, settings)
@@ -106,7 +106,7 @@ def test_tests_without_a_reward_fail_the_episode(folder: Path, settings: Sandbox
 
 @pytest.mark.slow
 def test_a_task_that_cannot_be_played_is_refused(folder: Path, settings: SandboxSpec) -> None:
-    task = loaded(folder, settings, command="true")
+    task = loaded_task(folder, settings, command="true")
 
     def refused(words: str, split: str = "train", size: int = 1) -> None:
         with pytest.raises(TaskError, match=words):
@@ -119,7 +119,7 @@ def test_a_task_that_cannot_be_played_is_refused(folder: Path, settings: Sandbox
     (folder / "tasks/sum/task.toml").write_text("[environment]\ngpus = 1\n")
     refused("environment.gpus")
     with pytest.raises(TaskError, match="one of `command` and `agent`"):
-        loaded(folder, settings)
+        loaded_task(folder, settings)
 
 
 @pytest.mark.parametrize(
