@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from tests.e2e.conftest import ROOT, Runs, mark_of, processes_of, steps_of, until
+from tests.e2e.conftest import ROOT, Runs, mark_of, processes_of, until
 from tests.e2e.gateway.outside_programs import Audit, audit
 from tests.small_models import UNTRAINED
 
@@ -68,7 +68,7 @@ def disturbed(runs: Runs, steps: int, kills: int) -> tuple[Path, Audit]:
         programs = [start_programs(runs, access, 16) for _ in range(4)]
         for kill in range(1, kills + 1):
             victim = random.randrange(len(programs))
-            until(lambda kill=kill: rewarded(run) >= 32 * kill and steps_of(run), "rewards")  # type: ignore[misc]
+            until(lambda kill=kill: rewarded(run) >= 48 * kill, "rewards")  # type: ignore[misc]
             programs[victim].kill()  # its sessions are masked at their deadlines
             programs[victim].wait()
             kill_driver(driver)
