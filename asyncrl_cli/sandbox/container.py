@@ -151,7 +151,7 @@ class ContainerSupervisor(supervisor.Supervisor):
             self._client.wait()
             raise SystemExit(1)  # the engine has printed the reason
         self._pid = int(self._ask_engine("inspect", "--format", "{{.State.Pid}}", self._name))
-        self._cgroups = dict(_cgroups(self._pid))
+        self._cgroups = control_groups(Path(f"/proc/{self._pid}/cgroup").read_text())
         self._check_limits()
         self._disk_bytes = order["disk_mb"] * 2**20
         self._counts, self._size, self._next_size_s = self._limit_counts(), None, 0.0
@@ -296,15 +296,17 @@ def _limits() -> Iterator[str]:
         yield f"{name}={value}:{value}"
 
 
-def _cgroups(pid: int) -> Iterator[tuple[str, Path]]:
-    """The control groups that limit a process: controllers, mapped to their folders."""
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()[::-1]:
+def control_groups(text: str) -> dict[str, Path]:
+    """Folders of the control groups that limit a process, by controller. ``text``: its /proc/PID/cgroup."""
+    folders: dict[str, Path] = {}
+    for line in reversed(text.splitlines()):  # version 2 is the last line, and version 1 has precedence
         _, controllers, path = line.split(":", 2)
         for controller in ("memory", "pids"):
             if controller in controllers.split(","):
-                yield controller, Path("/sys/fs/cgroup", controller, path.lstrip("/"))
-            elif not controllers:  # version 2; podman keeps the process one group below the limits
-                yield controller, Path("/sys/fs/cgroup", path.lstrip("/").removesuffix("/container"))
+                folders[controller] = Path("/sys/fs/cgroup", controller, path.lstrip("/"))
+            elif not controllers:  # podman keeps the process one group below the limits
+                folders[controller] = Path("/sys/fs/cgroup", path.lstrip("/").removesuffix("/container"))
+    return folders
 
 
 def _count(file: Path, name: str) -> int:

@@ -21,6 +21,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.commands import ShellSandbox, open_sandbox
+from asyncrl_cli.sandbox.container import control_groups
 from asyncrl_cli.sandbox.trial import missing_program, problem
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.system.process_tree import ENGINE_PROCESSES, is_engine
@@ -257,3 +258,12 @@ def test_a_command_starts_in_the_image_and_reads_the_specs_folder(
             return await task.run(prompt, access, sandbox)
 
     assert asyncio.run(episode()) == 0.5
+
+
+def test_control_groups_of_both_versions() -> None:
+    scope = "machine.slice/libpod-1.scope"
+    group = Path("/sys/fs/cgroup", scope)
+    assert control_groups(f"0::/{scope}/container\n") == {"memory": group, "pids": group}
+    hybrid = f"9:memory:/{scope}\n8:cpu,pids:/{scope}\n0::/other\n"
+    root = Path("/sys/fs/cgroup")
+    assert control_groups(hybrid) == {"memory": root / "memory" / scope, "pids": root / "pids" / scope}
