@@ -32,18 +32,17 @@ from asyncrl_cli.runs.checkpoints import (
     sweep,
     verify,
 )
-from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 T = TypeVar("T")
 
 
 class Checkpoints:
-    """Writes one run's checkpoints, and deletes checkpoints that no retention rule keeps. Call one method at a time."""
+    """Writes checkpoints to one folder, and deletes those that no retention rule keeps. Call one method at a time."""
 
-    def __init__(self, run: RunDirectory, trainers: TrainerRanks, spec: ExperimentSpec) -> None:
+    def __init__(self, folder: Path, trainers: TrainerRanks, spec: ExperimentSpec) -> None:
         trainer = spec.trainer
-        self._folder = run.path / "checkpoints"
+        self._folder = folder
         self._trainers = trainers
         self._layout = TrainerLayout(
             trainer.ranks, zero_stage=trainer.zero_stage, dtype=trainer.dtype, expert_parallel=trainer.expert_parallel

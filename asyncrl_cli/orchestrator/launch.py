@@ -51,7 +51,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
-from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
+from asyncrl_cli.orchestrator.warm_start import CHECKPOINTS, WarmStart, recorded_updates, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
@@ -205,14 +205,22 @@ async def _warm_started(experiment: Experiment, recorder: Recorder, reporter: Re
     """Make the warm start unless an earlier driver has made it; returns the experiment of the run after it."""
     spec, run = experiment.spec, recorder.run
     if not (run.path / WARM_START).is_dir():
-        earlier = [row for row in run.read("metrics.jsonl") if row["step"] > 0]
-        run.write_rows("metrics.jsonl", earlier)  # without the updates of a driver that was killed
+        updates, rows = recorded_updates(run)  # without later updates of a driver that was killed
+        run.write_rows("metrics.jsonl", [*rows, *(row for row in run.read("metrics.jsonl") if row["step"] > 0)])
         budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, reporter.warn)
         note = partial(recorder.append, "metrics.jsonl")
         warm_start = WarmStart(
-            spec, run, experiment.search_path, run.path / "logs", budget, status=reporter.status, note=note
+            spec,
+            run,
+            experiment.search_path,
+            run.path / "logs",
+            budget,
+            status=reporter.status,
+            note=note,
+            noted_updates=updates,
         )
         await warm_start.make(run.path / WARM_START)
+        await asyncio.to_thread(shutil.rmtree, run.path / CHECKPOINTS, ignore_errors=True)
     return replace(experiment, spec=with_its_result(spec, run))
 
 

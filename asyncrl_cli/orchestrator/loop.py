@@ -101,7 +101,7 @@ class Orchestrator:
         self._reporter = parts.reporter
         self._watchdog = parts.watchdog
         self._tasks = asyncio.TaskGroup()
-        self._checkpoints = Checkpoints(parts.run, parts.ranks, spec)
+        self._checkpoints = Checkpoints(parts.run.path / "checkpoints", parts.ranks, spec)
         self._uploads = Uploads(spec.checkpoints, parts.run, parts.buffer, parts.reporter.warn)
         self._steps = StepRecorder(
             spec,

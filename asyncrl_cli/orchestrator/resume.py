@@ -160,6 +160,8 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
     """
     path = run.path / FILE
     spec = experiment.spec
+    if spec.stop.steps == 0:
+        return
     loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle)
     base = plan.start.base or {}
     if plan.without_journal or not path.is_file() or not is_begun(path):

@@ -3,8 +3,8 @@
 Its result is a saved model in the run's folder. From there the run continues like a run with this ``model.path``: the
 model is version 0, and the optimizer starts fresh.
 
-Invariant: the folder appears complete or not at all, so a run that was killed during the warm start repeats it. Rows,
-their order and the updates depend only on the spec and the data, so it gets the same weights.
+Invariant: the folder appears complete or not at all. A run that was killed during the warm start continues from its
+newest checkpoint. Rows, their order and the updates depend only on the spec and the data, so it gets the same weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.files import atomic_folder
@@ -25,9 +26,11 @@ from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.data.supervised_rows import RowEncoder, Rows, encode_rows
 from asyncrl_cli.data.tokenizer import load_tokenizer
 from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import StepReport, SupervisedBatch, SupervisedRow
 from asyncrl_cli.rollout.response_text import end_tokens
+from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_undamaged
 from asyncrl_cli.runs.directory import ADAPTER, WARM_START, RunDirectory
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -37,12 +40,23 @@ from asyncrl_cli.train.model.initial import model_stub
 
 PROGRESS_S = 5.0
 """Seconds between two progress texts."""
+CHECKPOINTS = "warm_start_checkpoints"
+"""The name of the folder with the checkpoints of an unfinished warm start."""
 
 
 def with_its_result(spec: ExperimentSpec, run: RunDirectory) -> ExperimentSpec:
     """Return the spec of the run after its warm start."""
     saved = {"path": str((run.path / WARM_START).absolute()), "init": None, "warm_start": None}
     return spec.model_copy(update={"model": spec.model.model_copy(update=saved)})
+
+
+def recorded_updates(run: RunDirectory) -> tuple[int, list[dict[str, Any]]]:
+    """Return the updates of the newest checkpoint of an unfinished warm start, and the rows of metrics up to it."""
+    checkpoints = complete_checkpoints(run.path / CHECKPOINTS)
+    updates = checkpoints[-1].step if checkpoints else 0
+    rows = [row for row in run.read("metrics.jsonl") if row["step"] <= 0]
+    losses_before = [row for row in rows[:1] if updates and "warm_start/loss" not in row]
+    return updates, [*losses_before, *[row for row in rows if "warm_start/loss" in row][:updates]]
 
 
 @dataclass(slots=True)
@@ -59,7 +73,7 @@ class WarmStart:
     noted_updates: int = 0
 
     async def make(self, folder: Path) -> None:
-        """Train, and save the model in ``folder``. Ranks that die are restarted, and the training is repeated.
+        """Train, and save the model in ``folder``. Ranks that die are restarted from the newest checkpoint.
 
         Raises ``DataError`` for rows that cannot be encoded, and ``RunError``.
         """
@@ -104,16 +118,21 @@ class WarmStart:
         held_out, rows = _split(rows, warm_start.held_out_rows, self.spec.seed)
         updates, tokens = warm_start.updates(len(rows)), 0
         self.status("starting the trainer of the warm start")
+        # A replay makes the warm start in another folder, from its beginning.
+        saving_every = self.spec.checkpoints.every if folder.parent == self.run.path else 0
+        saved = newest_undamaged(self.run.path / CHECKPOINTS) if saving_every else None
+        checkpoints = Checkpoints(self.run.path / CHECKPOINTS, ranks, _spec_of_ranks(self.spec))
+        first_update = saved.step if saved is not None else 0
         await ranks.preload()
         await ranks.prepare_model()
-        await ranks.start(None)
+        await ranks.start(None if saved is None else saved.folder)
         losses: dict[str, float] = {}
-        if held_out and self.noted_updates == 0:
+        if held_out and self.noted_updates == first_update == 0:
             losses = await _held_out_loss(ranks, held_out, warm_start.batch_size)
             self.note({"version": 0, "time": time.time(), **losses, "step": -updates})
         reported_s = start_s = time.monotonic()
-        order = _shuffled(rows, self.spec.seed)
-        for update in range(updates):
+        order = islice(_shuffled(rows, self.spec.seed), first_update * warm_start.batch_size, None)
+        for update in range(first_update, updates):
             rate = warm_start.learning_rate * schedule.factor(update, updates, warm_start.schedule)
             report = await ranks.supervised_step(SupervisedBatch(tuple(islice(order, warm_start.batch_size)), rate))
             tokens += report.trained_tokens
@@ -130,6 +149,10 @@ class WarmStart:
                 loss, speed = report.metrics["warm_start/loss"], tokens / (now_s - start_s)
                 loss_text = f"loss {loss:.3f}" + "".join(f", held-out {value:.3f}" for value in losses.values())
                 self.status(f"warm start, update {update + 1} of {updates}, {loss_text}, {speed:,.0f} tokens/s")
+            if saving_every and (update + 1) % saving_every == 0 and update + 1 < updates:
+                await checkpoints.copy(update + 1, in_background=False)
+                await checkpoints.write(update + 1, {"step": update + 1})
+                await asyncio.to_thread(checkpoints.prune, {})
         with atomic_folder(folder.absolute()) as unfinished:  # the ranks may have another working directory
             await ranks.save_model(unfinished, unfinished / ADAPTER)
 

@@ -221,10 +221,10 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool 
     )
 
 
-def newest_undamaged(run: RunDirectory, step: int) -> Checkpoint | None:
-    """The newest undamaged checkpoint up to ``step``, for an active run: an older one only repeats more steps."""
-    newest_first = reversed(complete_checkpoints(run.path / "checkpoints"))
-    return next((checkpoint for checkpoint in newest_first if checkpoint.step <= step and not verify(checkpoint)), None)
+def newest_undamaged(folder: Path, step: int | None = None) -> Checkpoint | None:
+    """The newest undamaged checkpoint in a folder, up to ``step``: an older one only repeats more steps."""
+    checkpoints = [saved for saved in complete_checkpoints(folder) if step is None or saved.step <= step]
+    return next((checkpoint for checkpoint in reversed(checkpoints) if not verify(checkpoint)), None)
 
 
 class Cancelled(Exception):

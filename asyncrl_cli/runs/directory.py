@@ -12,6 +12,7 @@
       sessions.json     address and token for the programs of the task `external`; only the owner can read it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       warm_start/       the result of `model.warm_start`: the run's initial model
+      warm_start_checkpoints/   of an unfinished warm start
       model_stub/       the model's config and tokenizer, which engines start from
       evaluations/      the samples of each evaluation
       logs/             one file per process

@@ -387,7 +387,8 @@ class CheckpointSpec(Section):
     """When the trainer's state is saved, and which checkpoints are kept."""
 
     every: NonNegative = 0
-    """Steps between two checkpoints; 0 saves only when the run ends or is interrupted."""
+    """Steps between two checkpoints, also updates of `model.warm_start`; 0 saves only when the run ends or is
+    interrupted."""
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: NonNegative = 0

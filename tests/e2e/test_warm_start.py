@@ -41,6 +41,7 @@ def weights(run: Path) -> bytes:
 
 
 def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: Runs) -> None:
+    checkpoints = {"checkpoints": {"every": 8}}
     run = shared_runs.train(**settings(shared_runs))
     steps = rows(run, "metrics.jsonl")
     assert [row["step"] for row in steps] == list(range(-UPDATES, 1))
@@ -50,7 +51,7 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     assert list(held_out) == [0, 25, 50, UPDATES] and held_out[UPDATES] < 0.5 * held_out[0]
     assert not list((run / "logs").glob("engine-*.log")), "no engine is started"
 
-    process = shared_runs.start("train", shared_runs.write_spec(**settings(shared_runs)))
+    process = shared_runs.start("train", shared_runs.write_spec(**settings(shared_runs, **checkpoints)))
     until(lambda: shared_runs.newest() != run and _updates(shared_runs.newest()) > 5, "the first updates")
     killed = shared_runs.newest()
     (rank,) = processes_of_part(mark_of(process.pid), "trainer")
@@ -59,9 +60,11 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     process.kill()
     shared_runs.wait(process)
     assert not (killed / "warm_start").exists()
+    saved = {path.name for path in (killed / "warm_start_checkpoints").glob("step-*")}
+    assert len(saved) == 2 and saved <= {f"step-{update:06d}" for update in range(8, UPDATES, 8)}
     ended = shared_runs.run("resume", killed)
     assert ended.code == 0, ended.out + ended.err
-    assert weights(killed) == weights(run)
+    assert weights(killed) == weights(run) and not (killed / "warm_start_checkpoints").exists()
     assert [row["step"] for row in rows(killed, "metrics.jsonl")] == list(range(-UPDATES, 1))
 
     replayed = shared_runs.run("replay", run)

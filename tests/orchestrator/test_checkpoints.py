@@ -59,7 +59,7 @@ def checkpoints_of(run: RunDirectory, ranks: StandInRanks, **retention: int) -> 
             "checkpoints": retention,
         }
     )
-    return Checkpoints(run, ranks, spec)  # type: ignore[arg-type]
+    return Checkpoints(run.path / "checkpoints", ranks, spec)  # type: ignore[arg-type]
 
 
 async def saved(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> Checkpoint:
