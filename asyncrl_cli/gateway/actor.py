@@ -21,8 +21,9 @@ from itertools import count
 from typing import Any
 
 from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.session import Session, SessionLimits
-from asyncrl_cli.gateway.sessions import ClientAnswer, ClientRequest, OutsideClients, Sessions
+from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest, OutsideClients, Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.open_requests import OnSegments
@@ -149,6 +150,12 @@ class Transfer:
                 self._incoming.gone_clients.append(request_number)
                 self._has_incoming.set()
 
+    async def until_recorded(self, session_name: str) -> None:
+        """Return when the driver has the session's reported tokens on disk. Raises ``ApiError`` if the run stops."""
+        answer = await self.ask(ClientRequest(Action.COMMIT, session_name))
+        if answer.code is not None:
+            raise ApiError(answer.status, answer.body["message"], code=answer.code)
+
     def record(self, session: int, segments: list[Segment]) -> None:
         self._incoming.segments.append((session, segments))
         self._has_incoming.set()
@@ -271,6 +278,7 @@ class GatewayActor:
             priority=opening.priority,
             recorded=opening.recorded,
             continues=opening.continues,
+            until_recorded=partial(self._transfer.until_recorded, opening.name) if opening.continues else None,
             on_segments=partial(self._transfer.record, opening.session_number),
         )
         self._sessions.open(session, opening.name)

@@ -138,6 +138,7 @@ class Session:
         recorded: Mapping[int, tuple[Segment, ...]] | None = None,
         on_segments: OnSegments | None = None,
         continues: bool = False,
+        until_recorded: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``fixed_sampling``: ``sampling`` sets temperature and seed and a call's own are ignored, because the recorded
         log-probs must belong to the sampled distribution. Each call's seed is derived from ``sampling.seed`` and the
@@ -145,7 +146,8 @@ class Session:
 
         ``recorded``: each sequence's segments (0, 1, ...) from an earlier play of the rollout. ``on_segments`` gets the
         segments of all sequences, including context, as they grow. ``continues``: the program did not begin again when
-        the rollout did, so the recorded replies stay, and its next call has them in its messages.
+        the rollout did, so the recorded replies stay, and its next call has them in its messages. ``until_recorded``
+        returns when all reported tokens are on disk: a reply that the program has must be in the rollout.
         """
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
@@ -157,6 +159,7 @@ class Session:
         self._sampling = sampling
         self._limits = limits
         self._priority = priority
+        self._until_recorded = until_recorded
         kept_replies = {
             index: replies
             for index, segments in (recorded or {}).items()
@@ -223,7 +226,10 @@ class Session:
             )
             replies.append(reply)
         try:
-            return [await replies[0]] if options.n == 1 else await _gather(replies)
+            complete_replies = [await replies[0]] if options.n == 1 else await _gather(replies)
+            if self._until_recorded is not None:
+                await self._until_recorded()
+            return complete_replies
         finally:
             for call in calls:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # does nothing if the call has ended

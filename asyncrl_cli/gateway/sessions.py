@@ -31,6 +31,8 @@ class Action(StrEnum):
     OPEN = "open"
     REWARD = "reward"
     GIVE_UP = "give up"
+    COMMIT = "commit"
+    """The gateway's own request: answer when the session's tokens are on disk."""
 
 
 @dataclass(frozen=True, slots=True)

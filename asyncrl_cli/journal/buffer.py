@@ -171,6 +171,10 @@ class Buffer:
         self._book.journal.handed_out(rollout_id)
         await self._commit()
 
+    async def flush(self) -> None:
+        """Return once everything that was recorded is on disk."""
+        await self._commit(urgent=False)
+
     async def outcome(self, rollout_id: str) -> RolloutOutcome | None:
         """Read how a rollout and its group have ended; None if the run has no such group."""
         await self._commit()

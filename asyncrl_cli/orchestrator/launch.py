@@ -269,6 +269,7 @@ async def _start(
             group_size=spec.rollout.group_size,
             has_prompts=spec.data.train.path is not None,
             hand_out=buffer.handed_out,
+            flush=buffer.flush,
             outcome=buffer.outcome,
             handed_out={
                 training_rollout_id(group.group_id, index) for group in opening.groups for index in group.prefixes

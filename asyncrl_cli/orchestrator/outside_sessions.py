@@ -10,7 +10,7 @@ are the same as for other episodes.
 Invariants:
 
 - A rollout is handed out at most once, also over several drivers: the journal has it before the program has it.
-- A reward is answered with success only after its commit.
+- A reward is answered with success only after its commit, and a call of the model only after its tokens' commit.
 - A group is admitted only when a program waits for it, so prompts do not get old while nobody plays them.
 """
 
@@ -105,6 +105,7 @@ class OutsideSessions:
         group_size: rollouts of a group.
         has_prompts: the run has prompts (`data.train.path`).
         hand_out: records that a rollout is handed out.
+        flush: returns when all recorded tokens are on disk.
         outcome: reads how a rollout has ended.
         handed_out: the rollouts that an earlier driver handed out.
         counts: numbers of sessions and refusals, by metric.
@@ -114,6 +115,7 @@ class OutsideSessions:
     group_size: int
     has_prompts: bool
     hand_out: Callable[[str], Awaitable[None]]
+    flush: Callable[[], Awaitable[None]]
     outcome: Callable[[str], Awaitable[RolloutOutcome | None]]
     handed_out: Collection[str] = ()
     on_demand: Callable[[], None] = lambda: None
@@ -241,6 +243,10 @@ class OutsideSessions:
         try:
             if request.action is Action.OPEN:
                 return ClientAnswer(200, await self._open(request))
+            if request.action is Action.COMMIT:
+                # The link has handled the session's tokens before this request (``actor.Incoming``).
+                await self.flush()
+                return ClientAnswer(200, {})
             if request.action is Action.GIVE_UP:
                 return ClientAnswer(200, await self._give_up(request.session))
             return ClientAnswer(200, await self._reward(request))

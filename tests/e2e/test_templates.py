@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,7 @@ from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import CONTEXT
 
-from .conftest import Runs, rows
+from .conftest import LIMIT_S, Runs, rows, until
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -51,3 +53,24 @@ def test_supervised_training_learns_and_is_evaluated(shared_runs: Runs) -> None:
     assert evaluated.code == 0, evaluated.err
     (file,) = run.glob("evaluations/*.jsonl")
     assert json.loads(file.read_text().splitlines()[0])["accuracy"] > 0.9
+
+
+def test_a_program_outside_of_the_run_is_trained_as_it_comes(shared_runs: Runs) -> None:
+    made = shared_runs.run("init", "outside-agent", "outside-task")
+    assert made.code == 0, made.err
+    folder = shared_runs.folder / "outside-task"
+    changes = ("stop.steps=2", f"runs_dir={folder}/runs", "tracking.mlflow=false", "rollout.gateway.port=0")
+    driver = shared_runs.start(
+        "train", folder / "spec.yaml", *(word for change in changes for word in ("--set", change))
+    )
+    (access,) = until(lambda: list(folder.glob("runs/*/sessions.json")) or driver.poll(), "the run's address")
+    client = subprocess.run(
+        [sys.executable, folder / "client.py", access], check=False, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    ended = shared_runs.wait(driver)
+    assert ended.code == 0, ended.out + ended.err
+    assert client.returncode == 0, client.stderr
+    metrics = rows(access.parent, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert int(client.stdout.split()[0]) >= metrics[-1]["buffer/groups_taken"] * 4
+    assert metrics[-1]["sessions/handed_out"] >= 2 * 4 * 4

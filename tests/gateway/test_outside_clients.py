@@ -108,6 +108,24 @@ def test_a_repeated_call_gets_the_recorded_reply() -> None:
     in_time(test)
 
 
+def test_a_reply_is_sent_after_its_tokens_are_recorded() -> None:
+    async def test() -> None:
+        record, recorded = Record(), asyncio.Event()
+
+        async def until_recorded() -> None:
+            assert record.recorded(), "its tokens are reported first"
+            await recorded.wait()
+
+        open_session = session(HashModel(CHAT), record, continues=True, until_recorded=until_recorded)
+        asking = asyncio.create_task(ask_chat(open_session, [user("hello")], None, CallOptions()))
+        await until(lambda: open_session.has_reply)
+        assert not asking.done()
+        recorded.set()
+        assert await asking
+
+    in_time(test)
+
+
 def test_paths_for_programs_check_keys_and_bodies() -> None:
     asked: list[ClientRequest] = []
     answers: dict[Action, ClientAnswer] = {

@@ -38,6 +38,7 @@ class Run:
             group_size=group_size,
             has_prompts=has_prompts,
             hand_out=self._hand_out,
+            flush=self.commits.wait,  # type: ignore[arg-type]
             outcome=self._outcome,
             on_demand=self.admit,
             handed_out=handed_out,
@@ -110,12 +111,13 @@ def test_a_reward_is_answered_after_its_commit_and_repeated_without_effect() -> 
         run = Run()
         name = (await run.open()).body["session"]
         run.commits.clear()
+        committing = asyncio.create_task(run.sessions.answer(ClientRequest(Action.COMMIT, name)))
         rewarding = [asyncio.create_task(run.reward(name, 1.0, metrics={"turns": 2.0})) for _ in range(2)]
         await run.sessions._sessions[name].result
-        assert not any(task.done() for task in rewarding)
+        assert not any(task.done() for task in [committing, *rewarding])
         assert (await run.reward(name, 0.0)).code == "reward_exists"
         run.commits.set()
-        assert [(await task).status for task in rewarding] == [200, 200]
+        assert [(await task).status for task in [committing, *rewarding]] == [200, 200, 200]
         assert (await run.played[name]).score == Scored(1.0, {"turns": 2.0})
         assert (await run.reward(name, 1.0, metrics={"turns": 2.0})).status == 200, "known from the journal"
         assert (await run.reward(name, 0.5)).status == 409
