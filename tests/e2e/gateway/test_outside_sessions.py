@@ -13,7 +13,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import Runs, steps_of, until
 from tests.e2e.gateway.outside_campaign import SPEC, disturbed
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> None:
