@@ -114,7 +114,7 @@ class ResilientTrainer:
         if not self.ready:
             # A checkpoint past the step is useless: training cannot be undone. A damaged one is skipped: from an older
             # one the same weights follow, after more repeated steps.
-            checkpoint = await asyncio.to_thread(newest_undamaged, self._run.path / "checkpoints", step)
+            checkpoint = await asyncio.to_thread(newest_undamaged, self._run, step)
             self.step, folder = (checkpoint.step, checkpoint.folder) if checkpoint else (0, None)
             await self.ranks.restart(folder)
             self.ready = True

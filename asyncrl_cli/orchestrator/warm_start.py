@@ -120,7 +120,7 @@ class WarmStart:
         self.status("starting the trainer of the warm start")
         # A replay makes the warm start in another folder, from its beginning.
         saving_every = self.spec.checkpoints.every if folder.parent == self.run.path else 0
-        saved = newest_undamaged(self.run.path / CHECKPOINTS) if saving_every else None
+        saved = newest_undamaged(self.run, folder=CHECKPOINTS) if saving_every else None
         checkpoints = Checkpoints(self.run.path / CHECKPOINTS, ranks, _spec_of_ranks(self.spec))
         first_update = saved.step if saved is not None else 0
         await ranks.preload()

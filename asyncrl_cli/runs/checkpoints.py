@@ -221,9 +221,9 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool 
     )
 
 
-def newest_undamaged(folder: Path, step: int | None = None) -> Checkpoint | None:
-    """The newest undamaged checkpoint in a folder, up to ``step``: an older one only repeats more steps."""
-    checkpoints = [saved for saved in complete_checkpoints(folder) if step is None or saved.step <= step]
+def newest_undamaged(run: RunDirectory, step: int | None = None, folder: str = "checkpoints") -> Checkpoint | None:
+    """The newest undamaged checkpoint in a run's folder, up to ``step``: an older one only repeats more steps."""
+    checkpoints = [saved for saved in complete_checkpoints(run.path / folder) if step is None or saved.step <= step]
     return next((checkpoint for checkpoint in reversed(checkpoints) if not verify(checkpoint)), None)
 
 

@@ -202,8 +202,8 @@ def test_checkpoints_of_steps_that_are_trained_again_are_archived(run: RunDirect
         save(run, step)
     assert start(run, step=6).note == "n=1", "there is no later checkpoint"
     assert start(run, step=2).note == "n=1, checkpoints after step 2 are in checkpoints/archived-1"
-    assert newest_undamaged(run.path / "checkpoints", 1) is None
-    assert newest_undamaged(run.path / "checkpoints", 9) == Checkpoint(run.path / "checkpoints" / checkpoint_name(2), 2)
+    assert newest_undamaged(run, 1) is None
+    assert newest_undamaged(run, 9) == Checkpoint(run.path / "checkpoints" / checkpoint_name(2), 2)
     archived = run.path / "checkpoints" / "archived-1"
     assert [(found.step, verify(found)) for found in complete_checkpoints(archived)] == [(4, []), (6, [])]
     assert start(run, step=0).note == "n=1, checkpoints after step 0 are in checkpoints/archived-2"
