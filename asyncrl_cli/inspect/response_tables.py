@@ -78,8 +78,9 @@ def response_tables(
         if not is_due and file.step % table_interval(set_every, total_steps):
             continue
         name = file.kind.replace(":", "-")
-        if (name, file.step) not in known_tables:
-            rows = [_evaluated(file.step, row) for row in islice(file_rows(file.path), 1, 1 + ROWS)]
+        if (name, file.step) in known_tables:
+            continue
+        if rows := [_evaluated(file.step, row) for row in islice(file_rows(file.path), 1, 1 + ROWS)]:
             yield ResponseTable(name, file.step, rows)
     interval = table_interval(every, total_steps)
     due_steps = [due for due in range(interval, step + 1, interval) if (TRAINING, due) not in known_tables]

@@ -29,6 +29,7 @@ NAMES = [
         "reward-function",
         "saved-model",
         "slurm",
+        "supervised",
         "unit-tests",
         "vision",
     ),

@@ -38,8 +38,8 @@ def main() -> None:
 
     settings = ds.deepspeed_settings
 
-    def with_small_parts(*arguments: Any) -> dict[str, Any]:
-        made = settings(*arguments)
+    def with_small_parts(*arguments: Any, **named: Any) -> dict[str, Any]:
+        made = settings(*arguments, **named)
         made["zero_optimization"]["sub_group_size"] = SUB_GROUP
         return made
 
