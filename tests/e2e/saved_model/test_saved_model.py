@@ -245,6 +245,5 @@ def test_a_models_folder_is_evaluated_with_agents_and_environments_of_a_spec(
     (folder,) = (tmp_path / "runs/evaluate").iterdir()
     sent = json.loads((folder / "mlflow.json").read_text())
     assert sent["run_id"] in document["mlflow"]
-    assert {name.partition(":")[0] for name in sent["files"]} >= {"metrics", "artifact"}
     assert json.loads((folder / "state.json").read_text())["phase"] == "finished"
     assert not list((tmp_path / "runs").glob("*/manifest.json")), "an evaluation is not listed as a run"
