@@ -147,8 +147,8 @@ class Run:
 
     def _progress(self) -> str:
         state = RunDirectory(self.folder).state
-        accuracy = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in state.accuracy.items()]
-        return f"{self.run_id}: {self.status}, step {state.step} of {state.steps}{''.join(accuracy[:1])}"
+        accuracies = [f", held-out accuracy ({name}) {value:.3f}" for name, value in state.accuracy.items()]
+        return f"{self.run_id}: {self.status}, step {state.step} of {state.steps}{''.join(accuracies[:1])}"
 
 
 def train(
@@ -159,7 +159,7 @@ def train(
 ) -> Run:
     """Start `asyncrl train` in a separate process, and return the run as soon as all checks of its start have passed.
 
-    ``spec``: a YAML file, or its contents as a mapping, in which relative paths start in the current folder.
+    ``spec``: a YAML file, or its contents as a mapping; relative paths in a mapping start in the current folder.
     ``reward``: a function for ``task.use``, such as a reward ``f(prompt, response)`` or an agent ``async f(prompt,
     model)``. Its values travel with it: what it reads from its surroundings now. ``overrides``: values by dotted key,
     like `--set`.

@@ -40,7 +40,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 """Root inside an image needs them to install packages, to change the user, and to end its processes."""
 OPEN_FILES = 1024
 USER_PROCESSES = 2**15
-"""Processes of an image's user in all containers together, by which the kernel counts RLIMIT_NPROC."""
+"""Limit of processes: the kernel counts RLIMIT_NPROC over all containers with the same user."""
 SPARE_PROCESSES = 4
 """Processes beyond the limit: the container's first one, the shell around a command, and the one that ends others."""
 ENGINE_FAILURES = (125, 255)
@@ -333,7 +333,7 @@ def _stream(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument."""
+    """Serve the socket at the descriptor in the first argument."""
     try:
         supervisor.main(ContainerSupervisor)
     except SandboxError as error:

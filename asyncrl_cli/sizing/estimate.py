@@ -17,7 +17,7 @@ REFUSAL_SHARE, WARNING_SHARE = 1.1, 0.9
 warning."""
 GPU_RANK_BYTES, GROUPED_RANK_BYTES = 2 * GB, 3 * GB
 """A rank's CUDA context, NCCL, and memory that the allocator cannot use: assumed. The second for ranks with
-``expert_parallel`` or ``sequence_parallel``: each further group of ranks has NCCL buffers of its own."""
+``expert_parallel`` or ``sequence_parallel``: each further group of ranks has its own NCCL buffers."""
 CONTEXT_BYTES = 6 * GB // 10
 """A CUDA context, outside of a process's share of a GPU: assumed."""
 

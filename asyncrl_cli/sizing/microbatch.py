@@ -19,7 +19,7 @@ MAX_TOKENS = 2**16
 USEFUL_TOKENS, USEFUL_GATHERED_TOKENS, USEFUL_REMOTE_TOKENS = 2**13, 2**14, 2**15
 """Tokens of a rank from which on a micro-batch is worth more than the third of a step that recomputation costs. The
 second for ZeRO-3 over several ranks: each micro-batch gathers all layers, and its products must hide that. The third
-for ranks on several hosts, whose gathers take longer."""
+for ranks on several hosts, because their gathers take longer."""
 
 
 class Microbatch(NamedTuple):

@@ -26,7 +26,7 @@ from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, Task
 
 IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 IMAGE_ROWS = 10_000
-"""Rows of each split whose images are checked before a start."""
+"""Number of rows of each split to check for their images before a start."""
 TRIED_IMAGES = 4
 """Images of rows that are started before a start; the others only have to be here."""
 

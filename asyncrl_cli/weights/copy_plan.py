@@ -50,7 +50,7 @@ class CopyPlan:
         tensors: Iterable[tuple[str, Tensor]],
     ) -> None:
         """Record the copies of ``tensors`` (views of ``memory``, by checkpoint name). Nothing is written, so the model
-        may compute meanwhile. Raises ``NoCopyPlan``."""
+        may compute at the same time. Raises ``NoCopyPlan``."""
         if not layers_are_plain(model):
             raise NoCopyPlan("a layer keeps more than its unquantized tensors")
         vllm_model: Any = model  # unlike other modules it has ``load_weights``

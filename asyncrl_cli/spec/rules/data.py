@@ -71,7 +71,7 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def container_image(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A container has an image, whose columns are well-formed; other sandboxes have neither image nor runtime."""
+    """A container has an image with well-formed columns; other sandboxes have neither image nor runtime."""
     tasks = {"task": spec.task}
     tasks |= {f"evaluation.sets.{name}.task": each.task for name, each in spec.evaluation.sets.items() if each.task}
     for path, task in tasks.items():

@@ -123,9 +123,9 @@ def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def shared_gpus_of_several_ranks(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Several ranks share their GPUs with engines only in mode `sync`, in which engines sleep during training.
+    """Several ranks share their GPUs with engines only in mode `sync`, because its engines sleep during training.
 
-    A message between ranks needs all of them on their GPUs at the same time. Beside a busy engine, each rank gets its
+    A message between ranks needs all of them on their GPUs at the same time. Next to a busy engine, each rank gets its
     GPU only for slices of time, and the ranks wait until their slices coincide.
     """
     if shares_gpus(spec) and not engines_sleep(spec) and spec.trainer.ranks > 1:

@@ -11,7 +11,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import ModelAccess, Split
 
 NO_PROMPT = "no prompt"
-"""The uid of the placeholder in a run whose programs bring their own prompts."""
+"""The placeholder's uid if programs bring their own prompts."""
 
 
 class External:
