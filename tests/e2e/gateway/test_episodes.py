@@ -89,7 +89,6 @@ PLAYERS = """
         return await agent(row, model, turns=4)
 """
 COMMAND = """
-from tests.small_models import UNTRAINED
 import json, os, urllib.request
 row = json.loads(os.environ["ASYNCRL_PROMPT"])
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": row["prompt"]}]}
