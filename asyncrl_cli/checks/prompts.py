@@ -99,10 +99,9 @@ def check_prompts(
     return Warned(summary, "; ".join(hints)) if hints else summary
 
 
-def check_rows(rows: Rows, encoder: RowEncoder, spec: ExperimentSpec, limit_s: float) -> tuple[Result, int]:
+def check_rows(rows: Rows, encoder: RowEncoder, spec: ExperimentSpec, limit_s: float) -> Result:
     """Check that the rows of ``model.warm_start.data`` have replies that can be encoded and fit
-    ``rollout.max_response_tokens``; returns the tokens of the longest reply, too. Tries as many rows as
-    ``check_prompts``.
+    ``rollout.max_response_tokens``. Tries as many rows as ``check_prompts``.
 
     Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
@@ -122,8 +121,8 @@ def check_rows(rows: Rows, encoder: RowEncoder, spec: ExperimentSpec, limit_s: f
     if long_count == tried_count >= min(ENOUGH, len(rows.prompts)):
         raise DataError(summary, location=DATA, hint="raise model.max_length")
     if max_reply > spec.rollout.max_response_tokens:
-        return Warned(summary, f"raise rollout.max_response_tokens to {max_reply:,}"), max_reply
-    return summary, max_reply
+        return Warned(summary, f"raise rollout.max_response_tokens to {max_reply:,}")
+    return summary
 
 
 def shown_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Result:

@@ -257,17 +257,13 @@ class StartChecks:
         )
 
     def _supervised_rows(self, warm_start: WarmStart) -> Result:
-        assert self._experiment is not None
         ends = end_tokens(self._model_dir, self._tokenizer)
-        result, max_reply = prompts.check_rows(
+        return prompts.check_rows(
             Rows.from_spec(warm_start, self._search_path),
             RowEncoder(PromptEncoder.of(self._spec, self._tokenizer), ends, warm_start),
             self._spec,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
         )
-        if "" not in self._experiment.episodic:  # an episode's length is of several replies
-            self._experiment = replace(self._experiment, demonstrated_tokens=max_reply)
-        return result
 
     def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:
         spec = self._spec

@@ -49,12 +49,6 @@ def inspect_buffer(
             help="List groups in this state: running, finished, taken (not trained), trained, rejected or requeued.",
         ),
     ] = None,
-    min_reward: Annotated[
-        float | None, typer.Option("--min-reward", metavar="REWARD", help="List groups with at least this mean reward.")
-    ] = None,
-    stale_over: Annotated[
-        int | None, typer.Option("--stale-over", metavar="N", help="List groups with a staleness above N versions.")
-    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", min=1, help=f"List N groups, newest first. Default: {LISTED}.")
     ] = None,
@@ -67,14 +61,13 @@ def inspect_buffer(
     taken now.
     """
     from asyncrl_cli.inspect.buffer_pages import group_page, list_page, overview_page, rollout_page
-    from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
+    from asyncrl_cli.journal.queries import STATES, snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.records.generation import group_and_index
 
     if state is not None and state not in STATES:
         raise typer.BadParameter(f"unknown state; known: {', '.join(STATES)}", param_hint="--state")
-    group_filter = GroupFilter(state, min_reward, stale_over)
-    is_list = group_filter != GroupFilter() or limit is not None
+    is_list = state is not None or limit is not None
     if sum((group is not None, rollout is not None, is_list)) > 1:
         raise typer.BadParameter("show one group, one rollout or a list, not several of them", param_hint="--group")
     if rollout is not None:
@@ -91,7 +84,7 @@ def inspect_buffer(
         elif rollout is not None:
             page = rollout_page(found_run, connection, rollout)
         elif is_list:
-            page = list_page(found_run, connection, group_filter, limit or LISTED)
+            page = list_page(found_run, connection, state, limit or LISTED)
         else:
             page = overview_page(found_run, connection)
     show(page, as_json)

@@ -18,8 +18,8 @@ from asyncrl_cli.inspect.pages import WIDTH, Page, cell, duration, number, parag
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
     RECENT_GROUPS,
-    GroupFilter,
     GroupRecord,
+    GroupState,
     RolloutRecord,
     group_record,
     groups_called,
@@ -93,14 +93,14 @@ def _cell(value: Value | None, form: Callable[[Value], str], unknown: str = "") 
 # -- a list of groups
 
 
-def list_page(run: RunDirectory, connection: sqlite3.Connection, group_filter: GroupFilter, limit: int) -> Page:
-    """List the newest groups that pass a filter."""
-    rows = list_groups(connection, group_filter, limit + 1)
+def list_page(run: RunDirectory, connection: sqlite3.Connection, state: GroupState | None, limit: int) -> Page:
+    """List the newest groups in a state, or in any state."""
+    rows = list_groups(connection, state, limit + 1)
     has_more = len(rows) > limit
     document = {
         "run": run.run_id,
         "phase": run.status,
-        "filter": asdict(group_filter),
+        "state": state,
         "groups": [asdict(row) for row in rows[:limit]],
         "more": has_more,
     }
@@ -140,7 +140,7 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> 
         raise RunArgumentError(
             f"no group has the id or the prompt uid {name!r}",
             location=run.run_id,
-            hint=f"list groups, or use --min-reward or --stale-over: asyncrl inspect buffer {run.argument} --limit 20",
+            hint=f"list groups: asyncrl inspect buffer {run.argument} --limit 20",
         )
     page = _group_page(run, group_record(connection, group_ids[-1]))
     if len(group_ids) > 1:

@@ -9,7 +9,6 @@ Invariant: once begun, a finding changes only in its last step, however many ste
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -49,16 +48,12 @@ EXCLUDED = 0.5
 """Share of tokens, sequences or rollouts that masks and rejections exclude."""
 ENTROPY = 0.01
 """Entropy in nats per token below which a policy no longer explores."""
-GRADIENT_GROWTH = 20.0
-"""A gradient norm this many times the median of the run's earlier steps. Measured in healthy runs: up to 8 times."""
 FALL, FALL_CALM = 0.5, 0.25
 """Share of the best reward (of its gain, if rewards are not 0 or 1) that a run has lost when its reward fell."""
-LENGTH_GROWTH = 3.0
-"""A mean response length this many times its median is an explosion. Measured in healthy runs: up to 2.2 times."""
 LARGEST = 1e9
 """Larger numbers, such as an infinite KL, count as this."""
 USUAL_STEPS = 50
-"""Newest steps with the usual length, gradient norm and deviation of rewards, as their median."""
+"""Newest steps with the usual deviation of rewards, as their median."""
 READ_RESPONSES = "read responses with `asyncrl inspect buffer`"
 LOWER_RATE = "lower `trainer.optimizer.learning_rate`"
 LOWER_RATE_OR_STALENESS = f"{LOWER_RATE} or `pipeline.max_staleness`"
@@ -226,9 +221,6 @@ class _History:
         self.rewards: list[float] = []
         self.deviations: list[float] = []
         self.correct: list[float] = []
-        self.usual_lengths = deque[float](maxlen=USUAL_STEPS)
-        self.usual_rewards = deque[float](maxlen=USUAL_STEPS)
-        self.usual_gradient_norms = deque[float](maxlen=USUAL_STEPS)
         # Before the newest step: the highest mean of FIRST_STEPS steps, and the lowest of one step.
         self.best_reward, self.lowest_reward = -math.inf, math.inf
         self.is_binary = True  # every reward so far was 0 or 1
@@ -253,14 +245,7 @@ class _History:
         if len(self.rewards) >= FIRST_STEPS:
             self.best_reward = max(self.best_reward, fmean(self.rewards[-FIRST_STEPS:]))
         self.lowest_reward = min([self.lowest_reward, *self.rewards[-1:]])
-        names = ("reward/mean", "reward/std", "reward/correct", "response/tokens_mean", "train/gradient_norm")
-        reward, deviation, correct, length, norm = map(self.value, names)
-        # Exploded values stay out, or a median would soon call them usual.
-        if length is not None and reward is not None and not self.length_exploded:
-            self.usual_lengths.append(length)
-            self.usual_rewards.append(reward)
-        if norm is not None and not self.gradient_exploded:
-            self.usual_gradient_norms.append(norm)
+        reward, deviation, correct = map(self.value, ("reward/mean", "reward/std", "reward/correct"))
         self.rewards += [] if reward is None else [reward]
         self.deviations += [] if deviation is None else [deviation]
         self.correct += [] if correct is None else [correct]
@@ -270,20 +255,6 @@ class _History:
         self.equal_groups += equal
         self.teaching_groups += 0 if share is None else self.groups_per_step - equal
         self.equal_in_a_row = self.equal_in_a_row + equal if share == 1.0 else 0
-
-    @property
-    def length_exploded(self) -> bool:
-        """True if responses are much longer than usual, and are not rewarded for it."""
-        length, reward = self.value("response/tokens_mean"), self.value("reward/mean")
-        if length is None or reward is None or len(self.usual_lengths) < FIRST_STEPS:
-            return False
-        return length > LENGTH_GROWTH * median(self.usual_lengths) and reward <= median(self.usual_rewards) + self.noise
-
-    @property
-    def gradient_exploded(self) -> bool:
-        """True if the gradient is much larger than usual."""
-        norm, norms = self.value("train/gradient_norm"), self.usual_gradient_norms
-        return norm is not None and len(norms) >= FIRST_STEPS and norm > GRADIENT_GROWTH * median(norms)
 
     @property
     def noise(self) -> float:
@@ -428,16 +399,6 @@ def _entropy(history: _History, entropy: float, _: bool) -> Symptom:
     )
 
 
-def _gradient_norm(history: _History, norm: float, _: bool) -> Symptom:
-    if not history.gradient_exploded:
-        return ()
-    return (
-        f"the gradient's norm is {norm:.2g}; usual is {median(history.usual_gradient_norms):.2g}",
-        "a few tokens with extreme rewards or weights dominate the step",
-        f"{LOWER_RATE}; `trainer.optimizer.max_grad_norm` bounds each update",
-    )
-
-
 def _reward_from_start(history: _History, reward: float, _: bool) -> Symptom:
     # If all groups are equal, ``equal_groups`` speaks.
     if not history.has_rewards or not history.is_binary or history.has_equal_rewards:
@@ -466,20 +427,6 @@ def _reward_fell(history: _History, reward: float, has_begun: bool) -> Symptom:
     )
 
 
-def _response_length(history: _History, length: float, _: bool) -> Symptom:
-    if length > (demonstrated := history.value("response/demonstrated_max") or math.inf):
-        usual = f"the longest demonstration has {demonstrated:.0f}"
-    elif history.is_comparable and history.length_exploded:
-        usual = f"usual is {median(history.usual_lengths):.0f}"
-    else:
-        return ()
-    return (
-        f"responses have {length:.0f} tokens on average; {usual}",
-        "the policy no longer ends its responses, or it was sampled at a high temperature",
-        f"{LOWER_RATE} or `rollout.sampling.temperature`, or set `algorithm.overlong_penalty`",
-    )
-
-
 RULES = (
     Rule("equal_groups", "reward/uniform_groups", _equal_groups, True, 0),
     Rule("no_updates", "train/updates", _no_updates, True, 3),
@@ -490,9 +437,7 @@ RULES = (
     Rule("logprob_gap", "engine/logprob_gap_max", _logprob_gap, False),
     Rule("limited_weights", "correction/importance_capped_fraction", _limited_weights, False, 3),
     Rule("entropy", "train/entropy", _entropy, False, 3),
-    Rule("gradient_norm", "train/gradient_norm", _gradient_norm, False, 2),
     Rule("reward_from_start", "reward/mean", _reward_from_start, True, 3),
     Rule("reward_fell", "reward/mean", _reward_fell, True, 3),
-    Rule("response_length", "response/tokens_mean", _response_length, False, 2),
 )
 """All rules. The names are stable: reports, journals and programs have them."""

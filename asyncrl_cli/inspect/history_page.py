@@ -16,7 +16,7 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, record_table
 from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.history import History
-from asyncrl_cli.journal.queries import spooled
+from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
@@ -129,7 +129,11 @@ def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Itera
     reader = Reader(kinds)
     while True:
         running = follow and run.status in ACTIVE  # before reading: otherwise a run's last events could be missed
-        yield from spooled(run.path / FILE, reader.read)
+        with snapshot(run.path / FILE) as connection:
+            # Read all before the first yield: SQLite cannot empty its `-wal` file while a pager that waits for its user
+            # keeps a snapshot open.
+            new_events = list(reader.read(connection))
+        yield from new_events
         if not running:
             return
         time.sleep(LOOK_S)

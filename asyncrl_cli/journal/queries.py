@@ -7,17 +7,14 @@ fail. Steps count from 1 here, as in metrics.jsonl.
 
 from __future__ import annotations
 
-import pickle
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
 from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, read_tokens
 from asyncrl_cli.journal.schema import JournalError, reading
@@ -25,8 +22,6 @@ from asyncrl_cli.records.generation import Segment, branch_id, training_rollout_
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Turn
-
-T = TypeVar("T")
 
 GroupState = Literal["running", "finished", "taken", "trained", "rejected", "requeued"]
 """``taken``: in a batch that is not trained yet. The journal's state ``taken`` also includes ``trained``."""
@@ -36,8 +31,6 @@ _WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rej
 
 LARGEST = 2**63 - 1
 """SQLite's largest integer."""
-IN_MEMORY_BYTES = 2**25
-"""``spooled`` items beyond this size go to a temporary file."""
 RECENT_GROUPS = 1000
 """Number of newest groups in each state whose rollouts the distributions describe."""
 
@@ -65,29 +58,6 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
                 "the journal is empty", location=str(path), hint="wait until the run has started its first group"
             )
         yield connection
-
-
-def spooled(path: Path, query: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
-    """Yield the items that ``query`` returns for one snapshot of the journal, after the snapshot is closed.
-
-    SQLite cannot empty the journal's `-wal` while a snapshot is open, so none may be open while a pager waits for its
-    user. Raises ``JournalError``, and ``UserError`` if there is no room for the temporary file.
-    """
-    with SpooledTemporaryFile(IN_MEMORY_BYTES) as spool:
-        try:
-            with snapshot(path) as connection:
-                for item in query(connection):
-                    pickle.dump(item, spool, pickle.HIGHEST_PROTOCOL)
-        except OSError as error:
-            raise UserError(
-                f"there is no room for a temporary file: {error.strerror}",
-                location=str(path),
-                hint="free space, or set TMPDIR to a folder with more of it",
-            ) from error
-        end = spool.tell()
-        spool.seek(0)
-        while spool.tell() < end:
-            yield pickle.load(spool)
 
 
 # -- the whole buffer
@@ -233,16 +203,6 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFilter:
-    """Selects the groups to list; None does not filter. ``min_reward`` bounds the mean reward of a group's scored
-    rollouts, ``stale_over`` the group's staleness (see ``GroupRow``)."""
-
-    state: GroupState | None = None
-    min_reward: float | None = None
-    stale_over: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class GroupRow:
     """One group, without its texts.
 
@@ -270,39 +230,23 @@ class GroupRow:
     ended_at: float | None
 
 
-_REWARD = "(SELECT avg(reward) FROM rollouts r WHERE r.group_id = g.id)"
-_STALENESS = f"(CASE WHEN {_OUTSTANDING} THEN :version ELSE b.version END - g.version)"
 _GROUP = f"""
     SELECT g.id, g.uid, CASE WHEN g.state = 'taken' AND b.trained_at IS NOT NULL THEN 'trained' ELSE g.state END,
-           g.reason, g.version, {_STALENESS}, g.step + 1,
+           g.reason, g.version, CASE WHEN {_OUTSTANDING} THEN :version ELSE b.version END - g.version, g.step + 1,
            (SELECT count(finish_reason) FROM rollouts r WHERE r.group_id = g.id),
            (SELECT coalesce(sum(tokens), 0) FROM rollouts r WHERE r.group_id = g.id),
-           {_REWARD}, g.admitted_at, g.ended_at
+           (SELECT avg(reward) FROM rollouts r WHERE r.group_id = g.id), g.admitted_at, g.ended_at
     FROM groups g LEFT JOIN batches b ON b.step = g.step
 """
 
 
-def list_groups(connection: sqlite3.Connection, group_filter: GroupFilter, limit: int) -> list[GroupRow]:
-    """Return the newest groups that pass a filter, newest first."""
-    conditions = ["1"]
-    if group_filter.state is not None:
-        conditions.append(_WHERE[group_filter.state])
-    if group_filter.stale_over is not None:
-        conditions.append(f"{_STALENESS} > :stale_over")
-    if group_filter.min_reward is not None:
-        conditions.append(f"{_REWARD} >= :min_reward")
+def list_groups(connection: sqlite3.Connection, state: GroupState | None, limit: int) -> list[GroupRow]:
+    """Return the newest groups in a state, or in any state, newest first."""
     rows = connection.execute(
-        # Select the ids first: otherwise SQLite computes the columns of all groups that pass the filter.
-        f"{_GROUP} WHERE g.id IN (SELECT g.id FROM groups g LEFT JOIN batches b ON b.step = g.step "
-        f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
-        {
-            "version": progress(connection).version,
-            "stale_over": None
-            if group_filter.stale_over is None
-            else max(-LARGEST, min(group_filter.stale_over, LARGEST)),
-            "min_reward": group_filter.min_reward,
-            "limit": min(limit, LARGEST),
-        },
+        # Select the ids first: otherwise SQLite computes the columns of all groups in the state.
+        f"{_GROUP} WHERE g.id IN (SELECT g.id FROM groups g WHERE {_WHERE[state] if state else '1'} "
+        "ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
+        {"version": progress(connection).version, "limit": min(limit, LARGEST)},
     )
     return [GroupRow(*row) for row in rows]
 

@@ -31,8 +31,6 @@ class Experiment:
     """The tasks of the further evaluation sets by name, and the run's own task as ""."""
     monitors: Sequence[Monitor] = ()
     """The monitors that ``tracking`` enables, such as TensorBoard; not started."""
-    demonstrated_tokens: int = 0
-    """Tokens of the longest reply that the warm start's demonstrations have, as far as the checks tried them."""
     rank_bytes: int | None = None
     """Estimated bytes of a GPU rank, activations included; None if unknown."""
 

@@ -353,7 +353,6 @@ async def _start(
             reporter=reporter,
             budget=budget,
             watchdog=watchdog,
-            demonstrated_tokens=experiment.demonstrated_tokens,
         )
     )
 

@@ -83,7 +83,6 @@ class Parts:
     reporter: Reporter
     budget: RestartBudget
     watchdog: Watchdog
-    demonstrated_tokens: int = 0  # as in ``Experiment``
 
 
 class Orchestrator:
@@ -111,7 +110,6 @@ class Orchestrator:
             reporter=parts.reporter,
             reported=parts.opening.trained,
             history=[row for row in parts.run.read("metrics.jsonl") if row["step"] > 0],  # not the warm start's
-            demonstrated_tokens=parts.demonstrated_tokens,
         )
         turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(

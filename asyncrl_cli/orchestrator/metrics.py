@@ -90,14 +90,12 @@ class StepRecorder:
         reporter: Reporter,
         reported: int,
         history: Iterable[Mapping[str, float]] = (),
-        demonstrated_tokens: int = 0,
     ) -> None:
         """``reported``: number of steps that earlier drivers reported. ``history``: the steps' metrics."""
         self.reported = self._first_step = reported
         self.health = HealthWatch(spec.model_dump(mode="json"), history)
         self._spec = spec
         self._changed_findings: list[HealthFinding] = []
-        self._demonstrated_tokens = demonstrated_tokens
         reporter.health(reported, changed=(), open_findings=self.health.open_findings)
         for finding in self.health.open_findings:
             reporter.warn(f"step {reported}: {finding.text}")
@@ -137,8 +135,6 @@ class StepRecorder:
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics |= self._prompts.metrics
         metrics["response/unknown_tokens"] = unknown_tokens(taken_batch.batch, self._prompts.encoder.vocabulary)
-        if self._demonstrated_tokens:
-            metrics["response/demonstrated_max"] = float(self._demonstrated_tokens)
         self._reporter.stepped(step + 1, (step + 1) // self._publish_every, metrics, time.time())
         changed = self.health.step({**metrics, "step": step + 1})
         if changed:

@@ -21,7 +21,6 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure
-from asyncrl_cli.runs.catalogue import find_run
 from tests.journal.recorded_run import RecordedRun, make_run, settings
 
 pytestmark = pytest.mark.slow
@@ -99,20 +98,6 @@ def test_no_control_character_is_printed(
     if "--json" in arguments and ended.value.code == 0:
         for document in out.splitlines() if arguments[0] in ("events", "replay") else [out]:
             json.loads(document)
-
-
-def test_watch_shows_hostile_rollouts_as_text(runs_dir: Path) -> None:
-    from asyncrl_cli.cli.watch import Screen
-    from asyncrl_cli.core.console import PlainConsole
-
-    screen = Screen(find_run(runs_dir, "latest"))
-    drawn = io.StringIO()
-    console = PlainConsole(file=drawn, width=300)
-    for key in "bpf":
-        screen.press(key)
-        console.print(screen.draw())
-    assert [char for char in drawn.getvalue() if not char.isprintable() and char != "\n"] == []
-    assert drawn.getvalue().count("[/nope][bold]:bomb:<b>") >= 5
 
 
 def test_console_draws_no_text_that_a_caller_forgot_to_clean() -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 PAGES = (
     ("inspect", "buffer"),
-    ("inspect", "buffer", "--stale-over", "-1"),
+    ("inspect", "buffer", "--limit", "100"),
     ("inspect", "buffer", "--group", "2"),
     ("inspect", "buffer", "--rollout", "2-1"),
     ("inspect", "run"),
@@ -134,7 +134,6 @@ def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tup
         "inspect buffer --group 1 --state running",
         "inspect buffer --group 1 --rollout 1-0",
         "inspect buffer --limit 0",
-        "inspect buffer --min-reward high",
         "inspect buffers",
         "replay --from 5 --to 3",
     ],
@@ -147,8 +146,7 @@ def test_wrong_usage_is_refused_with_a_hint(run: RecordedRun, asyncrl: Any, argu
 
 @pytest.mark.parametrize("number", [2**63, 10**30])
 def test_numbers_that_no_journal_can_hold(run: RecordedRun, asyncrl: Any, number: int) -> None:
-    for options in (("--limit", str(number)), ("--stale-over", str(number)), ("--stale-over", str(-number))):
-        assert asyncrl("inspect", "buffer", *options)[::2] == (0, "")
+    assert asyncrl("inspect", "buffer", "--limit", str(number))[::2] == (0, "")
     code, _, err = asyncrl("inspect", "buffer", "--group", str(number))
     assert (code, err.startswith("error: no group has the id")) == (2, True)
     code, _, err = asyncrl("inspect", "buffer", "--rollout", f"{number}-0")
@@ -302,22 +300,17 @@ def test_masked_rollouts_are_named(run: RecordedRun, asyncrl: Any) -> None:
     assert run.book.opening().groups[-1].scored == {1}
 
 
-def test_filters_and_limit_select_groups(run: RecordedRun, asyncrl: Any) -> None:
+def test_state_and_limit_select_groups(run: RecordedRun, asyncrl: Any) -> None:
     def listed(*arguments: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(asyncrl("inspect", "buffer", *arguments, "--json")[1])
         return document
 
-    everything = listed("--limit", "100", "--stale-over", "-1")
-    assert not everything["more"]
-    few = listed("--limit", "2")
-    assert few["more"]
-    newest = json.loads(asyncrl("inspect", "buffer", "--limit", "100", "--json")[1])["groups"]
-    assert few["groups"] == newest[:2]
-    assert [group for group in newest if group["staleness"] is not None] == everything["groups"]
+    everything, few = listed("--limit", "100"), listed("--limit", "2")
+    assert few["more"] and not everything["more"]
+    assert few["groups"] == everything["groups"][:2]
     assert {group["state"] for group in listed("--state", "taken")["groups"]} == {"taken"}
     assert {group["step"] for group in listed("--state", "taken")["groups"]} == {5}, "steps count from 1"
-    assert all(group["reward"] >= 0.5 for group in listed("--min-reward", "0.5")["groups"])
-    assert asyncrl("inspect", "buffer", "--min-reward", "2")[:2] == (0, "no group of run-1 matches\n")
+    assert asyncrl("inspect", "buffer", "--state", "requeued")[:2] == (0, "no group of run-1 matches\n")
 
 
 def test_unknown_groups_and_rollouts_are_refused(run: RecordedRun, asyncrl: Any) -> None:

@@ -106,10 +106,8 @@ BAD: dict[str, tuple[str, str, dict[str, Any], Changes]] = {
     "masked weights": ("limited_weights", "staleness", SPEC, {"correction/importance_masked_fraction": 0.8}),
     "rejected sequences": ("limited_weights", "staleness", SPEC, {"correction/rejected_token_fraction": 0.9}),
     "temperature 0.01": ("entropy", "temperature", SPEC, {"train/entropy": 0.001}),
-    "unstable": ("gradient_norm", "learning_rate", SPEC, {"train/gradient_norm": 30.0}),
     "collapse": ("reward_fell", "learning_rate", SPEC, rewards(0.05)),
     "collapse of other rewards": ("reward_fell", "learning_rate", SPEC, rewards(-9.0, std=0.5, correct=0.0)),
-    "endless responses": ("response_length", "learning_rate", SPEC, {"response/tokens_mean": 150.0}),
 }
 
 
@@ -161,7 +159,7 @@ GOOD: dict[str, tuple[dict[str, Any], Callable[[int], Changes]]] = {
     ),
     "filter": (
         spec(data={"filter": {"solved_streak": 1}}),
-        lambda step: rewards(0.9 - 0.7 * (step > 20)) | {"response/tokens_mean": 20.0 + 100 * (step > 20)},
+        lambda step: rewards(0.9 - 0.7 * (step > 20)),
     ),
     "rejected groups": (
         spec(algorithm={"uniform_groups": "reject"}),
@@ -186,10 +184,6 @@ GOOD: dict[str, tuple[dict[str, Any], Callable[[int], Changes]]] = {
     ),
     "rewards of other scales": (SPEC, lambda step: rewards(-20.0 + 0.5 * step, std=4.0, correct=0.0)),
     "noisy rewards": (spec(pipeline={"groups_per_step": 2}), lambda step: rewards((0.1, 0.5, 0.3, 0.2)[step % 4])),
-    "longer responses that pay": (
-        SPEC,
-        lambda step: rewards(rising(step)) | {"response/tokens_mean": 10.0 if step < 8 else 90.0},
-    ),
     "no metrics of the trainer": (SPEC, lambda _: {name: None for name in HEALTHY if "reward/mean" not in name}),
     "publish every 4": (
         spec(pipeline={"groups_per_step": 32, "publish_every": 4}),
@@ -285,4 +279,4 @@ def test_specs_that_no_run_writes_raise_nothing(sections: dict[str, Any]) -> Non
 
 
 def test_rules_have_different_names() -> None:
-    assert len({rule.name for rule in RULES}) == len(RULES) >= 12
+    assert len({rule.name for rule in RULES}) == len(RULES) >= 10

@@ -27,7 +27,6 @@ from asyncrl_cli.inspect.report.page import embedded, render, summarize, write
 from asyncrl_cli.inspect.report.samples import samples
 from asyncrl_cli.journal.history import step_spans
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.journal.rollouts import group_shares, histogram, reward_shares
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
@@ -202,51 +201,6 @@ def test_failures_in_words() -> None:
 # -- charts
 
 
-def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(total_steps=200), lambda g: 1.0)
-    for _ in range(130):  # more values than columns
-        run.step()
-    random = np.random.default_rng(0)
-    journal = open_for_writing(tmp_path / FILE)
-    indices = journal.execute("SELECT group_id, rollout_index FROM rollouts").fetchall()
-    for group_id, index in indices:
-        tokens, reward = int(random.integers(3, 500)), float(random.normal())
-        journal.execute(
-            "UPDATE rollouts SET tokens = ?, reward = ?, crc = NULL WHERE group_id = ? AND rollout_index = ?",
-            (tokens, reward, group_id, index),
-        )
-    rows = np.array(
-        journal.execute(
-            "SELECT g.step, tokens, reward FROM rollouts r JOIN groups g ON g.id = group_id WHERE g.step IS NOT NULL"
-        ).fetchall()
-    )
-    journal.close()
-    with snapshot(tmp_path / FILE) as connection:
-        found = {"tokens": histogram(connection, "tokens"), "reward": histogram(connection, "reward")}
-    for column, name in enumerate(found, 1):
-        of = found[name]
-        assert of is not None
-        values, shares = np.array(of.values), np.array(of.shares)
-        assert shares.shape == (len(values), len(of.steps)) and of.steps[-1] == 130
-        np.testing.assert_allclose(shares.sum(axis=0), 1.0)
-        first = 0
-        for at, last in enumerate(of.steps):
-            inside = rows[(rows[:, 0] >= first) & (rows[:, 0] < last), column]
-            nearest = np.abs(inside[:, None] - values).argmin(axis=1)
-            np.testing.assert_allclose(shares[:, at], np.bincount(nearest, minlength=len(values)) / len(inside))
-            first = last
-
-
-def test_a_quantity_with_one_value_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 1.0)
-    with snapshot(tmp_path / FILE) as connection:
-        assert histogram(connection, "tokens") is None
-    run.step()
-    with snapshot(tmp_path / FILE) as connection:
-        found = histogram(connection, "tokens")
-    assert found is not None and (found.values, found.shares) == ((4,), ((1.0,),))
-
-
 @pytest.mark.parametrize("points", [3, 7, 100])
 def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], steps=7)
@@ -418,24 +372,6 @@ def test_constant_metrics_are_listed_and_not_drawn() -> None:
     found, constants = curve_charts(course(30, series=flat))
     assert constants == {"Truncated responses (share)": 0.0}
     assert "Truncated responses (share)" not in [chart.title for chart in found]
-
-
-def test_rewards_of_few_values_are_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RecordedRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 1.0)
-    for _ in range(4):
-        run.step()
-    with snapshot(tmp_path / FILE) as connection:
-        rewards, groups = reward_shares(connection), group_shares(connection)
-    assert (
-        rewards is not None and rewards.shares == {"0": (0.5,) * 4, "1": (0.5,) * 4} and rewards.steps == (1, 2, 3, 4)
-    )
-    assert groups is not None and groups.shares == {"different": (1.0,) * 4}
-
-
-def test_groups_of_one_rollout_are_not_called_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RecordedRun(tmp_path / FILE, monkeypatch, settings(group_size=1), lambda _: 1.0).step()
-    with snapshot(tmp_path / FILE) as connection:
-        assert group_shares(connection) is None and reward_shares(connection) is not None
 
 
 def test_the_summary_has_the_true_wall_time(run: RunDirectory) -> None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
+import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.style import Style
-from rich.text import Text
 
 from asyncrl_cli.inspect.dashboard import look
-from asyncrl_cli.inspect.decoding import TokenShown
-from asyncrl_cli.inspect.rollout_pager import REWARDS, Pager, _style, rollout_text
-from asyncrl_cli.journal.queries import group_record, overview, snapshot
-from asyncrl_cli.journal.rollouts import next_rollout
+from asyncrl_cli.journal.queries import overview, snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_writing, reading
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal import recorded_run
-from tests.journal.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
+from tests.journal.recorded_run import METRICS, RecordedRun, make_run, settings
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +53,6 @@ def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 def test_a_run_that_has_not_begun(run: RunDirectory) -> None:
     shown = look(run)
     assert (shown.activity, shown.metrics, shown.counts) == (f"{run.run_id}, died", {}, None)
-    pager = Pager(run)
-    pager.turn(older=True)
-    assert pager.page().plain == "no rollout has ended yet"
 
 
 def test_a_look_shows_the_journals_data(run: RunDirectory, recorded: RecordedRun) -> None:
@@ -125,10 +115,6 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
         with monkeypatch.context() as patched:
             patched.setattr("asyncrl_cli.journal.queries.reading", counting)
             look(run)
-            pager = Pager(run)
-            pager.turn(older=True)
-            pager.turn(older=True)
-            pager.page()
         return count
 
     monkeypatch.setattr("asyncrl_cli.inspect.dashboard.TREND_STEPS", trend_steps := 32)
@@ -158,93 +144,6 @@ def test_a_look_costs_the_same_for_a_run_of_any_length(
     assert cost() <= 1.2 * short
 
 
-# -- rollouts, one by one
-
-
-def test_paging_goes_through_every_ended_rollout(run: RunDirectory, recorded: RecordedRun) -> None:
-    journal = open_for_writing(run.path / FILE)
-    journal.execute("UPDATE rollouts SET finish_reason = NULL WHERE group_id = 3 AND rollout_index = 1")
-    ended = [
-        tuple(row) for row in journal.execute("SELECT group_id, rollout_index FROM rollouts WHERE finish_reason > ''")
-    ]
-    journal.close()
-    with snapshot(run.path / FILE) as connection:
-        seen, index = [], None
-        while (index := next_rollout(connection, index, older=True)) is not None:
-            seen.append(index)
-        assert seen == sorted(ended, reverse=True)
-        for older, newer in zip(seen[1:], seen, strict=False):
-            assert next_rollout(connection, older, older=False) == newer
-        assert next_rollout(connection, seen[0], older=False) is None
-
-
-def test_a_filter_chooses_among_the_rollouts(run: RunDirectory, recorded: RecordedRun) -> None:
-    pager = Pager(run)
-    pager.next_filter()
-    assert pager.filter == "right"
-    with snapshot(run.path / FILE) as connection:
-        rewards = {
-            (group_id, index): reward
-            for group_id, index, reward in connection.execute("SELECT group_id, rollout_index, reward FROM rollouts")
-        }
-        for rewards_of, reward in ((REWARDS["right"], 1.0), (REWARDS["wrong"], 0.0)):
-            seen, index = [], None
-            while (index := next_rollout(connection, index, True, rewards_of)) is not None:
-                seen.append(index)
-            assert seen == sorted((one for one, of in rewards.items() if of == reward), reverse=True)
-    assert "reward 1" in pager.page().plain and "right rollouts only" in pager.page().plain
-    assert "reference  7" in pager.page().plain
-    for _ in range(30):
-        pager.turn(older=True)
-    assert "there is no further right rollout" in pager.page().plain
-    pager.next_filter()
-    assert pager.filter == "wrong" and "reward 0" in pager.page().plain
-
-
-def test_tokens_differ_without_colours() -> None:
-    token = TokenShown("a", -0.01, 4, 0)
-
-    def shown(style: str) -> str:
-        console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=True)
-        console.print(Text("a", style=style))
-        return console.file.getvalue()  # type: ignore[attr-defined]
-
-    styles = [_style(replace(token, logprob=logprob)) for logprob in (-0.01, -0.2, -1.0, -5.0)]
-    assert len({shown(style) for style in styles}) == 4
-
-
-def test_a_page_has_the_rollout_in_colours(run: RunDirectory, recorded: RecordedRun) -> None:
-    pager = Pager(run)
-    assert "no rollout" in pager.page().plain
-    pager.turn(older=True)
-    page = pager.page()
-    assert "question" in page.plain and "5 6 7 1" in page.plain and "reward 1" in page.plain
-    for _ in range(3):
-        pager.turn(older=False)
-    assert pager.page().plain.splitlines()[0] == page.plain.splitlines()[0], "there is no newer rollout"
-
-
-def test_colours_say_how_likely_a_token_was() -> None:
-    token = TokenShown("a", -0.01, 4, 0)
-    assert _style(token) == ""
-    styles = [_style(replace(token, logprob=logprob)) for logprob in (-0.2, -1.0, -5.0, float("-inf"))]
-    assert styles == ["italic yellow", "underline dark_orange", "bold underline red", "bold underline red"]
-    not_sampled = _style(TokenShown("a", None, None, 0))
-    assert not_sampled == "dim italic"
-    for style in (*styles, not_sampled):
-        Style.parse(style)
-
-
-def test_the_context_of_an_episode_is_dim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = EpisodeRun(tmp_path / FILE, monkeypatch, settings(), lambda _: 3.0)
-    run.step()
-    with snapshot(tmp_path / FILE) as connection:
-        text = rollout_text(group_record(connection, 0), (0, 1), None)
-    assert [text.plain[span.start : span.end] for span in text.spans if span.style == "dim italic"] == [
-        *("11 ", "12 ", "13 ", "14 ", "15 "),
-    ]
-
-
 # -- the command
 
 
@@ -254,7 +153,7 @@ def test_without_a_terminal_one_look_is_printed(run: RunDirectory, recorded: Rec
     assert "3 of 40, weight version 3" in out and "\x1b" not in out
 
 
-def test_keys_page_and_quit(run: RunDirectory, recorded: RecordedRun) -> None:
+def test_terminal_shows_the_panel_until_ctrl_c(run: RunDirectory, recorded: RecordedRun) -> None:
     recorded.book.journal.close()
     ours, theirs = pty.openpty()
     command = [str(Path(sys.executable).with_name("asyncrl")), "watch", f"{run.path}/"]
@@ -262,22 +161,10 @@ def test_keys_page_and_quit(run: RunDirectory, recorded: RecordedRun) -> None:
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     printed = b""
-
-    def until(text: bytes) -> None:
-        nonlocal printed
-        while text not in printed:
-            printed += os.read(ours, 65536)
-        printed = b""
-
     try:
-        until(b"weight version 3")
-        for key, answer in (
-            *((b"p", b"rollout "), (b"b", b"weight version 3"), (b"ppn", b"colours:")),
-            *((b"f", b"right rollouts only"), (b"b", b"weight version 3")),
-        ):
-            os.write(ours, key)
-            until(answer)
-        os.write(ours, b"q")
+        while b"weight version 3" not in printed:
+            printed += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     finally:
         process.kill()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.journal import queries
+from asyncrl_cli.inspect.history_page import run_events
 from asyncrl_cli.journal.events import QUERIES, Event, Reader, events
-from asyncrl_cli.journal.queries import snapshot, spooled
+from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import EngineRequest
+from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal.recorded_run import STARTED, RecordedRun, make_run, settings
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "journal.md"
@@ -141,35 +139,16 @@ def test_every_kind_and_field_is_documented(recorded: RecordedRun, tmp_path: Pat
             assert [f"`{name}`" for name, *_ in columns] == rows[kind].strip().split(", ")
 
 
-def test_a_paused_reader_does_not_block_the_log(recorded: RecordedRun) -> None:
+def test_a_paused_reader_does_not_block_the_log(recorded: RecordedRun, tmp_path: Path) -> None:
     """`asyncrl events | less` on a live run: SQLite empties the log when no snapshot of it is open."""
     recorded.step()
-    journal = recorded.book.journal
-    path = journal._path
-    shown = spooled(path, Reader().read)
-    first = next(shown)
+    journal, path = recorded.book.journal, path_of(tmp_path)
+    with snapshot(path) as connection:
+        recorded_events = list(events(connection))
+    paused = run_events(RunDirectory(path.parent), (), follow=False)
+    first_event = next(paused)
     journal.failed("engine", "engine-0", "later")
     recorded.commit()
     (busy, *_) = journal._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    assert not busy
-    assert path.with_name(f"{path.name}-wal").stat().st_size == 0
-    with queries.snapshot(path) as connection:
-        everything = [event for event in events(connection) if event.facts.get("message") != "later"]
-    assert [first, *shown] == everything
-
-
-def test_large_results_go_through_a_temporary_file(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "IN_MEMORY_BYTES", 1)
-    recorded.step()
-    path = recorded.book.journal._path
-    with queries.snapshot(path) as connection:
-        assert list(spooled(path, Reader().read)) == list(events(connection))
-
-
-def test_no_room_for_the_temporary_file_is_an_error(recorded: RecordedRun) -> None:
-    def full(connection: object) -> Iterator[int]:
-        yield 1
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(UserError, match="no room for a temporary file: No space left on device"):
-        next(spooled(recorded.book.journal._path, full))
+    assert not busy and path.with_name(f"{path.name}-wal").stat().st_size == 0
+    assert [first_event, *paused] == recorded_events

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.journal import queries
 from asyncrl_cli.journal.history import history
-from asyncrl_cli.journal.queries import GroupFilter, GroupState, group_record, groups_called, list_groups, overview
+from asyncrl_cli.journal.queries import GroupState, group_record, groups_called, list_groups, overview
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges, staleness_report
@@ -111,8 +111,8 @@ def test_rejected_groups_are_counted_by_reason_and_requeued_groups_separately(
     run.commit()
     with queries.snapshot(path) as connection:
         found = overview(connection)
-        requeued = list_groups(connection, GroupFilter("requeued"), 10)
-        assert [row.reason for row in list_groups(connection, GroupFilter("rejected"), 10)] == ["uniform", "failed"]
+        requeued = list_groups(connection, "requeued", 10)
+        assert [row.reason for row in list_groups(connection, "rejected", 10)] == ["uniform", "failed"]
         assert groups_called(connection, "p1") == [0, max(groups_called(connection, "p1"))]
         record = group_record(connection, failed)
     assert found.rejected == {"failed": 1, "uniform": 1}
@@ -159,30 +159,18 @@ def test_the_overview_reads_neither_tokens_nor_the_entire_history(journal: sqlit
 
 @pytest.mark.parametrize("state", queries.STATES)
 def test_listing_by_state(state: GroupState, journal: sqlite3.Connection) -> None:
-    rows = list_groups(journal, GroupFilter(state), 100)
+    rows = list_groups(journal, state, 100)
     count = next(count for count in overview(journal).states if count.state == state)
     assert len(rows) == count.groups
     assert all(row.state == state for row in rows)
     assert ids(rows) == sorted(ids(rows), reverse=True)
-    assert rows == [row for row in list_groups(journal, GroupFilter(), 100) if row.state == state]
-
-
-def test_listing_by_reward_staleness_and_limit(journal: sqlite3.Connection) -> None:
-    everything = list_groups(journal, GroupFilter(), 100)
-    assert ids(list_groups(journal, GroupFilter(), 3)) == ids(everything)[:3]
-    scored = [row for row in everything if row.reward is not None]
-    assert scored
-    assert list_groups(journal, GroupFilter(min_reward=0.5), 100) == scored
-    assert list_groups(journal, GroupFilter(min_reward=0.51), 100) == []
-    stale = [row for row in everything if row.staleness is not None and row.staleness > 0]
-    assert 0 < len(stale) < len(everything)
-    assert list_groups(journal, GroupFilter(stale_over=0), 100) == stale
-    trained = list_groups(journal, GroupFilter("trained", 0.5, 0), 100)
-    assert trained == [row for row in stale if row.state == "trained"]
+    everything = list_groups(journal, None, 100)
+    assert rows == [row for row in everything if row.state == state]
+    assert list_groups(journal, None, 3) == everything[:3]
 
 
 def test_one_group_with_its_rollouts(run: RecordedRun, journal: sqlite3.Connection) -> None:
-    row = next(row for row in list_groups(journal, GroupFilter("trained", stale_over=0), 100))
+    row = next(row for row in list_groups(journal, "trained", 100) if row.staleness)
     record = group_record(journal, row.group_id)
     assert record.row == row
     assert (record.prompt.content, record.prompt.fields) == (f"question {row.uid[1:]}?", {"answer": "7"})
@@ -209,7 +197,7 @@ def test_context_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: 
     with queries.snapshot(path) as connection:
         lengths = {row.state: row for row in overview(connection).lengths}
         report = staleness_report(connection)
-        crossed = next(row for row in list_groups(connection, GroupFilter("trained"), 100) if row.staleness)
+        crossed = next(row for row in list_groups(connection, "trained", 100) if row.staleness)
         record = group_record(connection, crossed.group_id)
         batches = [read_batch(connection, step.first_step - 1) for step in report.steps]
     assert (lengths["trained"].minimum, lengths["trained"].maximum) == (8, 8), "two calls and a branch"

@@ -21,7 +21,6 @@ from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.inspect.report.answers import PART_NAMES, StepTime
 from asyncrl_cli.inspect.report.held_out import EvaluationFile, several_samples
 from asyncrl_cli.journal.history import StepSpan, evaluations, first_start
-from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
 Value = TypeVar("Value")
@@ -38,7 +37,6 @@ PART_COLOURS = {
     "saving checkpoints": "#cc79a7",
     "other waits": "#999999",
 }
-GROUP_COLOURS = dict(zip(GROUP_NAMES, ("#e69f00", "#0072b2", "#b8c4ce"), strict=True))
 RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")
 """From low to high. Colour-blind people see the same order."""
 POINTS = 500
@@ -49,8 +47,6 @@ SMOOTHED_FROM = 20
 """Smallest number of points with a running mean."""
 STEP_RANGES = 80
 """Columns in a chart of shares."""
-MOST_AGES = 8
-"""Largest number of staleness values in a chart of stacked shares; more values become a heat map."""
 SHARE = "~%"
 """Format of shares on an axis, with as many digits as its ticks need: 0.5%, 1%, 1.5%."""
 
@@ -291,15 +287,11 @@ def _accuracy(curves: Curves) -> Any:
     return figure
 
 
-# -- how the time was spent, and the distributions of the training data
+# -- how the time was spent, and the staleness
 
 
-def run_charts(
-    times: Sequence[StepTime],
-    staleness: tuple[StepStaleness, ...],
-    distributions: Mapping[str, Shares | Histogram],
-) -> Iterator[Chart]:
-    """Draw the trainer's time, the tokens' staleness, and ``distributions`` by title."""
+def run_charts(times: Sequence[StepTime], staleness: tuple[StepStaleness, ...]) -> Iterator[Chart]:
+    """Draw the trainer's time and the tokens' staleness."""
     if times:
         ranges = in_parts(times, STEP_RANGES)
         sums = [
@@ -311,38 +303,29 @@ def run_charts(
             for activity, name in PART_NAMES.items()
             if any(spent[activity] for spent in sums)
         }
-        steps = tuple(activity[-1].step + 1 for activity in ranges)
-        yield Chart("The trainer's time", _stacked(Shares(steps, shares), PART_COLOURS))
+        yield Chart("The trainer's time", _stacked([steps[-1].step + 1 for steps in ranges], shares, PART_COLOURS))
     if staleness:
         step_ranges = in_ranges(staleness, STEP_RANGES)
-        ends = tuple(step.last_step for step in step_ranges)
         ages = range(max(max(step.tokens, default=0) for step in step_ranges) + 1)
-        by_age = tuple(tuple(step.tokens[age] / (step.tokens.total() or 1) for step in step_ranges) for age in ages)
-        title = "Tokens by their staleness in versions"
-        if len(ages) > MOST_AGES:
-            yield Chart(title, _heat_map(Histogram(tuple(ages), ends, by_age), "staleness"))
-        else:
-            yield Chart(title, _stacked(Shares(ends, dict(zip(map(str, ages), by_age, strict=True)))))
-    for title, distribution in distributions.items():
-        if isinstance(distribution, Histogram):
-            yield Chart(title, _heat_map(distribution))
-        else:
-            yield Chart(title, _stacked(distribution, GROUP_COLOURS))
+        by_age = {str(age): [step.tokens[age] / (step.tokens.total() or 1) for step in step_ranges] for age in ages}
+        ends = [step.last_step for step in step_ranges]
+        yield Chart("Tokens by their staleness in versions", _stacked(ends, by_age))
 
 
-def _stacked(shares: Shares, colours: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """Draw shares as bars; without ``colours``, a ramp from low to high."""
+def _stacked(
+    steps: Sequence[int], shares: Mapping[str, Sequence[float]], colours: Mapping[str, str] = MappingProxyType({})
+) -> Any:
+    """Draw shares by name as bars over ranges of steps; ``steps`` are the ranges' last steps, from 1. Without
+    ``colours``, the names have a ramp from low to high."""
     from plotly.colors import sample_colorscale
     from plotly.graph_objects import Bar, Figure
 
-    steps = shares.steps
     edges = [2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1, *steps]
     widths = [end - start for start, end in pairwise(edges)]
-    count = len(shares.shares)
-    ramp = sample_colorscale(RAMP, [index / max(1, count - 1) for index in range(count)])
+    ramp = sample_colorscale(RAMP, [index / max(1, len(shares) - 1) for index in range(len(shares))])
     figure = Figure(layout={"showlegend": True, "barmode": "stack", "bargap": 0, "xaxis": {"title": {"text": "step"}}})
     figure.update_yaxes(tickformat=SHARE, range=[0, 1])
-    for (name, values), colour in zip(shares.shares.items(), ramp, strict=True):
+    for (name, values), colour in zip(shares.items(), ramp, strict=True):
         bar = Bar(
             name=name,
             x=list(steps),
@@ -354,20 +337,6 @@ def _stacked(shares: Shares, colours: Mapping[str, str] = MappingProxyType({})) 
         )
         figure.add_trace(bar)
     return figure
-
-
-def _heat_map(histogram: Histogram, name: str = "") -> Any:
-    from plotly.graph_objects import Figure, Heatmap
-
-    heat_map = Heatmap(
-        x=list(histogram.steps),
-        y=rounded(histogram.values),
-        z=[rounded(row) for row in histogram.shares],
-        zmin=0,
-        colorbar={"tickformat": SHARE, "thickness": 10, "outlinewidth": 0},
-        hovertemplate="to step %{x}<br>%{y}: %{z:.1%}<extra></extra>",
-    )
-    return Figure(heat_map, {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": name}}})
 
 
 def rounded(values: Sequence[float | None]) -> list[float | None]:

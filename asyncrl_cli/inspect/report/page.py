@@ -40,7 +40,6 @@ from asyncrl_cli.inspect.reproduction import no_advice, prediction
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.journal.history import Fault, failures, history, metrics_rows, step_spans
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.journal.rollouts import distributions
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import staleness_report
 from asyncrl_cli.plan.prediction import Prediction
@@ -88,7 +87,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         )
         faults = failures(connection, FAULTS_SHOWN, newest_first=False)
         run_curves = curves(connection, spans, files, settings.max_staleness)
-        charts = tuple(run_charts(times, staleness.steps, distributions(connection)))
+        charts = tuple(run_charts(times, staleness.steps))
         rollouts = tuple(samples(connection, decoder))
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
     first_fault = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""

@@ -22,14 +22,12 @@
       hoverlabel: { font: { size: 12 } },
     };
   };
-  const scale = () => [[0, colour("--raised")], [0.15, "#3b82b8"], [0.5, "#2aa876"], [1, "#f2c14e"]];
 
   const draw = () => {
     for (const [id, chart] of Object.entries(charts)) {
       const data = chart.data.map((trace) => ({
         ...trace,
         ...(trace.meta ? { x: trace.meta[against] } : {}),
-        ...(trace.type === "heatmap" ? { colorscale: scale() } : {}),
       }));
       const layout = { xaxis: { title: { text: AXES[against] } }, ...chart.layout };
       Plotly.react(id, data, dressed(layout), { responsive: true, displayModeBar: false });
