@@ -247,25 +247,6 @@ def test_exactness_reports_the_gap_of_engines_that_were_refused(tmp_path: Path) 
         parts.exactness(bench)
 
 
-def test_resume_on_a_gpu_does_not_need_float32(tmp_path: Path) -> None:
-    from gpu_report import parts
-    from gpu_report.runs import Bench
-
-    bench: Any = Bench("cuda", tmp_path)
-    dtypes: list[str] = []
-
-    def train(name: str, spec: dict[str, Any], **_: Any) -> Path:
-        dtypes.append(spec["trainer"]["dtype"])
-        raise RuntimeError(name)
-
-    bench.train = train
-    bench_parts = (parts._killed, lambda bench: parts._exact(bench, "async", parts._resume_dtype(bench)))
-    for make_run in bench_parts:
-        with pytest.raises(RuntimeError, match=r"killed|undisturbed-async"):
-            make_run(bench)
-    assert dtypes == ["bfloat16"] * 2
-
-
 def test_the_triton_kernel_multiplies(tmp_path: Path) -> None:
     """Triton's interpreter needs no GPU."""
     pytest.importorskip("triton")
@@ -273,13 +254,6 @@ def test_the_triton_kernel_multiplies(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1e-5
-
-
-def test_metrics_skip_the_incomplete_last_line_of_a_killed_run(tmp_path: Path) -> None:
-    from common import metrics
-
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
 
 
 def test_the_peak_of_a_tree_of_processes_is_seen(tmp_path: Path) -> None:

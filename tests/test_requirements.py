@@ -148,6 +148,6 @@ def _run_installer(folder: Path, device: str, **environment: str) -> subprocess.
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )

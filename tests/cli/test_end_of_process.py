@@ -37,7 +37,7 @@ PROCESS = """
 def process(module: str, *arguments: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(PROCESS), module, *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.run(command, cwd=cwd, text=True, check=False, timeout=60, **streams)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(command, cwd=cwd, text=True, check=False, timeout=300, **streams)  # type: ignore[call-overload,no-any-return]
 
 
 def order(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -31,8 +31,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SUBNET = "10.213.77"
 """The hosts' addresses, which exist only in these namespaces."""
-START_S = 120.0
-COMMAND_S = 120.0
+COMMAND_S = 300.0
+"""Seconds that a command or a change of a host may take. It only ends what hangs."""
 
 SWITCH = "ip link add switch type bridge && ip link set switch up && echo ready && exec sleep infinity"
 FIRST_PROCESS = """
@@ -61,7 +61,7 @@ def why_not() -> str | None:
             check=False,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=COMMAND_S,
         )
     except FileNotFoundError as error:
         return f"test hosts need {error.filename} (util-linux, iproute2)"
@@ -70,7 +70,7 @@ def why_not() -> str | None:
     return None
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = COMMAND_S) -> Any:
     """The first true answer. Raises ``HostError`` if there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -91,7 +91,7 @@ class Command:
     @property
     def pid(self) -> int:
         """The command's process id outside the host's namespaces (not the id of nsenter)."""
-        found: int = until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
+        found: int = until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}")
         return found
 
     @property
@@ -185,7 +185,7 @@ class Host:
             return
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)  # the kernel kills a pid namespace's processes with its first process
-        shell.wait(START_S)
+        shell.wait(COMMAND_S)
         # A host with the same name may start soon; the kernel itself would remove the link only later.
         self.network.at_switch(f"ip link delete {self.name}", check=False)
         self.shell, self.pid = None, 0
@@ -392,7 +392,7 @@ def _await_ready(process: subprocess.Popen[bytes], name: str) -> None:
 
 
 def _call(command: list[str], *, check: bool) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=COMMAND_S)
     if check and done.returncode:
         raise HostError(f"{shlex.join(command)}: {done.stderr.strip()}")
 

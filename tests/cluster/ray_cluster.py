@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from tests.cluster.hosts import Command, Host, HostError, Network, until
 
-START_S = 120.0
 NODES = """
 import sys
 from ray._raylet import GcsClient
@@ -96,9 +95,9 @@ class RayCluster:
                     raise HostError(f"Ray ended on {name}\n{command.printed()[-3000:]}")
                 return "Ray runtime started" in command.printed()
 
-            until(started, f"Ray to start on {host.name}", START_S)
+            until(started, f"Ray to start on {host.name}")
         # Not earlier: each query is a process that imports Ray, and would delay the starting nodes.
-        until(lambda: {host.address for host in hosts} <= set(self.nodes()), "Ray's nodes", START_S)
+        until(lambda: {host.address for host in hosts} <= set(self.nodes()), "Ray's nodes")
 
     def ended(self, host: Host) -> bool:
         """True if Ray's node on a host has ended, or was never started."""

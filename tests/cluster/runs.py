@@ -43,7 +43,7 @@ class HostedRun(DisturbedRun):
         """The driver's process id, not the id of the command that entered the host."""
         assert self._process is not None
         entered = self._process.pid
-        return until(lambda: next(iter(children(entered)), 0) or self.code is not None, "the driver's process", 10)
+        return until(lambda: next(iter(children(entered)), 0) or self.code is not None, "the driver's process")
 
     @property
     def mark(self) -> str:

@@ -40,16 +40,16 @@ def test_drain_notices_and_deaths_are_noticed_and_the_host_can_rejoin(ray_cluste
     def reasons() -> list[str]:
         return [line.strip() for line in watching.printed().splitlines() if line.startswith("reason:")]
 
-    until(lambda: reasons() == ["reason:"], "a living node", 60)
+    until(lambda: reasons() == ["reason:"], "a living node")
     ray_cluster.drain(other, 600)
-    until(lambda: reasons()[1:] == ["reason: its node is being drained by notice"], "the notice", 30)
+    until(lambda: reasons()[1:] == ["reason: its node is being drained by notice"], "the notice")
     other.kill()
-    until(lambda: reasons()[2:] == ["reason: its node is gone"], "Ray to notice the death", 60)
-    assert watching.wait(30) == 0, watching.printed()
+    until(lambda: reasons()[2:] == ["reason: its node is gone"], "Ray to notice the death")
+    assert watching.wait(120) == 0, watching.printed()
     assert other.address not in ray_cluster.nodes()
     other.boot()
     ray_cluster.start(other)
     ray_cluster.wait_for(other)
     assert ray_cluster.nodes()[other.address] != first_id
     ray_cluster.drain(other)  # it is idle, so Ray ends it
-    until(lambda: other.address not in ray_cluster.nodes(), "the drained host to leave", 60)
+    until(lambda: other.address not in ray_cluster.nodes(), "the drained host to leave")

@@ -12,7 +12,6 @@ from tests.cluster.hosts import Network
 from tests.cluster.runs import HostedRuns
 from tests.e2e.conftest import Runs, rows
 from tests.e2e.faults.verdict import differences
-from tests.e2e.quickstart import assert_learned, train_quickstart
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -38,16 +37,3 @@ def test_without_staleness_three_hosts_give_the_weights_of_one(network: Network,
     # The comparison means something only if the weights moved.
     assert any(row["publish/probe_change"] > 1e-3 for row in rows(on_three, "metrics.jsonl"))
     assert not site.head.processes_titled("ray::RolloutWorker")
-
-
-@pytest.mark.nightly  # minutes; `make cluster` runs it
-def test_the_quickstart_learns_on_three_hosts_what_it_learns_on_one(network: Network, tmp_path: Path) -> None:
-    runs = HostedRuns(tmp_path, Site.ready(network).cluster)
-    places = (
-        f"cluster.address={runs.cluster.address}",
-        "cluster.trainer.labels.role=trainer",
-        "cluster.engines.labels.role=rollout",
-        "trainer.ranks=2",
-        "rollout.engines=2",
-    )
-    assert_learned(train_quickstart(runs, *places, limit_s=1800))

@@ -57,7 +57,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words_of_bash(script: Path, programs: Path) -> list[str]:
     (programs / "words").unlink(missing_ok=True)
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": os.environ["HOME"]}
-    subprocess.run(["bash", script], env=environment, cwd=script.parent, check=False, timeout=60, capture_output=True)
+    subprocess.run(["bash", script], env=environment, cwd=script.parent, check=False, timeout=300, capture_output=True)
     return (programs / "words").read_text().split("\0")[:-1]
 
 

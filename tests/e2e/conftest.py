@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ import yaml
 from tests.small_models import CHAIN_SUM
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 420
+LIMIT_S = 900
 """Seconds after which a run that should have ended counts as hung."""
+CLONE_NEWNS = 0x20000
+"""Flag of unshare(2): a mount namespace."""
 
 BASE_SPEC: dict[str, Any] = {
     "name": "sums",
@@ -108,7 +112,7 @@ class Runs:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=120)
             pytest.fail(f"the run hung\n{out}\n{err}")
         return Ended(process.returncode, out, err)
 
@@ -121,6 +125,20 @@ class Runs:
     def newest(self) -> Path:
         """The folder of the run that was started last."""
         return max(self.folder.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime_ns).parent
+
+    def steps_done(self) -> int:
+        """Number of lines of the newest run's metrics: its steps, and a warm start's updates."""
+        files = [self.newest() / "metrics.jsonl"] if any(self.folder.glob("*/manifest.json")) else []
+        return sum(len(file.read_text().splitlines()) for file in files if file.exists())
+
+    def kill_after(self, steps: int, spec: Path) -> Path:
+        """Train a spec, and kill its driver after this many steps; returns the run's folder."""
+        process = self.start("train", spec)
+        until(lambda: process.poll() is not None or self.steps_done() >= steps, f"{steps} steps")
+        process.kill()
+        out, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, out + err
+        return self.newest()
 
     def logs(self) -> str:
         """The ends of the newest run's logs, for the message of a failed assertion."""
@@ -173,16 +191,8 @@ def mark_of(pid: int) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A temporary folder for this process only: tests that run in parallel do not see each other's files."""
-    tmp_path_factory.getbasetemp()  # before the patch: pytest keeps its own folders, to be examined after a failure
-    folder = tempfile.mkdtemp(prefix="e2e-")  # a short name: the paths of Ray's sockets have a maximum length
-    os.chmod(folder, 0o711)  # other tests of this process become another user and enter folders in it
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
-        yield
-    shutil.rmtree(folder)
+def _shared_memory() -> None:
+    own_shared_memory()  # before the first run starts
 
 
 @pytest.fixture(scope="session")
@@ -201,23 +211,33 @@ def _nothing_is_left_behind() -> Iterator[None]:
         if process.poll() is None:
             process.kill()
             process.communicate()
-    until(lambda: not leftover_files() - before, f"{leftover_files() - before} to be removed", 30)
+    until(lambda: not leftover_files() - before, f"{leftover_files() - before} to be removed", 120)
 
 
-SHARED_FILES = re.compile(r"/dev/shm/(psm_|sem\.|torch_|plasma|nccl|deepspeed|vllm)", re.IGNORECASE)
-"""Files in /dev/shm that the libraries of a run make. Other programs and test suites have other files there."""
+@cache
+def own_shared_memory() -> bool:
+    """Give this process and its children their own /dev/shm, which ends with them. Returns False without root's rights.
+
+    Files in /dev/shm do not tell who made them, so in a shared one another suite's files would look like leftovers.
+    Call it in the main thread, before runs start: only processes that start later have it.
+    """
+    if ctypes.CDLL(None).unshare(CLONE_NEWNS):
+        return False
+    # First the propagation: otherwise everyone would get the new /dev/shm.
+    mounts = (["--make-rslave", "/"], ["-t", "tmpfs", "shm", "/dev/shm"])
+    return all(subprocess.run(["mount", *arguments], check=False).returncode == 0 for arguments in mounts)
 
 
 def leftover_files() -> set[str]:
-    """Files that runs could leave on this machine outside their folders: temporary folders, and this user's files in
-    /dev/shm that no living process has mapped or opened."""
+    """Files that runs could leave on this machine outside their folders: in the temporary folder, and files in
+    /dev/shm that no living process has mapped or opened. A /dev/shm that others also use is not searched."""
+    temporary = {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
+    shared = set(map(str, Path("/dev/shm").iterdir())) if own_shared_memory() else set()
+    if not shared:
+        return temporary
     used = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             used |= set(re.findall(r"/dev/shm/\S+", (process / "maps").read_text()))
             used |= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
-    shared = set()
-    for path in filter(SHARED_FILES.match, map(str, Path("/dev/shm").iterdir())):
-        with suppress(FileNotFoundError):
-            shared |= {path} if os.stat(path).st_uid == os.getuid() else set()
-    return (shared - used) | {str(path) for path in Path(tempfile.gettempdir()).glob("asyncrl-*")}
+    return temporary | (shared - used)

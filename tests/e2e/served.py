@@ -31,8 +31,8 @@ class Server:
     def end(self, number: int) -> int:
         """Send a signal; returns the exit code once the server and all its other processes have ended."""
         self.process.send_signal(number)
-        self.process.communicate(timeout=60)
-        until(lambda: not processes_of(self.mark), "the server's processes to end", 60)
+        self.process.communicate(timeout=120)
+        until(lambda: not processes_of(self.mark), "the server's processes to end", 120)
         return self.process.returncode
 
 

@@ -10,26 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
+from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.train.model.lora import adapter_matrices, add_adapters, plain_weights
 from asyncrl_cli.train.shards import adapter_layout
 from asyncrl_cli.weights.layout import TensorSlot, size_of
-from tests.e2e.test_weights import TOLERANCE, Bench, crossing, gaps, has_crossed, started
+from tests.e2e.test_weights import (
+    TOLERANCE,
+    Bench,
+    check_request_after_update,
+    check_tokens_in_a_crowd,
+    crossing,
+    gaps,
+    has_crossed,
+    started,
+)
 
 pytestmark = pytest.mark.stack
 
-ROUTED = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "mlp_only_layers": [0],
-}
 PROBE = (5, 9, 30, 31, 60, 22, 14)
 
 
@@ -98,17 +95,7 @@ def test_rollouts_that_run_use_the_new_adapter_from_the_pause_on(
 
 
 def test_the_prefix_cache_has_nothing_of_another_adapter(bench: AdapterBench, loop: asyncio.AbstractEventLoop) -> None:
-    prompt = [7] * 15 + [8] * 17  # a whole block of the prefix cache
-
-    async def generate() -> Rollout:
-        await bench.publish(20, "keep")
-        await bench.generate(prompt, 8)
-        await bench.publish(21, "keep")
-        return await bench.generate(prompt, 24)
-
-    rollout = loop.run_until_complete(generate())
-    assert set(rollout.versions.tolist()) == {21}
-    assert gaps(bench, rollout, 21).max() < TOLERANCE
+    check_request_after_update(bench, loop, "keep", 21)
 
 
 def test_the_probe_shows_an_engine_that_ignores_the_adapter(
@@ -137,17 +124,7 @@ def test_the_probe_shows_an_engine_that_ignores_the_adapter(
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(
     bench: AdapterBench, loop: asyncio.AbstractEventLoop
 ) -> None:
-    async def generate(crowd: int) -> Rollout:
-        others = [asyncio.create_task(bench.generate([9, i + 3], 40)) for i in range(crowd)]
-        sampling = Sampling(temperature=1.0, max_tokens=40, seed=1234)
-        rollout = await bench.engine.generate(RolloutRequest(f"same-{crowd}", (3, 4, 5), sampling))
-        await asyncio.gather(*others)
-        return rollout
-
-    loop.run_until_complete(bench.publish(40, "recompute"))
-    alone, crowded = loop.run_until_complete(generate(0)), loop.run_until_complete(generate(40))
-    assert alone.ids.tolist() == crowded.ids.tolist()
-    assert np.array_equal(alone.logprobs, crowded.logprobs)
+    check_tokens_in_a_crowd(bench, loop, 40)
 
 
 def test_layers_that_vllm_would_ignore_are_named(

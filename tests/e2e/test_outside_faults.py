@@ -77,11 +77,7 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
     )
     process = runs.start("train", spec)
 
-    def steps_done() -> int:
-        files = list(tmp_path.glob("*/metrics.jsonl"))
-        return len(files[0].read_text().splitlines()) if files else 0
-
-    until(lambda: steps_done() >= 4 or process.poll() is not None, "four steps without a server")
+    until(lambda: runs.steps_done() >= 4 or process.poll() is not None, "four steps without a server")
     server.start()
     run = runs.newest()
     bad = [(f"bad-{name}", "rejected", "failed") for name in sorted(FAULTS)]

@@ -15,7 +15,7 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.small_models import UNTRAINED
 
-from .conftest import Runs, rows, until
+from .conftest import Runs, rows
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -42,12 +42,7 @@ def test_running_baselines_survive_a_kill_and_are_replayed(tmp_path: Path) -> No
         checkpoints={"every": 2},
         stop={"steps": 60},
     )
-    process = runs.start("train", spec)
-    until(lambda: process.poll() is not None or _steps(runs) >= 5, "five steps")
-    process.kill()
-    out, err = process.communicate()
-    assert process.returncode == -9, out + err
-    run = runs.newest()
+    run = runs.kill_after(5, spec)
     steps = len(rows(run, "metrics.jsonl")) + 3
     ended = runs.run("resume", run, "--steps", str(steps))
     assert ended.code == 0, ended.out + ended.err + runs.logs()
@@ -74,8 +69,3 @@ def test_running_baselines_survive_a_kill_and_are_replayed(tmp_path: Path) -> No
             visits[group.uid].append((group.group_id, rewards[group.group_id]))
     assert metrics[0]["train/baseline_groups"] == 0 and metrics[-1]["train/baseline_groups"] == GROUPS
     assert all(row["train/updates"] == 1 and row["train/gradient_norm"] > 0 for row in metrics)
-
-
-def _steps(runs: Runs) -> int:
-    found = [*runs.folder.glob("*/metrics.jsonl")]
-    return len(found[0].read_text().splitlines()) if found else 0

@@ -17,7 +17,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.generation import CONTEXT
 from tests.small_models import UNTRAINED
 
-from .conftest import Runs, rows, until
+from .conftest import Runs, rows
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -74,12 +74,7 @@ def test_turns_and_parts_are_trained_and_replayed(tmp_path: Path) -> None:
         "checkpoints": {"every": 1},
         "stop": {"steps": 40},
     }
-    process = runs.start("train", runs.write_spec(**sections, algorithm=algorithm))
-    until(lambda: process.poll() is not None or _steps(runs) >= 2, "two steps")
-    process.kill()
-    out, err = process.communicate()
-    assert process.returncode == -9, out + err
-    run = runs.newest()
+    run = runs.kill_after(2, runs.write_spec(**sections, algorithm=algorithm))
     killed_at = len(rows(run, "metrics.jsonl"))
     replayed = runs.run("replay", run)
     assert replayed.code == 0, replayed.out + replayed.err
@@ -118,8 +113,3 @@ def test_turns_and_parts_are_trained_and_replayed(tmp_path: Path) -> None:
     assert [one.turns for one in shown] == list(batches[0].groups[0].turns)
     page = runs.run("inspect", "buffer", run, "--group", str(batches[0].groups[0].group_id))
     assert "rewards of its turns: " in page.out, page.out + page.err
-
-
-def _steps(runs: Runs) -> int:
-    found = [*runs.folder.glob("*/metrics.jsonl")]
-    return len(found[0].read_text().splitlines()) if found else 0

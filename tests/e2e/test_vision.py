@@ -155,7 +155,8 @@ def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(t
 
 
 @pytest.mark.slow
-def test_vision_example_is_a_valid_spec_with_images() -> None:
-    ended = CliRunner().invoke(app, ["train", str(ROOT / "specs/shapes-vl.yaml"), "--dry-run"])
+@pytest.mark.parametrize(("spec", "prompt"), [("shapes-vl", "<|image_pad|>"), ("zero3-two-ranks", "=")])
+def test_example_is_a_valid_spec(spec: str, prompt: str) -> None:
+    ended = CliRunner().invoke(app, ["train", str(ROOT / f"specs/{spec}.yaml"), "--dry-run"])
     assert ended.exit_code == 0, ended.output
-    assert "<|image_pad|>" in ended.output
+    assert prompt in ended.output

@@ -52,11 +52,11 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     assert not list((run / "logs").glob("engine-*.log")), "no engine is started"
 
     process = shared_runs.start("train", shared_runs.write_spec(**settings(shared_runs, **checkpoints)))
-    until(lambda: shared_runs.newest() != run and _updates(shared_runs.newest()) > 5, "the first updates")
+    until(lambda: shared_runs.newest() != run and shared_runs.steps_done() > 5, "the first updates")
     killed = shared_runs.newest()
     (rank,) = processes_of_part(mark_of(process.pid), "trainer")
     os.kill(rank, signal.SIGKILL)
-    until(lambda: _updates(killed) > UPDATES // 3 and process.poll() is None, "the updates of a new rank")
+    until(lambda: shared_runs.steps_done() > UPDATES // 3 and process.poll() is None, "the updates of a new rank")
     process.kill()
     shared_runs.wait(process)
     assert not (killed / "warm_start").exists()
@@ -85,7 +85,3 @@ def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: R
     assert replayed.code == 0, replayed.out + replayed.err
     assert "the warm start's weights are equal" in replayed.err and "equal" in replayed.out
     assert (run / "adapter/adapter_model.safetensors").read_bytes() == adapters[1]
-
-
-def _updates(run: Path) -> int:
-    return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0

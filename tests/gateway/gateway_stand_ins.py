@@ -193,20 +193,20 @@ async def served(
     headers = {"Authorization": f"Bearer {KEY}"}
     most = httpx.Limits(max_connections=None)
     try:
-        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30, limits=most) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=120, limits=most) as http:
             yield Served(gateway, engine, sessions, http, opened)
     finally:
         await gateway.stop()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Return when the condition is true; fail if it is not true in time."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
 
 
-def in_time(test: Callable[[], Any], seconds: float = 60.0) -> Any:
+def in_time(test: Callable[[], Any], seconds: float = 120.0) -> Any:
     """Run a coroutine function; a gateway that hangs fails the test."""
 
     async def bounded() -> Any:

@@ -79,7 +79,7 @@ def session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = Tr
 
 def run(work: Awaitable[Any]) -> Any:
     async def main() -> Any:
-        return await asyncio.wait_for(work, 30)
+        return await asyncio.wait_for(work, 120)
 
     return asyncio.run(main())
 

@@ -202,7 +202,7 @@ def test_the_view_looks_repeatedly_and_once_at_the_end(run: RunDirectory, monkey
     monkeypatch.setattr("asyncrl_cli.monitors.console.REFRESH_S", 0.01)
     view, _ = live_view(run, 80)
     with view:
-        assert third.wait(20)
+        assert third.wait(120)
     assert set(threads[:3]) == {"live-view"}, "the loop does not wait for it"
     assert threads[-1] == current_thread().name
 

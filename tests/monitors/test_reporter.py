@@ -109,7 +109,7 @@ class RecordingMonitor(Monitor):
         def call(*arguments: Any) -> str:
             self.calls.append(name)
             if self._wait is not None:
-                self._wait.wait(30)
+                self._wait.wait(120)
             if name == self._breaks:
                 raise SystemExit("enough") if name == "finish" else ZeroDivisionError("no reason")
             return "all is well"
@@ -178,7 +178,7 @@ def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest
     assert out.getvalue().count("it has not finished in time") == 1, "but not for the monitor that has finished"
     assert reporter.notes == {intact.name: "all is well"}
     wait.set()
-    assert all(thread.wait(30) for thread in threads[:2])
+    assert all(thread.wait(120) for thread in threads[:2])
     assert out.getvalue().count("is switched off") == 2, "one warning each, also for a monitor that fails at the end"
 
 

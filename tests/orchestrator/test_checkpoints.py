@@ -139,7 +139,7 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     def seal_slowly(folder: Path, check: Any, written: Any) -> None:
         def check_slowly() -> None:
             reading.set()
-            assert cancelled.wait(60)
+            assert cancelled.wait(300)
             check()
 
         try:
@@ -190,7 +190,7 @@ async def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
 
     def rename_after_the_loop(source: Path, target: Path) -> None:
         renaming.set()
-        assert looped.wait(30), "the event loop was blocked"
+        assert looped.wait(300), "the event loop was blocked"
         looped.clear()
         rename(source, target)
 

@@ -144,7 +144,7 @@ def test_the_actor_gets_as_many_calls_as_it_has_places(killed: list[Any]) -> Non
     async def both() -> list[list[Scored | RewardFailure]]:
         asked, _ = scoring_with(actor, spec=spec)
         calls = asyncio.gather(asked.score(responses("a", "bb", "ccc", "dddd")), asked.score(responses("a", "bb")))
-        return list(await asyncio.wait_for(calls, 30))
+        return list(await asyncio.wait_for(calls, 300))
 
     assert list(map(plain, asyncio.run(both()))) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0]]
 
@@ -164,9 +164,9 @@ def test_many_small_calls_share_the_room_of_the_actor(killed: list[Any]) -> None
     async def ask() -> list[list[Scored | RewardFailure]]:
         asked, _ = scoring_with(actor)
         calls = [asyncio.ensure_future(asked.score(responses("x" * i))) for i in range(AT_ONCE + 3)]
-        await asyncio.wait_for(most.wait(), 30)
+        await asyncio.wait_for(most.wait(), 300)
         assert len(actor.calls) == AT_ONCE
-        return await asyncio.wait_for(asyncio.gather(*calls), 30)
+        return await asyncio.wait_for(asyncio.gather(*calls), 300)
 
     assert [plain(scored) for scored in asyncio.run(ask())] == [[float(i)] for i in range(AT_ONCE + 3)]
 

@@ -60,7 +60,7 @@ def test_shards_are_digested_in_parallel(tmp_path: Path) -> None:
     contents = {f"shard-{rank}": f"of rank {rank}".encode() for rank in range(4)}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    together, threads = Barrier(len(contents), timeout=20.0), set[int]()
+    together, threads = Barrier(len(contents), timeout=120.0), set[int]()
 
     def check() -> None:
         if get_ident() != main and get_ident() not in threads:  # the main thread syncs files

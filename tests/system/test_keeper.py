@@ -40,7 +40,7 @@ keeper.kill_descendants = interrupted
 sys.argv = ["keeper", "{os.getpid()}", *{command!r}]
 keeper.main()
 """
-    subprocess.run([sys.executable, "-c", keeper], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", keeper], check=False, timeout=300)
     pids = [int(word) for word in left.read_text().split()]
     alive = [pid for pid in pids if is_alive(pid)]
     for pid in alive:
@@ -52,4 +52,4 @@ keeper.main()
 def test_it_ends_by_the_signal_that_ended_the_command(number: signal.Signals) -> None:
     command = [sys.executable, "-S", "-c", "import os, signal; n = int(os.sys.argv[1]); "
                "n == 9 or signal.signal(n, signal.SIG_DFL); os.kill(os.getpid(), n)", str(int(number))]  # fmt: skip
-    assert subprocess.run(with_keeper(command), check=False, timeout=60).returncode == -number
+    assert subprocess.run(with_keeper(command), check=False, timeout=300).returncode == -number

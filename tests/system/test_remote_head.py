@@ -34,5 +34,5 @@ async def test_an_actor_is_created_only_after_rays_head_answers(monkeypatch: pyt
     await asyncio.sleep(0.05)
     assert not created and not starting.done()
     head_lives.set()
-    await asyncio.wait_for(starting, 5.0)
+    await asyncio.wait_for(starting, 60.0)
     assert len(created) == 1

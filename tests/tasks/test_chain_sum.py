@@ -1,7 +1,5 @@
 """Chain sums: the splits and the verifier."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,13 +35,10 @@ def test_rows_are_the_same_at_every_call_and_size_and_have_distinct_uids() -> No
         few[20]
 
 
-def test_a_hundred_thousand_prompts_cost_nothing_until_they_are_used() -> None:
-    TASK.prompts("train", 1)[0]
-    start = time.perf_counter()
-    prompts = TASK.prompts("train", 100_000)
-    assert len(prompts) == 100_000
-    assert prompts[99_999].uid == "chain_sum/train/99999"
-    assert time.perf_counter() - start < 0.1
+def test_prompts_cost_nothing_until_they_are_used() -> None:
+    prompts = TASK.prompts("train", 10**12)  # more than a machine could make
+    assert len(prompts) == 10**12
+    assert prompts[10**12 - 1].uid == "chain_sum/train/999999999999"
 
 
 def test_the_number_of_terms_follows_the_decay() -> None:

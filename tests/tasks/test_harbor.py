@@ -36,8 +36,10 @@ def settings() -> Iterator[SandboxSpec]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, settings: SandboxSpec) -> Iterator[Path]:
+def folder(tmp_path: Path, settings: SandboxSpec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A spec's folder with one task, whose image is removed afterwards."""
+    repository = f"localhost/asyncrl-test-harbor-{os.getpid()}"  # other suites and users keep their images
+    monkeypatch.setattr("asyncrl_cli.tasks.ready.harbor.REPOSITORY", repository)
     task = tmp_path / "tasks" / "sum"
     for name, text in {
         "task.toml": '[verifier]\ntimeout_sec = 60.0\nenv = {MODE = "strict"}\n',
@@ -56,7 +58,7 @@ def folder(tmp_path: Path, settings: SandboxSpec) -> Iterator[Path]:
         "    await sandbox.run('echo $(( $(head -n 1 data) + $(tail -n 1 data) )) > answer')\n"
     )
     yield tmp_path
-    images = ["podman", "images", "--quiet", "localhost/asyncrl-harbor"]
+    images = ["podman", "images", "--quiet", repository]
     for image in subprocess.run(images, capture_output=True, text=True, check=True).stdout.split():
         subprocess.run(["podman", "rmi", "--force", image], capture_output=True, check=False)
 

@@ -52,7 +52,7 @@ def server(replica: Replica) -> Iterator[WeightServer]:
 def ask(server: WeightServer, request: bytes) -> bytes:
     """All bytes that the server sends until it closes the connection."""
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -150,7 +150,7 @@ def test_malformed_requests_get_no_weights_and_end_nothing(
 def test_a_client_that_is_silent_is_not_waited_for(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "SILENCE_S", 0.2)
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
         connection.sendall(b"GET /weights/7 HTTP/1.1\r\n")
         assert connection.recv(100) == b""
 
@@ -158,10 +158,10 @@ def test_a_client_that_is_silent_is_not_waited_for(server: WeightServer, monkeyp
 def test_connections_are_bounded(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CONNECTIONS", 1)
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as first:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as first:
         first.sendall(request("/weights/7"))
         assert first.recv(100)
-        with socket.create_connection((address.hostname, address.port), timeout=10) as second:
+        with socket.create_connection((address.hostname, address.port), timeout=120) as second:
             assert second.recv(100) == b""
 
 
@@ -186,4 +186,4 @@ def test_an_address_of_another_host_cannot_be_served_on(replica: Replica) -> Non
 def test_only_the_given_address_is_served(server: WeightServer) -> None:
     port = urlsplit(server.url).port
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", port), timeout=10)
+        socket.create_connection(("127.0.0.2", port), timeout=120)

@@ -21,7 +21,7 @@ from tests.e2e.faults.evidence import Evidence
 from tests.e2e.faults.moments import MOMENTS
 from tests.e2e.faults.parts import processes_of_part
 
-QUIET_S = 240.0
+QUIET_S = 600.0
 """Seconds without a new trained step after which a run counts as hung."""
 POLL_S = 0.05
 

@@ -27,7 +27,7 @@ def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb)
     assert "Traceback" not in printed
     named = re.search(r"no progress: .*the trainer[^;]* since \d\d:\d\d:\d\d \((\d+) s\)", printed)
     assert named, printed
-    assert limit_s <= int(named[1]) < 2 * limit_s
+    assert int(named[1]) >= limit_s
     assert left_behind(run, before) == []
     run.resume()
     run.finish()

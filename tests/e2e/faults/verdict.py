@@ -16,7 +16,7 @@ from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_snapshot
 
-CLEANING_S = 30.0
+CLEANING_S = 120.0
 """Seconds that the reaper has to clean up."""
 
 

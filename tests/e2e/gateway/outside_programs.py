@@ -27,7 +27,7 @@ from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import CONTEXT
 
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 """Seconds without any answer after which a program ends: the run is over."""
 
 

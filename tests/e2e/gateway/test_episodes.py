@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import textwrap
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ from tests.small_models import UNTRAINED
 
 pytestmark = pytest.mark.stack
 
+SLEEP_S = str(10_000 + os.getpid())
+"""Seconds that processes of a bad agent sleep; other suites' processes have another number."""
 PLAYERS = """
     import asyncio, json, os, subprocess, sys, time
 
@@ -79,7 +81,7 @@ PLAYERS = """
         if kind == "prints":
             print("x" * 20_000_000)
         if kind == "leaves children":
-            line = "setsid sleep 987 > /dev/null 2>&1 & setsid sleep 987 > /dev/null 2>&1 &"
+            line = "setsid sleep SLEEP_S > /dev/null 2>&1 & setsid sleep SLEEP_S > /dev/null 2>&1 &"
             subprocess.run(line, shell=True, env={})
         if kind == "ends its process":
             os._exit(5)
@@ -169,7 +171,7 @@ def calls(rollout: Played) -> list[int]:
 
 def write(runs: Runs, name: str, count: int, **fields: Any) -> str:
     """Write prompts and the players into the folder of the spec."""
-    (runs.folder / "players.py").write_text(textwrap.dedent(PLAYERS))
+    (runs.folder / "players.py").write_text(textwrap.dedent(PLAYERS).replace("SLEEP_S", SLEEP_S))
     lines = [json.dumps({"uid": f"{name}/{n}", "prompt": f"{name[:2]}{n}>"} | fields) for n in range(count)]
     (runs.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return f"{name}.jsonl"
@@ -346,7 +348,9 @@ def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs:
     sandboxed: list[psutil.Process] = []
 
     def many() -> bool:
-        sandboxed[:] = [one for one in psutil.process_iter(["name", "cmdline"]) if is_of_sandbox(one, process.pid)]
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children(recursive=True)
+            sandboxed[:] = [child for child in children if child.name() == "bwrap"]
         return len(sandboxed) >= 4
 
     try:
@@ -358,15 +362,6 @@ def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs:
         process.wait()
     until(lambda: not any(one.is_running() for one in sandboxed), "the end of the sandboxes")
     until(lambda: not processes_of(mark), "the end of the run's processes")
-
-
-def is_of_sandbox(process: psutil.Process, driver: int) -> bool:
-    """Whether a process is one of a sandbox that was started during this test."""
-    try:
-        began = psutil.Process(driver).create_time()
-        return process.info["name"] == "bwrap" and process.create_time() > began
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.rotating
@@ -396,5 +391,5 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
         assert "taken" in ended[kind] and not reasons[kind], kind
     logs = sum(log.stat().st_size for log in run.glob("logs/episode-worker-*.log*"))
     assert 16_000_000 < logs < 100_000_000, "at most 32 MiB for each of a few workers"
-    left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", SLEEP_S]]
     assert left == []

@@ -136,22 +136,11 @@ def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) 
         assert (folder / name).read_bytes() == (saved.initial / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(("--step", "2"), id="checkpoint", marks=pytest.mark.rotating),
-        # A folder that is served as it is, as that of a spec's model is (tests/e2e/gateway/test_serve.py).
-        pytest.param((), id="final", marks=pytest.mark.nightly),
-    ],
-)
-def test_its_models_are_served_and_a_kill_leaves_nothing(
-    saved: Saved, shared_runs: Runs, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    folder = saved.run / "model"
-    if options:
-        folder = tmp_path / "exported"
-        call("checkpoint", "export", saved.run, *options, "--to", folder)
-    with serving(shared_runs, saved.run, *options) as server:
+@pytest.mark.rotating
+def test_its_checkpoint_is_served_and_a_kill_leaves_nothing(saved: Saved, shared_runs: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    call("checkpoint", "export", saved.run, "--step", "2", "--to", folder)
+    with serving(shared_runs, saved.run, "--step", "2") as server:
         assert server.model == saved.run.name
         ids: Any = {"return_token_ids": True}
         (choice,) = (
