@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb) -> None:
     before = leftover_files()
-    limit_s = 20  # a healthy run may get no CPU for some seconds, because other runs use this machine
+    limit_s = 60  # an engine's start may take half of it, because other runs use this machine
     run = disturb(40, pipeline={"stall_minutes": limit_s / 60}, checkpoints={"every": 10})
     assert run.inject("trainer", "settled", signal.SIGSTOP)
     with pytest.raises(Ended):
@@ -29,6 +29,6 @@ def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb)
     assert named, printed
     assert int(named[1]) >= limit_s
     assert left_behind(run, before) == []
-    run.resume()
+    run.resume("--set", "pipeline.stall_minutes=10")
     run.finish()
     assert judge(run, before).violations == ()
