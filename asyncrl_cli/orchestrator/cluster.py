@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.interrupts import GROUP_SIGNALS
@@ -37,6 +37,8 @@ HEAD_LOST_S = 40.0
 without a message. If the head restarts in time, the run continues."""
 LOOK_S = 1.0
 """Seconds between two checks of Ray's processes."""
+RAYLET_START_S = 180.0
+"""Seconds that Ray's node may take to appear."""
 T = TypeVar("T")
 
 _lost = Event()
@@ -100,7 +102,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
             # Ray's processes inherit this: a closed terminal and Slurm signal the driver's whole process group.
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
             try:
-                with _only_needed_processes():
+                with _changed_ray_start():
                     ray.init(
                         "local",  # not the cluster in RAY_ADDRESS, which is set in Ray's own jobs
                         # More than the machine's cores if the spec has more threads: they may share cores.
@@ -156,21 +158,37 @@ def _settings(folder: Path) -> dict[str, str | None]:
 
 
 @contextmanager
-def _only_needed_processes() -> Iterator[None]:
-    """Keep Ray from starting its autoscaler, dashboard and log monitor within the block.
+def _changed_ray_start() -> Iterator[None]:
+    """Within the block, keep Ray from starting its autoscaler, dashboard and log monitor, and wait longer for its node.
 
-    A cluster of one machine does not need them, and they cost each run two seconds; ``include_dashboard`` and
-    ``log_to_driver`` do not prevent them (decision 0044). A Ray version without these methods starts everything.
+    A cluster of one machine does not need these processes, and they cost each run two seconds; ``include_dashboard``
+    and ``log_to_driver`` do not prevent them (decision 0044). A Ray version without these methods starts everything.
+    Ray gives its node 30 seconds, too few on a busy machine.
     """
+    from ray._private import services
     from ray._private.node import Node
+
+    get_node = services.get_node
+
+    def wait_for_node(*arguments: Any) -> Any:
+        deadline = time.monotonic() + RAYLET_START_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     names = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
     methods = {name: getattr(Node, name) for name in names}
     for name in names:
         setattr(Node, name, lambda *_, **__: None)
+    services.get_node = wait_for_node
     try:
         yield
     finally:
+        services.get_node = get_node
         for name, method in methods.items():
             setattr(Node, name, method)
 

@@ -271,6 +271,7 @@ def test_ray_starts_its_servers_by_the_methods_that_are_switched_off(installed: 
     assert node is not None
     for name in ("start_monitor", "start_log_monitor", "start_api_server"):
         assert installed.member(node, name) is not None, name
+    assert installed.find("ray._private.services.get_node") is not None
 
 
 def test_ray_has_every_option_of_an_actor(found: tuple[list[Use], list[Unknown]], installed: Package) -> None:
