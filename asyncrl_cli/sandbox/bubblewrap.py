@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.sandbox import confine, processes
+from asyncrl_cli.sandbox import confine
+from asyncrl_cli.system.process_tree import descendants
 
 if TYPE_CHECKING:  # pydantic cannot be imported by the supervisor of a container
     from asyncrl_cli.spec.inputs import SandboxSpec
@@ -60,11 +61,9 @@ class Process:
         inherited_descriptors: Sequence[int],
         environment: Mapping[str, str],
         stdin: int = subprocess.DEVNULL,
-        with_descendants: bool = True,
     ) -> None:
         """``bwrap``: bwrap with its arguments, if it is to start the command. ``inherited_descriptors``: those that it
-        inherits. ``with_descendants``: False if its descendants end by themselves."""
-        self._with_descendants = with_descendants and not bwrap
+        inherits."""
         self._info, info = os.pipe()
         os.set_blocking(self._info, False)
         self._info_text = b""
@@ -119,8 +118,8 @@ class Process:
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            descendants = [*processes.descendants(self.pid)] if self._with_descendants else []
-            for pid in (self.pid, *descendants):
+            left_processes = [] if self._in_namespaces else descendants([self.pid])
+            for pid in (self.pid, *(process.pid for process in left_processes)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not self._in_namespaces:

@@ -128,9 +128,7 @@ class ShellSandbox:
         if self._settings.kind == "container":
             command = bubblewrap.python(container.__name__, str(bubblewrap.PACKAGE_ROOT), [str(control)])
             environment = container.engine_environment()
-            return bubblewrap.Process(
-                command, inherited_descriptors=[control], environment=environment, with_descendants=False
-            )
+            return bubblewrap.Process(command, inherited_descriptors=[control], environment=environment)
         if shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed")
         uid = bubblewrap.unused_uid()
@@ -193,8 +191,7 @@ class ShellSandbox:
         sandbox has ended.
         """
         time_s = self._settings.time_s if time_s is None else time_s
-        variables = json.dumps(dict(env), ensure_ascii=False)
-        order = [word.encode(errors="replace") for word in ("run", command, str(time_s), variables)]
+        order = [word.encode(errors="replace") for word in ("run", command, str(time_s), json.dumps(dict(env)))]
         answer = await self._ask(order, time_s + GRACE_S)
         try:
             status, stopped, output = answer

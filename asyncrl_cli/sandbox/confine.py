@@ -23,7 +23,6 @@ LIMITS = {
 }
 """Resource limits of every sandbox, by their names in the module ``resource``."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-PR_SET_CHILD_SUBREAPER = 36
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x20080522
 
@@ -83,11 +82,6 @@ def limit(resource_id: int, maximum: int) -> None:
 def hide_memory() -> None:
     """Keep other processes of the same user from reading this one's memory, until it executes another program."""
     _prctl("DUMPABLE", PR_SET_DUMPABLE, 0)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants that lose theirs."""
-    _prctl("CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(name: str, option: int, value: int, extra: object = 0) -> None:

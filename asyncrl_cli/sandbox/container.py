@@ -215,7 +215,7 @@ class ContainerSupervisor(supervisor.Supervisor):
             return int(text) if text.strip().isdigit() else 0
         return 0
 
-    def _end_all(self, pid: int) -> int:
+    def _end_all(self, pid: int) -> None:
         """Kill processes that the command's shell has not killed. Raises ``EOFError`` if the container has ended."""
         with suppress(OSError):
             _stream(self._client.stdin).write(b"\n")
@@ -225,8 +225,7 @@ class ContainerSupervisor(supervisor.Supervisor):
         if self._client.poll() is not None:
             raise EOFError("the container has ended")
         with suppress(ChildProcessError):  # it was reaped when it ended
-            return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        return 0
+            os.waitpid(pid, 0)
 
     def _exec(self, script: str, *words: bytes, data: bytes = b"") -> bytes:
         """Run a script inside; return its output. Raises ``OSError``, and ``EOFError`` if the container has ended."""

@@ -1,15 +1,10 @@
-"""Measure and end the other processes of a sandbox.
-
-The first process of a namespace (``in_namespace``) sees only the sandbox's processes. Without a namespace, these are
-its descendants, because it adopts orphans.
-"""
+"""Measure and end the other processes of a sandbox, from the first process of its namespace, which sees no others."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -19,13 +14,12 @@ MAX_FILES = 100_000
 """Limit on the files and folders of a file system: each takes about a KiB in addition to its content."""
 MIN_FREE_PAGES = 16
 """A disk with fewer free pages is full."""
-KILL_INTERVAL_S = 0.002
 
 
-def exceeded(in_namespace: bool, memory: int, max_processes: int) -> bytes:
+def exceeded(memory: int, max_processes: int) -> bytes:
     """Return the limit that has been reached, or b"": ``memory`` in bytes, ``max_processes`` processes and threads."""
     resident, threads, pids = 0, 0, []
-    for pid in _other_pids(in_namespace):
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"):
         try:
             fields = _file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         except OSError:  # it has just ended
@@ -38,7 +32,7 @@ def exceeded(in_namespace: bool, memory: int, max_processes: int) -> bytes:
     # Resident sizes count shared pages several times. Proportional sizes do not, but cost more, so they come second.
     if resident > memory and sum(map(_proportional, pids)) > memory:
         return b"memory"
-    if in_namespace and int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MAX_SOCKETS:
+    if int(_file("/proc/net/sockstat").split(maxsplit=3)[2]) > MAX_SOCKETS:
         return b"memory"
     return b""
 
@@ -55,55 +49,20 @@ def reap(pid: int) -> int | None:
     try:
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             if child[0] == pid:
-                status = _status(child[1])
+                code = os.waitstatus_to_exitcode(child[1])
+                status = code if code >= 0 else 128 - code
     except ChildProcessError:
         pass
     return status
 
 
-def end_all(in_namespace: bool, pid: int) -> int:
-    """Kill all processes and wait until they are gone. Returns the exit status of ``pid`` if it was one of them, or 0.
-
-    Without a namespace a process may start another one after they were listed, so the loop kills until none is left.
-    """
-    status = 0
-    while True:
-        for other_pid in [-1] if in_namespace else list(_other_pids(in_namespace)):
+def end_all() -> None:
+    """Kill all processes and wait until they are gone."""
+    with suppress(ChildProcessError):
+        while True:
             with suppress(ProcessLookupError):
-                os.kill(other_pid, signal.SIGKILL)
-        try:
-            # In a namespace kill(-1) reached every process, so waiting may block.
-            ended_pid, wait_status = os.waitpid(-1, 0 if in_namespace else os.WNOHANG)
-        except ChildProcessError:
-            return status
-        if ended_pid == pid:
-            status = _status(wait_status)
-        elif not ended_pid:
-            time.sleep(KILL_INTERVAL_S)
-
-
-def _status(wait_status: int) -> int:
-    code = os.waitstatus_to_exitcode(wait_status)
-    return code if code >= 0 else 128 - code
-
-
-def _other_pids(in_namespace: bool) -> Iterator[int]:
-    if in_namespace:
-        yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
-        return
-    yield from descendants(os.getpid())
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Ids of a process's descendants."""
-    pids = [pid]
-    for parent in pids:
-        try:
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                pids += map(int, _file(f"/proc/{parent}/task/{thread}/children").split())
-        except OSError:  # it has just ended
-            continue
-    yield from pids[1:]
+                os.kill(-1, signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 def _proportional(pid: int) -> int:

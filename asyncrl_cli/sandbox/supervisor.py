@@ -99,7 +99,9 @@ class Supervisor:
             confine.confine(confinement)
             confine.hide_memory()
         else:
-            confine.adopt_orphans()
+            from asyncrl_cli.system.process_tree import adopt_orphans
+
+            adopt_orphans()
 
     def serve(self) -> None:
         """Answer until the worker closes the socket. Raises ``EOFError``."""
@@ -115,7 +117,7 @@ class Supervisor:
 
     def clear(self) -> None:
         """End all processes. Without a namespace the work folder is on the machine's disk, and is removed."""
-        processes.end_all(self._in_namespace, 0)
+        self._end_all(0)
         if not self._in_namespace:
             import shutil
 
@@ -148,7 +150,7 @@ class Supervisor:
             os.close(output_writer)
         else:
             os.close(output_writer)
-            watched_status, stopped = self._watch(
+            status, stopped = self._watch(
                 pid,
                 output_reader=output_reader,
                 output=output,
@@ -156,8 +158,7 @@ class Supervisor:
                 full_before=full_before,
             )
             # Before the rest of the output is read: a background process could keep writing.
-            killed_status = self._end_all(pid)
-            status = killed_status if watched_status is None else watched_status
+            self._end_all(pid)
             stopped = stopped or self._exceeded_at_end()
             while chunk := _read_available(output_reader):
                 output.add(chunk)
@@ -169,21 +170,26 @@ class Supervisor:
         return spawned([self._shell, "-c", command], environment, output)
 
     def _exceeded(self) -> bytes:
-        """Return the limit that the current command has reached, or b""."""
-        return processes.exceeded(self._in_namespace, self._memory, self._max_processes)
+        """Return the limit that the current command has reached, or b"". Without a namespace there is none but time."""
+        return processes.exceeded(self._memory, self._max_processes) if self._in_namespace else b""
 
     def _exceeded_at_end(self) -> bytes:
         """Return the limit that a command has reached before it ended itself, if the kernel has recorded it."""
         return b""
 
-    def _end_all(self, pid: int) -> int:
-        """End the sandbox's other processes; return the exit status of ``pid`` if it had not been reaped, or 0."""
-        return processes.end_all(self._in_namespace, pid)
+    def _end_all(self, pid: int) -> None:
+        """End and reap the sandbox's other processes; ``pid``: the command's."""
+        if self._in_namespace:
+            processes.end_all()
+        else:
+            from asyncrl_cli.system.process_tree import kill_descendants
+
+            kill_descendants()
 
     def _watch(
         self, pid: int, output_reader: int, output: Output, deadline: float, *, full_before: bool
-    ) -> tuple[int | None, bytes]:
-        """Wait until a command ends or reaches a limit; return its exit status, if it ended, and the limit."""
+    ) -> tuple[int, bytes]:
+        """Wait until a command ends or reaches a limit; return its exit status, 0 in the latter case, and the limit."""
         poll = select.poll()
         for descriptor in (self._child_ended, output_reader, self._control.fileno()):
             poll.register(descriptor, select.POLLIN)
@@ -198,18 +204,18 @@ class Supervisor:
                     poll.unregister(output_reader)
             if self._control.fileno() in ready:
                 self._message()
-                return None, CANCELLED
+                return 0, CANCELLED
             if self._child_ended in ready:
                 _read_available(self._child_ended)
                 if (status := processes.reap(pid)) is not None:
                     return status, b""
             if (now_s := time.monotonic()) >= deadline:
-                return None, b"time"
+                return 0, b"time"
             if now_s >= next_check:
                 if limit := self._exceeded():
-                    return None, limit
+                    return 0, limit
                 if not full_before and processes.full(self._disks):
-                    return None, b"disk"
+                    return 0, b"disk"
                 next_check = time.monotonic() + WATCH_S
 
 

@@ -278,7 +278,7 @@ class SandboxSpec(Section):
 
     kind: Literal["bubblewrap", "container", "none"] = "bubblewrap"
     """`bubblewrap`: separate namespaces. `container`: a container of podman or docker, with a task's own image. `none`:
-    no confinement; commands may do everything that your user may do."""
+    no confinement; commands may do everything that your user may do, and only their time is limited."""
     image: Text | None = None
     """Image of the container; it may contain columns of the row, as in `{image}`. A run pulls no image: it must be on
     every node."""

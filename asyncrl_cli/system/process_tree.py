@@ -13,15 +13,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import resource
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_TIMEOUT_S = 10.0
@@ -29,9 +26,6 @@ KILL_TIMEOUT_S = 10.0
 ENGINE_PROCESSES = ("podman", "docker", "conmon")
 CONTAINER_NAME = re.compile(rb"asyncrl-sandbox-[0-9a-f]{16}")
 """Names of episodes' containers."""
-PACKAGES = Path(__file__).parents[2]
-NOT_STARTED = 127
-"""Exit status when the command cannot be started, as in a shell."""
 
 
 class ProcessEntry(NamedTuple):
@@ -59,7 +53,7 @@ def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Proc
 
     Processes of episodes' containers are not among them.
     """
-    # Not psutil: it reads all of /proc for each root and excluded process, and the keeper starts faster without it.
+    # Not psutil: it reads all of /proc for each root and excluded process, and a supervisor starts faster without it.
     children: dict[int, list[ProcessEntry]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -104,45 +98,3 @@ def reap(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(OSError):
             os.waitpid(pid, os.WNOHANG)
-
-
-# -- the keeper: a process between this process and a command, which lets none of the command's processes outlive it
-
-
-def with_keeper(words: Sequence[str]) -> list[str]:
-    """The words that start a command below a keeper. The kernel kills the keeper when this process ends."""
-    start = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); from {__name__} import main; main()"
-    return [sys.executable, "-I", "-S", "-c", start, str(os.getpid()), *words]
-
-
-def main() -> None:
-    """The keeper's program. Its arguments: the owner's pid, and the words of the command.
-
-    It adopts all orphans of the command, even from another session and with another environment. When the command ends
-    or the keeper gets SIGTERM, it kills all descendants, and ends with the command's status.
-    """
-    owner, words = int(sys.argv[1]), sys.argv[2:]
-    signal.signal(signal.SIGTERM, _end)
-    die_with(owner)
-    adopt_orphans()
-    status = NOT_STARTED
-    try:
-        status = subprocess.Popen(words, start_new_session=True).wait()
-    except OSError as error:
-        print(f"{words[0]}: {error.strerror}", file=sys.stderr, flush=True)
-    finally:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        finally:  # even if a SIGTERM just before the line above raises; from then on SIGTERM is ignored
-            kill_descendants()
-    if status < 0:  # end with the same signal: the owner sees how the command ended
-        with suppress(OSError):  # SIGKILL has no handler; Python ignores SIGPIPE
-            signal.signal(-status, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.kill(os.getpid(), -status)
-    sys.exit(status)
-
-
-def _end(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + signal.SIGTERM)

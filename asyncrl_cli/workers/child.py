@@ -28,7 +28,15 @@ from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.workers.episode_player import EpisodePlayer, display_name
 from asyncrl_cli.workers.messages import BEAT_S, Beat, BlockedLoop, Cancel, Load, LoadedTask, Play, Role, Score
-from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
+from asyncrl_cli.workers.scoring import (
+    Response,
+    awaits,
+    reward_location,
+    reward_name,
+    score,
+    score_async,
+    took_too_long,
+)
 
 ORPHANS_S = 60.0
 """A child that has ended and has not been reaped for so many seconds counts as adopted."""
@@ -152,7 +160,8 @@ def _load(load: Load) -> tuple[object, LoadedTask]:
         return task, LoadedTask(Role.EPISODES, {"": display_name(task)})
     members = dict(task.tasks) if isinstance(task, MixTask) else {"": task}
     role = load.role or (Role.ASYNC if all(map(awaits, members.values())) else Role.PLAIN)
-    return task, LoadedTask(role, {name: reward_name(member) for name, member in members.items()})
+    names = {name: reward_name(member) for name, member in members.items()}
+    return task, LoadedTask(role, names, {name: reward_location(member) for name, member in members.items()})
 
 
 def _score_in_turn(task: object, owner: Owner) -> None:
@@ -206,7 +215,7 @@ async def _score(task: object, message: Score) -> object:
         async with asyncio.timeout(message.limit_s):
             return await score_async(member, response)
     except TimeoutError:
-        return took_too_long(reward_name(member), message.response[0], message.limit_s)
+        return took_too_long(reward_name(member), message.response[0], message.limit_s, reward_location(member))
     except asyncio.CancelledError:
         return RewardFailure("it was cancelled")
 

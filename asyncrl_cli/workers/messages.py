@@ -14,7 +14,7 @@ Without a request, a process with an event loop sends ``Beat`` every ``BEAT_S``,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -70,10 +70,11 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
     """The task is loaded. ``names``: the user's name for the task or its reward, by the mix's task ("" without a
-    mix)."""
+    mix). ``locations``: where the user's code defines these rewards."""
 
     role: Role
     names: Mapping[str, str]
+    locations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,9 @@ class WorkerProcess:
             self.close("it did not answer", Retry.ISOLATED)
             if not alone:  # any of these rewards may be the one that hangs
                 raise ProcessLost("it did not answer", Retry.ISOLATED) from None
-            return took_too_long(self.name_for(response[0]), response[0], limit_s)
+            locations = self.task_info.locations
+            location = locations.get("") or locations.get(task_name(response[0]), "")
+            return took_too_long(self.name_for(response[0]), response[0], limit_s, location)
         return scored
 
     async def play(self, prompt: Prompt, access: ModelAccess | None) -> Played:

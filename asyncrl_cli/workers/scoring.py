@@ -127,9 +127,9 @@ def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Sco
     return Scored(reward, metrics)
 
 
-def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
-    """The failure of a reward that exceeded its time limit."""
-    return RewardFailure(f"{name} took more than {limit_s:g} s on prompt {prompt.uid!r}")
+def took_too_long(name: str, prompt: Prompt, limit_s: float, location: str) -> RewardFailure:
+    """The failure of a reward that exceeded its time limit. ``location``: where the reward is defined."""
+    return RewardFailure(f"{name} took more than {limit_s:g} s on prompt {prompt.uid!r}", location)
 
 
 def awaits(task: object) -> bool:

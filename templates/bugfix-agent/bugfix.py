@@ -226,7 +226,7 @@ class BugfixByCommand:
     may have the rows.
     """
 
-    def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(self, command: str, env: Mapping[str, str] | None = None, **options: Any) -> None:
         """``command`` and ``env``: as for ``Command``; ``options``: as for ``Bugfix``."""
         self._command = Command(command, env=env)
         self._bugfix = Bugfix(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -32,8 +33,8 @@ def play(command: Any, prompt: Prompt = PROMPT, **options: Any) -> Any:
     return run(Command(command, **options).run(prompt, ACCESS))
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
+def python(code: str) -> str:
+    return shlex.join([sys.executable, "-c", code])
 
 
 def test_a_command_finds_policy_and_prompt_in_its_environment(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_last_line_is_the_reward(printed: str, reward: object, tmp_path: Pat
     [
         ("echo thinking; echo 'no such model' >&2; exit 3", "it ended with status 3: no such model"),
         ("exit 3", "it ended with status 3: it printed nothing"),
-        ("kill -9 $$", "it ended with status -9"),
+        ("kill -9 $$", "it ended with status 137"),
         ("echo done", "the last line that it printed is not a reward .*'done'"),
         ("true", "not a reward"),
         ("""echo '{"score": 1}'""", "not a reward"),
@@ -116,12 +117,6 @@ def test_a_function_can_score_the_last_reply_instead(tmp_path: Path, monkeypatch
     assert [task.reward(PROMPT, text, True) for text in ("it is 42", "43")] == [1.0, 0.0]
     with pytest.raises(TaskError, match=r"module verifier_of_command .* has no 'absent'"):
         Command("true", reward="verifier_of_command:absent")
-
-
-@pytest.mark.parametrize("words", ["", [], [""], ["echo", 1]])
-def test_a_command_without_words_is_refused(words: Any) -> None:
-    with pytest.raises(TaskError, match=r"task\.options\.command"):
-        Command(words)
 
 
 LEAVES = """

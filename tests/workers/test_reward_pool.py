@@ -126,7 +126,8 @@ def test_a_mix_has_a_limit_per_task_and_may_have_plain_and_async_rewards(score: 
     ]
     texts = ["judge/1", "slow/time.sleep(0.5)", "quick/time.sleep(30)", "judge/1", "slow/1"]
     scored = score(texts, mix=mix)
-    assert scored[2] == RewardFailure("user_rewards:plain took more than 0.3 s on prompt 'quick/2'")
+    assert scored[2].reason == "user_rewards:plain took more than 0.3 s on prompt 'quick/2'"
+    assert "user_rewards.py:" in scored[2].location
     assert [isinstance(result, Scored) for result in scored] == [True, True, False, True, True]
 
 

@@ -142,7 +142,10 @@ ALWAYS = ("holds the lock in C", "closes its socket")
 def test_a_reward_that_hangs_is_killed(start: Callable[..., Harness], hang: str) -> None:
     process = start(0.5)
     pid = process.pid()
-    assert process.score(hang) == RewardFailure("user_rewards:reward took more than 0.5 s on prompt 'row/7'")
+    failure = process.score(hang)
+    assert isinstance(failure, RewardFailure)
+    assert failure.reason == "user_rewards:reward took more than 0.5 s on prompt 'row/7'"
+    assert "user_rewards.py:" in failure.location
     assert not process.usable
     assert not psutil.pid_exists(pid)
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import random
+import shlex
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class Agents:
         line = QUIETLY.format(f'{IN_A_BOX} sh -c {_quoted(PROGRAMS[kind].line)} {kind} "$1"')
         environment = {"PATH": f"{self._path}:{os.environ['PATH']}", "HERE": str(HERE)}
         environment["AGENTS"] = str(Path(self._path).resolve().parent)
-        return Command(["/bin/sh", "-c", line, kind, question], env=environment)
+        return Command(shlex.join(["/bin/sh", "-c", line, kind, question]), env=environment)
 
     async def _recording(self) -> Recorder:
         if self._recorder is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import textwrap
@@ -185,7 +186,7 @@ def runs(tmp_path: Path) -> Runs:
 USES: dict[str, dict[str, Any]] = {
     "agent": {"use": "players:patient"},
     "echo": {"use": "players:Echo"},
-    "program": {"use": "command", "options": {"command": [sys.executable, "-c", COMMAND]}},
+    "program": {"use": "command", "options": {"command": shlex.join([sys.executable, "-c", COMMAND])}},
 }
 CALLS = {"agent": 4, "echo": 2, "program": 1}
 METRICS: dict[str, set[str]] = {"agent": set(), "echo": {"turns"}, "program": {"letters"}}
@@ -330,7 +331,7 @@ def test_history_by_the_template_is_the_context_of_later_turns(runs: Runs) -> No
 def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs: Runs) -> None:
     inside = 'import os; assert os.getcwd() == "/sandbox/cwd" and not os.path.exists("/etc/shadow")'
     uses: dict[str, dict[str, Any]] = {
-        "program": {"use": "command", "options": {"command": [sys.executable, "-c", f"{inside}{COMMAND}"]}},
+        "program": {"use": "command", "options": {"command": shlex.join([sys.executable, "-c", f"{inside}{COMMAND}"])}},
         "agent": {"use": "players:with_sandbox"},
     }
     files = {name: {"path": write(runs, name, 40)} for name in uses}
