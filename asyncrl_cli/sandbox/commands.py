@@ -341,8 +341,7 @@ class Relay:
     def __init__(self, gateway: str) -> None:
         """``gateway``: the gateway's base URL."""
         url = urlsplit(gateway)
-        self._tls = url.scheme == "https"
-        self._host, self._port = url.hostname or "127.0.0.1", url.port or (443 if self._tls else 80)
+        self._host, self._port = url.hostname, url.port
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -356,7 +355,7 @@ class Relay:
         self._connections.add(task)
         writers = [writer]
         try:
-            far_reader, far_writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls or None)
+            far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
             writers.append(far_writer)
             await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
         except (OSError, asyncio.CancelledError):
@@ -379,7 +378,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     while chunk := await reader.read(CHUNK_BYTES):
         writer.write(chunk)
         await writer.drain()
-    with suppress(OSError, NotImplementedError):  # TLS has no half-closed connections
+    with suppress(OSError):
         writer.write_eof()
 
 

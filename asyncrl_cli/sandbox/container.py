@@ -150,7 +150,8 @@ class ContainerSupervisor(supervisor.Supervisor):
         if _stream(self._client.stdout).readline() != READY:
             self._client.wait()
             raise SystemExit(1)  # the engine has printed the reason
-        self._pid = int(self._ask_engine("inspect", "--format", "{{.State.Pid}}", self._name))
+        inspect = [*self._engine, "inspect", "--format", "{{.State.Pid}}", self._name]
+        self._pid = int(subprocess.run(inspect, capture_output=True, check=True).stdout)
         self._cgroups = control_groups(Path(f"/proc/{self._pid}/cgroup").read_text())
         self._check_limits()
         self._disk_bytes = order["disk_mb"] * 2**20
@@ -219,7 +220,10 @@ class ContainerSupervisor(supervisor.Supervisor):
         """Kill processes that the command's shell has not killed. Raises ``EOFError`` if the container has ended."""
         with suppress(OSError):
             _stream(self._client.stdin).write(b"\n")
-        if self._process_count() != 1:
+        process_count = None
+        with suppress(OSError, ValueError):  # the kernel may not count them
+            process_count = int((self._cgroups["pids"] / "pids.current").read_text())
+        if process_count != 1:
             words = [*self._engine, "exec", "--user", "0", self._name, "/bin/sh", "-c", END_PROCESSES]
             subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=EXEC_S, check=False)
         if self._client.poll() is not None:
@@ -244,9 +248,6 @@ class ContainerSupervisor(supervisor.Supervisor):
             raise OSError(errno.EIO, result.stderr.decode(errors="replace").strip() or "cannot be done")
         return result.stdout
 
-    def _ask_engine(self, *words: str) -> str:
-        return subprocess.run([*self._engine, *words], capture_output=True, check=True).stdout.decode()
-
     def _check_limits(self) -> None:
         """Raise ``SandboxError`` if the kernel does not hold the limit on memory."""
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -262,12 +263,6 @@ class ContainerSupervisor(supervisor.Supervisor):
             _count(self._cgroups["memory"] / name, "oom_kill") for name in ("memory.events", "memory.oom_control")
         )
         return {b"memory": max(memory), b"processes": _count(self._cgroups["pids"] / "pids.events", "max")}
-
-    def _process_count(self) -> int:
-        """Number of the container's processes, or 0 if the kernel does not count them."""
-        with suppress(OSError, ValueError):
-            return int((self._cgroups["pids"] / "pids.current").read_text())
-        return 0
 
     def _listen(self, port: int) -> None:
         """Listen in the container's network, from a process that enters it. Raises ``SandboxError``."""

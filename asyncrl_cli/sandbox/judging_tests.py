@@ -7,7 +7,6 @@ import ast
 import builtins
 import collections
 import importlib
-import linecache
 import os
 import sys
 import types
@@ -170,12 +169,11 @@ class Remote:
     def __exit__(self, error_type: Any, error: Any, traceback: Any) -> Any:
         """Leave a context of the code, without the traceback, because it leads to the tests.
 
-        The code may suppress an exception that the test raises on purpose. It may not suppress a failed assertion or an
-        error that its own values can cause: the rest of the test would be skipped.
+        The code hears of exceptions except failed assertions. It cannot suppress them: the rest of the test would be
+        skipped, also after an error that its own values caused.
         """
-        if error_type is None or (not issubclass(error_type, AssertionError) and _is_meant(traceback)):
-            return _ask(self, "exit", error_type, error, None)
-        _ask(self, "exit", None, None, None)
+        is_shown = error_type is not None and not issubclass(error_type, AssertionError)
+        _ask(self, "exit", *((error_type, error) if is_shown else (None, None)), None)
         return False
 
 
@@ -198,20 +196,6 @@ for _name in ("call", "enter", *UNARY, *OPERATORS, *KEYED):
     setattr(Remote, f"__{_name}__", _forwarded(_name))
 for _name in (*BINARY, *IN_PLACE):
     setattr(Remote, f"__{_name}__", _between_remotes(_name))
-
-
-def _is_meant(traceback: types.TracebackType) -> bool:
-    """True if an exception comes from a ``raise`` in a test, or from a line with no names except builtins."""
-    if traceback.tb_next is not None:
-        return False
-    source = "".join(linecache.getlines(traceback.tb_frame.f_code.co_filename))
-    line = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
-    line = [node for node in line if node.lineno <= traceback.tb_lineno <= (node.end_lineno or node.lineno)]
-    return bool(line) and all(
-        isinstance(node, ast.Raise)
-        or all(hasattr(builtins, name.id) for name in ast.walk(node) if isinstance(name, ast.Name))
-        for node in line
-    )
 
 
 class _Names(dict[str, Any]):
@@ -245,7 +229,6 @@ def _is_used_as_module(name: str, source: str) -> bool:
 
 
 def _passes(names: _Names, source: str, file: str, call: str | None) -> bool:
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     try:
         exec(compile(source, file, "exec", dont_inherit=True), names)
         return call is None or _call(names, call)

@@ -9,6 +9,7 @@ Invariant: between two commands no other process lives in the sandbox.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import select
@@ -55,17 +56,14 @@ class Output:
 
         Characters cut there are omitted as a whole; bytes that are not UTF-8 become U+FFFD.
         """
-        head, tail = self._head, self._tail
-        if self._total == len(head) + len(tail):
-            return (head + tail).decode(errors="replace").encode()
-        tail = tail.lstrip(bytes(range(0x80, 0xC0)))
-        whole_characters = head.rstrip(bytes(range(0x80, 0xC0)))
-        lead_byte = whole_characters[-1] if whole_characters else 0
-        character_bytes = 1 if lead_byte < 0xC0 else 2 if lead_byte < 0xE0 else 3 if lead_byte < 0xF0 else 4
-        if len(head) - len(whole_characters) + 1 < character_bytes:
-            head = whole_characters[:-1]
-        omitted = b"\n[%d bytes omitted]\n" % (self._total - len(head) - len(tail))
-        return head.decode(errors="replace").encode() + omitted + tail.decode(errors="replace").encode()
+        if self._total == len(self._head) + len(self._tail):
+            return (self._head + self._tail).decode(errors="replace").encode()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        head = decoder.decode(self._head)
+        cut_bytes, _ = decoder.getstate()  # the beginning of a character
+        tail = self._tail.lstrip(bytes(range(0x80, 0xC0)))
+        omitted = self._total - (len(self._head) - len(cut_bytes)) - len(tail)
+        return f"{head}\n[{omitted} bytes omitted]\n{tail.decode(errors='replace')}".encode()
 
 
 class Supervisor:

@@ -135,13 +135,9 @@ def _construct(task_class: type, use: str, options: Mapping[str, Any], spec_fold
         )
     is_environment = methods == ["reset", "step"]
     if not is_environment and not {"reward", "rewards", "run", "environment"}.intersection(methods):
-        missing_method = {"reset": "step", "step": "reset"}.get("".join(methods))
-        lacks = missing_method or "reward, rewards, run or environment"
-        raise TaskError(
-            f"{use} is not a task: class {task_class.__name__} has no method {lacks}",
-            location=USE,
-            hint=f"give it {missing_method}, as it has {methods[0]}" if missing_method else ANY_KIND,
-        )
+        lacks = "no method reward, rewards, run or environment, and not both reset and step"
+        message = f"{use} is not a task: class {task_class.__name__} has {lacks}"
+        raise TaskError(message, location=USE, hint=ANY_KIND)
     if "run" in methods and not inspect.iscoroutinefunction(task_class.run):  # type: ignore[attr-defined]
         raise TaskError(
             f"{use} has a method run that is not async", location=USE, hint="make it async def run(self, prompt, model)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from importlib import import_module
 from inspect import Signature
 from typing import Any
@@ -18,8 +17,6 @@ def problem(use: Use, package: Package, installed: bool) -> str | None:
 
     ``installed``: the library is also imported, to inspect names that its source does not show (compiled modules).
     """
-    if use.library == "torch":
-        return _imported_problem(use)
     before, *members = use.target.split("().")
     found = package.find(before)
     of_object = _value_of(package, before) if found is None else None
@@ -65,22 +62,14 @@ def _refusal(use: Use, accepts: Signature | None) -> str | None:
     return None
 
 
-def _sets(owner: type, name: str) -> bool:
-    """True if objects of a class have an attribute that the class itself does not define."""
-    sources = [inspect.getsource(one) for one in owner.__mro__ if one.__module__.startswith("torch.")]
-    return any(re.search(rf"(self\.|^    ){name}\b", source, re.MULTILINE) for source in sources)
-
-
 def _imported_problem(use: Use) -> str | None:
-    """The same check by import, for torch and for compiled modules."""
+    """The same check by import, for compiled modules."""
     found: Any = None
     names = use.target.replace("()", "").split(".")
     for index, name in enumerate(names):
         owner = found
         if index and hasattr(owner, name):
             found = getattr(owner, name)
-        elif isinstance(owner, type) and _sets(owner, name):
-            return None
         else:
             try:
                 found = import_module(".".join(names[: index + 1]))

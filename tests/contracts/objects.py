@@ -41,7 +41,6 @@ OBJECTS: dict[str, dict[str, str]] = {
         "record": "vllm.v1.engine.EngineCoreOutput()",
         "newest_record": "vllm.v1.engine.EngineCoreOutput()",
     },
-    "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py lists what is used
     "train/checkpoints.py": {"engine": DEEPSPEED},
     "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},
     # Created at its first use: tested in test_installed.py.
@@ -66,13 +65,13 @@ RESULTS: dict[str, str] = {
     "ray.actor.ActorClass().options": "",
     "ray.get_runtime_context": "ray.runtime_context.RuntimeContext()",
     "ray.remote": "ray.actor.ActorClass()",
-    "torch.Tensor().device": "",
     "vllm.config.model.ModelConfig().try_get_generation_config": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().device": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().model": "",
     "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info": (
         "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo()"
     ),
+    "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p": "",
     "vllm.tool_parsers.ToolParserManager.get_tool_parser": "vllm.tool_parsers.ToolParser",
     "vllm.tool_parsers.ToolParser().extract_tool_calls": (
         "vllm.entrypoints.generate.base.protocol.ExtractedToolCallInformation()"

@@ -1,4 +1,4 @@
-"""Finds asyncrl's uses of vLLM, DeepSpeed, Ray and torch in its code: imports, calls, and members of their objects.
+"""Finds asyncrl's uses of vLLM, DeepSpeed and Ray in its code: imports, calls, and members of their objects.
 
 A name refers to an object of these libraries if it is imported, annotated with one of their classes, assigned from one
 of their calls, or listed in ``objects.OBJECTS``.
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.contracts.objects import OBJECTS, RESULTS
 
 ASYNCRL = Path(__file__).parents[2] / "asyncrl_cli"
-LIBRARIES = ("vllm", "deepspeed", "ray", "torch")
+LIBRARIES = ("vllm", "deepspeed", "ray")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Names = dict[str, str]
@@ -205,10 +205,9 @@ class _Reader:
             self.uses.append(Use(place, " ".join(text.split())[:120], target, positional, keywords, more, call))
 
     def _add_unknown(self, node: ast.Attribute, origin: str) -> None:
-        if origin.partition(".")[0] != "torch":
-            found = Unknown(f"asyncrl_cli/{self.file}:{node.lineno}", ast.unparse(node), origin)
-            if found not in self.unknown:
-                self.unknown.append(found)
+        found = Unknown(f"asyncrl_cli/{self.file}:{node.lineno}", ast.unparse(node), origin)
+        if found not in self.unknown:
+            self.unknown.append(found)
 
 
 def _is_class(dotted: str) -> bool:

@@ -248,7 +248,7 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("def f(prompt, model): return 1", "f", {}, "is an agent, but it is not async"),
         ("async def f(prompt, model, finished): return 1", "f", {}, r"f\(prompt, model\): missing .* 'finished'"),
         ("class C:\n def run(self, prompt, model): return 1", "C", {}, "run that is not async"),
-        ("class C:\n def reset(self): return []", "C", {}, "has no method step"),
+        ("class C:\n def reset(self): return []", "C", {}, "not both reset and step"),
         ("class C:\n def reset(self): return []\n def step(self, reply): ...", "C", {"x": 1}, "constructed as C()"),
         ("import no_such_package_xyz", "f", {}, "needs 'no_such_package_xyz'"),
         ("1/0", "f", {}, "ZeroDivisionError"),
