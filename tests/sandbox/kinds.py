@@ -1,4 +1,4 @@
-"""Marks for tests that need bubblewrap or root, a run as another user, and images for containers."""
+"""Marks for tests that need bubblewrap or root, a run as another user, images for containers, and an HTTP server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -88,3 +90,23 @@ def busybox_container(name: str) -> Iterator[SandboxSpec]:
         yield settings
     finally:
         subprocess.run(["podman", "rmi", "--force", str(settings.image)], capture_output=True, check=False)
+
+
+class SilentHandler(BaseHTTPRequestHandler):
+    """Answers requests without logging them."""
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a server on this machine for the duration of the block; yields its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

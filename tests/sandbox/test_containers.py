@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -29,7 +28,7 @@ from asyncrl_cli.system.reaper import MARK, kill_marked
 from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess
 from asyncrl_cli.tasks.episode_sandbox import check_images, episode_sandbox, image_of
 from asyncrl_cli.tasks.ready.command import Command
-from tests.sandbox.kinds import busybox_container, import_image
+from tests.sandbox.kinds import SilentHandler, busybox_container, import_image, serving
 
 pytestmark = pytest.mark.slow
 
@@ -99,27 +98,20 @@ def test_limits_of_a_container_stop_a_command_and_the_next_one_runs(settings: Sa
 
 
 def test_a_container_reaches_the_gateway_and_nothing_else(settings: SandboxSpec) -> None:
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(SilentHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"from the gateway")
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    Thread(target=server.serve_forever).start()
-
     async def body(sandbox: ShellSandbox) -> None:
         result = await sandbox.run("wget -qO- $OPENAI_BASE_URL/models")
         assert result.output == "from the gateway", result
-        result = await sandbox.run(f"wget -qO- http://127.0.0.1:{server.server_port}/")
+        result = await sandbox.run(f"wget -qO- {address}/")
         assert "refused" in result.output
 
-    try:
-        gateway = f"http://127.0.0.1:{server.server_port}/v1"
-        in_container(settings.model_copy(update={"network": "gateway"}), body, gateway=gateway)
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(Answers) as address:
+        in_container(settings.model_copy(update={"network": "gateway"}), body, gateway=f"{address}/v1")
 
 
 @pytest.mark.skipif(shutil.which("runsc") is None, reason="gVisor's runsc is not installed")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.commands import BlockingSandbox, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from tests.sandbox.kinds import NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP, NEEDS_ROOT, SilentHandler, run_as_ordinary_user
 
 pytestmark = [pytest.mark.slow, NEEDS_BUBBLEWRAP]
 
@@ -455,7 +455,7 @@ class Gateway(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/sessions/1/v1"
 
 
-class Answer(BaseHTTPRequestHandler):
+class Answer(SilentHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Gateway)
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -468,9 +468,6 @@ class Answer(BaseHTTPRequestHandler):
             self.server.asked.set()
             self.server.read.wait(60)
             self.wfile.write(b"second\n")
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -587,43 +584,6 @@ def test_closing_leaves_nothing(opened: Opener, gateway: Gateway) -> None:
     assert Path("/proc/mounts").read_text() == mounts
     assert len(os.listdir("/proc/self/fd")) < descriptors
     assert threading.active_count() <= threads + 32  # the event loop's own thread pool
-
-
-KILLED = """
-import asyncio, sys
-from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.sandbox.commands import open_sandbox
-
-LINE = "setsid sleep 161803 & echo began > /dev/tcp/127.0.0.1/18181; (trap '' TERM HUP; sleep 161803)"
-
-async def main():
-    def began(reader, writer):
-        print("began", flush=True)
-    server = await asyncio.start_server(began, "127.0.0.1", 0)
-    gateway = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    managers = [open_sandbox(SandboxSpec(), gateway=gateway) for _ in range(2)]
-    opened = [await one.__aenter__() for one in managers]
-    await asyncio.gather(*(one.run(LINE) for one in opened))
-
-asyncio.run(main())
-"""
-
-
-def test_nothing_is_left_when_the_worker_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED]
-    worker = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE)
-    try:
-        assert worker.stdout is not None
-        assert [worker.stdout.readline() for _ in range(2)] == [b"began\n"] * 2
-        children = psutil.Process(worker.pid).children(recursive=True)
-    finally:
-        worker.kill()
-        worker.communicate()
-    # For each sandbox bwrap, the supervisor and two commands.
-    assert len(children) >= 2 * 4
-    _, left = psutil.wait_procs(children, timeout=60)
-    assert left == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sandbox_that_does_not_start_says_why(

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
@@ -12,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bugfix import Bugfix
+from bugfix import Bugfix, BugfixByCommand
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from repository import EXAMPLES, MODULE, Repository, Shape, callable_of, edits, library, make_repository, passes
+from repository import MODULE, Repository, Shape, callable_of, edits, library, make_repository, passes
 
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.sandbox.commands import BlockingSandbox, open_sandbox
-from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.base import RewardResult
+from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
+from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
+from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
+from asyncrl_cli.tasks.load import load_task
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = pytest.mark.slow
@@ -125,17 +127,6 @@ def test_sed_makes_the_edits(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_the_examples_can_be_run_and_the_readme_names_each_function(tmp_path: Path) -> None:
-    made = make_repository(random.Random(3), Shape(functions=3))
-    for name, text in repaired(made).items():
-        (tmp_path / name).write_text(text)
-    python = shutil.which("python3") or "python3"
-    ran = subprocess.run([python, EXAMPLES], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.stdout == "all examples pass\n"
-    for name in made.tests:
-        assert f"`{name}(" in made.files["README.md"]
-
-
 # -- the task
 
 
@@ -149,11 +140,6 @@ def test_the_splits_and_the_demonstrations_share_no_repository() -> None:
     assert not train & held_out
     assert not shown & held_out
     assert len(train) > 900
-
-
-def test_rows_do_not_depend_on_the_size() -> None:
-    task = Bugfix()
-    assert list(task.prompts("train", 5)) == list(task.prompts("train", 9))[:5]
 
 
 def share_right(task: Bugfix, clean: bool) -> float:
@@ -223,22 +209,6 @@ def test_rows_without_a_repository_are_refused(change: dict[str, Any]) -> None:
 
 RIGHT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 WRONG = ADD.fields["files"]["calc.py"]
-# tests/sandbox/test_judged_code.py tests the confinement of code in the judge's sandbox.
-CHEATS = {
-    "exits": f"import os\n{WRONG}\nos._exit(0)\n",
-    "looks for the tests": (
-        "import gc, sys\n\n\ndef add(a, b):\n"
-        "    for one in gc.get_objects():\n"
-        "        if isinstance(one, str) and 'calc.add(' in one:\n            return 5\n"
-        "    frame = sys._getframe()\n"
-        "    while frame:\n"
-        "        if 'assert' in repr(frame.f_locals):\n            return 5\n"
-        "        frame = frame.f_back\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n"
-    ),
-    "an endless import": f"{WRONG}\nwhile True:\n    pass\n",
-    "is not Python": "def add(a, b):\n    return a +\n",
-    "is empty": "",
-}
 
 
 def test_right_code_is_rewarded_and_the_bug_is_not() -> None:
@@ -248,11 +218,6 @@ def test_right_code_is_rewarded_and_the_bug_is_not() -> None:
     assert task.judge_files(ADD, {"calc.py": f"# still wrong\n{WRONG}"}).reward == 0.0
     assert task.judge_files(ADD, None).reward == 0.0
     assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_are_not_rewarded(cheat: str) -> None:
-    assert Bugfix(**TINY, time_s=2).judge_files(ADD, {"calc.py": CHEATS[cheat]}).reward == 0.0
 
 
 def test_partial_credit_is_for_bugs_that_are_gone() -> None:
@@ -339,3 +304,84 @@ def test_the_shell_finds_no_test_and_no_answer() -> None:
 def test_tampering_in_the_sandbox_is_not_rewarded(command: str) -> None:
     _, result = episode([command])
     assert result.reward == 0.0
+
+
+# -- a command as the agent
+
+ACCESS = ModelAccess("http://127.0.0.1:9/v1", "key", "policy", "rollout")
+CALC_ONLY = Prompt(
+    "row",
+    "Fix calc.py.",
+    {
+        "files": {"calc.py": "def add(a, b):\n    return a - b\n", "README.md": "Sums.\n"},
+        "tests": {"calc.add": "assert calc.add(2, 3) == 5\n"},
+        "broken": ["calc.add"],
+    },
+)
+
+
+def played_by_command(command: str, **options: Any) -> RewardResult:
+    """One episode of the command in a sandbox."""
+
+    async def play() -> RewardResult:
+        task = BugfixByCommand(command, **options)
+        async with open_sandbox(SandboxSpec(network="none")) as sandbox:
+            return await task.run(CALC_ONLY, ACCESS, sandbox)
+
+    return asyncio.run(play())
+
+
+@NEEDS_BUBBLEWRAP
+@pytest.mark.parametrize(
+    ("command", "reward", "changed"),
+    [
+        ("sed -i 's/-/+/' calc.py", 1.0, 1.0),
+        ("sed -i 's/-/*/' calc.py", 0.0, 1.0),
+        ("true", 0.0, 0.0),
+        ("rm calc.py", 0.0, 1.0),
+        ("printf '\\377' > calc.py", 0.0, 1.0),
+        ("sed -i 's/-/+/' calc.py; echo 0", 1.0, 1.0),
+    ],
+)
+def test_the_hidden_tests_decide_and_not_what_the_command_prints(command: str, reward: float, changed: float) -> None:
+    assert played_by_command(command) == RewardResult(reward, {"changed": changed})
+
+
+@NEEDS_BUBBLEWRAP
+def test_the_command_gets_the_first_message_and_no_tests() -> None:
+    seen = 'grep -rq "== 5" "$ASYNCRL_SCRATCH" && exit 3; env | grep "== 5" && exit 4; '
+    asked = 'grep -q "Fix calc.py." "$ASYNCRL_PROMPT_FILE" || exit 5; test "$(ls)" = "$WANTED" || exit 6; '
+    result = played_by_command(seen + asked + "sed -i 's/-/+/' calc.py", env={"WANTED": "README.md\ncalc.py"})
+    assert result.reward == 1.0
+
+
+@NEEDS_BUBBLEWRAP
+def test_rows_next_to_the_spec_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows contain the hidden tests."""
+    monkeypatch.setenv(SPEC_FOLDER, str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("the tests")
+
+    async def play() -> RewardResult:
+        task = BugfixByCommand(f"test ! -e {rows} && sed -i 's/-/+/' calc.py")
+        async with episode_sandbox(task, SandboxSpec(network="none"), ACCESS.base_url, CALC_ONLY) as sandbox:
+            assert sandbox is not None
+            return await task.run(CALC_ONLY, ACCESS, sandbox)
+
+    assert asyncio.run(play()).reward == 1.0
+
+
+@NEEDS_BUBBLEWRAP
+def test_options_of_bugfix_apply_and_a_sandbox_is_required(tmp_path: Path) -> None:
+    options = {"command": "true", "functions": 1, "terse": True, "max_lines": 1}
+    spec = TaskSpec(use="bugfix:BugfixByCommand", options=options, sandbox=SandboxSpec())
+    task = load_task(spec, tmp_path)
+    prompts = task.prompts("train", 3)
+    assert [task.check_prompt(prompt) for prompt in prompts] == [None] * 3
+    with pytest.raises(TaskError, match="needs a sandbox"):
+        load_task(spec.model_copy(update={"sandbox": None}), tmp_path)
+    with pytest.raises(TaskError, match="unexpected keyword argument 'function'"):
+        load_task(spec.model_copy(update={"options": options | {"function": 1}}), tmp_path)
+    with pytest.raises(TaskError, match="missing a required argument: 'command'") as missing:
+        load_task(spec.model_copy(update={"options": {"functions": 1}}), tmp_path)
+    assert "did you mean" not in missing.value.hint

@@ -53,23 +53,7 @@ def test_the_right_number_scores_with_any_padding(answer: str) -> None:
 
 @pytest.mark.parametrize(
     "response",
-    [
-        "",
-        "#",
-        "4",
-        "#5",
-        "#4#5",
-        "#4#",
-        "#4 apples",
-        "#4.0",
-        "#+-4",
-        "#--4",
-        "#4,",
-        "#0x4",
-        "#1e0",
-        "#٤",
-        "#" + "4" * 5000,
-    ],
+    ["", "#", "4", "#5", "#4#5", "#4#", "#4 apples", "#4.0", "#+-4", "#4,", "#0x4", "#1e0", "#٤", "#" + "4" * 5000],
 )
 def test_any_other_response_scores_zero(response: str) -> None:
     assert TASK.reward(prompt_for("7+6-0-9"), response, True) == 0.0

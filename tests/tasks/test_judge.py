@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
@@ -17,13 +15,14 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.ready.judge import Judge
 from asyncrl_cli.tasks.ready.matching import MissingField
 from asyncrl_cli.workers.scoring import score_async
+from tests.sandbox.kinds import SilentHandler, serving
 
 pytestmark = pytest.mark.slow
 
 PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(SilentHandler):
     """Answers with the statuses and texts of ``replies``, one after another; the last one is repeated."""
 
     replies: ClassVar[list[tuple[int, str]]] = []
@@ -43,19 +42,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Handler) as address:
+        yield f"{address}/v1"
 
 
 def judged(judge: Judge, *replies: str | tuple[int, str], prompt: Prompt = PROMPT) -> Scored | RewardFailure:
@@ -104,6 +95,10 @@ def test_any_other_answer_is_not_a_score(url: str, reply: str, says: str) -> Non
     failure = judged(Judge(url, "judge"), reply)
     assert isinstance(failure, RewardFailure)
     assert "Judge.reward failed on prompt 'row/1': NoScore: the judge's" in failure.reason and says in failure.reason
+
+
+def test_a_long_line_is_searched_at_its_end(url: str) -> None:
+    assert judged(Judge(url, "judge"), "*" * 1_000_000 + "Score: 7") == Scored(0.7, {"judge_score": 7.0})
 
 
 def test_an_answer_that_is_truncated_has_no_score(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,20 +163,6 @@ def test_a_judge_without_a_score_is_asked_again_and_shown_its_answer(url: str) -
     assert Handler.asked[2]["messages"][3] == {"role": "assistant", "content": "Well."}
     assert isinstance(judged(Judge(url, "judge", retries=1), "I like it."), RewardFailure)
     assert len(Handler.asked) == 2
-
-
-def test_only_the_end_of_a_long_line_is_searched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, searched = Judge(url, "judge", retries=0), []
-
-    class Pattern:
-        def search(self, text: str, start: int) -> None:
-            searched.append(len(text) - start)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("asyncrl_cli.tasks.ready.judge.SCORE", Pattern())
-        assert isinstance(judged(judge, "*" * 1_000_000), RewardFailure)
-    assert searched == [1000]
-    assert judged(Judge(url, "judge"), "*" * 1_000_000 + "Score: 7") == Scored(0.7, {"judge_score": 7.0})
 
 
 def test_a_row_without_a_field_of_the_template_is_found_before_it_is_judged(url: str) -> None:

