@@ -89,16 +89,9 @@ class ShellSandbox:
         self._current: asyncio.Task[list[bytes]] | None = None
         """The exchange that uses the socket now."""
         self._closed = False
-        self._order: dict[str, Any] = {
-            "kind": settings.kind,
-            "memory_mb": settings.memory_mb,
-            "processes": settings.processes,
+        self._order: dict[str, Any] = settings.model_dump() | {
             "port": GATEWAY_PORT if self._relay else 0,
             "folder": WORK_FOLDER if is_sandboxed else tempfile.mkdtemp(prefix="asyncrl-sandbox-"),
-            "disk_mb": settings.disk_mb,
-            "image": settings.image,
-            "runtime": settings.runtime,
-            "readable": settings.readable,
             "run": os.environ.get(MARK, ""),
         }
         # An image sets its own environment.
@@ -120,14 +113,11 @@ class ShellSandbox:
             theirs.close()
 
     def _started(self, control: int) -> bubblewrap.Process:
-        """Start bwrap, or without a sandbox the supervisor itself."""
-        if self._settings.kind == "none":
-            root = str(bubblewrap.PACKAGE_ROOT)
-            command = bubblewrap.python(supervisor.__name__, root, [str(control)])
-            return bubblewrap.Process(command, inherited_descriptors=[control], environment={})
-        if self._settings.kind == "container":
-            command = bubblewrap.python(container.__name__, str(bubblewrap.PACKAGE_ROOT), [str(control)])
-            environment = container.engine_environment()
+        """Start bwrap, or the supervisor itself if it runs outside."""
+        if self._settings.kind != "bubblewrap":
+            is_container = self._settings.kind == "container"
+            module, environment = (container, container.engine_environment()) if is_container else (supervisor, {})
+            command = bubblewrap.python(module.__name__, str(bubblewrap.PACKAGE_ROOT), [str(control)])
             return bubblewrap.Process(command, inherited_descriptors=[control], environment=environment)
         if shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed")
@@ -172,15 +162,10 @@ class ShellSandbox:
         loop.add_reader(self._control, readable.set_result, None)
         readable.add_done_callback(lambda _: loop.remove_reader(self._control))
         await readable
-        message = wire.packed([supervisor.LISTENING])
-        message_start, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
-        listening = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        message_rest = await self._receive_bytes(len(message) - len(message_start)) if message_start else b""
-        if message_start + message_rest != message or not listening:
-            for listener in listening:
-                listener.close()
+        _, descriptors, _, _ = socket.recv_fds(self._control, len(supervisor.LISTENING), 1)
+        if not descriptors:
             raise SandboxError("it has ended")
-        return listening[0]
+        return socket.socket(fileno=descriptors[0])
 
     async def run(
         self, command: str, *, time_s: float | None = None, env: Mapping[str, str] = NO_VARIABLES

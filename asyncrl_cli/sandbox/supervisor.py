@@ -25,7 +25,9 @@ from asyncrl_cli.sandbox.wire import packed, received
 WATCH_S = 0.05
 """Seconds between two checks of a command's memory, processes and files; most commands end before the first."""
 SHELLS = ("/bin/bash", "/bin/sh")
-READY, CANCELLED, LISTENING = b"ready", b"cancelled", b"listening"
+READY, CANCELLED = b"ready", b"cancelled"
+LISTENING = b"l"
+"""The byte with which the listening socket is passed to the worker; a single one cannot arrive in parts."""
 BACKLOG = 128
 CANNOT_RUN = 126
 """A shell's exit status for a command that it cannot run."""
@@ -239,7 +241,7 @@ def hand_over(control: socket.socket, port: int) -> None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
         listening.listen(BACKLOG)
-        socket.send_fds(control, [packed([LISTENING])], [listening.fileno()])
+        socket.send_fds(control, [LISTENING], [listening.fileno()])
 
 
 def _wake_when_children_end() -> int:

@@ -1,4 +1,4 @@
-"""Exact and regular-expression match, and answers that are equal in value."""
+"""Exact match, and answers that are equal in value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import CheckingTask
-from asyncrl_cli.tasks.ready.matching import ExactMatch, MissingField, RegexMatch
+from asyncrl_cli.tasks.ready.matching import ExactMatch, MissingField
 from asyncrl_cli.tasks.ready.math_answers import MathAnswers
 from asyncrl_cli.tasks.ready.unit_tests import UnitTests
 
@@ -55,21 +55,6 @@ def test_a_text_equals_itself_and_no_longer_text(text: str) -> None:
     assert task.reward(row(answer=text), text + "x", True) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("options", "fields", "response", "reward"),
-    [
-        ({"pattern": r"answer is (\w+)"}, {"answer": "Paris"}, "the answer is Rome, no: the answer is Paris.", 1.0),
-        ({"pattern": r"answer is (\w+)"}, {"answer": "Rome"}, "the answer is Rome, no: the answer is Paris.", 0.0),
-        ({"pattern": r"^[a-z ]+$"}, {}, "only small letters", 1.0),
-        ({"pattern": r"^[a-z ]+$"}, {}, "Not Only", 0.0),
-        ({"pattern": r"^[a-z ]+$", "ignore_case": True}, {}, "Not Only", 1.0),
-        ({"pattern": "(a)|b"}, {"answer": "a"}, "b", 0.0),
-    ],
-)
-def test_regex(options: Any, fields: Any, response: str, reward: float) -> None:
-    assert RegexMatch(**options).reward(row(**fields), response, True) == reward
-
-
 VERL = {"ground_truth": "2", "style": "rule"}
 
 
@@ -107,9 +92,6 @@ def test_a_missing_field_is_named() -> None:
         ExactMatch().reward(row(question="?"), "", True)
     with pytest.raises(MissingField, match="field 'answer' is null, not text"):
         ExactMatch().reward(row(answer=None), "", True)
-    for pattern in ("(", ""):
-        with pytest.raises(ValueError, match="pattern"):
-            RegexMatch(pattern)
 
 
 def test_a_row_without_mathematics_is_an_error_and_not_a_wrong_answer() -> None:
@@ -129,10 +111,8 @@ def test_a_tag_that_is_opened_a_million_times_is_read_in_linear_time() -> None:
 def test_rows_that_no_response_could_match_are_found_by_the_check() -> None:
     for task, fields, words in (
         (ExactMatch(), {}, "no field 'answer'"),
-        (RegexMatch(pattern="(a)"), {}, "no field 'answer'"),
         (ExactMatch(), {"answer": " \n"}, "an empty response would be right"),
         (ExactMatch(), {"answer": ["a", ""]}, "an empty response would be right"),
-        (RegexMatch(pattern="(a?)"), {"answer": ""}, "an empty response would be right"),
         (MathAnswers(), {"answer": r"\frac{1}{"}, "a brace is not closed"),
         (MathAnswers(), {"answer": '{"truth": "5"}'}, "it is an object; name one of its keys, such as truth"),
         (UnitTests(sandbox="none"), {}, "no field 'tests'"),
@@ -141,5 +121,4 @@ def test_rows_that_no_response_could_match_are_found_by_the_check() -> None:
         assert isinstance(task, CheckingTask)
         with pytest.raises(Exception, match=re.escape(words)):
             task.check_prompt(row(**fields))
-    RegexMatch(pattern="a").check_prompt(row())
     ExactMatch().check_prompt(row(answer=["a", "b"]))

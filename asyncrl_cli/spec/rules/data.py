@@ -21,7 +21,6 @@ READY_TASKS = {
     "chain_sum": "asyncrl_cli.tasks.ready.chain_sum:ChainSum",
     "math": "asyncrl_cli.tasks.ready.math_answers:MathAnswers",
     "exact": "asyncrl_cli.tasks.ready.matching:ExactMatch",
-    "regex": "asyncrl_cli.tasks.ready.matching:RegexMatch",
     "unit_tests": "asyncrl_cli.tasks.ready.unit_tests:UnitTests",
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",

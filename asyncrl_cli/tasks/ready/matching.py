@@ -1,8 +1,7 @@
-"""The ready tasks ``exact`` and ``regex``, which compare the response with a field of the prompt's row."""
+"""The ready task ``exact``, which compares the response with a field of the prompt's row, and ``prompts``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from decimal import Decimal
 
@@ -61,36 +60,6 @@ class ExactMatch:
 
     def _plain(self, text: str) -> str:
         return text.strip().casefold() if self._ignore_case else text.strip()
-
-
-class RegexMatch:
-    """The task ``regex``: 1.0 if the response matches a regular expression, else 0.0.
-
-    If the pattern has groups, the last match's first group is compared with the row's field, as in ``exact``. A pattern
-    without groups only has to match.
-    """
-
-    def __init__(self, pattern: str, field: str = "answer", ignore_case: bool = False) -> None:
-        """Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError``."""
-        if not pattern:
-            raise ValueError("pattern is empty, so every response would be right")
-        try:
-            self._pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
-        except re.error as error:
-            raise ValueError(f"pattern is not a regular expression: {error}") from error
-        self._exact = ExactMatch(field, ignore_case)
-
-    def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` for a row that lacks the field."""
-        if self._pattern.groups:
-            self._exact.check_prompt(prompt)
-
-    def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """1.0 if the response matches, else 0.0. Raises like ``check_prompt``."""
-        matches = list(self._pattern.finditer(response))
-        if not matches:
-            return 0.0
-        return self._exact.reward(prompt, matches[-1][1] or "", finished) if self._pattern.groups else 1.0
 
 
 class Prompts:
