@@ -1,1 +1,1 @@
-"""The calls of asyncrl to vLLM, DeepSpeed and Ray, checked against their signatures."""
+"""The calls of asyncrl to vLLM and DeepSpeed, checked against their signatures."""

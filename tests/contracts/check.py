@@ -8,7 +8,7 @@ from importlib import import_module
 from inspect import Signature
 from typing import Any
 
-from tests.contracts.source import Definition, Package, signature
+from tests.contracts.source import Package, signature
 from tests.contracts.uses import Use
 
 
@@ -19,11 +19,9 @@ def problem(use: Use, package: Package, installed: bool) -> str | None:
     """
     before, *members = use.target.split("().")
     found = package.find(before)
-    of_object = _value_of(package, before) if found is None else None
-    found = found or of_object
     if found is None:
         return _imported_problem(use) if installed else f"there is no {before}"
-    accepts = None if members else signature(found, bound=of_object is not None)
+    accepts = None if members else signature(found)
     for index, names in enumerate(members):
         name, *further = names.split(".")
         assert isinstance(found.node, ast.ClassDef), f"{before} is not a class, but asyncrl uses it as one: {use}"
@@ -34,21 +32,6 @@ def problem(use: Use, package: Package, installed: bool) -> str | None:
             return None  # a member of an object that objects.py does not list
         accepts = signature(member, bound=True)
     return _refusal(use, accepts)
-
-
-def _value_of(package: Package, dotted: str) -> Definition | None:
-    """A member of an object in a module's variable, such as ``state = GlobalState()``."""
-    owner, _, name = dotted.rpartition(".")
-    variable = package.find(owner) if owner else None
-    if variable is None:
-        return None
-    kind: ast.expr | None = None
-    if isinstance(variable.node, ast.AnnAssign):
-        kind = variable.node.annotation
-    elif isinstance(variable.node, ast.Assign) and isinstance(variable.node.value, ast.Call):
-        kind = variable.node.value.func
-    made = package.resolve(variable, kind) if kind is not None else None
-    return package.member(made, name) if made is not None and isinstance(made.node, ast.ClassDef) else None
 
 
 def _refusal(use: Use, accepts: Signature | None) -> str | None:

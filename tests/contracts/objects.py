@@ -1,4 +1,4 @@
-"""The classes of vLLM's, DeepSpeed's and Ray's objects that are not visible in asyncrl's code.
+"""The classes of vLLM's and DeepSpeed's objects that are not visible in asyncrl's code.
 
 A path is relative to asyncrl_cli, with ``:name`` for one class or function of the file.
 """
@@ -58,13 +58,6 @@ RESULTS: dict[str, str] = {
     "deepspeed.accelerator.get_accelerator": "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator()",
     "deepspeed.initialize": DEEPSPEED,
     "deepspeed.runtime.engine.DeepSpeedEngine().module": "",
-    "ray._private.state.available_resources_per_node": "",
-    "ray._private.state.state.get_draining_nodes": "",
-    "ray._private.worker._global_node": "ray._private.node.Node()",
-    "ray._raylet.AuthenticationTokenLoader.instance": "ray._raylet.AuthenticationTokenLoader()",
-    "ray.actor.ActorClass().options": "",
-    "ray.get_runtime_context": "ray.runtime_context.RuntimeContext()",
-    "ray.remote": "ray.actor.ActorClass()",
     "vllm.config.model.ModelConfig().try_get_generation_config": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().device": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().model": "",

@@ -1,4 +1,4 @@
-"""Every use of vLLM, DeepSpeed and Ray fits the installed release, including code that needs a GPU."""
+"""Every use of vLLM and DeepSpeed fits the installed release, including code that needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl_cli.core.imports import UNUSED
 from asyncrl_cli.spec.sections import TrainerSpec
-from tests.contracts import vllm_contract
+from tests.contracts import releases, vllm_contract
 from tests.contracts.check import problem
 from tests.contracts.objects import OBJECTS
 from tests.contracts.source import Package
@@ -67,8 +67,6 @@ def test_the_uses_that_matter_most_are_found(found: tuple[list[Use], list[Unknow
         "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF",
         "deepspeed.runtime.engine.DeepSpeedEngine().backward",
         "deepspeed.runtime.engine.DeepSpeedEngine().save_checkpoint",
-        "ray.util.placement_group.placement_group",
-        "ray._private.state.state.get_draining_nodes",
     }
 
 
@@ -81,9 +79,6 @@ def test_every_object_of_the_table_is_used() -> None:
 
 
 BROKEN = {
-    "import ray\nray.kill(1, restart=False)": "restart",
-    "import ray\nray.put()": "missing a required argument: 'value'",
-    "import ray\nray.get_runtime_context().get_node_name()": "has no get_node_name",
     "from vllm import SamplingParams\nSamplingParams(max_token=1)": "max_token",
     "from vllm import SamplingParameters": "there is no vllm.SamplingParameters|vllm has no SamplingParameters",
     "from vllm.v1.engine.async_llm import AsyncLLM\ndef f(llm: AsyncLLM):\n    llm.nap()": "has no nap",
@@ -102,7 +97,7 @@ def test_a_wrong_use_is_named(source: str, installed: Package) -> None:
 
 
 def test_an_object_of_an_unnamed_class_is_named() -> None:
-    _, unknown = uses_in("import ray\nthing = ray.some_call()\nthing.member()", "made_up.py")
+    _, unknown = uses_in("import vllm\nthing = vllm.some_call()\nthing.member()", "made_up.py")
     assert [one.name for one in unknown] == ["thing.member"]
 
 
@@ -247,7 +242,20 @@ def test_ray_starts_its_servers_by_the_methods_that_are_switched_off(installed: 
     assert installed.find("ray._private.services.get_node") is not None
 
 
-def test_ray_has_every_option_of_an_actor(found: tuple[list[Use], list[Unknown]], installed: Package) -> None:
-    uses = [use for use in found[0] if use.target.endswith("ActorClass().options")]
-    used = {name for use in uses for name in use.keywords} | {"num_gpus"}  # from PlacementGroup.options
-    assert len(uses) > 5 and used <= constants(installed, "ray._common.ray_option_utils")
+# -- releases
+
+
+def test_versions_before_output_spans_are_not_allowed() -> None:
+    """``CompletionOutput.weight_versions`` and ``finish_weight_update(version)`` came with vLLM 0.32."""
+    assert releases.allowed(["0.33.0", "0.31.0", "0.22.1", "0.32.0", "0.32.1"])[:2] == ["0.32.0", "0.32.1"]
+    assert not releases.allowed(["0.31.0", "0.22.1"])
+
+
+@pytest.mark.nightly
+def test_every_use_fits_every_release_that_the_extra_allows(tmp_path: Path) -> None:
+    versions = releases.allowed(releases.published())
+    assert versions
+    wrong = {version: releases.misfits(releases.fetch(version, tmp_path)) for version in versions}
+    assert not any(wrong.values()), "\n".join(
+        f"vllm {version}: {what}" for version, all_ in wrong.items() for what in all_
+    )

@@ -1,4 +1,4 @@
-"""Finds asyncrl's uses of vLLM, DeepSpeed and Ray in its code: imports, calls, and members of their objects.
+"""Finds asyncrl's uses of vLLM and DeepSpeed in its code: imports, calls, and members of their objects.
 
 A name refers to an object of these libraries if it is imported, annotated with one of their classes, assigned from one
 of their calls, or listed in ``objects.OBJECTS``.
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.contracts.objects import OBJECTS, RESULTS
 
 ASYNCRL = Path(__file__).parents[2] / "asyncrl_cli"
-LIBRARIES = ("vllm", "deepspeed", "ray")
+LIBRARIES = ("vllm", "deepspeed")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Names = dict[str, str]

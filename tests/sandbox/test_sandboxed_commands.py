@@ -509,17 +509,6 @@ print(stream.readline())
     assert connected.run("python stream.py").output == "b'/sessions/1/v1 stream\\n'\nb'second\\n'\n"
 
 
-def test_many_connections_at_a_time(connected: BlockingSandbox) -> None:
-    script = f"""
-import concurrent.futures
-def ask(_):
-    {ASK.format("hello")}
-list(concurrent.futures.ThreadPoolExecutor(12).map(ask, range(12)))
-"""
-    connected.write_file("many.py", script.encode())
-    assert connected.run("python many.py").output.count("/sessions/1/v1/x") == 12
-
-
 def test_nothing_else_can_be_reached(connected: BlockingSandbox, gateway: Gateway, tmp_path: Path) -> None:
     abstract, path = f"asyncrl-test-{os.getpid()}", tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as hidden, socket.socket(socket.AF_UNIX) as named:
