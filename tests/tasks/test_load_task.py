@@ -201,7 +201,6 @@ def test_each_episode_has_its_own_environment(load: Any) -> None:
     [
         ("chain_sums", "did you mean `chain_sum`"),
         ("nothing_like_it", "ready tasks are chain_sum, math"),
-        (":f", "no ready task"),
         ("module:", "no ready task"),
     ],
 )
@@ -229,12 +228,9 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("x = 3", "x", {}, r"neither a class nor a function \(got int\)"),
         ("def f(prompt, response): return 1", "f", {"a": 1}, "takes no options"),
         ("def f(prompt): return 1", "f", {}, "no parameter that is clearly the response"),
-        ("def f(a, b): return 1", "f", {}, "no parameter that is clearly the response"),
-        ("def f(args, sample): return 1", "f", {}, "no parameter that is clearly the response"),
         ("def f(text, output): return 1", "f", {}, "no parameter that is clearly the response"),
         ("async def f(model, prompt): return 1", "f", {}, "no parameter that is clearly the response"),
         ("class C:\n def rewards(self, responses, prompt): ...", "C", {}, r"called as rewards\(prompt, responses\)"),
-        ("class C:\n def rewards(self, prompt): ...", "C", {}, r"called as rewards\(prompt, responses\)"),
         (
             "class C:\n def rewards(self, prompt, responses): ...\n async def run(self, prompt, model): ...",
             *("C", {}, "rewards for whole groups and run: rollouts of agents and environments are episodes"),
@@ -251,7 +247,6 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("class C:\n def reset(self): return []", "C", {}, "not both reset and step"),
         ("class C:\n def reset(self): return []\n def step(self, reply): ...", "C", {"x": 1}, "constructed as C()"),
         ("import no_such_package_xyz", "f", {}, "needs 'no_such_package_xyz'"),
-        ("1/0", "f", {}, "ZeroDivisionError"),
         ("def f(:", "f", {}, "SyntaxError"),
     ],
 )
