@@ -225,11 +225,7 @@ class Peer(Codec):
             try:
                 message = ["error", self.encode(error), None]
             except Exception:
-                message = [
-                    "error",
-                    ["raised", ["type", "builtins.Exception"], type(error).__name__, ["list"], []],
-                    None,
-                ]
+                message = ["error", self.encode(Exception(type(error).__name__)), None]
         self.send(message)
 
     def send(self, message: list[Any]) -> None:
