@@ -36,7 +36,7 @@ from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 
 KEPT_BYTES = 2**16
-"""Bytes of standard error in which the reason of a failure is searched for."""
+"""Bytes at the end of standard error that are searched for the reason of a failure."""
 LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel's limit is 128 KiB."""
 ROW_FILE, ERRORS = "prompt.json", "errors.txt"
