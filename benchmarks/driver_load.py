@@ -256,7 +256,7 @@ class Driver:
         import ray
 
         (folder / "logs").mkdir()
-        factory = ActorFactory(spec, folder, Path(__file__).parent)
+        factory = ActorFactory(spec, folder / "logs", Path(__file__).parent)
         budget = RestartBudget(0, self._no_record, print)
         count = spec.rollout.max_engines
         hosts = [

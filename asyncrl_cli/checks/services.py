@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import socket
 import urllib.request
 from urllib.parse import urlsplit
@@ -15,7 +13,6 @@ from asyncrl_cli.system.network import family_of, proxies_in_force
 
 SERVER_S = 3.0
 """Time limit for an MLflow server's answer in seconds."""
-SHELL_BUILTINS = frozenset({"cd", "exec", "export", "if", "for", "set", "test", "umask", "while"})
 
 
 def check_gateway(spec: ExperimentSpec, used: bool) -> str:
@@ -56,15 +53,10 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
 
 
 def check_upload(spec: ExperimentSpec) -> Result:
-    """Check that fsspec supports the protocol of `checkpoints.upload`, or that the command's program exists."""
-    target, protocol = spec.checkpoints.upload, spec.checkpoints.upload_protocol
-    if target is None:
+    """Check that fsspec supports the protocol of `checkpoints.upload`."""
+    if spec.checkpoints.upload is None:
         return "off"
-    if protocol is None:
-        program = re.match(r"\s*([\w./+-]+)(?=\s|$)", target)
-        if program is not None and shutil.which(program[1]) is None and program[1] not in SHELL_BUILTINS:
-            return Warned(f"there is no program {program[1]}", "correct checkpoints.upload, or install it")
-        return "a command"
+    protocol = spec.checkpoints.upload.partition("://")[0]
     import fsspec
 
     try:
@@ -73,6 +65,6 @@ def check_upload(spec: ExperimentSpec) -> Result:
         raise ConfigError(
             f"fsspec cannot write {protocol}:// here: {error}",
             location="checkpoints.upload",
-            hint=f"install the package of {protocol}://, or give a command",
+            hint=f"install the package of {protocol}://",
         ) from None
     return f"{protocol}://"

@@ -32,13 +32,8 @@ class ActorFactory:
     """Creates Ray actors. Calls do not wait for the actor's start. An actor's name is also its log file's name."""
 
     spec: ExperimentSpec
-    run_path: Path
+    logs: Path  # the folder for the processes' logs
     search_path: Path
-    log_folder: Path | None = None
-
-    @property
-    def _logs(self) -> str:
-        return str(self.log_folder or self.run_path / "logs")
 
     def trainer_group(self) -> PlacementGroup:
         """The placement group of all trainer ranks, and of the engines that share their GPUs."""
@@ -49,7 +44,6 @@ class ActorFactory:
             bundle_wants(spec),
             selector=spec.cluster.trainer,
             count=spec.trainer.ranks,
-            close_ranks=max(spec.trainer.expert_parallel, spec.trainer.sequence_parallel),
         )
 
     def engine(
@@ -78,7 +72,7 @@ class ActorFactory:
 
             variables = engine_environment(spec)
             options = ray.remote(RolloutWorker).options(**group.options(index, wants), **self._starts_with(variables))
-            return options.remote(name, spec, self._logs, variables)
+            return options.remote(name, spec, str(self.logs), variables)
 
         return EngineProcess(
             spec, name, make, folder=folder, budget=budget, group=group, shares_group=shares, version=version
@@ -94,7 +88,11 @@ class ActorFactory:
         options = ray.remote(concurrency_groups={WATCHING: 1, WRITING: 1})(TrainerWorker).options(
             **group.options(index, rank_wants(self.spec)), **self._starts_with(variables)
         )
-        return options.remote(self.spec, self._logs, variables)
+        return options.remote(self.spec, str(self.logs), variables)
+
+    def ranks(self, limit_s: float, warn: Callable[[str], None], group: PlacementGroup | None = None) -> TrainerRanks:
+        """All trainer ranks, without starting them. For ``limit_s`` and ``warn`` see ``TrainerRanks``."""
+        return TrainerRanks(self.trainer, group or self.trainer_group(), self.search_path, limit_s, warn)
 
     def _starts_with(self, variables: Mapping[str, str]) -> dict[str, Any]:
         """Ray's option for a process with these environment variables.
@@ -140,7 +138,7 @@ class ActorFactory:
         import ray
 
         placed_actor = ray.remote(actor).options(num_cpus=0, scheduling_strategy=on_node(node), **options)
-        return placed_actor.remote(*arguments, self._logs)
+        return placed_actor.remote(*arguments, str(self.logs))
 
 
 async def start_all(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,13 +14,11 @@ from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.rollout.client import EngineLost, GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorCrashed, ActorLost, Unreachable, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorLost, Unreachable, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 STOP_S = 5.0
 """Seconds that an engine may take to stop its processes before it is killed."""
-MAX_EQUAL_FAILURES = 3
-"""The run ends when an engine has failed this often with the same cause before any engine completed a request."""
 
 
 class EngineProcess(SupervisedActor):
@@ -210,7 +206,6 @@ class EngineKeeper:
         self._gpu_turn = gpu_turn or asyncio.Event()
         if gpu_turn is None:
             self._gpu_turn.set()
-        self._failures: Counter[tuple[str, str]] = Counter()  # by engine and cause
 
     async def keep(self, engine: EngineState) -> str:
         """Serve with an engine until it leaves; returns why it left. Raises ``RunError`` after too many restarts."""
@@ -232,22 +227,5 @@ class EngineKeeper:
             if why := await self._why_left(engine, any(isinstance(reason, Unreachable) for reason in reasons)):
                 return why
             await engine.process.lose(engine.process.actor, cause)
-            # Only the engine's own errors are likely to recur. Subclasses of ``RunError`` concern its process, its host
-            # or the weights.
-            if any(isinstance(reason, ActorCrashed) or type(reason) is RunError for reason in reasons):
-                self._count_failure(engine.name, cause)
             await self._gpu_turn.wait()
             await engine.process.running()
-
-    def _count_failure(self, name: str, cause: str) -> None:
-        """End the run with a clear cause if a setting or the installation keeps all engines from working."""
-        if any(engine.has_completed for engine in self._client.engines):
-            return
-        failure = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # addresses, process ids and times differ each time
-        self._failures[failure] += 1
-        if self._failures[failure] >= MAX_EQUAL_FAILURES:
-            raise RunError(
-                f"it failed {MAX_EQUAL_FAILURES} times in the same way before any engine completed a request: {cause}",
-                location=name,
-                hint=f"correct the setting or installation that the error is about (see logs/{name}.log)",
-            )

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import SessionLimits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
+from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
@@ -49,29 +50,6 @@ STOP_S = 5.0
 """Seconds that a worker has to end its processes. The cluster's end kills the remaining ones."""
 LOOK_S = 10.0
 """Seconds between two checks of a running episode."""
-
-
-class Player(Protocol):
-    """Plays episodes in one place."""
-
-    async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
-        """Play an episode with a unique key."""
-        ...
-
-
-class Players(Protocol):
-    """All places that play the episodes of one task."""
-
-    @property
-    def continues_programs(self) -> bool:
-        """True if programs outlive the loss of the gateway or the driver: they keep their address, their key and the
-        replies that they have. Other episodes begin again, and repeat their calls."""
-
-    def slot(self, isolated: bool) -> AbstractAsyncContextManager[Player]:
-        """Wait for a free place. ``isolated``: one without other episodes."""
-
-    def conclude(self, rollout_id: str, recorded: bool) -> None:
-        """A training rollout has ended. ``recorded``: the journal has its score or failure."""
 
 
 class EpisodeWorker(SupervisedActor):
@@ -111,6 +89,7 @@ class EpisodeWorkers:
     """All workers of one task, and their slots for episodes."""
 
     continues_programs = False
+    """Episodes do not outlive the loss of the gateway or the driver: they begin again, and repeat their calls."""
 
     def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
         """``make_actor(name)`` creates a worker's Ray actor. ``name`` is the prefix of the workers' names."""
@@ -158,7 +137,7 @@ class Episodes:
         *,
         client: GenerationClient,
         gateway: GatewayClient,
-        workers: Players,
+        workers: EpisodeWorkers | OutsideSessions,
         scoring: Scoring,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -233,7 +212,7 @@ class Episodes:
             self._on_progress()
 
     def conclude(self, rollout_id: str, recorded: bool) -> None:
-        """As ``Players.conclude``."""
+        """A training rollout has ended. ``recorded``: the journal has its score or failure."""
         self._workers.conclude(rollout_id, recorded)
 
     async def _attempt(

@@ -344,8 +344,10 @@ def _result(series: Series, step: int, samples: Sequence[_Sample]) -> Evaluation
     intervals: dict[str, Interval | None] = {}
     if rewards:
         intervals = {"accuracy": share_interval(correct), "mean_reward": mean_interval(rewards)}
+    mean_pass_at: list[float] = []
     for k in range(1, series.samples + 1) if correct_counts else ():
-        estimates = [[pass_at(k, series.samples, c)] for c in correct_counts]
+        estimates = [[pass_at(k, series.samples, correct)] for correct in correct_counts]
+        mean_pass_at.append(sum(estimate for (estimate,) in estimates) / len(estimates))
         intervals[f"pass_at_{k}"] = share_interval(estimates, answers=series.samples * len(correct_counts))
     task_metrics: dict[str, list[float]] = {}
     for sample in samples:
@@ -362,7 +364,7 @@ def _result(series: Series, step: int, samples: Sequence[_Sample]) -> Evaluation
         oldest=min(versions),
         newest=max(versions),
         samples=series.samples,
-        pass_at=mean_pass_at(series.samples, correct_counts) if correct_counts else (),
+        pass_at=tuple(mean_pass_at),
         metrics={name: sum(values) / len(values) for name, values in sorted(task_metrics.items())},
         intervals={name: interval for name, interval in intervals.items() if interval is not None},
     )
@@ -371,16 +373,12 @@ def _result(series: Series, step: int, samples: Sequence[_Sample]) -> Evaluation
 def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
     """A warning about the responses without a reward; empty if there are none."""
     failures = [sample.score for sample in samples if isinstance(sample.score, RewardFailure)]
-    unrewarded = sum(sample.reward is None for sample in samples)
-    if not unrewarded:
+    masked = sum(sample.reward is None for sample in samples) - len(failures)
+    if not (failures or masked):
         return ""
-    rewarded = len(samples) - unrewarded
-    accuracy = f"the accuracy counts the other {rewarded}" if rewarded else "there is no accuracy"
-    causes = [f"{len(failures)} of {len(samples)} rewards failed"] if failures else []
-    if masked := unrewarded - len(failures):
-        causes.append(f"{masked} of {len(samples)} responses could not be scored (None)")
-    example = f"; the first: {failures[0]}" if failures else ""
-    return f"held-out {series.kind} at step {step}: {', '.join(causes)}, {accuracy}{example}"
+    counts = f"{len(failures)} of {len(samples)} rewards failed, {masked} were None; the accuracy counts the others"
+    example = f"; the first failure: {failures[0]}" if failures else ""
+    return f"held-out {series.kind} at step {step}: {counts}{example}"
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
@@ -390,8 +388,3 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     2021, arXiv:2107.03374).
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
-
-
-def mean_pass_at(samples: int, correct: Sequence[int]) -> tuple[float, ...]:
-    """pass@1, ..., pass@``samples``, averaged over prompts; ``correct``: the number of correct responses by prompt."""
-    return tuple(sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in range(1, samples + 1))

@@ -53,18 +53,11 @@ class Experiment:
                 else load_task(set_spec.task, search_path, f"evaluation.sets.{name}.task", connect=True)
                 for name, set_spec in spec.evaluation.sets.items()
             }
-        sets_data = (set_spec.data for set_spec in spec.evaluation.sets.values())
-        splits = (spec.data.train if training else None, spec.data.eval, *sets_data)
-        paths = ", ".join(str(split.path) for split in splits if split is not None and split.path is not None)
         # Without a limit, because it may need a download.
-        with user_code(f"opening the data {paths}".rstrip(), notice):
-            train_prompts = (
-                load_prompts("train", split_spec=spec.data.train, task=task, base=search_path) if training else ()
-            )
+        with user_code("opening the data", notice):
+            train_prompts = load_prompts("train", spec.data.train, task=task, base=search_path) if training else ()
             held_out = spec.data.eval
-            eval_prompts = (
-                load_prompts("eval", split_spec=held_out, task=task, base=search_path) if held_out is not None else ()
-            )
+            eval_prompts = () if held_out is None else load_prompts("eval", held_out, task=task, base=search_path)
             sets = {}
             for name, set_spec in spec.evaluation.sets.items():
                 split: Split = "train" if set_spec.data.path is None and set_spec.data.split == "train" else "eval"

@@ -50,7 +50,6 @@ from asyncrl_cli.orchestrator.outside_sessions import ClientPrompts, OutsideSess
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
-from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.warm_start import CHECKPOINTS, WarmStart, recorded_updates, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import training_rollout_id
@@ -244,7 +243,7 @@ async def _start(
         await buffer.failed(fault_kind, part_name, hide(message))
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
-    factory = ActorFactory(spec, run.path, experiment.search_path)
+    factory = ActorFactory(spec, run.path / "logs", experiment.search_path)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
     initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     # If only adapters are published, engines load the other weights from the initial model's folder.
@@ -278,13 +277,7 @@ async def _start(
     tasks = TaskActors(experiment, factory, budget, outside, run.outside_access)
     closing += [tasks.stop, stop_engines]
     # Twice the watchdog's limit: the watchdog's error says more, so it must come first.
-    ranks = TrainerRanks(
-        factory.trainer,
-        group=trainer_group,
-        search_path=experiment.search_path,
-        limit_s=2 * limit_s,
-        warn=reporter.warn,
-    )
+    ranks = factory.ranks(2 * limit_s, reporter.warn, trainer_group)
     replicas = Replicas(factory.host_agent, address_of=factory.address_of, budget=budget, why_gone=why_gone)
     loading_task = asyncio.create_task(tasks.start())
     starting = asyncio.create_task(

@@ -117,12 +117,12 @@ class Orchestrator:
             buffer=parts.buffer,
             run=parts.run,
             budget=parts.budget,
-            step=parts.checkpoint_step,
             microbatch_tokens=spec.trainer.microbatch_tokens,
             repeated=self._repeated,
             progress=parts.watchdog.caught_up,
             gpu_turn=turns.trainer,
         )
+        self._trainer.step = parts.checkpoint_step
         self._publisher = Publisher(
             spec,
             opening=parts.opening,

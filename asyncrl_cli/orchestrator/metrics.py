@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,20 +23,13 @@ from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
-from asyncrl_cli.system.processors import HostTime, host_time
 
 
 class StepClock:
-    """Measures the time between steps. ``processors`` returns the processor time of this process and of its host, in
-    seconds."""
+    """Measures the time between steps."""
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        processors: Callable[[], tuple[float, HostTime]] = lambda: (time.process_time(), host_time()),
-    ) -> None:
+    def __init__(self, client: GenerationClient) -> None:
         self._client = client
-        self._processors = processors
         self._lap_started = time.monotonic()
         self._totals = self._read()
         self._journal_s = 0.0
@@ -45,7 +38,7 @@ class StepClock:
         """Metrics of the time since the last lap, with the step of ``report``. ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._lap_started
-        tokens, busy, paused, wall, sequence_s, engines_s, driver_s, host_s, idle_s = (
+        tokens, busy, paused, wall, sequence_s, engines_s, driver_s = (
             total - previous_total for total, previous_total in zip(totals, self._totals, strict=True)
         )
         self._lap_started, self._totals = now, totals
@@ -66,15 +59,12 @@ class StepClock:
             "cpu/trainer_s": report.cpu_s,
             "cpu/engines_s": engines_s,
             "cpu/driver_s": driver_s,
-            "cpu/host_s": host_s,
-            "cpu/idle_s": idle_s,
         }
 
     def _read(self) -> tuple[float, ...]:
         activity = self._client.activity
-        driver_s, host = self._processors()
         times = activity.busy_s, activity.paused_s, activity.wall_s, activity.sequence_s, activity.cpu_s
-        return activity.generated_tokens, *times, driver_s, host.used_s, host.idle_s
+        return activity.generated_tokens, *times, time.process_time()
 
 
 class StepRecorder:

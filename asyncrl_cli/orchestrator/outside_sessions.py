@@ -123,6 +123,7 @@ class OutsideSessions:
     on_progress: Callable[[], None] = lambda: None
     counts: Counter[str] = field(default_factory=Counter)
     continues_programs: bool = True
+    """Programs outlive the loss of the gateway or the driver: they keep their address, key and replies."""
     _sessions: dict[str, OutsideSession] = field(default_factory=dict)
     _offers: list[str] = field(default_factory=list)  # rollouts that no program has yet, oldest first
     _callers: list[Caller] = field(default_factory=list)
@@ -247,9 +248,7 @@ class OutsideSessions:
                 # The link has handled the session's tokens before this request (``actor.Incoming``).
                 await self.flush()
                 return ClientAnswer(200, {})
-            if request.action is Action.GIVE_UP:
-                return ClientAnswer(200, await self._give_up(request.session))
-            return ClientAnswer(200, await self._reward(request))
+            return ClientAnswer(200, await self._end(request))
         except Refusal as refusal:
             return refusal.answer
         except JournalError:  # the run is ending
@@ -310,38 +309,34 @@ class OutsideSessions:
             raise Refusal(400, "invalid_value", f"prompt: {error.message}; {error.hint}") from None
         return Prompt(f"{OWN_UID_PREFIX}{prompt.uid}", prompt.content, prompt.fields, prompt.images)
 
-    async def _reward(self, request: ClientRequest) -> Mapping[str, Any]:
-        name = request.session
-        result = RewardResult(request.reward, request.metrics)
+    async def _end(self, request: ClientRequest) -> Mapping[str, Any]:
+        """End a session with its reward, or with ``MASKED`` if its program gives up."""
+        name, gives_up = request.session, request.action is Action.GIVE_UP
         session = self._sessions.get(name)
-        prompt = UNKNOWN if session is None else session.prompt
-        score = checked(result, name=f"the program of session {name}", prompt=prompt)
+        score: Scored | RewardFailure = MASKED
+        if not gives_up:
+            result = RewardResult(request.reward, request.metrics)
+            prompt = UNKNOWN if session is None else session.prompt
+            score = checked(result, name=f"the program of session {name}", prompt=prompt)
         if isinstance(score, RewardFailure):
             raise Refusal(400, "invalid_reward", score.reason)
         if session is None or not session.handed_out.done():
             return await self._ended_with(name, score)
         if not session.result.done():
-            if not request.has_reply:
+            if not (gives_up or request.has_reply):
                 raise Refusal(409, "no_reply", "the model has completed no reply in this session")
+            if gives_up:
+                self.counts["sessions/given_up"] += 1
             session.result.set_result(score)
-        elif session.result.result() is MASKED:
+        elif session.result.result() is MASKED and not gives_up:
             raise self._late_refusal(name, LEFT_TEXT)
         elif session.result.result() != score:
             raise _second_reward(name)
+        if gives_up:
+            return {"session": name, "status": "given up"}
         if not await asyncio.shield(session.recorded):
             return await self._ended_with(name, score)
         return {"session": name, "status": "recorded"}
-
-    async def _give_up(self, name: str) -> Mapping[str, Any]:
-        session = self._sessions.get(name)
-        if session is None or not session.handed_out.done():
-            return await self._ended_with(name, MASKED)
-        if not session.result.done():
-            self.counts["sessions/given_up"] += 1
-            session.result.set_result(MASKED)
-        elif session.result.result() is not MASKED:
-            raise _second_reward(name)
-        return {"session": name, "status": "given up"}
 
     async def _ended_with(self, name: str, score: Scored) -> Mapping[str, Any]:
         """The answer about a session that has ended, perhaps under an earlier driver."""

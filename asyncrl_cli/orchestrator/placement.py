@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -37,17 +36,6 @@ def rank_order(locations: Sequence[RankLocation]) -> list[int]:
     return sorted(range(len(locations)), key=key)
 
 
-def split_groups(locations: Sequence[RankLocation], size: int) -> list[str]:
-    """Describe the groups of ``size`` consecutive ranks that are on several nodes. ``locations``: in rank order."""
-    texts = []
-    for start in range(0, len(locations), size):
-        ranks_on = Counter(location.address for location in locations[start : start + size])
-        if len(ranks_on) > 1:
-            shares = ", ".join(f"{count} on {address}" for address, count in ranks_on.items())
-            texts.append(f"ranks {start} to {start + size - 1}: {shares}")
-    return texts
-
-
 class PlacementGroup:
     """The resources of one engine, or of all trainer ranks.
 
@@ -61,14 +49,11 @@ class PlacementGroup:
         *,
         selector: NodeSelector,
         count: int = 1,
-        close_ranks: int = 1,
     ) -> None:
-        """``who``: the part's name in messages. ``bundle``: the resources of each of the ``count`` actors.
-        ``close_ranks``: number of consecutive ranks that exchange data in every layer, so they should share a node."""
+        """``who``: the part's name in messages. ``bundle``: the resources of each of the ``count`` actors."""
         self.who = who
         self._bundle = {resource: amount for resource, amount in bundle.items() if amount}
         self.count = count
-        self.close_ranks = close_ranks
         self._selector = selector
         self._group: Any = None
 

@@ -20,7 +20,7 @@ from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, readin
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, while_ray_lives
 from asyncrl_cli.orchestrator.replicas import Replicas
-from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import WARM_START, RunDirectory
@@ -82,7 +82,7 @@ def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[Re
 
 
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
-    run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
+    run, spec, checkpoint = plan.run, plan.spec, plan.checkpoint
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
     if spec.model.warm_start is not None:
         if plan.repeats_warm_start:
@@ -90,11 +90,8 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         spec = with_its_result(spec, run)
     if not plan.end_step:
         return
-    factory = ActorFactory(spec, run_path=run.path, search_path=search_path, log_folder=plan.logs)
-    limit_s = spec.pipeline.stall_minutes * 60
-    ranks = TrainerRanks(
-        factory.trainer, group=factory.trainer_group(), search_path=search_path, limit_s=limit_s, warn=progress
-    )
+    factory = ActorFactory(spec, plan.logs, plan.search_path)
+    ranks = factory.ranks(spec.pipeline.stall_minutes * 60, progress)
     replicas = Replicas(factory.host_agent, factory.address_of, budget)
     connection = open_for_reading(run.path / FILE)
     try:

@@ -193,19 +193,12 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
 
 
 def _archive_journal(run: RunDirectory) -> None:
-    """Move the journal's files to ``damaged-N``, or complete a move that a kill interrupted."""
-    files = sorted(run.path.glob(f"{FILE}*"))
-    if not files:
+    """Move the journal's files to ``damaged-N``."""
+    if not (files := sorted(run.path.glob(f"{FILE}*"))):
         return
-    index = next(index for index in count(1) if not (run.path / f"damaged-{index}").exists())
-    folder, newest_folder = run.path / f"damaged-{index}", run.path / f"damaged-{index - 1}"
-    if (
-        files[0].name != FILE
-        and newest_folder.is_dir()
-        and not any((newest_folder / path.name).exists() for path in files)
-    ):
-        folder = newest_folder
-    folder.mkdir(exist_ok=True)
+    folders = (run.path / f"damaged-{index}" for index in count(1))
+    folder = next(folder for folder in folders if not folder.exists())
+    folder.mkdir()
     # The journal before its -wal: a kill must not leave a journal without -wal, which would look like an older copy.
     for path in files:
         path.rename(folder / path.name)

@@ -146,9 +146,7 @@ def use_engines(
     async def start_and_use(stop: Stop) -> T:
         stop.attach()
         budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
-        factory = ActorFactory(
-            spec, run_path=served.logs, search_path=search_path or Path.cwd(), log_folder=served.logs
-        )
+        factory = ActorFactory(spec, served.logs, search_path or Path.cwd())
         model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         engines = [
             factory.engine(f"engine-{index}", folder=model, budget=budget, version=served.version)

@@ -44,17 +44,15 @@ class ResilientTrainer:
         buffer: Buffer,
         run: RunDirectory,
         budget: RestartBudget,
-        step: int,
         microbatch_tokens: int,
         repeated: Callable[[TrainingBatch, StepReport], None],
         progress: Callable[[], None] = lambda: None,
         gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """``step``: the step at which the ranks have started. ``microbatch_tokens``: `trainer.tokens_per_microbatch`.
-        ``repeated`` is called for every recorded batch that is trained again, and ``progress`` while its micro-batches
-        are. Each step is trained within a ``gpu_turn()``."""
-        self.step = step
-        """Number of steps in the weights."""
+        """``microbatch_tokens``: `trainer.tokens_per_microbatch`. ``repeated`` is called for each recorded batch that
+        is trained again, and ``progress`` while its micro-batches are. Each step is trained within a ``gpu_turn()``."""
+        self.step = 0
+        """Number of steps in the weights. Set it if the ranks have started from a checkpoint."""
         self.ready = True
         """True if the ranks live and have exactly the weights after ``step`` steps. A cancelled step leaves it False,
         because the ranks finish the step."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order, split_groups
+from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Probe, RankLocation, StepReport, SupervisedBatch, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Digest
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, NoAnswer, seconds_for, wait_for, wait_for_head
@@ -68,8 +68,8 @@ class TrainerRanks:
     ) -> None:
         """``make_actor(group, index)`` creates an actor in a bundle of ``group``, which has one bundle for each rank.
         ``limit_s``: seconds that a call may take, or that a step may go without progress. ``warn`` gets a text about
-        missing resources while Ray has no room, and about groups of ranks on several nodes. ``share`` stores a batch
-        once for all ranks, and returns the argument for their calls."""
+        missing resources while Ray has no room. ``share`` stores a batch once for all ranks, and returns what their
+        calls get."""
         self.locations: tuple[RankLocation, ...] = ()
         self.probe_prompt_ids: tuple[int, ...] = ()
         self._share = share
@@ -109,11 +109,6 @@ class TrainerRanks:
         locations = await self._group.first_answer(visits, self._warn)
         order = rank_order(locations)
         self._actors, self.locations = [actors[index] for index in order], tuple(locations[index] for index in order)
-        if splits := split_groups(self.locations, self._group.close_ranks):
-            self._warn(
-                f"trainer: {'; '.join(splits)}: these ranks exchange data in every layer, and between nodes this is "
-                f"slow; free whole nodes, or lower trainer.expert_parallel or trainer.sequence_parallel"
-            )
         one_host = len({location.node_id for location in locations}) == 1
         calls = [actor.preload.remote(rank, one_host) for rank, actor in enumerate(self._actors)]
         self._address, self._port = (await _all(calls, START_TIMEOUT_S))[0]

@@ -1,4 +1,4 @@
-"""Copies complete checkpoints to an fsspec URL, or with the user's command.
+"""Copies complete checkpoints to an fsspec URL.
 
 Invariant: an upload delays no step and ends no run. Uploads have their own thread. A failure is a warning and a row in
 the journal; the upload is tried again after the next checkpoint and at a resume.
@@ -7,10 +7,7 @@ the journal; the upload is tried again after the next checkpoint and at a resume
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,11 +20,8 @@ from asyncrl_cli.runs.checkpoints import FILES_FILE, Checkpoint, complete_checkp
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
-COMMAND = "ASYNCRL_COMMAND"
-LOG = "logs/upload.log"
-"""The command's output, in the run's folder."""
 LIMIT_S, BYTES_PER_S = 600.0, 20e6
-"""The limit of an upload, and of the wait for uploads at a run's end: ``LIMIT_S`` plus a second per ``BYTES_PER_S``."""
+"""A run's end waits for uploads for ``LIMIT_S`` seconds, and a second per ``BYTES_PER_S``."""
 
 
 class Uploads:
@@ -35,7 +29,6 @@ class Uploads:
 
     def __init__(self, spec: CheckpointSpec, run: RunDirectory, buffer: Buffer, warn: Callable[[str], None]) -> None:
         self._target = spec.upload
-        self._is_url = spec.upload_protocol is not None
         self._run = run
         self._buffer = buffer
         self._warn = warn
@@ -59,7 +52,7 @@ class Uploads:
                 with reading(self._run.path / FILE) as connection:
                     steps = checkpoints_to_upload(connection)
                 for checkpoint in complete_checkpoints(self._run.path / "checkpoints"):
-                    # Once the driver has left its loop, nothing would end a further command.
+                    # Once the driver has left its loop, nobody waits for a further copy.
                     if checkpoint.step in steps and not self._loop.is_closed():
                         self._upload(checkpoint)
             except Exception as error:
@@ -91,13 +84,7 @@ class Uploads:
         try:
             if damages := verify(checkpoint):
                 raise OSError(f"the checkpoint is damaged: {damages[0]}")
-            if self._is_url:
-                copy(checkpoint.folder, f"{self._target.rstrip('/')}/{self._run.run_id}/{checkpoint.folder.name}")
-            else:
-                values = {"RUN_ID": self._run.run_id, "CHECKPOINT": str(checkpoint.folder), "STEP": str(step)}
-                environment = os.environ | {f"ASYNCRL_{name}": value for name, value in values.items()}
-                limit_s = LIMIT_S + checkpoint.size / BYTES_PER_S
-                run_command(self._target, environment, log=self._run.path / LOG, limit_s=limit_s)
+            copy(checkpoint.folder, f"{self._target.rstrip('/')}/{self._run.run_id}/{checkpoint.folder.name}")
         except Exception as error:  # file systems raise any error, and the run continues
             failure = hide(str(error) or type(error).__name__)
             text = f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}"
@@ -128,28 +115,3 @@ def copy(folder: Path, url: str) -> None:
         files.put_file(str(path), target)
         if (size := files.info(target)["size"]) != path.stat().st_size:
             raise OSError(f"{path.name} has {size} bytes at its destination, not {path.stat().st_size}")
-
-
-def run_command(command: str, environment: Mapping[str, str], log: Path, limit_s: float) -> None:
-    """Run a command to its end; its output is appended to ``log``.
-
-    After ``limit_s`` seconds its processes are killed. Raises ``TimeoutError`` then, and ``OSError`` if it fails.
-    """
-    log.parent.mkdir(exist_ok=True)
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
-        process = subprocess.Popen(
-            ["sh", "-c", f'eval "${COMMAND}"'],  # not in the arguments, which every user of the machine can read
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**environment, COMMAND: command},
-            start_new_session=True,
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise TimeoutError(f"the command took more than {limit_s:.0f} s and was ended") from None
-    if process.returncode:
-        raise OSError(f"the command ended with {process.returncode}; its output is in {log.parent.name}/{log.name}")

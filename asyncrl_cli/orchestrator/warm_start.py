@@ -78,10 +78,9 @@ class WarmStart:
         Raises ``DataError`` for rows that cannot be encoded, and ``RunError``.
         """
         rows = await asyncio.to_thread(self._encoded_rows)
-        factory = ActorFactory(_spec_of_ranks(self.spec), self.run.path, self.search_path, log_folder=self.logs)
+        factory = ActorFactory(_spec_of_ranks(self.spec), self.logs, self.search_path)
         group = factory.trainer_group()
-        limit_s = 2 * self.spec.pipeline.stall_minutes * 60
-        ranks = TrainerRanks(factory.trainer, group, self.search_path, limit_s, self.status)
+        ranks = factory.ranks(2 * self.spec.pipeline.stall_minutes * 60, self.status, group)
         try:
             while True:
                 try:

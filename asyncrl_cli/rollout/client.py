@@ -372,7 +372,6 @@ class GenerationClient:
     def _settle(self, engine: EngineState, delivery: Delivery) -> None:
         results: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         failed: list[OpenRequest] = []
-        engine.has_completed |= bool(delivery.rollouts)
         # Results of requests that are not pending come too late: they were cancelled, or continue elsewhere.
         for rollout in delivery.rollouts:
             if (entry := engine.pending.get(rollout.rollout_id)) is not None:

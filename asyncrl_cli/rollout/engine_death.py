@@ -1,7 +1,6 @@
 """Finds out why vLLM's core process has ended, from its exit code and the engine's log.
 
-A killed core writes no cause (``ActorDied``). A core that fails by itself writes a traceback, or ends with a signal
-such as SIGSEGV, and is likely to fail in the same way again (``ActorCrashed``).
+A killed core writes no cause. A core that fails by itself writes a traceback, or ends with a signal such as SIGSEGV.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.system.remote import ActorCrashed, ActorDied
+from asyncrl_cli.system.remote import ActorDied
 
 CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
 """vLLM's error text with its processes' exit codes."""
@@ -79,6 +78,4 @@ def death(children: Iterable[BaseProcess], log: LogSince) -> ActorDied:
         return ActorDied(f"{died}: it was killed", location="engine")
     # vLLM sends SIGTERM to a core that has reported its error.
     cause = log.root_cause() or ", ".join(sorted(signal_number.name for signal_number in signals - END_SIGNALS))
-    if cause:
-        return ActorCrashed(f"{died}: {cause}", location="engine")
-    return ActorDied(died, location="engine")
+    return ActorDied(f"{died}: {cause}" if cause else died, location="engine")

@@ -57,7 +57,6 @@ class EngineState:
     to_abort: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)  # the sum over the run
     serving: bool = False
-    has_completed: bool = False  # has completed a request, in this or an earlier process
     leaving: bool = False  # is returning its requests
     asked_to_leave: bool = False  # its process got SIGTERM
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last request has left

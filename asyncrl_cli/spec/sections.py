@@ -6,7 +6,6 @@ Checks between sections are in ``rules``.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -396,15 +395,9 @@ class CheckpointSpec(Section):
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the best greedy held-out accuracy at their step."""
     upload: Text | None = None
-    """Destination for a copy of each complete checkpoint: a URL that fsspec can write, such as `s3://bucket/folder`, or
-    a shell command with `ASYNCRL_CHECKPOINT` (the folder), `ASYNCRL_STEP` and `ASYNCRL_RUN_ID` in its environment.
-    Training does not wait for it. A failed copy is retried after the next checkpoint (docs/tutorial.md)."""
-
-    @property
-    def upload_protocol(self) -> str | None:
-        """The protocol of `upload` if it is a URL; None if it is a command, or null."""
-        protocol = re.match(r"([a-z][a-z0-9+.-]*)://", self.upload or "")
-        return protocol[1] if protocol else None
+    """Destination for a copy of each complete checkpoint: a URL that fsspec can write, such as
+    `s3://bucket/folder`. Training does not wait for it. A failed copy is retried after the next checkpoint
+    (docs/tutorial.md)."""
 
 
 class JournalSpec(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import psutil
 
@@ -39,18 +38,3 @@ class ProcessorTime:
         self._last_time_s = now_s
         previous_total, self._last_total = self._last_total, self.total()
         return self._last_total - previous_total
-
-
-class HostTime(NamedTuple):
-    """Processor time of a host's processes, inside and outside of containers."""
-
-    used_s: float
-    idle_s: float
-
-
-def host_time() -> HostTime:
-    """The times since the host's start. Their sum grows every second by the number of processors."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    # User time includes guests, so they must not count twice.
-    return HostTime(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle)

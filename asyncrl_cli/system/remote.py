@@ -32,10 +32,6 @@ class ActorDied(ActorLost):
     """The process of an actor has ended."""
 
 
-class ActorCrashed(ActorDied):
-    """The process ended because of its own error, which is likely to occur again."""
-
-
 class Unreachable(ActorDied):
     """The connection to an actor is lost, and Ray does not know its state yet: its node may be lost."""
 

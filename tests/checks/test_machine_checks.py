@@ -201,15 +201,6 @@ def test_a_server_that_does_not_answer_is_doubtful_and_its_password_stays_secret
     assert services.check_tracking(away, ask=False) == "MLflow at 127.0.0.1"
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"),
-    [("nosuchprogram --now", True), ("/nosuch/program", True), ("cd / && ls", False), ("A=1 nosuch", False)],
-)
-def test_an_upload_by_a_program_that_is_not_there_is_doubtful(command: str, missing: bool) -> None:
-    result = services.check_upload(changed("checkpoints", upload=command))
-    assert isinstance(result, Warned) == missing
-
-
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "package_versions", lambda: {"torch": "2", "ray": "2", "transformers": "5"})
     with pytest.raises(RunError, match="not installed: deepspeed, mlflow, vllm"):

@@ -15,7 +15,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import placement
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.nodes import Node, engine_wants, live_nodes, rank_wants
-from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order, split_groups
+from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
 
@@ -38,20 +38,6 @@ def test_ranks_without_gpus_keep_the_order_of_their_bundles_on_a_node() -> None:
         RankLocation("a", "10.0.0.9"),
     ]
     assert rank_order(locations) == [1, 3, 0, 2]
-
-
-def test_groups_of_ranks_on_several_nodes_are_named() -> None:
-    """16 ranks of which 5 + 8 + 3 have room on three nodes."""
-    locations = [RankLocation(f"id{host}", f"10.0.0.{host}") for host in [1] * 5 + [2] * 8 + [3] * 3]
-    assert split_groups(locations, 8) == [
-        "ranks 0 to 7: 5 on 10.0.0.1, 3 on 10.0.0.2",
-        "ranks 8 to 15: 5 on 10.0.0.2, 3 on 10.0.0.3",
-    ]
-    assert split_groups(locations, 4) == [
-        "ranks 4 to 7: 1 on 10.0.0.1, 3 on 10.0.0.2",
-        "ranks 12 to 15: 1 on 10.0.0.2, 3 on 10.0.0.3",
-    ]
-    assert split_groups(locations, 1) == []
 
 
 # -- waiting
@@ -107,12 +93,6 @@ def test_a_wait_for_room_ends_with_the_numbers() -> None:
         run(FullGroup().wait_for_room(pytest.fail, limit_s=0.0))
     assert error.value.location == "cluster"
     assert error.value.hint
-
-
-def test_a_group_with_room_causes_no_warning() -> None:
-    group = FullGroup()
-    group.room = True
-    run(group.wait_for_room(pytest.fail))
 
 
 @pytest.mark.usefixtures("one_node")

@@ -94,10 +94,10 @@ class Harness:
             buffer=here,
             run=here,
             budget=self.notes.budget(max_deaths),
-            step=len(ranks.weights),
             microbatch_tokens=64,
             repeated=self._repeated,
         )
+        self.trainer.step = len(ranks.weights)
 
     def newest(self, step: int) -> Checkpoint | None:
         newest = max((saved for saved in self.ranks.checkpoints if saved <= step), default=0)
@@ -142,17 +142,6 @@ def once(*calls: str) -> Callable[[str], bool]:
     return dies
 
 
-async def test_a_trainer_at_the_ledgers_step_repeats_nothing() -> None:
-    harness = Harness(Ranks())
-    for step in range(3):
-        report = await harness.trainer.train(batch(step))
-        assert report.metrics == {"step": step}
-        assert harness.trainer.step == step + 1
-    assert await harness.at(3, "publish") is None
-    assert harness.ranks.weights == (0, 1, 2)
-    assert (harness.read, harness.trained, harness.losses) == ([], [], [])
-
-
 async def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> None:
     harness = Harness(Ranks(weights=(0, 1)))
     done: list[Step] = []
@@ -165,47 +154,6 @@ async def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order
     assert done == [(0, 1, 2, 3, 4)], "only at the right step"
     assert harness.read == harness.trained == [2, 3, 4]
     assert harness.trainer.step == 5
-
-
-@pytest.mark.parametrize("death", ["train_step:5", "after train_step:5"])
-async def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(death: str) -> None:
-    harness = Harness(Ranks(dies=once(death)))
-    for step in range(3):
-        await harness.trainer.train(batch(step))
-    await harness.at(3, "save")
-    for step in range(3, 6):
-        await harness.trainer.train(batch(step))
-    assert harness.ranks.weights == (0, 1, 2, 3, 4, 5)
-    assert harness.losses == [death]
-    assert harness.read == harness.trained == [3, 4], "the caller trains the requested step itself"
-
-
-async def test_without_a_checkpoint_everything_is_repeated() -> None:
-    harness = Harness(Ranks(dies=once("publish:4")))
-    for step in range(4):
-        await harness.trainer.train(batch(step))
-    await harness.at(4, "publish")
-    assert harness.ranks.weights == (0, 1, 2, 3)
-    assert harness.read == [0, 1, 2, 3]
-
-
-async def test_deaths_while_catching_up_restart_it() -> None:
-    deaths = ("publish:4", "restart:2", "train_step:3", "after train_step:3", "after publish:4")
-    harness = Harness(Ranks())
-    await harness.at(2, "save")
-    await harness.trainer.train(batch(2))
-    await harness.trainer.train(batch(3))
-    harness.ranks.dies = once(*deaths)
-    await harness.at(4, "publish")
-    assert harness.losses == list(deaths)
-    assert harness.ranks.weights == (0, 1, 2, 3)
-
-
-async def test_too_many_deaths_end_the_work() -> None:
-    harness = Harness(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
-    with pytest.raises(RunError, match="restarted 3 times"):
-        await harness.trainer.train(batch(0))
-    assert len(harness.losses) == 4
 
 
 async def test_an_error_that_is_not_a_death_is_raised() -> None:

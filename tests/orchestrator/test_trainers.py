@@ -146,17 +146,6 @@ def test_errors_of_other_ranks_do_not_hide_a_death(errors_first: bool) -> None:
     assert lost.name == "trainer-2"
 
 
-def test_an_error_is_raised_as_it_is() -> None:
-    async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        if rank.rank == 1:
-            raise RunError("the checkpoint is of another model", location="checkpoint")
-        return rank.rank
-
-    error = raised_by(fails)
-    assert isinstance(error, RunError)
-    assert str(error).startswith("checkpoint: the checkpoint is of another model")
-
-
 def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainers.GRACE_S", 0.01)
 
@@ -168,15 +157,6 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypat
     error = raised_by(fails)
     assert isinstance(error, RunError)
     assert str(error).startswith("trainer-2: ValueError: loss is not finite (see logs/trainer-2.log")
-
-
-def test_no_answer_in_time() -> None:
-    async def hangs(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        await never()
-
-    error = raised_by(hangs, limit_s=0.01)
-    assert isinstance(error, NoAnswer)
-    assert error.location.startswith("trainer-")
 
 
 async def test_a_step_may_exceed_its_limit_while_ranks_finish_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,61 +232,6 @@ async def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(kil
     await ranks.trainer.save_model(Path("/model"), Path("/adapter"))
     assert ranks.calls[-2:] == [(rank, "save_model", ("/model", "/adapter")) for rank in range(2)]
     assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
-
-
-async def test_ranks_warn_when_a_group_is_on_several_nodes() -> None:
-    ranks, warnings = Ranks(starts, count=2), []
-    ranks.trainer._warn, ranks.trainer._group.close_ranks = warnings.append, 2
-    await ranks.trainer.preload()
-    (warning,) = warnings
-    assert warning.startswith("trainer: ranks 0 to 1: 1 on 10.0.0.0, 1 on 10.0.0.1: these ranks exchange data")
-
-
-async def test_a_rank_that_dies_in_a_restart_is_lost_like_any_other(killed: list[Rank]) -> None:
-    async def dies_at_start(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == "start" and rank.rank == 1 and rank in rank.ranks.made[2:4]:
-            rank.die()
-        return await starts(rank, method, arguments)
-
-    ranks = Ranks(dies_at_start, count=2)
-    await ranks.trainer.preload()
-    await ranks.trainer.start(None)
-    with pytest.raises(TrainerLost, match="trainer-1"):
-        await ranks.trainer.restart(None)
-    await ranks.trainer.restart(None)
-    assert len(killed) == 4
-
-
-async def test_a_model_that_cannot_be_made_ends_the_start() -> None:
-    async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == "prepare_model":
-            raise RunError("no such model", location="model.path")
-        return await starts(rank, method, arguments)
-
-    ranks = await placed(fails)
-    with pytest.raises(RunError, match=r"model\.path: no such model"):
-        await ranks.trainer.prepare_model()
-
-
-async def test_a_rank_that_dies_while_the_model_is_made_is_lost() -> None:
-    async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        if method == "prepare_model":
-            rank.die()
-            await never()
-        return await starts(rank, method, arguments)
-
-    ranks = await placed(dies)
-    with pytest.raises(TrainerLost, match="trainer-0: the process died"):
-        await ranks.trainer.prepare_model()
-
-
-async def test_check_finds_a_dead_idle_rank() -> None:
-    ranks = await placed(starts)
-    await ranks.trainer.check()
-    assert ranks.calls == [(rank, "ping", ()) for rank in range(3)]
-    ranks.made[2].die()
-    with pytest.raises(TrainerLost, match="trainer-2"):
-        await ranks.trainer.check()
 
 
 def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

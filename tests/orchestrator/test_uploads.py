@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shlex
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import fsspec
 import pytest
@@ -28,13 +24,6 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 class Driver:
     """A run with a real journal. It uploads checkpoints like the driver; each call stands for a process."""
 
@@ -42,7 +31,6 @@ class Driver:
         self.run = RunDirectory.create(folder, "test")
         self.target = target
         self.warnings: list[str] = []
-        self.started: Path | None = None
 
     def save(self, *steps: int) -> None:
         asyncio.run(self._save(steps))
@@ -60,10 +48,6 @@ class Driver:
             await buffer.checkpointed(step, folder.name, 0.1, 0.0)
             uploads.begin()
             assert step in uploads.waiting
-        self.jobs = uploads._background
-        if self.started is not None:  # Ctrl-C during the first upload
-            await asyncio.to_thread(until, self.started.exists)
-            return
         await uploads.finish()
         self.still = set(uploads.waiting)
         await buffer.close()
@@ -73,6 +57,12 @@ class Driver:
         with reading(self.run.path / FILE) as connection:
             rows = history.checkpoints(connection)
         return {row.after_step: row.upload_failure or ("done" if row.uploaded_at else "-") for row in rows}
+
+
+def blocked(folder: Path) -> Driver:
+    """A driver with a file in the place of the folder for its copies."""
+    (folder / "copies").write_text("")
+    return Driver(folder, f"file://{folder}/copies")
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
@@ -90,32 +80,18 @@ def test_each_checkpoint_is_copied_to_the_url_and_recorded(tmp_path: Path, schem
     assert files.exists(f"{root}/{driver.run.run_id}/step-000004/files.json")
 
 
-def test_a_command_gets_the_checkpoint_and_is_repeated_after_the_next_one(tmp_path: Path) -> None:
-    marker, copies = shlex.quote(str(tmp_path / "tried")), tmp_path / "copies"
-    command = f"test -e {marker} || {{ touch {marker}; echo full >&2; exit 3; }}; "
-    command += f"mkdir -p {copies} && cp -r $ASYNCRL_CHECKPOINT {copies}/$ASYNCRL_RUN_ID-$ASYNCRL_STEP"
-    driver = Driver(tmp_path, command)
-    driver.save(2)
-    assert driver.recorded() == {2: "the command ended with 3; its output is in logs/upload.log"}
-    assert len(driver.warnings) == 1 and "the checkpoint of step 2 was not uploaded" in driver.warnings[0]
-    assert (driver.run.path / "logs/upload.log").read_text() == "full\n"
-    driver.save(4)
-    assert driver.recorded() == {2: "done", 4: "done"}
-    assert {path.name for path in copies.iterdir()} == {f"{driver.run.run_id}-{step}" for step in (2, 4)}
-
-
 def test_upload_that_fails_again_in_the_same_way_warns_once(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, "exit 1")
+    driver = blocked(tmp_path)
     driver.save(2, 4, 6)
     assert sorted(driver.recorded()) == [2, 4, 6]
     assert [warning.partition(" was not")[0][-1] for warning in driver.warnings] == ["2", "4", "6"]
 
 
 def test_a_resume_uploads_what_an_earlier_driver_could_not(tmp_path: Path) -> None:
-    (tmp_path / "copies").write_text("a file in the folder's place")
-    driver = Driver(tmp_path, f"file://{tmp_path}/copies")
+    driver = blocked(tmp_path)
     driver.save(2)
     assert "File exists" in driver.recorded()[2] or "Not a directory" in driver.recorded()[2]
+    assert len(driver.warnings) == 1 and "the checkpoint of step 2 was not uploaded" in driver.warnings[0]
     (tmp_path / "copies").unlink()
     driver.save()
     assert driver.recorded() == {2: "done"}
@@ -124,19 +100,24 @@ def test_a_resume_uploads_what_an_earlier_driver_could_not(tmp_path: Path) -> No
 
 
 def test_a_damaged_checkpoint_is_not_uploaded(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, "exit 1")
+    driver = blocked(tmp_path)
     driver.save(2)
+    (tmp_path / "copies").unlink()
     (driver.run.path / "checkpoints/step-000002/state/shard").write_bytes(b"x" * 1000)
-    driver.target = f"file://{tmp_path}/copies"
     driver.save()
     assert "the checkpoint is damaged: state/shard" in driver.recorded()[2]
     assert not (tmp_path / "copies").exists()
 
 
-def test_a_hanging_command_is_ended_and_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_while_an_upload_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = Event()
     monkeypatch.setattr(subject, "LIMIT_S", 0.3)
-    driver = Driver(tmp_path, "sleep 1000")
-    driver.save(2)
+    monkeypatch.setattr(subject, "copy", lambda folder, url: released.wait(60))
+    driver = Driver(tmp_path, "file:///copies")
+    try:
+        driver.save(2)
+    finally:
+        released.set()
     assert any("not done after 0 s for steps 2" in warning for warning in driver.warnings)
 
 
@@ -150,14 +131,3 @@ def test_a_url_that_fsspec_cannot_write_is_refused_at_the_start() -> None:
         check_upload(spec(checkpoints={"upload": "nowhere://bucket/x"}))
     assert refused.value.location == "checkpoints.upload"
     assert check_upload(spec(checkpoints={"upload": "memory://x"})) == "memory://"
-    assert "no program" in str(check_upload(spec(checkpoints={"upload": "no-such-program $ASYNCRL_CHECKPOINT"})))
-
-
-def test_no_upload_begins_after_ctrl_c_ends_a_hanging_one(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, f"echo $$ >> {tmp_path}/started; exec sleep 1000")
-    driver.started = tmp_path / "started"
-    driver.save(2, 4)
-    (shell,) = map(int, driver.started.read_text().split())
-    os.kill(shell, signal.SIGKILL)
-    assert driver.jobs.wait(60)
-    assert driver.started.read_text() == f"{shell}\n"

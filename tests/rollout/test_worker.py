@@ -26,7 +26,7 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import ActorCrashed, ActorDied
+from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
 
 SPEC = ExperimentSpec.model_validate(
@@ -78,7 +78,7 @@ class StandInEngine:
         return returned
 
     async def death(self) -> ActorDied:
-        return ActorCrashed("vLLM's core process has died: SIGSEGV")
+        return ActorDied("vLLM's core process has died: SIGSEGV")
 
     async def update_weights(
         self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, on_pause: Callable[[], None]
@@ -306,7 +306,7 @@ def test_an_engine_that_dies_of_the_probe_says_why(worker: RolloutWorker) -> Non
         raise RuntimeError("EngineCore encountered an issue")
 
     engine.attest = attest
-    with pytest.raises(ActorCrashed, match="SIGSEGV"):
+    with pytest.raises(ActorDied, match="SIGSEGV"):
         asyncio.run(worker.update_weights(1, PATH, (), "keep", (1, 2)))
 
 

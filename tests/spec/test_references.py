@@ -37,7 +37,7 @@ task:
 data: {eval: {path: "${env:HELD_OUT}"}}
 rollout: {engines: "${env:ENGINES}", engine_args: {hf_token: "${env:API_KEY}"}}
 tracking: {uri: "https://me:${env:API_KEY}@mlflow.example.com"}
-checkpoints: {upload: "send ${env:WHOM:-to no one}"}
+checkpoints: {upload: "s3://${env:WHOM:-no one}"}
 stop: {steps: 3}
 """
 
@@ -87,8 +87,8 @@ def test_a_run_keeps_its_model_and_takes_a_new_secret(
     monkeypatch.setenv("API_KEY", "another-secret")
     spec = load_spec(again).spec
     assert (spec.name, spec.task.options["key"]) == ("from-maths", "another-secret")
-    changed = load_spec(again, ["checkpoints.upload=send ${env:API_KEY}"])
-    assert check_changes(spec, changed.spec, changed.references) == ["checkpoints.upload=send ${env:API_KEY}"]
+    changed = load_spec(again, ["checkpoints.upload=s3://${env:API_KEY}"])
+    assert check_changes(spec, changed.spec, changed.references) == ["checkpoints.upload=s3://${env:API_KEY}"]
     monkeypatch.delenv("API_KEY")
     with pytest.raises(SpecError) as error:
         load_spec(again)

@@ -10,7 +10,6 @@ from train_one import SPEC, batch
 
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
-from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import DRIVER, Wait, Watchdog
 from asyncrl_cli.records.training import StepReport
 from asyncrl_cli.spec.load import load_spec
@@ -34,8 +33,8 @@ async def train(spec: ExperimentSpec, folder: Path) -> StepReport:
         pytest.fail(str(wait))
 
     watchdog = Watchdog(LIMIT_S, pytest.fail, record)
-    factory = ActorFactory(spec, folder, folder, folder)
-    ranks = TrainerRanks(factory.trainer, factory.trainer_group(), folder, LIMIT_S, print)
+    factory = ActorFactory(spec, folder, folder)
+    ranks = factory.ranks(LIMIT_S, print)
     await ranks.preload()
     await ranks.prepare_model()
     await ranks.start(None)

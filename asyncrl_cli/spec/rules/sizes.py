@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
@@ -206,11 +205,10 @@ def versions(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def upload(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`checkpoints.upload` is a URL or a command, not a folder."""
-    folder = os.path.expanduser(spec.checkpoints.upload or "")
-    if os.path.isdir(folder):
-        url = f"file://{os.path.abspath(folder)}"
-        yield Problem("checkpoints.upload", "is a folder, neither a URL nor a command", f"write {url}")
+    """`checkpoints.upload` is a URL, not a folder or a command."""
+    if "://" not in (spec.checkpoints.upload or "://"):
+        hint = "write file:///FOLDER for a folder; no command is run, so let a program of yours watch the run's folder"
+        yield Problem("checkpoints.upload", "is not a URL", hint)
 
 
 @rule
