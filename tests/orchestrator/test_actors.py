@@ -14,7 +14,7 @@ import pytest
 from stand_in_hosts import StandInHosts
 from stand_ins import Actor, Notes, ReadyGroup, remote, run
 
-from asyncrl_cli.core.errors import ConfigError, RunError, UserError
+from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.orchestrator.actors import start_all
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.trainers import TrainerLost
@@ -204,14 +204,6 @@ def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
     assert trainers.calls[-3:] == ["preload", "prepare_model", "start /step-000004"]
 
 
-def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
-    def dies(actor: EngineActor) -> None:
-        actor.die()
-
-    with pytest.raises(RunError, match="restarted 2 times in 6 hours, and it failed again; the first cause: engine-0"):
-        started(Factory(dies), Trainers(), engines=1, max_restarts=2)
-
-
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
@@ -232,14 +224,6 @@ def test_an_error_that_would_recur_is_not_retried(error: Exception, shown: str, 
         started(factory, Trainers(), notes=notes)
     assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "no engine was started a second time"
     assert notes == []
-
-
-def test_a_model_stub_that_cannot_be_made_ends_the_start() -> None:
-    def fails() -> Path:
-        raise RunError("no such model", location="model.path")
-
-    with pytest.raises(RunError, match=r"model\.path: no such model"):
-        started(Factory(), Trainers(), model_stub=fails)
 
 
 # -- one engine's process
@@ -263,14 +247,3 @@ async def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None
     process.kill()
     process.kill()
     assert [entry for entry in killed if isinstance(entry, tuple)] == [(1001, signal.SIGKILL)]
-
-
-async def test_a_process_that_is_gone_already_can_be_killed(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(pid: int, number: int) -> None:
-        raise ProcessLookupError
-
-    process = Factory().process("engine-0")
-    await process.running()
-    monkeypatch.setattr(supervised_actor.os, "kill", gone)
-    process.kill()
-    assert process.actor.dead

@@ -17,7 +17,6 @@ from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     Digest,
     TrainerLayout,
-    complete_checkpoints,
     verified_checkpoint,
     verify,
 )
@@ -84,17 +83,6 @@ def test_a_saved_checkpoint_is_read_back(run: RunDirectory, ranks: StandInRanks)
     assert found is not None
     assert {key: found.state()[key] for key in ("step", "waiting")} == {"step": 40, "waiting": ["é", None]}
     assert found.trainer() == TrainerLayout(3, 2, "float32")
-
-
-def test_a_save_that_fails_leaves_the_older_one(run: RunDirectory, ranks: StandInRanks) -> None:
-    first = save(run, ranks, 1)
-    ranks.dies = True
-    with pytest.raises(RunError, match="trainer-0"):
-        save(run, ranks, 2)
-    assert complete_checkpoints(run.path / "checkpoints") == [first]
-    ranks.dies = False
-    assert save(run, ranks, 2).folder.name == "step-000002", "leftover files of the failed save do not matter"
-    assert names(run) == ["step-000001", "step-000002"]
 
 
 @pytest.mark.parametrize("dies_at", ["write", "seal", "rename"])
@@ -171,15 +159,6 @@ async def test_prune_keeps_checkpoints_by_the_specs_rules(run: RunDirectory, ran
         removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
     assert names(run) == [f"step-{step:06d}" for step in (4, 5, 8, 9)]
     assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
-
-
-async def test_prune_keeps_checkpoints_that_are_still_evaluated(run: RunDirectory, ranks: StandInRanks) -> None:
-    checkpoints = checkpoints_of(run, ranks, keep_last=1, keep_best=1)
-    for step in (1, 2, 3):
-        await saved(checkpoints, step, {})
-        checkpoints.prune({}, awaited=[1])
-    checkpoints.prune({1: 0.5})
-    assert names(run) == ["step-000001", "step-000003"]
 
 
 async def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(

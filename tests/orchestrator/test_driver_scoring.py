@@ -1,11 +1,9 @@
-"""Scoring continues whatever happens to the scorer, first with stand-ins for the actor, then with real actors."""
+"""Scoring continues whatever happens to the scorer: with stand-ins, and with a real actor that scores groups."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,12 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from stand_ins import Notes
 
-from asyncrl_cli.core.errors import RunError, TaskError
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.orchestrator import scoring
 from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
@@ -171,28 +168,6 @@ def test_many_small_calls_share_the_room_of_the_actor(killed: list[Any]) -> None
     assert [plain(scored) for scored in asyncio.run(ask())] == [[float(i)] for i in range(AT_ONCE + 3)]
 
 
-def test_calls_that_lose_one_actor_together_are_tried_again_one_by_one(killed: list[Any]) -> None:
-    async def deadly(texts: list[str]) -> list[Any]:
-        await asyncio.sleep(0)
-        return await dies_of("bad", texts)
-
-    async def all_die(texts: list[str]) -> list[Any]:
-        await asyncio.sleep(0.01)
-        raise ActorDiedError()
-
-    asked, notes = scoring_with(
-        StandIn(all_die), *(StandIn(deadly) for _ in range(2)), spec=TaskSpec(use="a:b", reward_concurrency=16)
-    )
-    scored = plain(asyncio.run(asked.score(responses("a", "bad", "ccc", "dddd"))))
-    assert scored == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0, 4.0]
-    assert len(notes) == 2
-
-
-def test_nothing_to_score() -> None:
-    asked, _ = scoring_with()
-    assert asyncio.run(asked.score([])) == []
-
-
 @pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("full")])
 def test_a_dead_actor_is_replaced_and_everything_scored(killed: list[Any], error: Exception) -> None:
     async def fails(texts: list[str]) -> list[Any]:
@@ -231,13 +206,6 @@ def test_a_silent_actor_is_replaced(killed: list[Any], monkeypatch: pytest.Monke
     assert notes == [("scorer", "scorer", "no answer within 0 s")]
 
 
-def test_one_restart_too_many_ends_the_run_with_the_first_cause(killed: list[Any]) -> None:
-    asked, notes = scoring_with(StandIn(dies), StandIn(dies), StandIn(dies), max_restarts=1)
-    with pytest.raises(RunError, match="the first cause: scorer: the process died"):
-        asyncio.run(asked.score(responses("a")))
-    assert len(notes) == len(killed) == 2
-
-
 def test_a_task_that_cannot_be_loaded_ends_the_call(killed: list[Any]) -> None:
     from ray.exceptions import RayTaskError
 
@@ -246,16 +214,6 @@ def test_a_task_that_cannot_be_loaded_ends_the_call(killed: list[Any]) -> None:
     with pytest.raises(TaskError, match="no such module"):
         asyncio.run(asked.start())
     assert (killed, notes) == ([refused], [])
-
-
-def test_actors_lost_while_they_start_count(killed: list[Any]) -> None:
-    lost = [StandIn(lengths, ActorDiedError()) for _ in range(3)]
-    asked, notes = scoring_with(*lost, StandIn(lengths))
-    assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
-    assert len(notes) == 3
-    asked, notes = scoring_with(*lost, max_restarts=2)
-    with pytest.raises(RunError, match="restarted 2 times"):
-        asyncio.run(asked.start())
 
 
 # -- with Ray
@@ -278,25 +236,6 @@ def actors(task: TaskSpec, folder: Path) -> Callable[[], Any]:
     import ray
 
     return lambda: ray.remote(RewardActor).options(num_cpus=0).remote("scorer", task, str(folder), str(folder))
-
-
-REWARDS = """
-    import ctypes, os, time
-
-    def reward(prompt, response):
-        if response == "owner":
-            return os.getppid()
-        exec(response)
-        return 1.0
-"""
-
-
-@pytest.fixture
-def real(cluster: None, tmp_path: Path) -> tuple[Scoring, Notes]:
-    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
-    task = TaskSpec(use="user_rewards:reward", reward_timeout_s=1.0)
-    notes = Notes()
-    return Scoring(task, actors(task, tmp_path), budget=notes.budget(), task_object=None), notes
 
 
 @pytest.mark.stack
@@ -325,62 +264,3 @@ def test_a_group_that_kills_its_process_costs_other_groups_no_reward(cluster: No
     assert [first, second, third, last] == [Scored(1.0), Scored(None)] * 2
     assert len(failures) == 2
     assert all("user_rewards:rewards failed twice on prompt 'b'" in str(failure) for failure in failures)
-
-
-@pytest.mark.stack
-def test_every_fault_of_a_reward_is_a_failure_with_its_reason(real: tuple[Scoring, Notes]) -> None:
-    asked, notes = real
-    faults = {
-        "raise RuntimeError('no such answer')": "RuntimeError: no such answer",
-        "ctypes.PyDLL(None).sleep(600)": "took more than 1 s",
-        "os._exit(3)": "its process ended (exit status 3)",
-    }
-    texts = [text for fault in faults for text in ("1", fault)]
-
-    async def score_all() -> list[list[Scored | RewardFailure]]:
-        await asked.start()
-        return list(await asyncio.gather(asked.score(responses(*texts, "1")), asked.score(responses("1", "1"))))
-
-    training, evaluation = asyncio.run(score_all())
-    assert plain(training)[::2] == [1.0] * (len(faults) + 1)
-    assert plain(evaluation) == [1.0, 1.0]
-    for (fault, says), failure in zip(faults.items(), training[1::2], strict=True):
-        assert isinstance(failure, RewardFailure)
-        assert failure.reason.startswith("user_rewards:reward ")
-        assert says in failure.reason
-        assert repr(f"uid of {fault}") in failure.reason
-    assert notes == [], "the actor itself did not die"
-
-
-@pytest.mark.stack
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.rotating)], ids=["killed", "frozen"]
-)
-def test_the_actor_itself_may_be_killed_at_any_time(
-    real: tuple[Scoring, Notes], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, notes = real
-    if number == signal.SIGSTOP:
-        monkeypatch.setattr(scoring, "ACTOR_S", 5.0)
-
-    async def kill_and_score() -> tuple[psutil.Process, list[Scored | RewardFailure]]:
-        [pid] = await asked.score(responses("owner"))
-        assert isinstance(pid, Scored)
-        owner = psutil.Process(int(pid.reward))
-        calls = asyncio.gather(asked.score(responses("1", "time.sleep(0.5)", "1")), asked.score(responses("1")))
-        await asyncio.sleep(0)  # the calls are running
-        os.kill(owner.pid, number)
-        return owner, [reward for scored in await calls for reward in scored]
-
-    owner, scored = asyncio.run(kill_and_score())
-    assert plain(scored) == [1.0] * 4
-    assert len(notes) == 1
-    assert psutil.wait_procs([owner], 30)[1] == []
-
-
-@pytest.mark.stack
-def test_a_missing_task_is_an_error_at_the_start(cluster: None, tmp_path: Path) -> None:
-    task = TaskSpec(use="absent:reward")
-    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), task_object=None)
-    with pytest.raises(TaskError, match="no module 'absent'"):
-        asyncio.run(asked.start())

@@ -14,7 +14,6 @@ import pytest
 from stand_ins import StandInGateway, spec
 from stand_ins import turns as turns_of_the_loop
 
-from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -220,11 +219,6 @@ async def test_a_failed_agent_restarts_with_other_random_numbers() -> None:
     assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
 
 
-async def test_an_episode_that_ran_out_of_time_is_not_retried() -> None:
-    harness = Harness(turns(1, failed("late", Retry.NONE)))
-    assert (await harness.run())[1] == RewardFailure("late")
-
-
 async def test_tokens_that_an_earlier_driver_recorded_are_not_generated_again() -> None:
     before = Harness(turns(2))
     expected, _ = await before.run()
@@ -313,35 +307,3 @@ async def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> No
     assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
     assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
     assert harness.faults == ["gateway: the process died"] * 2
-
-
-async def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
-    async def killed(session: Session) -> Played:
-        harness.actors[-1].die()
-        return FINE
-
-    harness = Harness(killed, killed, max_restarts=1)
-    with pytest.raises(RunError, match="gateway: restarted 1 times"):
-        await harness.run()
-
-
-async def test_requests_of_a_dead_gateway_are_not_generated_any_more() -> None:
-    async def killed(session: Session) -> Played:
-        harness.model.held.clear()
-        asyncio.ensure_future(turns(1)(session)).add_done_callback(lambda task: task.cancelled() or task.exception())
-        while not harness.model.asked:
-            await asyncio.sleep(0)
-        harness.actors[-1].die()
-        return await asyncio.Event().wait()  # type: ignore[return-value]
-
-    async def continues(session: Session) -> Played:
-        assert harness.episodes.resting == 1, "no token is requested"
-        harness.model.held.set()
-        return await turns(1)(session)
-
-    harness = Harness(killed, continues)
-    rollout, _ = await harness.run()
-    assert rollout is not None
-    first, second = harness.model.asked
-    assert first.rollout_id == second.rollout_id
-    assert (first.generated, second.generated) == (0, 0), "its tokens were not reported yet"

@@ -16,7 +16,6 @@ from test_rollout_scheduler import Harness
 from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
-from asyncrl_cli.records.groups import Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 
@@ -131,25 +130,6 @@ async def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:
         assert harness.states()[0] == "rejected"
         assert harness.reasons == ["it never returned"]
         assert "4-0" in episodes.open, "its room is free again"
-
-
-async def test_overdue_episodes_are_abandoned(tmp_path: Path) -> None:
-    async with source_of_episodes(
-        tmp_path, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"}
-    ) as (harness, episodes):
-        for group in (2, 3):
-            for place in range(2):
-                await end(harness, episodes, f"{group}-{place}", Scored(1.0))
-        assert await harness.train() == [2, 3]
-        for group in (4, 5):
-            for place in range(2):
-                await end(harness, episodes, f"{group}-{place}", Scored(1.0))
-        waiting = await harness.take()
-        assert isinstance(waiting, Waiting)
-        await harness.groups.requeue(waiting.overdue)
-        await harness.settled()
-        assert sorted(episodes.cancelled) == ["0-0", "0-1", "1-0", "1-1"]
-        assert {"6-0", "6-1", "7-0", "7-1"} <= set(episodes.open)
 
 
 async def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,18 +24,6 @@ from asyncrl_cli.runs.directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 
-async def test_work_that_ends_first_has_its_result_or_its_error() -> None:
-    stop = Stop()
-    stop.attach()
-    assert await until_stopped(asyncio.sleep(0, "done"), stop) == "done"
-
-    async def fails() -> None:
-        raise RunError("no memory")
-
-    with pytest.raises(RunError, match="no memory"):
-        await until_stopped(fails(), stop)
-
-
 async def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
     ended: list[str] = []
 
@@ -53,25 +40,6 @@ async def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
     with pytest.raises(Interrupted):
         await until_stopped(works(), stop)
     assert ended == ["cleaned up"]
-
-
-def test_errors_of_cancelled_work_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    async def works() -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            raise RuntimeError("the loop is gone")
-
-    async def check() -> None:
-        stop = Stop()
-        stop.attach()
-        asyncio.get_running_loop().call_soon(stop.handle, signal.SIGTERM, None)
-        with pytest.raises(Interrupted):
-            await until_stopped(works(), stop)
-
-    run(check())
-    gc.collect()
-    assert caplog.text == ""
 
 
 class Orchestrator:
@@ -123,10 +91,6 @@ def test_an_interrupted_run_saves_if_it_can(
     assert orchestrator.saved == saves
     assert (getattr(view, "warned", "") != "") == (settle is full_disk)
     assert view.shown == "stopping: saving a checkpoint if there is time"
-
-
-def test_before_anything_has_started_there_is_nothing_to_save() -> None:
-    run(_save_before_leaving(None, None))  # type: ignore[arg-type]
 
 
 # -- Ctrl-C after the work has ended
@@ -181,13 +145,3 @@ def test_ctrl_c_after_the_work_does_not_change_its_result(
 ) -> None:
     directory, _ = ended(tmp_path, monkeypatch, cause, hit=True)
     assert directory.state.phase == phase
-
-
-def test_ctrl_c_while_monitors_finish_does_not_lose_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(reporter: Any, ending: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch.Reporter, "finish", finish)
-    directory, view = ended(tmp_path, monkeypatch, RunError("out of memory"), hit=False)
-    assert directory.state.phase == "failed"
-    assert "interrupted while waiting" in view.warned[0]

@@ -134,13 +134,6 @@ def test_resources_that_no_node_has_together_are_refused_with_the_reason(
     )
 
 
-def test_ranks_that_do_not_fit_alone_are_refused() -> None:
-    assert (
-        "and 3 trainer ranks of 1 CPU, each on one node, and there are only 2 CPUs"
-        in refusal(spec_with(1, 0, ranks=3), [node(1, 2)]).message
-    )
-
-
 def test_an_autoscaling_cluster_is_not_refused_for_missing_resources() -> None:
     grows = ClusterSpec(address="auto", autoscaling=True, engines=NodeSelector(labels={"role": "rollout"}))
     assert "adds others" in check_resources(spec_with(3, 2, grows), [node(1, 1)], 3, 1)
@@ -164,12 +157,6 @@ def test_labels_that_no_node_has_are_refused() -> None:
 # -- what is missing
 
 
-def test_on_one_node_a_shortage_is_about_the_resources_that_are_wanted() -> None:
-    there = Node("id", "10.0.0.1", total={"CPU": 1.0, "GPU": 2.0}, free={"GPU": 2.0})
-    assert shortage({"CPU": 2}, 1, [there]) == "it needs 2 CPUs; free: 0 of 1 CPUs"
-    assert shortage({"CPU": 2}, 3, [there]) == "it needs 3 × 2 CPUs; free: 0 of 1 CPUs"
-
-
 def test_on_several_nodes_a_shortage_is_shown_node_by_node() -> None:
     nodes = [node(1, 8, 2), Node("id2", "10.0.0.2", total={"CPU": 4.0, "GPU": 8.0}, free={"CPU": 1.0})]
     assert shortage({"CPU": 1, "GPU": 4}, 1, nodes) == (
@@ -182,10 +169,6 @@ def test_a_shortage_in_a_large_cluster_has_a_short_text() -> None:
     text = shortage({"CPU": 1}, 1, [node(number) for number in range(SHOWN_NODES + 5)])
     assert text.count("of 8 CPUs") == SHOWN_NODES
     assert text.endswith(" and 5 more")
-
-
-def test_a_shortage_without_any_node_says_so() -> None:
-    assert shortage({"CPU": 1}, 1, []) == "it needs 1 CPU; the cluster has no node that it may use"
 
 
 def test_an_engine_and_a_rank_that_share_a_gpu_need_one() -> None:

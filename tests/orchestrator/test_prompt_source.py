@@ -52,15 +52,6 @@ def test_long_prompts_are_skipped_and_counted() -> None:
     assert stream.loader.state() == {"epoch": 1, "position": 4}
 
 
-def test_prompts_given_back_come_first() -> None:
-    given_back = (Prompt("a", "1"), Prompt("b", "123456789"), Prompt("c", "2"))
-    stream = source(["3"], max_tokens=3, first=given_back)
-    assert stream.next()[0].uid == "a"
-    assert stream.loader.state() == {"epoch": 0, "position": 0}
-    assert [stream.next()[0].uid for _ in range(3)] == ["c", "p0", "p0"]
-    assert stream.skipped == 1
-
-
 def test_candidates_have_serials_and_the_loaders_position() -> None:
     stream = source(["1", "123456789", "2"], max_tokens=3, first=(Prompt("a", "4"),))
     candidates = [stream.candidate() for _ in range(4)]

@@ -16,7 +16,6 @@ from stand_in_hosts import StandInAgent, StandInHosts, checksum, layout
 from stand_ins import LIMIT_S, Notes, spec, turns, watchdog
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator import publisher
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.replicas import HostGone
 from asyncrl_cli.orchestrator.trainer_recovery import StepPassed
@@ -24,9 +23,7 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
-from asyncrl_cli.system import remote
-from asyncrl_cli.system.remote import Unreachable, wait_for
-from asyncrl_cli.weights.layout import size_of
+from asyncrl_cli.system.remote import Unreachable
 from asyncrl_cli.weights.manifest import ReplicaGone, Superseded
 
 pytestmark = pytest.mark.slow
@@ -241,31 +238,6 @@ def test_an_engine_that_does_not_prove_them_is_reported_and_the_others_serve(
     assert loaded(harness) == [0, 1]
 
 
-def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None:
-    harness = Harness(Engine(), Engine(stuck_at=1))
-    harness.step = 5e-4  # smaller than the tolerance
-    for engine in harness.engines:
-        engine.process.actor.step = harness.step
-    publish(harness, versions=2)
-    assert harness.failed == {}
-    publish(harness, versions=3)
-    assert list(harness.failed) == ["engine-1"]
-
-
-def test_weights_that_do_not_change_are_not_a_fault() -> None:
-    harness = Harness(Engine())
-    harness.step = harness.engines[0].process.actor.step = 0.0
-    assert [report.change for report in publish(harness, versions=3)] == [0.0, 0.0, 0.0]
-    assert harness.failed == {}
-
-
-def test_half_precision_has_a_wider_tolerance() -> None:
-    wide = {"rollout": {"dtype": "bfloat16"}}
-    harness = Harness(Engine(off=0.2), Engine(off=0.6), **wide)
-    assert publish(harness, versions=1)[0].gap == pytest.approx(0.2)
-    assert list(harness.failed) == ["engine-1"]
-
-
 # -- the same weights again
 
 
@@ -277,14 +249,6 @@ async def test_the_same_weights_are_not_loaded_twice() -> None:
     assert loaded(harness) == [0, 1]
     assert (report.checksum, report.stall_s, report.gap, report.change) == (harness.sum(1), 0.0, 0.0, 0.0)
     assert harness.available
-
-
-async def test_the_same_version_with_other_bits_is_loaded() -> None:
-    harness = Harness(Engine())
-    await harness.serve(1)
-    harness.bits = ", differently rounded"
-    assert (await harness.serve(1)).checksum == harness.sum(1)
-    assert loaded(harness) == [1, 1]
 
 
 async def test_an_outdated_engine_is_found_after_the_same_weights_are_published_again() -> None:
@@ -314,17 +278,6 @@ async def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> Non
     with pytest.raises(RunError, match="new: it does not serve weight version 0"):
         await harness.bring_up(Engine(off=1.0))
     assert harness.up == [engine]
-
-
-async def test_a_new_engine_on_any_host_gets_the_current_weights_while_the_trainer_is_lost() -> None:
-    harness, engine = Harness(Engine()), Engine()
-    await harness.serve(3)
-    harness.lost = True
-    with pytest.raises(TrainerLost):
-        await harness.serve(4)
-    await harness.bring_up(engine, "d")
-    assert (engine.loaded, harness.up) == ([3], [engine])
-    assert harness.current == (3, harness.sum(3)), "the others still serve that version, too"
 
 
 async def test_a_version_that_is_replaced_while_an_engine_loads_it_is_not_served() -> None:
@@ -404,98 +357,6 @@ async def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatc
     await harness.serve(1)
     await coming
     assert (engine.loaded, state.serving, harness.notes) == ([1], True, [])
-
-
-def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would be killed during every load of a large model."""
-    limits: list[float] = []
-
-    async def recorded(call: Any, who: str, limit_s: float) -> Any:
-        limits.append(limit_s)
-        return await wait_for(call, who, limit_s)
-
-    monkeypatch.setattr(publisher, "wait_for", recorded)
-    engine = Engine()
-    asyncio.run(Harness(engine).serve(0))
-    monkeypatch.setattr(remote, "SLOWEST_BYTES_PER_S", size_of(layout(RANKS)) / 1000)
-    asyncio.run(Harness(engine).serve(0))
-    usual = spec().rollout.hang_seconds
-    assert limits == [pytest.approx(usual, abs=1), pytest.approx(usual + 1000)]
-
-
-async def test_the_only_fetching_host_gets_the_time_that_it_needs() -> None:
-    harness = Harness(None, Engine())
-    harness.engines[0].serving = False
-    harness.hosts.replicas.expect("c1")
-    harness.hosts.agent("c1").may_fetch.clear()
-    publishing = asyncio.create_task(harness.serve(0))
-    await turns(100)
-    assert not publishing.done()
-    harness.hosts.agent("c1").may_fetch.set()
-    await publishing
-    assert (loaded(harness, 1), harness.withdrawn) == ([0], [])
-
-
-def dies_once(node: str, call: int) -> Any:
-    """A node's agent dies at one of its calls."""
-    calls = 0
-
-    async def works(agent: StandInAgent) -> None:
-        nonlocal calls
-        calls += agent._node == node
-        if calls == call and agent._node == node:
-            calls += 1
-            agent.die()
-            await asyncio.sleep(0)
-
-    return works
-
-
-@pytest.mark.parametrize("call", range(1, 5))
-@pytest.mark.parametrize("node", ["a", "b", "c1"])
-async def test_all_engines_serve_in_the_end_whichever_agent_dies(
-    node: str, call: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``a`` has a rank and an engine, ``b`` a rank, ``c1`` an engine."""
-    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0)
-    harness = Harness(Engine(), Engine())
-    await harness.serve(0)
-    harness.hosts.works = dies_once(node, call)
-    await harness.serve(1)
-    for engine in harness.engines:
-        if not engine.serving:
-            coming = asyncio.create_task(harness.publisher.bring_up(engine))
-            while harness.available and not coming.done():
-                await asyncio.sleep(0)
-            if not harness.available:
-                await harness.publisher.restore()  # as ``guard`` does
-            await coming
-    assert harness.failed == {}
-    assert all(engine.serving for engine in harness.engines)
-    assert [loaded(harness, engine)[-1] for engine in range(2)] == [1, 1]
-    await harness.serve(2)
-    assert [loaded(harness, engine)[-1] for engine in range(2)] == [2, 2]
-
-
-@pytest.mark.parametrize("again", ["dies", "is refused by Ray"])
-async def test_a_host_that_is_gone_with_its_rank_loses_the_trainer_and_not_the_run(again: str) -> None:
-    harness = Harness(Engine())
-    await harness.serve(0)
-    made = len(harness.hosts.agents["b"])
-
-    async def works(agent: StandInAgent) -> None:
-        if agent._node == "b":
-            harness.lost = True
-            if again == "dies":
-                agent.die()
-                await asyncio.sleep(0)
-            else:
-                raise RunError("ActorUnschedulableError: the node is gone")
-
-    harness.hosts.works = works
-    with pytest.raises(TrainerLost, match="trainer-1"):
-        await harness.serve(1)
-    assert len(harness.hosts.agents["b"]) == made, "no agent is asked for on a host that is gone"
 
 
 async def test_an_agent_that_is_lost_with_its_node_is_not_made_again_and_costs_no_restart() -> None:

@@ -56,15 +56,6 @@ def test_kinds_are_counted_separately() -> None:
             restart(budget, kind, kind, "again")
 
 
-def test_a_budget_of_zero_allows_no_restart() -> None:
-    notes = Notes()
-    with pytest.raises(
-        RunError, match="restarted 0 times in 6 hours, and it failed again; the first cause: scorer: gone"
-    ):
-        restart(notes.budget(0), "scorer", "scorer", "gone")
-    assert notes == [("scorer", "scorer", "gone")]
-
-
 def test_a_fault_without_a_restart_is_recorded_but_not_counted() -> None:
     notes = Notes()
     budget = notes.budget(1)

@@ -6,7 +6,6 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -353,59 +352,6 @@ def test_without_its_journal_a_run_continues_from_a_checkpoint_alone(run: RunDir
     assert not list(run.path.glob(f"{FILE}*"))
     assert (run.path / "damaged-1" / FILE).read_bytes() == journal
     assert (run.path / "damaged-1" / f"{FILE}-wal").read_bytes() == b"a log"
-
-
-def test_a_second_damaged_journal_is_kept_beside_the_first_with_its_own_log(run: RunDirectory) -> None:
-    save(run, 4)
-    for number, files in ((1, [FILE]), (2, [FILE, f"{FILE}-wal"]), (3, [f"{FILE}-wal"])):
-        for file in files:
-            (run.path / file).write_text(f"{file} {number}")
-        start(run, without_journal=True)
-    archived = {str(path.relative_to(run.path)): path.read_text() for path in run.path.glob("damaged-*/*")}
-    assert archived == {
-        f"damaged-1/{FILE}": f"{FILE} 1",
-        f"damaged-2/{FILE}": f"{FILE} 2",
-        f"damaged-2/{FILE}-wal": f"{FILE}-wal 2",
-        f"damaged-3/{FILE}-wal": f"{FILE}-wal 3",
-    }
-
-
-@pytest.mark.parametrize("moved", [0, 1, 2])
-def test_a_kill_while_a_journal_is_moved_leaves_it_complete(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, moved: int
-) -> None:
-    save(run, 4)
-    files = [FILE, f"{FILE}-shm", f"{FILE}-wal"]
-    for file in files:
-        (run.path / file).write_text(file)
-    rename, left = Path.rename, [moved]
-
-    def killed(path: Path, new: Path) -> Path:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return rename(path, new)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            start(run, without_journal=True)
-    if moved:
-        assert refused(run).message == "the run's journal is gone"
-    start(run, without_journal=True)
-    (folder,) = (folder for folder in run.path.glob("damaged-*") if list(folder.iterdir()))
-    assert sorted(path.name for path in folder.iterdir()) == files
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_without_the_journal_later_checkpoints_are_archived(run: RunDirectory, step: int) -> None:
-    record(run, taken=6)
-    for saved in (2, 4, 6):
-        save(run, saved)
-    continuation = start(run, step=step, without_journal=True)
-    assert (continuation.checkpoint.step if continuation.checkpoint else 0) == step
-    assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [2][: step // 2]
-    assert metrics(run) == [1, 2][:step]
 
 
 def test_without_journal_and_checkpoint_a_run_starts_over(run: RunDirectory) -> None:

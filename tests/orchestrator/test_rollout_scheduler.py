@@ -222,15 +222,6 @@ def play_to_its_end(folder: Path, test: Test, **sections: Any) -> RunError:
 # -- seeds
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 10**6), st.integers(0, 999)), unique=True))
-@settings(deadline=None)
-def test_seeds_are_distinct_and_fit_into_63_bits(triples: list[tuple[int, int, int]]) -> None:
-    seeds = [rollout_seed(*triple) for triple in triples]
-    assert len(set(seeds)) == len(triples)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seeds == [rollout_seed(*triple) for triple in triples]
-
-
 def test_seeds_depend_on_each_number_separately() -> None:
     triples = [(seed, group, index) for seed in range(12) for group in range(120) for index in range(12)]
     assert len({rollout_seed(*triple) for triple in triples}) == len(triples)
@@ -286,27 +277,6 @@ async def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: 
 # -- ending
 
 
-@given(order=st.permutations(range(4)))
-@settings(deadline=None, max_examples=24)
-def test_a_group_is_in_order_however_its_rollouts_end(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int]
-) -> None:
-    async def test(harness: Harness) -> None:
-        for place in order:
-            assert isinstance(await harness.take(), Waiting)
-            await harness.end(f"0-{place}")
-        taken = await harness.take()
-        assert isinstance(taken, TakenBatch)
-        (group,) = taken.batch.groups
-        assert (group.group_id, group.uid, group.version) == (0, "p0", 0)
-        assert group.rewards == (0.0, 1.0, 2.0, 3.0)
-        assert [one.rollout_id for one in group.rollouts] == ["0-0", "0-1", "0-2", "0-3"]
-        assert sorted(harness.scorer.asked) == [("p0", f"text of 0-{place}") for place in range(4)]
-
-    pipeline = {"groups_per_step": 1, "max_staleness": 0}
-    play(tmp_path_factory.mktemp("run"), test, rollout={"group_size": 4}, pipeline=pipeline)
-
-
 async def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
     async with source(tmp_path, rollout={"group_size": 3}) as harness:
         await harness.end("0-0", RolloutFailure("0-1", "out of memory"))
@@ -318,14 +288,6 @@ async def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
         assert harness.reasons == ["out of memory", "another"]
         assert harness.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
         assert ("0-1", "out of memory") in harness.table("rollouts", "group_id || '-' || rollout_index, failure")
-
-
-async def test_a_failed_reward_rejects_its_group(tmp_path: Path) -> None:
-    async with source(tmp_path) as harness:
-        harness.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
-        await harness.end("0-0", "0-1", "1-0")
-        assert harness.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
-        assert harness.reasons == ["reward failed"]
 
 
 async def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(
@@ -341,30 +303,6 @@ async def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(
         await harness.settled()
         assert harness.scorer.calls == [1, 2]
         assert harness.states()[0] == "finished"
-
-
-async def test_slow_rewards_do_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.orchestrator.rollout_scheduler.SETTLE_S", 0.0)
-    async with source(tmp_path) as harness:
-        harness.scorer.held.clear()
-        await harness.end("0-0")
-        await harness.end("1-0")
-        assert harness.scorer.calls == [1, 1]
-        harness.scorer.held.set()
-
-
-async def test_rollouts_of_an_ended_group_are_not_scored(tmp_path: Path) -> None:
-    async with source(tmp_path) as harness:
-        harness.scorer.held.clear()
-        await harness.end("0-0")
-        await harness.end(RolloutFailure("0-1", "no"))
-        assert harness.states()[0] == "rejected"
-        harness.scorer.held.set()
-        await harness.settled()
-        harness.groups._on_end([(harness.requests[0], rollout("0-0"))])  # it was already sent when it was cancelled
-        await harness.settled()
-        assert harness.scorer.asked == [("p0", "text of 0-0")]
-        assert len(harness.reasons) == 1
 
 
 async def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_path: Path) -> None:
@@ -464,19 +402,6 @@ async def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy:
         assert harness.groups.failures.too_many() == ""
 
 
-def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
-        for group_id in range(MIN_FAILURES):
-            await harness.end(RolloutFailure(f"{group_id}-0", f"cause {group_id}"))
-        raise AssertionError("it continues")
-
-    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
-    assert error.location == "rollout"
-    assert "engine-*.log" in error.hint
-    assert error.message == "8 of the last 8 groups were lost; the first of them: cause 0"
-    assert "rollout.max_failed_share" in error.hint
-
-
 def test_failing_rewards_are_shown_when_they_happen_and_end_the_run_at_the_users_line(tmp_path: Path) -> None:
     shown: list[str] = []
 
@@ -534,32 +459,6 @@ async def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batc
         assert taken.batch.groups[0].rewards == (None, 1.0, 2.0)
 
 
-@pytest.mark.parametrize("scored", [0, 2])
-def test_groups_without_rewards_end_the_run_as_failures_do(tmp_path: Path, scored: int) -> None:
-    """``scored``: the number of groups with rewards among four. With 2 the run ends although it makes batches."""
-
-    async def test(harness: Harness) -> None:
-        def rule(text: str) -> float | None:
-            group, index = text.removeprefix("text of ").split("-")
-            return float(index) if int(group) % 4 >= 4 - scored else None
-
-        harness.scorer.rule = rule
-        for group_id in range(40):
-            await harness.finish(group_id)
-            if group_id % 4 == 3:
-                assert bool(await harness.train()) == bool(scored)
-        raise AssertionError("it continues")
-
-    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.49})
-    assert (error.location, error.hint) == (
-        "task",
-        "let the reward return a number for more responses, or raise rollout.max_failed_share",
-    )
-    assert error.message.startswith(
-        f"8 of the last {14 if scored else 8} groups were lost; the first of them: its reward"
-    )
-
-
 # -- requeue
 
 
@@ -586,14 +485,6 @@ async def test_overdue_groups_start_again_under_new_numbers(tmp_path: Path) -> N
 
 
 # -- what is recorded, and a run that is resumed
-
-
-async def test_new_tokens_are_recorded_while_a_rollout_runs(tmp_path: Path) -> None:
-    async with source(tmp_path) as harness:
-        await harness.engines[0].deliver(segments=[segment("0-1", 0, 3), segment("2-0", 0, 1)])
-        await harness.settled()
-        columns = "group_id, rollout_index, start, length(tokens) / 4"
-        assert harness.table("segments", columns) == [(0, 1, 0, 3), (2, 0, 0, 1)]
 
 
 async def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:

@@ -372,15 +372,6 @@ def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> Experime
     )
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("every", [1, 2])
-def test_engines_sleep_while_the_trainer_trains_on_their_gpus(tmp_path: Path, partial: bool, every: int) -> None:
-    fate = Fate(Random(0), 0)
-    finished = simulated(tmp_path, sharing(partial, every), fate)
-    assert not fate.overlapped and finished.simulation.drivers == 1
-    assert not [text for text in finished.simulation.view.shown if text.startswith("!")]
-
-
 @pytest.mark.slow
 @given(
     partial=st.booleans(),

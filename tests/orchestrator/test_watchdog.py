@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -69,10 +68,6 @@ def look(*waits: tuple[str, str, float]) -> list[str]:
     return asyncio.run(check())
 
 
-def test_short_waits_are_ignored() -> None:
-    assert look(("the trainer", "a batch", 0.4)) == []
-
-
 def test_half_the_limit_is_reported_once() -> None:
     (warned,) = look(("the trainer", "a batch", 0.6), ("the scorer", "a turn", 0.1))
     assert re.fullmatch(r"the trainer has waited for a batch since \d\d:\d\d:\d\d \(60\d s\)", warned)
@@ -109,15 +104,6 @@ async def test_waits_that_depend_on_the_models_size_have_longer_limits() -> None
         wait.since -= LIMIT_S
         with pytest.raises(RunError, match="a checkpoint"):
             await harness.look()
-
-
-def test_a_wait_says_since_when() -> None:
-    with Harness().dog.waiting("the trainer", "a batch") as wait:
-        wait.since -= 7200.0
-        began = re.search(r"since (.*) \(720\d s\)", str(wait))
-    assert began is not None
-    hour = time.localtime(time.time() - 7200.0).tm_hour
-    assert int(began[1][:2]) in (hour, (hour - 1) % 24), "a new hour may have begun"
 
 
 async def test_a_wait_that_is_over_is_forgotten() -> None:
@@ -159,23 +145,3 @@ async def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
         harness.dog.caught_up()
         await harness.look()
         assert harness.warned == []
-
-
-async def test_a_wait_may_change_its_text() -> None:
-    harness = Harness()
-    with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:
-        wait.purpose = "the batch of step 3 (only 1 of 2 groups have finished)"
-        with pytest.raises(RunError, match=r"the trainer has waited for the batch of step 3 \(only 1 of 2 groups"):
-            await harness.look()
-
-
-async def test_work_is_watched_until_its_result() -> None:
-    harness = Harness()
-    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(harness.dog.until(work, "the driver", "the trainer's step 1"))
-    await harness.look()
-    (wait,) = harness.dog._waits
-    assert str(wait).startswith("the driver has waited for the trainer's step 1 since ")
-    work.set_result(7)
-    assert await waiting == 7
-    assert harness.dog._waits == []
