@@ -11,14 +11,12 @@ the order of events.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
@@ -29,8 +27,6 @@ from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.open_requests import OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
-
-log = logging.getLogger(__name__)
 
 MAX_COLLECTED_TOKENS = 200_000
 """After so many prompt tokens, ``collect`` leaves further requests to its next call, because the driver's event loop
@@ -233,7 +229,6 @@ class GatewayActor:
         from asyncrl_cli.gateway.server import Gateway, listen
         from asyncrl_cli.gateway.service import Service
 
-        asyncio.get_running_loop().set_exception_handler(_FullOnce())
         limits = ConnectionLimits(max_connections=raise_descriptor_limit())
         self._chat = await asyncio.to_thread(setup.chat)
         spec = setup.spec.rollout.gateway
@@ -318,18 +313,3 @@ def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, transfer: Transfer
         )
 
     return make
-
-
-class _FullOnce:
-    """An event loop's error handler that logs only once that no descriptors are left. asyncio reports every connection
-    that it cannot accept, thousands each second."""
-
-    def __init__(self) -> None:
-        self._logged = False
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context.get("message") != "socket.accept() out of system resource":
-            loop.default_exception_handler(context)
-        elif not self._logged:
-            self._logged = True
-            log.error("no file descriptors are left for connections: %s", context.get("exception"))

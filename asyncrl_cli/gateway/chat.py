@@ -7,8 +7,7 @@ Earlier messages are not rendered again, so a template may treat older turns dif
 
 A reply's tokens become a message with reasoning, content and tool calls, complete or while they are generated. Unless
 ``task.special_tokens`` is ``shown``, special tokens are removed, except the marks of a message's parts. asyncrl knows
-the marks of the formats that it parses itself. vLLM's parsers get the text with all special tokens, and a stream sends
-nothing after the first special token.
+the marks of the formats that it parses itself. vLLM's parsers get the text with all special tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from asyncrl_cli.gateway.parsers import (
     FORMS,
     HERMES,
     HERMES_MARKS,
-    LAYOUTS,
-    ToolCalls,
+    ToolParser,
     Tools,
-    tool_parser,
+    hermes,
     vllm_reasoning_parser,
+    vllm_tool_parser,
 )
 from asyncrl_cli.gateway.reply_stream import FieldStream, Form, divided
 from asyncrl_cli.records.images import Image, PlacedImage
@@ -82,9 +81,10 @@ class ChatFormat:
         self.template_kwargs: Mapping[str, Any] = self._template.values
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply includes its end token."""
-        self._tools = tool_parser(tool_parser_name, tokenizer, reasoning_parser_name is not None)
         self._reads_tools = tool_parser_name in (None, HERMES)
-        self._calls = LAYOUTS.get(tool_parser_name or HERMES)
+        self._tools: ToolParser = hermes
+        if tool_parser_name not in (None, HERMES):
+            self._tools = vllm_tool_parser(tool_parser_name, tokenizer, reasoning_parser_name is not None)
         self._named_form = FORMS.get(reasoning_parser_name or "")
         self._parser_name = reasoning_parser_name
         self._reasoning = None
@@ -182,7 +182,7 @@ class ChatFormat:
         dropped = self._dropped(tools)
         content = cut(self.decode([token for token in token_ids if token not in dropped], special=True), stop)
         marked = content
-        if self._needs_vllm(tools):  # vLLM's parsers need all marks
+        if self._reasoning is not None or (tools and not self._reads_tools):  # vLLM's parsers need all marks
             has_end_token = bool(token_ids) and token_ids[-1] in self.end_tokens
             marked = cut(self.decode(token_ids[:-1] if has_end_token else token_ids, special=True), stop)
         reasoning, calls = "", tuple[tuple[str, str], ...]()
@@ -193,7 +193,7 @@ class ChatFormat:
             reasoning, content = divided(content, self._form)
             marked = divided(marked, self._form)[1]
         if tools and (tool_calls := self._tools(marked, tools)) is not None:
-            content, calls = self._content(marked, tool_calls), tool_calls.calls
+            content, calls = tool_calls.content, tool_calls.calls
         message: dict[str, Any] = {"role": "assistant"}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -214,22 +214,13 @@ class ChatFormat:
 
     def stream(self, tools: Tools | None, stop: Sequence[str]) -> FieldStream:
         """A stream that turns a reply's tokens into parts of the message that ``parse`` returns for them."""
-        dropped = self._dropped(tools)
-
-        def readable(ids: Sequence[int]) -> tuple[Sequence[int], bool]:
-            if not self._needs_vllm(tools):
-                return [token for token in ids if token not in dropped], False
-            visible_count = next(
-                (index for index, token in enumerate(ids) if token in dropped or token in self.end_tokens), len(ids)
-            )
-            return ids[:visible_count], visible_count < len(ids)
-
+        call_marks = HERMES_MARKS[:1] if self._reads_tools else None
         return FieldStream(
             partial(self.decode, special=True),
-            readable,
             stop,
+            dropped=self._dropped(tools),
             form=self._form,
-            calls=self._calls if tools else (),
+            calls=call_marks if tools else (),
             is_held=self._reasoning is not None,
         )
 
@@ -240,17 +231,13 @@ class ChatFormat:
             return Tokens(self._template.encode([text])[0], ())
         return Tokens(*self._images.encode(text, [(images or {})[digest] for digest in digests]))
 
-    def encode(self, text: str, begins: bool = False) -> list[int]:
-        """Tokenize a text without the template. ``begins``: the text begins a sequence, so the tokenizer's begin token
-        is added, if it has one.
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a prompt without the template, with the tokenizer's begin token, if it has one.
 
         Raises ``ChatError`` for text that is not Unicode.
         """
         _check_unicode(text)
-        if begins:
-            return plain_ids(self._tokenizer, [text])[0]
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return plain_ids(self._tokenizer, [text])[0]
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Decode token ids as engines do; ``special``: with all special tokens."""
@@ -272,24 +259,10 @@ class ChatFormat:
             return form  # a model without a usable chat template gets plain text as prompts
         return None if form.closed_in(prompt_text.removeprefix(question_text)) else form
 
-    def _needs_vllm(self, tools: Tools | None) -> bool:
-        return self._reasoning is not None or (bool(tools) and not self._reads_tools)
-
     def _dropped(self, tools: Tools | None) -> set[int]:
         """Special tokens to remove from a text: they are not marks of its parts, and the task hides them."""
         marks = [*(self._form.marks if self._form else ()), *(HERMES_MARKS if tools and self._reads_tools else ())]
         return {token for token in self._droppable if self._special[token] not in marks}
-
-    def _content(self, text: str, parsed: ToolCalls) -> str:
-        """The content before calls, including all text that a stream has sent: if calls follow, some parsers strip the
-        content's leading spaces or drop the content."""
-        if self._calls is None:
-            return parsed.content
-        streamed_text = cut(text, (*self._calls, *self._special.values())).rstrip()
-        if parsed.content.startswith(streamed_text):
-            return parsed.content
-        text = streamed_text.lstrip()
-        return streamed_text.removesuffix(text) + parsed.content if parsed.content.startswith(text) else streamed_text
 
 
 def _check_unicode(text: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from asyncrl_cli.gateway.json_values import JsonObject
 from asyncrl_cli.rollout.client import GenerationFailed
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+JsonObject = dict[str, Any]
+"""An object of a request or an answer, in the format of its API."""
 CLIENT_GONE = 499
 """Status of a request whose client has disconnected. Never sent."""
 ANTHROPIC_TYPES = {
@@ -29,11 +30,8 @@ ANTHROPIC_TYPES = {
     408: "timeout_error",
     410: "not_found_error",
     413: "request_too_large",
-    529: "overloaded_error",
 }
 """Anthropic's names. Other statuses are ``invalid_request_error`` below 500, and ``api_error`` from there."""
-ANTHROPIC_STATUSES = {"overloaded": 529}
-"""Statuses that OpenAI's API lacks, by the error's code."""
 ANTHROPIC_TOO_LONG = "prompt is too long"
 """Client programs look for these words to decide that they must shorten their history."""
 ANTHROPIC_VERSION = "anthropic-version"
@@ -58,17 +56,12 @@ class ApiError(Exception):
         return {"code": "server_error" if self.status >= 500 else "invalid_prompt", "message": self.message}
 
     def for_anthropic(self, request_id: str) -> JsonObject:
-        status = self.anthropic_status
-        error_type = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error_type = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         too_long = self.code == "context_length_exceeded"
         message = f"{ANTHROPIC_TOO_LONG}: {self.message}" if too_long else self.message
         details = {"error_code": self.code} if self.code else None
         error: JsonObject = {"type": error_type, "message": message, "details": details}
         return {"type": "error", "error": error, "request_id": request_id}
-
-    @property
-    def anthropic_status(self) -> int:
-        return ANTHROPIC_STATUSES.get(self.code or "", self.status)
 
 
 def invalid_value(message: str, param: str | None = None) -> ApiError:
@@ -82,8 +75,6 @@ def unsupported(param: str, message: str) -> ApiError:
 
 def as_api_error(error: BaseException) -> ApiError:
     """Convert any exception; an unexpected one is logged with its traceback."""
-    if isinstance(error, BaseExceptionGroup):  # several prompts in one request
-        return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GenerationFailed):
@@ -118,7 +109,7 @@ def error_response(scope: Scope, error: BaseException) -> JSONResponse:
         return JSONResponse(answer.for_openai(), answer.status, headers)
     request_id = new_request_id()
     headers["request-id"] = request_id
-    return JSONResponse(answer.for_anthropic(request_id), answer.anthropic_status, headers)
+    return JSONResponse(answer.for_anthropic(request_id), answer.status, headers)
 
 
 TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")

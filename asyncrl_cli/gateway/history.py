@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, takewhile
 from typing import Any
 
-from asyncrl_cli.gateway.json_values import canonical_json
 from asyncrl_cli.gateway.parsers import Tools
+from asyncrl_cli.gateway.wire import canonical_json
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 
 REASONING = ("reasoning_content", "reasoning")
@@ -22,31 +22,22 @@ REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningChain:
-    """A linked list of digests: the reasoning of message ``count``, then of the ``previous`` ones. Every turn has
-    a chain, so chains share their beginnings."""
-
-    count: int
-    digest: str
-    previous: ReasoningChain | None
-
-
-@dataclass(frozen=True, slots=True)
 class ConversationKey:
     """A conversation up to some message. Its keys are chained digests of the tools and of each message: ``count`` is
-    their number, and ``key`` depends on all of them."""
+    their number, and ``key`` depends on all of them. ``reasoning``: digests with the number of keys up to their
+    message."""
 
     count: int
     key: str
-    reasoning: ReasoningChain | None = None
+    reasoning: tuple[tuple[int, str], ...] = ()
 
     def then(self, message: Message) -> ConversationKey:
         canonical = normalized(message)
         count = self.count + 1
-        reasoning = self.reasoning
-        if text := canonical.get("reasoning_content"):
-            reasoning = ReasoningChain(count, _digest(text), reasoning)
-        return ConversationKey(count, _chained(self.key, canonical_json(_spoken(canonical))), reasoning)
+        reasoning = canonical.get("reasoning_content")
+        digests = ((count, _digest(reasoning)),) if reasoning else ()
+        key = _chained(self.key, canonical_json(_spoken(canonical)))
+        return ConversationKey(count, key, (*self.reasoning, *digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +74,7 @@ class Conversation:
         """The number of keys that an earlier history covers; None if the conversation does not begin with it."""
         if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.key:
             return None
-        earlier_digests, link = {}, history.reasoning
-        while link is not None:
-            earlier_digests[link.count] = link.digest
-            link = link.previous
+        earlier_digests = dict(history.reasoning)
         same_reasoning = all(
             earlier_digests.get(count) == digest for count, digest in self.reasoning.items() if count <= history.count
         )
@@ -95,14 +83,11 @@ class Conversation:
     def after(self, history: ConversationKey | None, continues: bool = False) -> ConversationKey:
         """The history of all messages, or of all but the last if the reply ``continues`` it. ``history``: the earlier
         conversation that this one continues, if any; its reasoning is taken over."""
-        covered, reasoning = (0, None) if history is None else (history.count, history.reasoning)
+        covered, reasoning = (0, ()) if history is None else (history.count, history.reasoning)
         end = len(self.keys) - continues
-        for count, digest in self.reasoning.items():
-            if covered < count <= end:
-                reasoning = ReasoningChain(count, digest, reasoning)
-        while reasoning is not None and reasoning.count > end:
-            reasoning = reasoning.previous
-        return ConversationKey(end, self.keys[end - 1], reasoning)
+        new_reasoning = [(count, digest) for count, digest in self.reasoning.items() if count > covered]
+        digests = tuple((count, digest) for count, digest in (*reasoning, *new_reasoning) if count <= end)
+        return ConversationKey(end, self.keys[end - 1], digests)
 
 
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:

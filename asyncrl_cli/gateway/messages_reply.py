@@ -2,7 +2,7 @@
 
 Invariant: if a client sends a reply's blocks back, sessions recognize the reply's message, and the next call continues
 its tokens (tests/gateway/test_messages_blocks.py). Meaningless differences do not matter: the number of blocks and
-messages in a turn, cache marks, and JavaScript's notation of numbers (``json_values.key``).
+messages in a turn, cache marks, and JavaScript's notation of numbers (``wire.canonical_json``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
-from asyncrl_cli.gateway.errors import ApiError, new_request_id
-from asyncrl_cli.gateway.json_values import JsonObject, finite
+from asyncrl_cli.gateway.errors import ApiError, JsonObject, new_request_id
 from asyncrl_cli.gateway.reply_stream import ReplyPart, TextKind
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply
-from asyncrl_cli.gateway.wire import event
+from asyncrl_cli.gateway.wire import event, finite
 from asyncrl_cli.records.prompt import Message
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

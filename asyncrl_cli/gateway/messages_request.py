@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -27,6 +27,7 @@ from asyncrl_cli.gateway.wire import (
     Settings,
     Stops,
     Text,
+    TextPart,
     ToolName,
     Wire,
     only,
@@ -38,11 +39,6 @@ _ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 
 MANY: Any = Field(fail_fast=True)
 """For lists without a limit: validation stops at the first error, because a body may have very many."""
-
-
-class TextBlock(Wire):
-    type: Literal["text"]
-    text: Text
 
 
 class ThinkingBlock(Wire):
@@ -84,24 +80,13 @@ class ImageBlock(Wire):
     source: ImageSource
 
 
-class DocumentBlock(Wire):
-    """A document or a search result within a tool's result: its text is shown. A block without a text is named."""
+class NamedBlock(Wire):
+    """A block within a tool's result that the policy sees only by its type, as `[document]`."""
 
     type: Literal["document", "search_result", "tool_reference"]
 
-    def text(self) -> str:
-        fields = self.model_extra or {}
-        source, title = fields.get("source"), fields.get("title")
-        document = source if isinstance(source, Mapping) else {}
-        content = document.get("data") if document.get("type") == "text" else document.get("content")
-        content = content or fields.get("content")
-        blocks = content if isinstance(content, list) else [{"text": content}]
-        texts = [block.get("text") for block in blocks if isinstance(block, Mapping)]
-        visible_texts = [text for text in texts if isinstance(text, str)] or [f"[{self.type}]"]
-        return "\n".join([*(text for text in (title, source) if isinstance(text, str)), *visible_texts])
 
-
-TextContent = Annotated[Text | Annotated[list[TextBlock], MANY], only("text")]
+TextContent = Annotated[Text | Annotated[list[TextPart], MANY], only("text")]
 
 
 class ToolResultBlock(Wire):
@@ -109,8 +94,7 @@ class ToolResultBlock(Wire):
     tool_use_id: Text
     content: (
         Annotated[
-            Text
-            | Annotated[list[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]], MANY],
+            Text | Annotated[list[Annotated[TextPart | ImageBlock | NamedBlock, Field(discriminator="type")]], MANY],
             only("text", "image", "document", "search_result", "tool_reference"),
         ]
         | None
@@ -118,10 +102,8 @@ class ToolResultBlock(Wire):
     is_error: Flag | None = None
 
 
-UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
-]
+UserBlock = Annotated[TextPart | ImageBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextPart | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
 class UserMessage(Wire):
@@ -212,7 +194,6 @@ class CountRequest(ChatBody):
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     context_management: ContextManagement | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> CountRequest:
@@ -259,8 +240,6 @@ class CountRequest(ChatBody):
         super().refuse_unsupported(fixed_sampling)
         if fixed_sampling:
             return
-        if self.mcp_servers:
-            raise unsupported("mcp_servers", "mcp_servers is not supported: this server calls no tools")
         for index, tool in enumerate(self.tools or ()):
             if not tool.custom:
                 key, tool_type = f"tools.{index}", (tool.type or "")[:64]
@@ -285,8 +264,7 @@ def _user(text: str, blocks: Sequence[Any]) -> list[Message]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             error = "Error: " if block.is_error else ""
-            has_documents = any(isinstance(result, DocumentBlock) for result in block.content or ())
-            content: Any = error + ("\n" if has_documents else "").join(_text_parts(block.content))
+            content: Any = error + "".join(_text_parts(block.content))
             if isinstance(block.content, list) and (image_parts := _image_parts(block.content)):
                 content = [{"type": "text", "text": error}, *image_parts]
             user_messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
@@ -303,7 +281,7 @@ def _image_parts(blocks: Sequence[Any]) -> list[dict[str, str]]:
         if isinstance(block, ImageBlock)
         else {"type": "text", "text": "".join(_text_parts([block]))}
         for block in blocks
-        if isinstance(block, str | TextBlock | ImageBlock | DocumentBlock)
+        if isinstance(block, str | TextPart | ImageBlock | NamedBlock)
     ]
     return content_parts if any(content_part["type"] == "image" for content_part in content_parts) else []
 
@@ -323,12 +301,11 @@ def _assistant(text: str, blocks: Sequence[Any]) -> Message:
 def _text_parts(content: str | Sequence[Any] | None) -> list[str]:
     if isinstance(content, str):
         return [content]
-    texts = (
-        block if isinstance(block, str) else block.text() if isinstance(block, DocumentBlock) else block.text
+    return [
+        block if isinstance(block, str) else block.text if isinstance(block, TextPart) else f"[{block.type}]"
         for block in content or ()
-        if isinstance(block, str | TextBlock | DocumentBlock)
-    )
-    return list(texts)
+        if isinstance(block, str | TextPart | NamedBlock)
+    ]
 
 
 def _joined(texts: Iterable[str]) -> str:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.custom_tools import custom_input
-from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.json_values import JsonObject
+from asyncrl_cli.gateway.errors import ApiError, JsonObject
 from asyncrl_cli.gateway.reply_stream import ReplyPart
 from asyncrl_cli.gateway.service import Prompts, token_counts
 from asyncrl_cli.gateway.session import Reply
@@ -38,8 +36,6 @@ class AnswerOptions:
     top_logprobs: bool = False
     usage: bool = False
     """End a stream with the token counts."""
-    custom_tools: frozenset[str] = frozenset()
-    """Names of the tools that take text."""
 
 
 class _Answer:
@@ -97,10 +93,7 @@ class ChatAnswer(_Answer):
 
     def closing(self, choice: int, reply: Reply) -> bytes:
         events = self._begin(choice)
-        calls = _calls(reply, self._options.custom_tools)
-        for index, call in enumerate(calls):
-            call["index"] = index
-        if calls:
+        if calls := [{**call, "index": index} for index, call in enumerate(reply.message.get("tool_calls", ()))]:
             events += self._delta(choice, {"tool_calls": calls})
         final_choice: JsonObject = {
             "index": choice,
@@ -123,7 +116,7 @@ class ChatAnswer(_Answer):
         return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _choice(self, index: int, reply: Reply) -> JsonObject:
-        calls = _calls(reply, self._options.custom_tools)
+        calls = reply.message.get("tool_calls")
         message: JsonObject = {
             "role": "assistant",
             "content": reply.message.get("content") or (None if calls else ""),
@@ -197,17 +190,6 @@ class TextAnswer(_Answer):
             [{text: value} for text, value in zip(tokens, values, strict=True)] if self._options.top_logprobs else None
         )
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-def _calls(reply: Reply, custom_tools: Collection[str]) -> list[JsonObject]:
-    return [_call(call["id"], call["function"], custom_tools) for call in reply.message.get("tool_calls") or ()]
-
-
-def _call(call_id: str, function: Mapping[str, str], custom_tools: Collection[str]) -> JsonObject:
-    name, arguments = function["name"], function["arguments"]
-    if name in custom_tools and (text := custom_input(arguments)) is not None:
-        return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _usage(prompts: Prompts) -> JsonObject:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.gateway.custom_tools import custom_arguments, custom_function
 from asyncrl_cli.gateway.errors import unsupported
 from asyncrl_cli.gateway.session import CallOptions
 from asyncrl_cli.gateway.wire import (
@@ -25,6 +23,7 @@ from asyncrl_cli.gateway.wire import (
     Stop,
     Stops,
     Text,
+    TextPart,
     TokenId,
     ToolName,
     Wire,
@@ -61,13 +60,6 @@ class OpenAIRequest(GenerationRequest):
         )
 
 
-class TextPart(Wire):
-    """A piece of text in a message's content."""
-
-    type: Literal["text"]
-    text: Text
-
-
 class ImageUrl(Wire):
     url: Text
     detail: Any = None  # no effect: the model's processor decides
@@ -92,37 +84,6 @@ class ToolCall(Wire):
     type: Literal["function"] = "function"
     function: Function
 
-    def plain(self) -> dict[str, Any]:
-        """The call with only the keys of chat templates."""
-        return self.model_dump(include={"id": True, "type": True, "function": {"name", "arguments"}})
-
-
-class CustomInput(Wire):
-    name: Text
-    input: Text
-
-
-class CustomToolCall(Wire):
-    """A call of a tool that takes text."""
-
-    id: Text
-    type: Literal["custom"]
-    custom: CustomInput
-
-    def plain(self) -> dict[str, Any]:
-        function = {"name": self.custom.name, "arguments": custom_arguments(self.custom.input)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-def _call_type(call: Any) -> Any:
-    """The tag of a call; without a type it calls a function."""
-    return call.get("type", "function") if isinstance(call, Mapping) else getattr(call, "type", None)
-
-
-AnyToolCall = Annotated[
-    Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], Discriminator(_call_type)
-]
-
 
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -132,7 +93,7 @@ class ChatMessage(Wire):
         | None,
         only("text", "image_url"),
     ] = None
-    tool_calls: Annotated[list[AnyToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     name: Text | None = None
     reasoning_content: Any = None
@@ -140,28 +101,20 @@ class ChatMessage(Wire):
 
     @model_validator(mode="after")
     def _images_are_shown(self) -> ChatMessage:
-        images = isinstance(self.content, list) and any(
-            isinstance(content_part, ImagePart) for content_part in self.content
-        )
-        if images and self.role not in ("user", "tool"):
+        content_parts = self.content if isinstance(self.content, list) else []
+        has_images = any(isinstance(content_part, ImagePart) for content_part in content_parts)
+        if has_images and self.role not in ("user", "tool"):
             raise PydanticCustomError("part", "only messages of users and tools may have images")
         return self
 
-    @property
-    def _has_images(self) -> bool:
-        return isinstance(self.content, list) and any(isinstance(block, ImagePart) for block in self.content)
-
     def plain(self) -> dict[str, Any]:
-        """The message with only the keys of chat templates."""
-        template_keys = {"role", "content", "tool_call_id", "name", "reasoning_content", "reasoning"}
-        plain = self.model_dump(exclude_none=True, include=template_keys)
-        if self.tool_calls is not None:
-            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if isinstance(self.content, list) and any(isinstance(content_part, ImagePart) for content_part in self.content):
+        """The message in the format of chat templates."""
+        plain = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
             plain["content"] = [
                 {"type": "image", "image": content_part.image_url.url}
                 if isinstance(content_part, ImagePart)
-                else content_part.model_dump()
+                else {"type": "text", "text": content_part.text}
                 for content_part in self.content
             ]
         return plain | {"role": "system"} if self.role == "developer" else plain
@@ -179,72 +132,14 @@ class Tool(Wire):
     type: Literal["function"]
     function: FunctionDefinition
 
-    @property
-    def name(self) -> str:
-        return self.function.name
-
-    def as_function(self) -> dict[str, Any]:
-        """The tool in the format of chat templates."""
-        return self.model_dump(exclude_unset=True)
-
-
-class CustomDefinition(Wire):
-    name: ToolName
-    description: Text | None = None
-    format: dict[str, Any] | None = None
-
-
-class CustomTool(Wire):
-    """A tool that takes text. The model sees a function with one argument, `input`."""
-
-    type: Literal["custom"]
-    custom: CustomDefinition
-
-    @property
-    def name(self) -> str:
-        return self.custom.name
-
-    def as_function(self) -> dict[str, Any]:
-        grammar = (self.custom.format or {}).get("grammar")
-        definition = grammar.get("definition") if isinstance(grammar, Mapping) else None
-        return custom_function(self.name, self.custom.description, definition)
-
 
 class ToolReference(Wire):
     name: Text
 
 
 class NamedTool(Wire):
-    """A tool by its type and name."""
-
-    type: Literal["function", "custom"]
-    function: ToolReference | None = None
-    custom: ToolReference | None = None
-
-    @model_validator(mode="after")
-    def _is_named(self) -> NamedTool:
-        if self.name is None:
-            raise PydanticCustomError("tool", "a tool of type {type} is named by {type}.name", {"type": self.type})
-        return self
-
-    @property
-    def name(self) -> str | None:
-        reference = self.function if self.type == "function" else self.custom
-        return None if reference is None else reference.name
-
-
-class NamedTools(Wire):
-    """A subset of the tools. The mode has no effect: nothing is forced."""
-
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-class AllowedTools(Wire):
-    """The allowed tools: the model does not see the others."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: NamedTools
+    type: Literal["function"]
+    function: ToolReference
 
 
 UNSEEN_CONTENT = ("audio", "function_call", "refusal")
@@ -259,14 +154,8 @@ class ChatRequest(OpenAIRequest, ChatBody):
     )
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    tools: (
-        Annotated[
-            list[Annotated[Tool | CustomTool, Field(discriminator="type")]],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
@@ -276,8 +165,8 @@ class ChatRequest(OpenAIRequest, ChatBody):
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ChatRequest:
         choice = self.tool_choice
-        named_tools = [choice] if isinstance(choice, NamedTool) else self._allowed() or ()
-        if not {tool.name for tool in named_tools} <= {tool.name for tool in self.tools or ()}:
+        tool_names = {tool.function.name for tool in self.tools or ()}
+        if isinstance(choice, NamedTool) and choice.function.name not in tool_names:
             raise PydanticCustomError("tool_choice", "tool_choice names a function that is not among the tools")
         if bool(self.continue_final_message) != (self.add_generation_prompt is False):
             message = "continue_final_message: true and add_generation_prompt: false need each other"
@@ -292,17 +181,7 @@ class ChatRequest(OpenAIRequest, ChatBody):
     def offered_tools(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
-        allowed = self._allowed()
-        names = None if allowed is None else {tool.name for tool in allowed}
-        return [tool.as_function() for tool in self.tools if names is None or tool.name in names] or None
-
-    @property
-    def custom_tools(self) -> frozenset[str]:
-        """Names of the tools that take text."""
-        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
-
-    def _allowed(self) -> list[NamedTool] | None:
-        return self.tool_choice.allowed_tools.tools if isinstance(self.tool_choice, AllowedTools) else None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     def refuse_unsupported(self, fixed_sampling: bool) -> None:
         super().refuse_unsupported(fixed_sampling)

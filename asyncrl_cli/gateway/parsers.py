@@ -37,23 +37,15 @@ class ParserFamily:
     Args:
         label: the kind's name in messages.
         location: the kind's key in the spec.
-        names: returns the parsers' names without importing vLLM; None if this version of vLLM does not list them.
     """
 
     label: str
     location: str
-    names: Callable[[], Collection[str] | None]
 
-    def check(self, name: str, builtin_names: Collection[str]) -> None:
-        """Raise ``ParserError`` if neither asyncrl (``builtin_names``) nor vLLM has this parser. Does not import
-        vLLM."""
-        vllm_names = None if name in builtin_names else self.names()
-        if vllm_names is not None:
-            self.check_registered(name, vllm_names)
-
-    def check_registered(self, name: str, vllm_names: Collection[str]) -> None:
-        """Raise ``ParserError`` if vLLM has not registered the name."""
-        if name not in vllm_names:
+    def check(self, name: str, vllm_names: Collection[str] | None) -> None:
+        """Raise ``ParserError`` if vLLM lacks this parser. ``vllm_names``: None if this version of vLLM does not list
+        them without its import."""
+        if vllm_names is not None and name not in vllm_names:
             hint = did_you_mean(name, vllm_names, f"use one of {', '.join(sorted(vllm_names))}")
             raise ParserError(f"vLLM has no {self.label} {name!r}", location=self.location, hint=hint)
 
@@ -70,8 +62,8 @@ class ParserFamily:
             ) from error
 
 
-REASONING = ParserFamily("reasoning parser", "rollout.reasoning_parser", reasoning_parsers)
-TOOLS = ParserFamily("tool parser", "rollout.tool_parser", tool_parsers)
+REASONING = ParserFamily("reasoning parser", "rollout.reasoning_parser")
+TOOLS = ParserFamily("tool parser", "rollout.tool_parser")
 
 
 def quiet() -> None:
@@ -99,8 +91,8 @@ ReasoningParser = Callable[[str], tuple[str, str]]
 
 def check_reasoning_parser(name: str | None) -> None:
     """Raise ``ParserError`` if ``rollout.reasoning_parser`` does not exist. Does not import vLLM."""
-    if name is not None:
-        REASONING.check(name, FORMS)
+    if name is not None and name not in FORMS:
+        REASONING.check(name, reasoning_parsers())
 
 
 def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> ReasoningParser:
@@ -110,7 +102,7 @@ def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[st
     from vllm.reasoning import ReasoningParserManager
 
     kwargs = dict(template_kwargs)
-    REASONING.check_registered(name, ReasoningParserManager.list_registered())
+    REASONING.check(name, ReasoningParserManager.list_registered())
     parser_class = ReasoningParserManager.get_reasoning_parser(name)
     with REASONING.fits(name):
         parser_class(tokenizer, chat_template_kwargs=kwargs)
@@ -135,41 +127,6 @@ HERMES = "hermes"
 HERMES_MARKS = ("<tool_call>", "</tool_call>")
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 
-_QWEN3_CALLS = ("<tool_call>", "<function=", "</think>")
-_GLM_CALLS = ("<tool_call>", "<think>", "</think>")
-_LLAMA_CALLS = ("<|python_tag|>", "{")
-_DEEPSEEK_V3_CALLS = ("<｜tool▁calls▁begin｜>",)
-
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    "deepseek_v3": _DEEPSEEK_V3_CALLS,
-    "deepseek_v31": _DEEPSEEK_V3_CALLS,
-    "deepseek_v32": ("<｜DSML｜function_calls>", "<｜DSML｜invoke name="),
-    "glm45": _GLM_CALLS,
-    "glm47": _GLM_CALLS,
-    "granite": ("<|tool_call|>", "<tool_call>"),
-    "granite-20b-fc": ("<function_call>",),
-    HERMES: ("<tool_call>",),
-    "jamba": ("<tool_calls>",),
-    "kimi_k2": ("<|tool_calls_section_begin|>", "</think>"),
-    "llama3_json": _LLAMA_CALLS,
-    "llama4_json": _LLAMA_CALLS,
-    "longcat": ("<longcat_tool_call>",),
-    "mimo": _QWEN3_CALLS,
-    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>", "<invoke name=", "</think>"),
-    "mistral": ("[TOOL_CALLS]", "[THINK]", "[/THINK]", "<think>", "</think>"),
-    "phi4_mini_json": ("functools",),
-    "qwen3_coder": _QWEN3_CALLS,
-    "qwen3_json": ("<tool_call>",),
-    "qwen3_xml": _QWEN3_CALLS,
-    "seed_oss": ("<seed:tool_call>", "<function=", "</seed:think>"),
-    "step3": ("<｜tool_calls_begin｜>",),
-}
-"""Texts that may end the content of a reply with tool calls, by the name of the tool parser.
-
-At each of these the parser may stop reading content: they begin a call, or the parser drops them. The text before the
-first one is certainly content, except for spaces right before it, so it is sent while the reply is generated. For a
-format that is not listed here, the content is sent at the end of the reply."""
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
@@ -182,16 +139,10 @@ class ToolCalls:
 ToolParser = Callable[[str, Tools], ToolCalls | None]
 
 
-def tool_parser(name: str | None, tokenizer: Any, reasoning: bool = False) -> ToolParser:
-    """Make the tool parser ``name``; None means ``hermes``. ``reasoning``: the parser gets the text after a reply's
-    reasoning; otherwise reasoning is content. Raises ``ParserError``."""
-    return hermes if name in (None, HERMES) else vllm_tool_parser(name, tokenizer, reasoning)
-
-
 def check_tool_parser(name: str | None) -> None:
     """Raise ``ParserError`` if ``rollout.tool_parser`` does not exist. Does not import vLLM."""
-    if name is not None:
-        TOOLS.check(name, (HERMES,))
+    if name not in (None, HERMES):
+        TOOLS.check(name, tool_parsers())
 
 
 def hermes(text: str, tools: Tools) -> ToolCalls | None:
@@ -206,12 +157,14 @@ def hermes(text: str, tools: Tools) -> ToolCalls | None:
     return _well_formed(text[: text.find("<tool_call>")], named_calls)
 
 
-def vllm_tool_parser(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
+def vllm_tool_parser(name: str, tokenizer: Any, reasoning: bool = False) -> ToolParser:
+    """Make vLLM's parser ``name``. ``reasoning``: it gets the text after a reply's reasoning; otherwise reasoning is
+    content. Raises ``ParserError``."""
     quiet()
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    TOOLS.check_registered(name, ToolParserManager.list_registered())
+    TOOLS.check(name, ToolParserManager.list_registered())
     parser_class = ToolParserManager.get_tool_parser(name)
     with TOOLS.fits(name):
         parser_class(tokenizer)

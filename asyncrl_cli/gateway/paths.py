@@ -2,7 +2,6 @@
 
 # No postponed annotations here: FastAPI must evaluate the annotations of nested functions.
 
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
@@ -10,8 +9,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from asyncrl_cli.gateway.errors import invalid_value, is_anthropic, new_request_id
-from asyncrl_cli.gateway.json_values import JsonObject
+from asyncrl_cli.gateway.errors import JsonObject, invalid_value, is_anthropic, new_request_id
 from asyncrl_cli.gateway.messages_reply import MessagesAnswer
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
 from asyncrl_cli.gateway.openai_reply import AnswerOptions, ChatAnswer, TextAnswer
@@ -63,7 +61,6 @@ def router_of(service: Service, session_of: SessionOf, responses_of: Callable[[S
             logprobs=bool(body.logprobs),
             top_logprobs=bool(body.top_logprobs),
             usage=body.with_usage,
-            custom_tools=body.custom_tools,
         )
         options = body.options(body.max_completion_tokens or body.max_tokens)
         return Prepared([rendered], options, ChatAnswer(answer_options, service.model, service.chat))
@@ -140,19 +137,10 @@ def router_of(service: Service, session_of: SessionOf, responses_of: Callable[[S
 
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
     """Add the paths for models. Anthropic's clients get Anthropic's format."""
-    openai_entry: JsonObject = {
-        "id": service.model,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "asyncrl",
-    }
-    anthropic_entry = {
-        "type": "model",
-        "id": service.model,
-        "display_name": service.model,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "lifecycle": "active",
-    }
+    name, started = service.model, datetime.now(UTC)
+    openai_entry = {"id": name, "object": "model", "created": int(started.timestamp()), "owned_by": "asyncrl"}
+    anthropic_entry = {"type": "model", "id": name, "display_name": name}
+    anthropic_entry |= {"created_at": started.isoformat(timespec="seconds"), "lifecycle": "active"}
 
     def answer(request: Request, openai: Any, anthropic: Any) -> Response:
         if is_anthropic(request.scope):
@@ -162,14 +150,8 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
     @router.get("/models")
     async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The served model."""
-        openai_list: JsonObject = {"object": "list", "data": [openai_entry]}
-        anthropic_list = {
-            "data": [anthropic_entry],
-            "has_more": False,
-            "first_id": service.model,
-            "last_id": service.model,
-        }
-        return answer(request, openai_list, anthropic_list)
+        anthropic_list = {"data": [anthropic_entry], "has_more": False, "first_id": name, "last_id": name}
+        return answer(request, {"object": "list", "data": [openai_entry]}, anthropic_list)
 
     @router.get("/models/{model:path}")
     async def model(request: Request, model: str, session: Annotated[Session | None, Depends(session_of)]) -> Response:

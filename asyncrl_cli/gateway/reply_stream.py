@@ -6,15 +6,15 @@ Invariants:
   character, and text that may begin a stop string.
 * The parts of ``FieldStream``, joined by kind, are a prefix of the message's field, and the whole field after
   ``finish``. Reasoning comes before content, and content before tool calls, which the answer renders at the end. So the
-  stream sends no text that may begin or follow a call (``parsers.LAYOUTS``), and it sends spaces only with the text
-  after them, because parsers strip the spaces before a call.
+  stream sends no text that may begin or follow a call, and it sends spaces only with the text after them, because
+  parsers strip the spaces before a call.
 * Reasoning is found in one pass over the text, in pieces of any size. So a stream divides a reply in the same way as a
   complete answer, and only the marks themselves are lost (decision 0017).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -163,17 +163,17 @@ class FieldStream:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
-        readable: Callable[[Sequence[int]], tuple[Sequence[int], bool]],
         stop: Sequence[str],
         *,
+        dropped: Set[int] = frozenset(),
         form: Form | None = None,
         calls: tuple[str, ...] | None = (),
         is_held: bool = False,
     ) -> None:
-        """``readable`` filters new tokens: it returns the visible ones, and True if nothing may be sent after them.
-        ``form``: the marks around reasoning, if any. ``calls``: texts that may end the content; None if they are
-        unknown, so content is sent by ``finish``. ``is_held``: nothing is sent before ``finish``."""
-        self._readable = readable
+        """``dropped``: tokens that are not part of the text. ``form``: the marks around reasoning, if any. ``calls``:
+        texts that may end the content; None if they are unknown, so content is sent by ``finish``. ``is_held``: nothing
+        is sent before ``finish``."""
+        self._dropped = dropped
         self._text = TextStream(decode, stop)
         self._division = Division(form) if form else None
         self._calls = calls
@@ -186,9 +186,7 @@ class FieldStream:
         """Take the next tokens; returns the parts that have become certain."""
         if self._is_held:
             return []
-        ids, is_complete = self._readable(ids)
-        self._is_held = is_complete
-        text = self._text.feed(ids)
+        text = self._text.feed([token for token in ids if token not in self._dropped])
         divided_parts = self._division.feed(text) if self._division else [ReplyPart("content", text)]
         certain = [
             reply_part if reply_part.kind == "reasoning" else ReplyPart("content", self._before_calls(reply_part.text))

@@ -20,14 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from sys import getsizeof
 from typing import Any, ClassVar
 
-from asyncrl_cli.gateway.custom_tools import custom_input
-from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.json_values import JsonObject, canonical_json, finite
+from asyncrl_cli.gateway.errors import ApiError, JsonObject
 from asyncrl_cli.gateway.reply_stream import ReplyPart, TextKind
 from asyncrl_cli.gateway.responses_request import CLIENT_TOOL_TYPES, ClientTool, CustomTool, OtherTool, ResponsesRequest
 from asyncrl_cli.gateway.service import Prompts
 from asyncrl_cli.gateway.session import Reply
-from asyncrl_cli.gateway.wire import event
+from asyncrl_cli.gateway.wire import canonical_json, event, finite
 from asyncrl_cli.records.prompt import Message
 
 OutputItem = dict[str, Any]
@@ -284,12 +282,21 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, ClientTool], stem: s
     return item
 
 
-# -- Conversations that clients continue by the id of the last response. They are kept in memory, limited in number and
+def custom_input(arguments: str) -> str | None:
+    """Return the input of a custom tool. None if the model wrote other arguments, which are then sent unchanged as a
+    function call, because no sampled text may be lost."""
+    parsed = json.loads(arguments)
+    text = parsed.get("input") if len(parsed) == 1 else None
+    try:
+        return text if isinstance(text, str) and text.encode() is not None else None
+    except UnicodeEncodeError:
+        return None
+
+
+# -- Conversations that clients continue by the id of the last response. They are kept in memory, limited in
 # size, separately for each session: an id is valid only in its session, and cannot be guessed. After the gateway ends,
 # an id gets 404, like an id that never existed (decision 0016).
 
-MAX_RESPONSES = 512
-"""Limit on the responses of one session, and of all calls without a session."""
 MAX_BYTES = 4 * 2**20
 """Limit on the memory of one session's conversations as JSON. Messages that conversations share count in each."""
 MAX_BYTES_WITHOUT = 32 * 2**20
@@ -299,8 +306,8 @@ MAX_BYTES_WITHOUT = 32 * 2**20
 class KeptResponses:
     """Conversations by the id of the last response. The least recently used are removed first."""
 
-    def __init__(self, max_count: int = MAX_RESPONSES, limit: int = MAX_BYTES) -> None:
-        self._max_count, self._limit = max_count, limit
+    def __init__(self, limit: int = MAX_BYTES) -> None:
+        self._limit = limit
         self._conversations: OrderedDict[str, tuple[Sequence[Message], int]] = OrderedDict()
         self._size = 0
 
@@ -309,7 +316,7 @@ class KeptResponses:
         size = sum(getsizeof(canonical_json(message)) for message in messages)
         self._conversations[response_id] = (messages, size)
         self._size += size
-        while len(self._conversations) > 1 and (len(self._conversations) > self._max_count or self._size > self._limit):
+        while len(self._conversations) > 1 and self._size > self._limit:
             _, (_, size) = self._conversations.popitem(last=False)
             self._size -= size
 

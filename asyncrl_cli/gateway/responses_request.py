@@ -9,16 +9,16 @@ this order become one message, and an item out of order begins the next message.
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.gateway.custom_tools import custom_arguments, custom_function
 from asyncrl_cli.gateway.errors import invalid_value, unsupported
 from asyncrl_cli.gateway.wire import (
     MAX_CALLS,
@@ -45,9 +45,6 @@ CLIENT_TOOL_TYPES = ("function", "custom")
 
 ALLOWED_TOOLS = "allowed_tools"
 """Type of a choice that names several tools."""
-
-UNFINISHED = ("incomplete", "in_progress")
-"""The reply continues an assistant message at the end with one of these states, as in vLLM's server."""
 
 
 class InputPart(Wire):
@@ -77,7 +74,6 @@ class MessageItem(Wire):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    status: Text | None = None
 
 
 class ReasoningPart(Wire):
@@ -181,10 +177,21 @@ class ClientTool:
         """The tool in the format of chat templates."""
         tool = self.tool
         if isinstance(tool, CustomTool):
-            return custom_function(self.chat_name, tool.description, (tool.format or {}).get("definition"))
+            return self._text_function(tool)
         definition = {"description": tool.description, "parameters": tool.parameters}
         function = {key: value for key, value in definition.items() if value is not None}
         return {"type": "function", "function": {"name": self.chat_name, **function}}
+
+    def _text_function(self, tool: CustomTool) -> dict[str, Any]:
+        """A function with the one argument `input`. The tool's grammar, if any, is part of the description."""
+        grammar = (tool.format or {}).get("definition")
+        texts = [tool.description, f"The input follows this grammar:\n{grammar}" if grammar else None]
+        function: dict[str, Any] = {"name": self.chat_name}
+        if described := "\n\n".join(filter(None, texts)):
+            function["description"] = described
+        properties = {"input": {"type": "string"}}
+        function["parameters"] = {"type": "object", "properties": properties, "required": ["input"]}
+        return {"type": "function", "function": function}
 
 
 def chat_name(name: str, namespace: str | None) -> str:
@@ -228,11 +235,6 @@ class ToolChoice(NamedTool):
 
 
 class ResponsesRequest(GenerationRequest, ChatBody):
-    how_to_end: ClassVar[str] = (
-        "to continue an assistant message at the end, set its status to incomplete; otherwise the last message must "
-        "not be the assistant's"
-    )
-
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
     previous_response_id: Text | None = None
@@ -285,12 +287,6 @@ class ResponsesRequest(GenerationRequest, ChatBody):
                 client_tool for client_tool in client_tools if (client_tool.tool.type, client_tool.tool.name) in names
             ]
         return [client_tool.function() for client_tool in client_tools] or None
-
-    def continues(self, ends_with_reply: bool) -> bool:
-        final_item = None if isinstance(self.input, str) or not self.input else self.input[-1]
-        return (
-            isinstance(final_item, MessageItem) and final_item.role == "assistant" and final_item.status in UNFINISHED
-        )
 
     def chat_messages(self) -> list[Message]:
         """The input as chat messages. Raises ``ApiError`` for encrypted reasoning of another server."""
@@ -353,15 +349,17 @@ def _reply_field(item: MessageItem | ReasoningItem | FunctionCallItem | CustomTo
     if isinstance(item, ReasoningItem):
         text = _reasoning(item)
         return None if text is None else ("reasoning_content", text)
-    arguments = custom_arguments(item.input) if isinstance(item, CustomToolCallItem) else item.arguments
+    if isinstance(item, CustomToolCallItem):
+        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+    else:
+        arguments = item.arguments
     function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
     return "tool_calls", {"id": item.call_id, "type": "function", "function": function}
 
 
 def _content(content: Content) -> str | list[dict[str, str]]:
-    """The text, or the parts if there are images."""
-    if isinstance(content, str) or all(isinstance(content_part, InputPart) for content_part in content):
-        return _text(content)
+    if isinstance(content, str):
+        return content
     return [
         {"type": "text", "text": content_part.text}
         if isinstance(content_part, InputPart)

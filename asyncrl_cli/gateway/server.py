@@ -74,14 +74,12 @@ class Gateway:
     async def start(self) -> None:
         """Start to serve. Raises ``GatewayError`` if the server does not start."""
         self._task = asyncio.create_task(self._server.serve([self._listener]))
-        ready = asyncio.create_task(self._server.serving.wait())
         try:
-            await asyncio.wait({self._task, ready}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-        if not self._server.serving.is_set():
+            async with asyncio.timeout(START_S):
+                await self._server.serving.wait()
+        except TimeoutError:
             await self.stop()
-            raise GatewayError("the gateway's server did not start", location="rollout.gateway")
+            raise GatewayError("the gateway's server did not start", location="rollout.gateway") from None
 
     async def stop(self) -> None:
         """End every request and stop serving, within ``STOP_S``."""

@@ -21,7 +21,7 @@ from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
 from asyncrl_cli.gateway.reply_stream import ReplyPart
-from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
+from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session, gathered
 from asyncrl_cli.gateway.sessions import OutsideClients, Sessions
 from asyncrl_cli.gateway.wire import ChatBody, encoded
 from asyncrl_cli.gateway.wire import Request as Body
@@ -211,9 +211,7 @@ async def _generate(session: Session, prepared: Prepared, parts_queue: PartQueue
 
         return await session.answer(rendered, options, None if parts_queue is None else queue)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(replies(index, prompt)) for index, prompt in enumerate(prepared.rendered)]
-    return [task.result() for task in tasks]
+    return await gathered([replies(index, prompt) for index, prompt in enumerate(prepared.rendered)])
 
 
 def token_counts(prompts: Prompts) -> tuple[int, int]:

@@ -105,8 +105,6 @@ class Rendered:
     tools: Tools | None = None
     history: ConversationKey | None = None
     """A chat's messages, by which a later call finds this one."""
-    text: str | None = None
-    """A completion's text, for the same purpose."""
     chat: ChatFormat | None = None
     """Parses the reply of a chat."""
     continued_message: Message | None = None
@@ -226,7 +224,7 @@ class Session:
             )
             replies.append(reply)
         try:
-            complete_replies = [await replies[0]] if options.n == 1 else await _gather(replies)
+            complete_replies = await gathered(replies)
             if self._until_recorded is not None:
                 await self._until_recorded()
             return complete_replies
@@ -269,7 +267,6 @@ class Session:
             end=call.prompt_length + len(ids),
             last_token=ids[-1],
             messages=rendered.history and rendered.history.then(_joined_reply(rendered.continued_message, message)),
-            text=None if rendered.text is None else rendered.text + self._chat.decode(ids, special=True),
             stopped=text != decoded,
         )
         self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
@@ -288,7 +285,7 @@ class Session:
     def _stream(self, rendered: Rendered, stop: Sequence[str]) -> FieldStream:
         if rendered.chat is not None:
             return rendered.chat.stream(rendered.tools, stop)
-        return FieldStream(self._chat.decode, lambda ids: (ids, False), stop)
+        return FieldStream(self._chat.decode, stop)
 
     async def _sample(
         self, call: Call, sampling: Sampling, index: int, *, streamed: bool, on_tokens: Callable[[Sequence[int]], None]
@@ -371,23 +368,20 @@ class Session:
         assistant message at the end. ``images``: the messages' images, by digest. Raises ``ApiError`` for messages that
         cannot be rendered.
         """
+        template_variables = {**self._chat.template_kwargs, **(variables or {})}
         if self._transcript.restorable:
             for count, message in enumerate(messages):
                 if count and message["role"] == "assistant":
-                    await self._restore(messages[: count + 1], tools, render, variables=variables, images=images)
+                    rendered = await self._render_chat(
+                        messages[:count], tools, render, variables=variables, images=images
+                    )
+                    self._restore(rendered, messages[: count + 1], template_variables)
         return await self._render_chat(messages, tools, render, variables=variables, continues=continues, images=images)
 
-    async def _restore(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None,
-        render: Render,
-        *,
-        variables: Mapping[str, Any] | None,
-        images: Mapping[str, Image] | None,
-    ) -> None:
-        """Make the last message a turn if it is a kept reply, and calls continue its exact tokens."""
-        rendered = await self._render_chat(messages[:-1], tools, render, variables=variables, images=images)
+    def _restore(self, rendered: Rendered, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
+        """Make the last message a turn if it is a kept reply, and calls continue its exact tokens. ``rendered``: the
+        messages before it."""
+        # Without an await until ``begin``: another call must not restore the same reply.
         tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids)
         if tokens is None or rendered.chat is None or rendered.history is None:
             return
@@ -395,10 +389,8 @@ class Session:
         reply = rendered.chat.parse(rendered.prompt_ids, token_ids=ids, tools=rendered.tools, stop=self._sampling.stop)
         history = rendered.history.then(reply)
         with _chat_errors():
-            template_variables = {**self._chat.template_kwargs, **(variables or {})}
-            if Conversation.of(messages, tools or None, template_variables).covered_by(history) is None:
+            if Conversation.of(messages, rendered.tools, variables).covered_by(history) is None:
                 return
-        # Without an await since ``recorded_reply``: another call must not restore the same reply.
         call = self._transcript.begin(rendered.branch, rendered.prompt_ids, rendered.images)
         text = self._chat.decode(ids)
         turn = ReplyEnd(
@@ -476,19 +468,12 @@ class Session:
         )
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
-        """As ``render_chat``, for a text."""
+        """Tokenize a text. It continues an earlier turn if its tokens begin with that turn's."""
         self._refuse_if_ended()
         self._refuse_flood(len(prompt))
-
-        def covers(_: Branch, turn: ReplyEnd) -> int | None:
-            return len(turn.text) if turn.text is not None and prompt.startswith(turn.text) else None
-
         with _chat_errors():
-            if continued_turn := self._transcript.longest_turn(covers):
-                branch, turn = continued_turn
-                new_ids = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
-                return Rendered((*_turn_ids(branch, turn), *new_ids), continued_turn, text=prompt)
-            return Rendered(tuple(await render(partial(self._chat.encode, prompt, begins=True))), text=prompt)
+            ids = await render(partial(self._chat.encode, prompt))
+        return Rendered(tuple(ids), self._turn_before(ids))
 
     async def render_ids(self, prompt: Sequence[int]) -> Rendered:
         """As ``render_text``, for token ids."""
@@ -514,8 +499,6 @@ class Session:
     def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
         limits = self._limits
         call_limit = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
-        if options.n < 1 or call_limit < 1:
-            raise invalid_value("n and max_tokens must be at least 1")
         room = limits.max_length - prompt_tokens
         if room < 1:
             raise self._too_long(f"{prompt_tokens} tokens")
@@ -535,7 +518,7 @@ class Session:
             if self.fixed_sampling or options.temperature is None
             else options.temperature,
             max_tokens=min(room, limits.max_call_tokens, call_limit),
-            stop=tuple(dict.fromkeys((*session_sampling.stop, *(stop for stop in options.stop if stop)))),
+            stop=tuple(dict.fromkeys((*session_sampling.stop, *options.stop))),
         )
 
     def _seeded(self, sampling: Sampling, options: CallOptions, *, choice: int, index: int) -> Sampling:
@@ -589,11 +572,13 @@ def _joined_reply(continued_message: Message | None, message: Message) -> Messag
     return {**continued_message, **message, "content": continued_message["content"] + (message["content"] or "")}
 
 
-async def _gather(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """Wait for all replies. The first error cancels the others."""
+async def gathered(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for all results. The first error cancels the other coroutines and is raised."""
+    if len(work) == 1:
+        return [await work[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(reply) for reply in replies]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -37,14 +37,13 @@ from asyncrl_cli.rollout.open_requests import OnSegments
 class ReplyEnd:
     """The end of a reply, at which a conversation can continue: ``end`` tokens into its branch.
 
-    ``messages``: a chat's tools and messages including the reply, for comparison. ``text``: a completion's text
-    including the reply. ``stopped``: a stop string ended the reply, so its tokens have more text than its message.
+    ``messages``: a chat's tools and messages including the reply, for comparison. ``stopped``: a stop string ended the
+    reply, so its tokens have more text than its message.
     """
 
     end: int
     last_token: int
     messages: ConversationKey | None = None
-    text: str | None = None
     stopped: bool = False
 
 
@@ -91,9 +90,7 @@ class KeptReplies:
         kept_replies, start = None, 0
         while start < len(tokens.ids):
             is_sampled = tokens.versions[start] != CONTEXT
-            length = (
-                _sampled_length(tokens.versions[start:]) if is_sampled else _context_length(tokens.versions[start:])
-            )
+            length = _run_length(tokens.versions[start:], is_sampled)
             end = start + length
             has_end_token = int(tokens.ids[end - 1]) in end_tokens
             if is_sampled and (end < len(tokens.ids) or has_end_token or length >= max_call_tokens):
@@ -166,7 +163,7 @@ class Transcript:
         for prefix in candidates:
             if _begins_with_prompt(prefix.tokens, start, prompt):
                 tokens = prefix.tokens
-                end = len(prompt) + _sampled_length(tokens.versions[len(prompt) :])
+                end = len(prompt) + _run_length(tokens.versions[len(prompt) :])
                 return tokens.slice(len(prompt), end) if end > len(prompt) else None
         return None
 
@@ -200,7 +197,7 @@ class Transcript:
             self._add(branch, TokenSequence.context(prompt[end:]).segments(self._name(branch), end))
         branch.busy, branch.images = True, images
         tokens = branch.prefix.tokens
-        reply_end = prompt_length + _sampled_length(tokens.versions[prompt_length:])
+        reply_end = prompt_length + _run_length(tokens.versions[prompt_length:])
         return Call(
             branch,
             prompt_ids=tuple(prompt_ids),
@@ -320,13 +317,7 @@ def _begins_with_prompt(tokens: TokenSequence, start: int, prompt: NDArray[np.in
     )
 
 
-def _context_length(versions: NDArray[np.int32]) -> int:
-    """Number of context tokens before the next sampled token."""
-    sampled = np.flatnonzero(versions != CONTEXT)
-    return int(sampled[0]) if len(sampled) else len(versions)
-
-
-def _sampled_length(versions: NDArray[np.int32]) -> int:
-    """Number of sampled tokens before the next context token."""
-    context = np.flatnonzero(versions == CONTEXT)
-    return int(context[0]) if len(context) else len(versions)
+def _run_length(versions: NDArray[np.int32], is_sampled: bool = True) -> int:
+    """Number of sampled tokens before the next context token, or of context tokens before the next sampled token."""
+    run_ends = np.flatnonzero((versions != CONTEXT) != is_sampled)
+    return int(run_ends[0]) if len(run_ends) else len(versions)

@@ -1,4 +1,4 @@
-"""Shared parts of all APIs' requests, and server-sent events.
+"""Shared parts of all APIs' requests, JSON values, and server-sent events.
 
 Every key of a request is a field of its model, has no effect on tokens (``NO_EFFECT``), or is refused by
 ``Request.refuse_unsupported``. The models are small, and independent of vLLM's (decision 0016).
@@ -7,14 +7,16 @@ Every key of a request is a field of its model, has no effect on tokens (``NO_EF
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.gateway.errors import unsupported
+from asyncrl_cli.records.prompt import ChatError
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
@@ -53,29 +55,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
-    "enable_response_messages": (False,),
     "format": ({"type": "text"},),
     "function_call": ("none",),
     "ignore_eos": (False,),
-    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
     "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
     "response_format": ({"type": "text"},),
-    "return_mm_kwargs": (False,),
-    "return_prompt_text": (False,),
     "return_token_ids": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "routed_experts_prompt_start": (0,),
     "skip_special_tokens": (True,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
 }
 """Accepted values of keys that are otherwise refused: these values change nothing. Null and empty values never do."""
 
@@ -102,6 +94,13 @@ HINTS: Mapping[str, str] = {
 
 class Wire(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class TextPart(Wire):
+    """A piece of text in a message's content."""
+
+    type: Literal["text"]
+    text: Text
 
 
 class Settings(Wire):
@@ -183,3 +182,37 @@ def encoded(body: Any) -> bytes:
 def event(body: Any, name: str = "") -> bytes:
     name_line = f"event: {name}\n".encode() if name else b""
     return name_line + b"data: " + encoded(body) + b"\n\n"
+
+
+# -- JSON values as in JavaScript: every number is a double, and a number that no double can hold is null
+
+
+def finite(text: str) -> Any:
+    """Parse JSON; NaN and infinite numbers become null.
+
+    The parser itself replaces them, because a recursive walk would fail at a smaller depth than the parser.
+    """
+    return json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+
+
+def canonical_json(value: Any) -> str:
+    """A text that is equal for equal JSON values: 1 equals 1.0, and 0.0 equals -0.0.
+
+    Raises ``ChatError`` for values that JSON lacks.
+    """
+    try:
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        doubles = json.loads(text, parse_int=_double, parse_float=_double, parse_constant=lambda _: None)
+        return json.dumps(doubles, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChatError(f"not JSON: {error}") from error
+
+
+def _finite(digits: str) -> float | None:
+    double = float(digits)
+    return double if math.isfinite(double) else None
+
+
+def _double(digits: str) -> float | None:
+    double = _finite(digits)
+    return None if double is None else double + 0.0  # no -0.0

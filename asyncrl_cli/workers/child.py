@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -133,15 +134,12 @@ def main(descriptor: int, owner_pid: int) -> None:
     except TaskError as error:
         owner.send(request_id, error)
         return
+    ready = partial(owner.send, request_id, loaded_task)
     if loaded_task.role is Role.PLAIN:
-        owner.send(request_id, loaded_task)
+        ready()
         _score_in_turn(task, owner)
     else:
-        asyncio.run(
-            _serve(
-                task, role=loaded_task.role, load=load, owner=owner, ready=lambda: owner.send(request_id, loaded_task)
-            )
-        )
+        asyncio.run(_serve(task, role=loaded_task.role, load=load, owner=owner, ready=ready))
 
 
 def _load(load: Load) -> tuple[object, LoadedTask]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.tokenizer import CHARACTERS, character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.json_values import canonical_json
-from asyncrl_cli.gateway.parsers import ParserError, hermes, tool_parser, vllm_tool_parser
+from asyncrl_cli.gateway.parsers import ParserError, hermes, vllm_tool_parser
 from asyncrl_cli.gateway.reply_stream import INCOMPLETE, TextStream
+from asyncrl_cli.gateway.wire import canonical_json
 from asyncrl_cli.records.prompt import ChatError, normalized
 from asyncrl_cli.rollout.response_text import cut
 from tests.gateway.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
@@ -274,9 +274,9 @@ def test_other_formats_are_vllms_and_unknown_ones_are_refused() -> None:
     }
     assert chat.parse([], chat.encode("[calc(e="), [CALC]) == {"role": "assistant", "content": "[calc(e="}
     with pytest.raises(ParserError, match="did you mean `hermes`"):
-        tool_parser("hermez", byte_tokenizer())
+        vllm_tool_parser("hermez", byte_tokenizer())
     with pytest.raises(ParserError, match="does not fit this model's tokenizer"):
-        tool_parser("mistral", byte_tokenizer())
+        vllm_tool_parser("mistral", byte_tokenizer())
 
 
 # -- text in pieces

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_stand_ins import KEY, Engine, Served, in_time, key_of, served, until
+from gateway_stand_ins import KEY, Engine, Served, key_of, served, until
 
-from asyncrl_cli.gateway.actor import _FullOnce
 from asyncrl_cli.gateway.connections import MAX_CONNECTIONS, ConnectionLimits
 
 pytestmark = pytest.mark.slow
@@ -134,22 +133,6 @@ def test_the_cap_follows_from_the_limit_of_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard >= 2 * MAX_CONNECTIONS:
         assert under(100, hard).startswith(f"{MAX_CONNECTIONS} ")
-
-
-def test_a_lack_of_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_FullOnce())
-        full = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
-        for _ in range(4096):
-            loop.call_exception_handler(full)
-        loop.call_exception_handler({"message": "another error"})
-
-    in_time(test)
-    assert [record.message for record in caplog.records] == [
-        "no file descriptors are left for connections: [Errno 24] Too many open files",
-        "another error",
-    ]
 
 
 async def test_a_key_opens_its_own_session_and_nothing_else() -> None:

@@ -84,18 +84,26 @@ async def test_a_session_that_ends_ends_its_calls() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
 
 
-async def test_a_failure_during_a_stream_is_reported_in_it() -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "failure"),
+    [
+        (PATH, CHAT, '"code":"session_ended"'),
+        ("/v1/responses", {"input": "hello"}, '"type":"response.failed"'),
+        ("/v1/messages", CHAT | {"max_tokens": 50}, '"error_code":"session_ended"'),
+    ],
+)
+async def test_a_failure_during_a_stream_is_its_last_event(path: str, body: Any, failure: str) -> None:
     engine = Engine(held=asyncio.Event())
     async with served(engine) as there:
         there.session("7-0")
         key = {"Authorization": f"Bearer {key_of('7-0')}"}
-        body = CHAT | {"stream": True}
-        async with there.http.stream("POST", "/sessions/7-0" + PATH, json=body, headers=key) as answer:
+        async with there.http.stream(
+            "POST", "/sessions/7-0" + path, json=body | {"stream": True}, headers=key
+        ) as answer:
             assert answer.status_code == 200
             there.sessions.close("7-0")
             lines = [line async for line in answer.aiter_lines() if line]
-        assert '"code":"session_ended"' in lines[-1]
-        assert "[DONE]" not in lines[-1]
+        assert failure in lines[-1] and "has ended" in lines[-1]
 
 
 async def test_stopping_answers_waiting_clients_and_leaves_no_task() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import anthropic
@@ -30,19 +29,11 @@ async def test_keys_and_versions() -> None:
             assert (await there.http.post(path, json=body, headers=named)).status_code == 200
         both = {"x-api-key": key_of("7-0"), "authorization": "Bearer of-another-user"}
         assert (await there.http.post("/sessions/7-0/v1/messages", json=body, headers=both)).status_code == 200
-        assert (await there.http.get("/v1/models", headers={"x-api-key": KEY})).json()["object"] == "list"
-        async with client_of(there) as client:
-            (model,) = [model async for model in client.models.list()]
-            assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
-            assert (await client.models.retrieve(MODEL)).id == MODEL
-            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
-                await client.models.retrieve("claude")
 
 
 async def test_errors_have_anthropics_shape_and_classes() -> None:
     async with served(max_body_mb=1) as there, client_of(there) as client:
         there.session("7-0")
-        there.session("8-0", max_calls=1)
         there.session("9-0")
         there.sessions.close("9-0")
         long, large = ([{"role": "user", "content": "x" * size}] for size in (5_000, 2**20))
@@ -64,11 +55,6 @@ async def test_errors_have_anthropics_shape_and_classes() -> None:
             if not changes:
                 with pytest.raises(kind, match=message):
                     await own.messages.count_tokens(model=MODEL, messages=HELLO)
-        async with client_of(there, "8-0") as own:
-            await own.messages.create(**ASKED)
-            with pytest.raises(anthropic.BadRequestError) as limited:
-                await own.messages.create(**ASKED)
-            assert limited.value.error_code == "max_calls_exceeded"
         for method in ("GET", "PUT", "DELETE"):
             answer = await there.http.request(method, "/v1/messages")
             assert (answer.status_code, answer.json()["type"], answer.headers["allow"]) == (405, "error", "POST")
@@ -77,25 +63,6 @@ async def test_errors_have_anthropics_shape_and_classes() -> None:
         there.engine.fails = RuntimeError("a fault")
         with pytest.raises(anthropic.InternalServerError, match="RuntimeError in the gateway"):
             await client.messages.create(**ASKED)
-        assert (await there.http.get("/health")).status_code == 200
-
-
-async def test_a_failure_within_a_stream_is_an_event() -> None:
-    async with served(Engine(held=asyncio.Event())) as there, client_of(there, "7-0") as client:
-        there.session()
-        texts = []
-
-        async def read() -> None:
-            async for event in await client.messages.create(**ASKED, stream=True):
-                if event.type == "content_block_delta":
-                    texts.append(event)
-                    there.sessions.close("7-0")
-
-        with pytest.raises(anthropic.APIStatusError, match="has ended") as raised:
-            await read()
-        assert texts
-        body: Any = raised.value.body
-        assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,11 +14,12 @@ from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
 from asyncrl_cli.gateway.reply_stream import ReplyPart, divided
-from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
-from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.gateway.session import CallOptions
+from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.response_text import decoder
 from tests.gateway.conversation_stand_ins import CALC, ask_chat, ask_text, byte_tokenizer, end_of
+from tests.gateway.gateway_stand_ins import Engine, new_session
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"e": "1+1"}}</tool_call>'
 QUESTION: dict[str, Any] = {"role": "user", "content": "1+1?"}
@@ -137,38 +138,18 @@ DROPS = KEEPS.replace("m.reasoning_content", "false")
 THOUGHT = "<think>one  and\none</think>2"
 
 
-class Script:
+def says(template: str, *texts: str) -> Engine:
     """A model that replies with one text after another."""
-
-    def __init__(self, template: str, *texts: str) -> None:
-        self.chat = ChatFormat(thinking_tokenizer(template), None, "qwen3")
-        self.texts = list(texts)
-
-    async def generate(self, request: RolloutRequest, on_segments: Any = None) -> Rollout:
-        full = [*self.chat.encode(self.texts.pop(0)), end_of(self.chat)]
-        ids = np.asarray(full[: request.sampling.max_tokens], np.int32)
-        for at in range(len(ids) - 1):
-            if on_segments is not None:
-                piece = ids[at : at + 1], np.zeros(1, np.float32)
-                on_segments([Segment(request.rollout_id, request.generated + at, 4, *piece)])
-        return Rollout(
-            *(ids, np.zeros(len(ids), np.float32), np.full(len(ids), 4, np.int32)),
-            rollout_id=request.rollout_id,
-            prompt_ids=request.prompt_ids,
-            text="",
-            finish_reason="stop" if len(ids) == len(full) else "length",
-        )
-
-    def session(self) -> Session:
-        limits = SessionLimits(max_length=1000, max_call_tokens=500)
-        return Session("3-1", self.chat, self.generate, Sampling(1.0, 500, seed=3), limits, fixed_sampling=True)
+    replies = iter(texts)
+    chat = ChatFormat(thinking_tokenizer(template), None, "qwen3")
+    return Engine(lambda prompt, request: next(replies), chat=chat)
 
 
 @pytest.mark.parametrize("template", [KEEPS, DROPS])
 @pytest.mark.parametrize("sent_back", ["reasoning_content", "reasoning", None])
 async def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, sent_back: str | None) -> None:
-    script = Script(template, THOUGHT, f"<think>again</think>{CALL}", "so")
-    session, messages, replies = script.session(), [QUESTION], []
+    engine = says(template, THOUGHT, f"<think>again</think>{CALL}", "so")
+    session, messages, replies = new_session("3-1", engine, fixed_sampling=True), [QUESTION], []
     for after in (QUESTION, {"role": "tool", "content": "2"}, QUESTION):
         (reply,) = await ask_chat(session, messages, [CALC], CallOptions())
         sent = dict(reply.message)
@@ -188,12 +169,12 @@ async def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template:
 
 @pytest.mark.parametrize(("template", "rendered"), [(KEEPS, "<think>two</think>2"), (DROPS, "\n2")])
 async def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered: str) -> None:
-    script = Script(template, THOUGHT, "so", "so")
-    session = script.session()
+    engine = says(template, THOUGHT, "so", "so")
+    session = new_session("3-1", engine, fixed_sampling=True)
     (reply,) = await ask_chat(session, [QUESTION], None, CallOptions())
     changed = dict(reply.message) | {"reasoning_content": "two"}
     (other,) = await ask_chat(session, [QUESTION, changed, QUESTION], None, CallOptions())
-    assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template decides whether it is kept"
+    assert rendered in engine.chat.decode(other.prompt_ids, special=True), "the template decides whether it is kept"
     rollout = session.rollout()
     assert rollout is not None and len(rollout.branches) == 1
     (same,) = await ask_chat(session, [QUESTION, reply.message, QUESTION], None, CallOptions())
@@ -203,19 +184,23 @@ async def test_reasoning_that_a_client_changes_begins_a_branch(template: str, re
 
 
 async def test_a_text_is_not_divided() -> None:
-    script = Script(KEEPS, THOUGHT)
+    engine = says(KEEPS, THOUGHT)
     parts: list[ReplyPart] = []
-    (reply,) = await ask_text(script.session(), "a", CallOptions(), lambda _, part: parts.append(part))
+    (reply,) = await ask_text(
+        new_session("3-1", engine, fixed_sampling=True), "a", CallOptions(), lambda _, part: parts.append(part)
+    )
     assert reply.text == "".join(part.text for part in parts) == THOUGHT
     assert {part.kind for part in parts} == {"content"}
 
 
 @pytest.mark.parametrize("most", [None, 4])
 async def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int | None) -> None:
-    script = Script(KEEPS, f"<think>why </thi not</think>so{CALL}")
+    engine = says(KEEPS, f"<think>why </thi not</think>so{CALL}")
     parts: list[ReplyPart] = []
     options = CallOptions(max_tokens=most)
-    (reply,) = await ask_chat(script.session(), [QUESTION], [CALC], options, lambda _, part: parts.append(part))
+    (reply,) = await ask_chat(
+        new_session("3-1", engine, fixed_sampling=True), [QUESTION], [CALC], options, lambda _, part: parts.append(part)
+    )
     joined: dict[str, str] = {}
     for part in parts:
         joined[part.kind] = joined.get(part.kind, "") + part.text

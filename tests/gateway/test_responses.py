@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from gateway_stand_ins import MODEL, Engine, Served, chat_format, in_time, served, until
+from gateway_stand_ins import MODEL, Engine, Served, chat_format, served
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -22,11 +21,6 @@ FIND: Any = {
     "description": "Finds.",
     "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
     "strict": False,
-}
-PATCH: Any = {
-    "type": "custom",
-    "name": "patch",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
 }
 
 
@@ -73,54 +67,12 @@ async def test_repeated_tools_have_null_for_numbers_that_json_lacks(stream: bool
         assert tool["parameters"] == {"a": [None, 2]}
 
 
-def test_agents_with_their_default_model_are_served() -> None:
-    """openai-agents uses the Responses API by default."""
-    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
-
-    @function_tool
-    def find(q: str) -> str:
-        return f"{q} found"
-
-    async def test() -> None:
-        script = [calling("find", {"q": "x"}), calling("find", {"q": "y"}, "And"), "Both."] * 3
-        async with served(says(*script)) as there:
-            sessions = [there.session(f"7-{number}") for number in range(3)]
-            for number in range(3):
-                async with there.client(f"7-{number}") as client:
-                    set_default_openai_client(client, use_for_tracing=False)
-                    agent = Agent(name="a", instructions="Find.", model=MODEL, tools=[find])
-                    if number == 1:
-                        streamed = Runner.run_streamed(agent, "x and y")
-                        kinds = [event.type async for event in streamed.stream_events()]
-                        assert "raw_response_event" in kinds
-                        assert streamed.final_output == "Both."
-                    else:
-                        by_id = {"auto_previous_response_id": True} if number == 2 else {}
-                        assert (await Runner.run(agent, "x and y", **by_id)).final_output == "Both."
-            for session in sessions:
-                rollout = session.rollout()
-                assert rollout is not None and len(rollout.sequences) == 1
-                assert session.calls == 3
-
-    set_tracing_disabled(True)
-    in_time(test)
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "param"),
     [
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "invalid_value",
-            "input",
-        ),
         ({"input": None}, "invalid_value", "input"),
-        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
-        ({"background": True}, "unsupported_parameter", "background"),
         ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
-        ({"top_p": 0.5}, "unsupported_parameter", "top_p"),
         ({"include": ["message.output_text.logprobs"]}, "unsupported_parameter", "include"),
-        ({"tools": [FIND, {"type": "web_search"}]}, "unsupported_parameter", "tools.1.type"),
         ({"tool_choice": {"type": "web_search"}}, "unsupported_parameter", "tool_choice"),
     ],
 )
@@ -143,21 +95,6 @@ async def test_a_session_of_training_overrides_what_changes_the_distribution() -
         assert asked.sampling.temperature == 1.0
         answer = await there.post("/v1/responses", {"input": "a", "background": True}, "7-0")
         assert answer.status_code == 400, "what no session can serve"
-
-
-async def test_a_failure_in_a_stream_is_its_last_event() -> None:
-    engine = Engine(lambda prompt, request: "half of this", held=asyncio.Event())
-    async with served(engine) as there, there.client("7-0") as client:
-        there.session("7-0")
-        stream = await client.responses.create(model=MODEL, input="a", stream=True)
-        kinds = []
-        async for event in stream:
-            kinds.append(event.type)
-            if event.type == "response.output_text.delta":
-                there.sessions.close("7-0")
-        assert kinds[-1] == "response.failed"
-        assert event.response.error is not None and "has ended" in event.response.error.message
-        await until(lambda: engine.running == 0)
 
 
 async def test_a_response_is_continued_in_its_own_session_alone() -> None:
@@ -215,22 +152,20 @@ async def test_a_conversation_may_change_its_api() -> None:
 
 
 def test_kept_conversations_are_bounded() -> None:
-    kept = KeptResponses(max_count=3, limit=400)
+    kept = KeptResponses(limit=300)
     small = [{"role": "user", "content": "x"}]
-    for name in "abc":
+    for name in "ab":
         kept.add(name, small)
     kept.get("a")
-    kept.add("d", small)
+    kept.add("c", [{"role": "user", "content": "x" * 60}])
     with pytest.raises(Exception, match="'b' not found"):
         kept.get("b")
     assert kept.get("a") == small
-    kept.add("e", [{"role": "user", "content": "x" * 300}])
-    assert len(kept.get("e")) == 1
-    for name in "abcd":
+    kept.add("d", [{"role": "user", "content": "x" * 600}])
+    assert len(kept.get("d")) == 1, "the newest is kept whatever its size"
+    for name in "ac":
         with pytest.raises(Exception, match="not found"):
             kept.get(name)
-    kept.add("f", small)
-    assert kept.get("f") == small
 
 
 @pytest.mark.parametrize("sent_back", ["all", "encrypted", "none"])

@@ -91,12 +91,6 @@ def test_items_sent_back_are_the_same_messages(turns: list[tuple[list[Message], 
     assert [compared(message) for message in body.chat_messages()] == [compared(message) for message in messages]
 
 
-@given(replies(), replies())
-def test_ids_of_items_are_different(first: Message, second: Message) -> None:
-    ids = [item["id"] for number, reply in enumerate((first, second)) for item in items_of(reply, OWN, f"s{number}")]
-    assert len(set(ids)) == len(ids)
-
-
 def messages(*items: Any) -> list[Message]:
     return ResponsesRequest.model_validate({"input": list(items)}).chat_messages()
 

@@ -216,7 +216,7 @@ def test_texts_continue_in_token_space() -> None:
     cut = CallOptions(max_tokens=3)
     (first,) = run(ask_text(one, "x=", cut))
     (second,) = run(ask_text(one, "x=abc+", cut))
-    assert second.prompt_ids == (*first.prompt_ids, *first.token_ids, *CHAT.encode("+"))
+    assert second.prompt_ids == (*first.prompt_ids, *first.token_ids, *CHAT.encode("+")), "the text has these tokens"
     (third,) = run(ask_text(one, [*second.prompt_ids, *second.token_ids, 50], CallOptions()))
     (fourth,) = run(ask_text(one, "x=abc+defg", cut))
     rollout = one.rollout()
@@ -243,7 +243,6 @@ def test_texts_continue_in_token_space() -> None:
             True,
         ),
         (lambda s: ask_chat(s, HELLO, None, CallOptions(n=5)), 400, "max_calls_exceeded", True),
-        (lambda s: ask_chat(s, HELLO, None, CallOptions(max_tokens=0)), 400, "invalid_value", False),
         (lambda s: ask_chat(s, [], None, CallOptions()), 400, "invalid_value", False),
         (lambda s: ask_chat(s, [{"role": "user", "content": 3}], None, CallOptions()), 400, "invalid_value", False),
         (lambda s: ask_text(s, "", CallOptions()), 400, "invalid_value", False),

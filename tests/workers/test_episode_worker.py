@@ -56,12 +56,6 @@ return 1
 SOON = "await asyncio.sleep(0.5); return 0.5"
 ACCESS = ModelAccess("http://127.0.0.1:9/sessions/1-0/v1", "key", "policy", "1-0")
 PID = "return os.getpid()"
-LEAVES_CHILDREN = """
-first = subprocess.Popen(["sleep", "600"])
-line = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
-second = subprocess.run(line, shell=True, env={}, stdout=subprocess.PIPE, text=True)
-return float(f"{first.pid}.{int(second.stdout):07d}")
-"""
 
 
 class Harness:
@@ -193,16 +187,6 @@ async def test_output_is_logged_and_the_log_is_bounded(tmp_path: Path, capfd: py
             assert played.score == Scored(1.0)
     assert capfd.readouterr().out.count("x") >= 3_000_000
     assert bound.call_count >= 3_000_000 / CHUNK
-
-
-async def test_processes_that_agents_have_started_end_with_the_worker(tmp_path: Path) -> None:
-    async with episode_worker(tmp_path) as actor:
-        (played,) = await actor.play(LEAVES_CHILDREN.strip())
-        assert isinstance(played.score, Scored)
-        first, second = f"{played.score.reward:.7f}".split(".")
-        left = [psutil.Process(int(pid)) for pid in (first, second)]
-        await actor.play("os._exit(1)")
-        assert psutil.wait_procs(left, 10)[1] == []
 
 
 async def test_a_slow_environment_does_not_delay_others(tmp_path: Path) -> None:

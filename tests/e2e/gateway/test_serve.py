@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from ..conftest import Runs, until
 from ..faults.parts import processes_of_part
 from ..served import Server, logprobs_of, serving
-from .sessions import SUPERVISED
 
 pytestmark = pytest.mark.stack
 
@@ -120,19 +118,6 @@ def _responses_are_those_of_chat(client: openai.OpenAI, model: str, text: str | 
     assert second.output_text == same.output_text
 
 
-@pytest.mark.rotating
-def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    spec = runs.write_spec(model={"init": TINY, "path": None})
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = runs.run("serve", spec, "--port", str(taken.getsockname()[1]))
-    assert ended.code == 1
-    assert "rollout.gateway.port" in ended.err
-    assert "Traceback" not in ended.out + ended.err
-
-
 def _messages_are_those_of_chat(server: Server, messages: Any, text: str | None) -> None:
     """The same conversation over `/v1/messages`: the same text, complete and streamed, and its tokens counted."""
     base_url = server.base_url.removesuffix("/v1")
@@ -149,64 +134,3 @@ def _messages_are_those_of_chat(server: Server, messages: Any, text: str | None)
     assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens == answer.usage.input_tokens
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**(asked | {"messages": [{"role": "user", "content": "x" * 300}]}))
-
-
-THINKER = """
-from asyncrl_cli.records.prompt import Prompt
-
-CALL = {"type": "function", "function": {"name": "calc", "arguments": {"e": "1+1"}}}
-
-
-class Thinker:
-    def reward(self, prompt, response, finished):
-        return 0.0
-
-    def prompts(self, split, size):
-        return [Prompt(f"{split}/{number}", f"{split} {number}?") for number in range(size)]
-
-
-def rows(split, size):
-    reply = {"role": "assistant", "content": "let me see " * 5, "reasoning_content": "hard {1}" * 5}
-    reply |= {"tool_calls": [CALL]}
-    return [{"messages": [{"role": "user", "content": f"{row}?"}, reply]} for row in range(1, 100)]
-"""
-THINKERS_TEMPLATE = (
-    "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content or '' }}{% for call in m.tool_calls or [] %} <tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}{{ eos_token if m.role == 'assistant' else ':' }}{% endfor %}"
-)
-
-
-@pytest.mark.rotating
-def test_reasoning_and_content_stream_in_pieces_before_the_calls_of_tools(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    (tmp_path / "thinker.py").write_text(THINKER)
-    (tmp_path / "thinker.jinja").write_text(THINKERS_TEMPLATE)
-    warm = SUPERVISED | {"steps": 200, "data": {"path": "thinker:rows", "prompt_column": "messages"}}
-    run = runs.train(
-        model={"path": None, "init": TINY, "warm_start": warm, "chat_template": "thinker.jinja", "max_length": 256},
-        task={"use": "thinker:Thinker"},
-        data={"eval": {"size": 4}},
-        rollout={"reasoning_parser": "qwen3"},
-        stop={"steps": 0},
-    )
-    tool: Any = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
-    with serving(runs, run) as server:
-        client: Any = server.client()
-        question = {"role": "user", "content": "7?"}
-        asked = {"model": server.model, "messages": [question], "tools": [tool], "temperature": 0}
-        (choice,) = client.chat.completions.create(**asked).choices
-        message = choice.message
-        assert (message.reasoning, message.content.strip()) == ("hard {1}" * 5, ("let me see " * 5).strip())
-        (call,) = message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"e": "1+1"})
-
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
-        thoughts = [delta.reasoning for delta in deltas if getattr(delta, "reasoning", None)]
-        texts = [delta.content for delta in deltas if delta.content]
-        assert ("".join(thoughts), "".join(texts)) == (message.reasoning, message.content)
-        assert len(thoughts) + len(texts) > 2, "the engine delivers them in pieces"
-        (streamed,) = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
-        assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
-        short = client.chat.completions.create(**asked, max_tokens=12).choices[0]
-        assert (short.message.reasoning, short.message.content, short.finish_reason) == ("hard ", "", "length")
