@@ -162,10 +162,7 @@ async def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: C
     ("content", "why"),
     [
         ([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}], "nothing is downloaded"),
-        ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], "is not a data URL"),
-        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}], "image 1"),
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}], "image 1 is broken"),
-        ([{"type": "image_url", "image_url": {"url": ""}}], "image 1 is not a data URL"),
         ([{"type": "image_url", "image_url": {"url": url(picture("red", 1100, 1100)[:60])}}], "more than 1,048,576"),
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}] * 3, "3 images, more than model.max_images (2)"),
     ],
@@ -176,23 +173,6 @@ async def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatForm
         asked = {"messages": [{"role": "user", "content": content}]}
         answer = await there.post("/v1/chat/completions", asked, session="7-0")
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
-
-
-async def test_an_episode_ends_with_its_reward_when_it_has_too_many_images(chat: ChatFormat) -> None:
-    class Camera:
-        def reset(self) -> Any:
-            return [{"role": "user", "content": [part(RED)]}]
-
-        def step(self, reply: Any) -> Step:
-            return Step([{"role": "user", "content": [part(BLUE)]}], reward=0.5)
-
-    engine = Engine(lambda *_: "two", chat=chat)
-    async with served(engine) as there, aiohttp.ClientSession() as http:
-        session = there.session(max_calls=9)
-        access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
-        result, _ = await play(Camera(), access, http)
-        assert result.reward == 1.0 and len(engine.asked) == 2
-        assert session.failure == "3 images, more than model.max_images (2)"
 
 
 async def test_image_for_a_model_of_text_is_refused_by_the_key_that_allows_it() -> None:

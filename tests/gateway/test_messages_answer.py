@@ -12,6 +12,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message as TheirMessage
 from anthropic.types import RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
+from gateway_stand_ins import KEY, Engine, key_of, served
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
@@ -145,3 +146,38 @@ def test_errors_fit_the_types(status: int, code: str, kind: str) -> None:
 def test_programs_recognize_a_prompt_that_is_too_long() -> None:
     error = ApiError(400, "9 tokens", code="context_length_exceeded").for_anthropic("req_1")
     assert error["error"]["message"] == "prompt is too long: 9 tokens"
+
+
+ASKED: Any = {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_keys_come_in_either_header() -> None:
+    async with served() as there:
+        there.session("7-0")
+        there.http.headers.clear()
+        both = {"x-api-key": key_of("7-0"), "authorization": "Bearer of-another-user"}
+        path = "/v1/messages?beta=true"
+        for session, headers in (
+            ("", {"x-api-key": KEY}),
+            ("", {"authorization": f"Bearer {KEY}"}),
+            ("/sessions/7-0", both),
+        ):
+            answer = await there.http.post(session + path, json=ASKED, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_deep_arguments_are_a_call_like_any_other(stream: bool) -> None:
+    deep = "[" * 800 + "1" + "]" * 800
+    call = '<tool_call>{"name": "find", "arguments": {"a": ' + deep + "}}</tool_call>"
+    engine = Engine(lambda *_: call)
+    async with served(engine) as there:
+        asked = ASKED | {
+            "tools": [{"name": "find", "input_schema": {"type": "object"}}],
+            "stream": stream,
+            "max_tokens": 2_000,
+        }
+        answer = await there.post("/v1/messages", asked)
+        assert answer.status_code == 200, answer.text
+        assert "[" * 800 + "1]" in answer.text.replace("\\", "")
+        assert '"stop_reason":"tool_use"' in answer.text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, chat_format, in_time, key_of, served
 
 from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.server import GatewayError, listen
 from asyncrl_cli.gateway.wire import NO_EFFECT, SAMPLING
 from asyncrl_cli.rollout.client import GenerationFailed
@@ -173,19 +170,6 @@ async def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str
         assert "did you mean `temperature`?" in typo.text
 
 
-@pytest.mark.parametrize(
-    ("path", "part", "key"), [(RESPONSES, "text", "text.format"), (MESSAGES, "output_config", "output_config.format")]
-)
-async def test_structured_outputs_are_refused_with_a_way_to_serve_them(path: str, part: str, key: str) -> None:
-    async with served() as there:
-        text, schema = ({part: {"format": {"type": kind}}} for kind in ("text", "json_schema"))
-        assert (await there.post(path, asked(path, **text))).status_code == 200
-        answer = await there.post(path, asked(path, **schema))
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith(f"{key} is not supported; describe the format in the")
-        assert "vllm serve RUN/model" in answer.text
-
-
 @pytest.mark.parametrize("path", CONVERSATIONS)
 async def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
@@ -230,26 +214,6 @@ async def test_an_assistant_message_at_the_end_is_continued_as_by_vllm() -> None
             assert other.json()["error"]["message"].startswith(f"{key} is not supported")
         users = await there.post(CHAT, asked(CHAT, USER, **both), "7-0")
         assert (users.status_code, "to continue an assistant message at the end" in users.text) == (400, True)
-
-
-@pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
-async def test_requests_set_variables_of_the_template(path: str) -> None:
-    tokenizer = deepcopy(chat_format()._tokenizer)
-    tokenizer.chat_template = "{{ tone }}" + tokenizer.chat_template
-    async with served(Engine(chat=ChatFormat(tokenizer, template=ChatTemplate(tokenizer, {"tone": "soft "})))) as there:
-        there.session("7-0")
-        for tone in (None, "loud "):
-            more = {} if tone is None else {"chat_template_kwargs": {"tone": tone}}
-            answer = await there.post(path, asked(path, **more), "7-0")
-            if path == TEXT and tone:
-                assert answer.json()["error"]["message"] == "chat_template_kwargs is not supported"
-            elif path != TEXT:
-                assert answer.status_code == 200, answer.text
-                prompt = chat_format().decode(there.engine.asked[-1].prompt_ids)
-                assert prompt == f"{tone or 'soft '}u:hello\na:"
-        if path != TEXT:
-            wrong = await there.post(path, asked(path, chat_template_kwargs={"tine": "x"}), "7-0")
-            assert (wrong.status_code, "does not read 'tine': did you mean `tone`?" in wrong.text) == (400, True)
 
 
 SOUND = {"type": "input_audio", "data": "x"}
@@ -406,22 +370,6 @@ async def test_a_generation_that_fails_is_the_servers_error() -> None:
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"
         assert "a bug" not in answer.text
-
-
-async def test_bytes_that_are_not_http_do_not_harm_the_gateway() -> None:
-    async with served() as there:
-        host, port = there.gateway.url.removeprefix("http://").split(":")
-        for nonsense in (
-            b"\x16\x03\x01\x02",
-            b"GET\r\n\r\n",
-            b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        ):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(nonsense)
-            writer.write_eof()
-            assert not (await reader.read()).startswith(b"HTTP/1.1 5")
-            writer.close()
-        assert (await there.post(TEXT, text())).status_code == 200
 
 
 def test_a_port_in_use_is_named() -> None:

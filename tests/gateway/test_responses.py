@@ -6,22 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from gateway_stand_ins import MODEL, Engine, Served, chat_format, served
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from gateway_stand_ins import MODEL, Engine, Served, served
+from openai.types.responses import Response
 
 from asyncrl_cli.gateway.responses_reply import KeptResponses
 
 pytestmark = pytest.mark.slow
-
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-FIND: Any = {
-    "type": "function",
-    "name": "find",
-    "description": "Finds.",
-    "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
-    "strict": False,
-}
 
 
 def says(*replies: str) -> Engine:
@@ -30,29 +20,11 @@ def says(*replies: str) -> Engine:
     return Engine(lambda prompt, request: next(left))
 
 
-def calling(name: str, arguments: Any, before: str = "") -> str:
-    return f"{before}<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
 async def answered(there: Served, session: str | None = None, **body: Any) -> Response:
     """An answer, parsed by OpenAI's model."""
     answer = await there.post("/v1/responses", {"model": MODEL, **body}, session)
     assert answer.status_code == 200, answer.text
     return Response.model_validate(answer.json(), strict=True)
-
-
-async def events(there: Served, session: str | None = None, **body: Any) -> list[Any]:
-    """The events of a stream, parsed by OpenAI's models."""
-    answer = await there.post("/v1/responses", {"model": MODEL, "stream": True, **body}, session)
-    assert answer.status_code == 200, answer.text
-    named = []
-    for block in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        named.append(EVENT.validate_python(event, strict=True))
-    assert [event.sequence_number for event in named] == list(range(len(named)))
-    return named
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,30 +138,3 @@ def test_kept_conversations_are_bounded() -> None:
     for name in "ac":
         with pytest.raises(Exception, match="not found"):
             kept.get(name)
-
-
-@pytest.mark.parametrize("sent_back", ["all", "encrypted", "none"])
-async def test_reasoning_is_continued_however_it_is_sent_back(sent_back: str) -> None:
-    script = ["<think>Hm, x.</think>I look." + calling("find", {"q": "x"}), "<think>So.</think>Done."]
-    replies = iter(script)
-    engine = Engine(lambda prompt, request: next(replies), chat=chat_format("qwen3"))
-    async with served(engine) as there:
-        session = there.session("7-0")
-        history: list[Any] = [{"role": "user", "content": "go"}]
-        for _ in script:
-            got = await events(there, "7-0", input=history, tools=[FIND], store=False)
-            assert sum(event.type == "response.reasoning_text.delta" for event in got) > 1, "in pieces"
-            for item in got[-1].response.output:
-                kept = item.model_dump(exclude_none=True)
-                if item.type == "reasoning" and sent_back == "encrypted":
-                    kept.pop("content")
-                if item.type != "reasoning" or sent_back != "none":
-                    history.append(kept)
-                if item.type == "function_call":
-                    history.append({"type": "function_call_output", "call_id": item.call_id, "output": "ok"})
-        response = got[-1].response
-        assert [item.type for item in response.output] == ["reasoning", "message"]
-        assert response.output[0].content[0].text == "So."
-        assert response.usage.output_tokens_details.reasoning_tokens == len("<think>So.")
-        rollout = session.rollout()
-        assert rollout is not None and len(rollout.sequences) == 1

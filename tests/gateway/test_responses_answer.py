@@ -10,9 +10,9 @@ import pytest
 from gateway_stand_ins import chat_format
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from test_messages_answer import pieces
-from test_responses import EVENT
 from test_responses_items import TOOLS, replies
 
 from asyncrl_cli.gateway.errors import ApiError
@@ -23,6 +23,8 @@ from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.records.prompt import Message
 
 pytestmark = pytest.mark.slow
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 def reply_of(message: Message, cut: bool = False) -> Reply:
