@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +132,6 @@ class EpisodeActor(WorkerActor):
             return self._common
 
 
-class RewardActor(WorkerActor):
-    """Scores as many responses at a time as its processes take; others wait."""
-
-    async def start(self) -> None:
-        """Start all processes and load the task in each. Raises ``TaskError``."""
-        process = await self.start_process(None)
-        self._pool = RewardPool(self.spec, process.task_info.role, self.start_process, process)
-        await self._pool.start()
-
-    async def score(self, responses: list[Response]) -> list[Answer]:
-        """Score responses; the answers are in their order. Raises ``TaskError`` if the task can no longer be loaded."""
-        return list(await asyncio.gather(*map(self._pool.score, responses)))
-
-
 class _Slot:
     def __init__(self, process: WorkerProcess | None) -> None:
         self.process = process
@@ -154,30 +140,24 @@ class _Slot:
         self.starting = asyncio.Lock()
 
 
-class RewardPool:
-    """The processes that compute rewards."""
-
-    def __init__(
-        self,
-        spec: TaskSpec,
-        role: Role,
-        start_process: Callable[[Role], Awaitable[WorkerProcess]],
-        process: WorkerProcess,
-    ) -> None:
-        """``process`` has loaded the task already."""
-        self._spec = spec
-        self._role = role
-        self._start_process = start_process
-        self._concurrency = spec.reward_concurrency if role is Role.ASYNC else 1
-        self._slots = [_Slot(process if index == 0 else None) for index in range(spec.reward_workers)]
-        self._changed = asyncio.Condition()
+class RewardActor(WorkerActor):
+    """Scores as many responses at a time as its processes take; others wait."""
 
     async def start(self) -> None:
         """Start all processes and load the task in each. Raises ``TaskError``."""
+        process = await self.start_process(None)
+        self._role = process.task_info.role
+        self._concurrency = self.spec.reward_concurrency if self._role is Role.ASYNC else 1
+        self._slots = [_Slot(process if index == 0 else None) for index in range(self.spec.reward_workers)]
+        self._changed = asyncio.Condition()
         await asyncio.gather(*map(self._process, self._slots))
 
-    async def score(self, response: Response) -> Answer:
-        """Score one response as soon as a process is free. Raises ``TaskError``."""
+    async def score(self, responses: list[Response]) -> list[Answer]:
+        """Score responses; the answers are in their order. Raises ``TaskError`` if the task can no longer be loaded."""
+        return list(await asyncio.gather(*map(self._score, responses)))
+
+    async def _score(self, response: Response) -> Answer:
+        """Score one response as soon as a process is free."""
 
         def free() -> _Slot | None:
             usable = (slot for slot in self._slots if not slot.lost and slot.running < self._concurrency)
@@ -212,7 +192,7 @@ class RewardPool:
     async def _ask(self, slot: _Slot, response: Response) -> Answer:
         try:
             process = await self._process(slot)
-            return await process.score(response, reward_limit_s(self._spec, response[0]))
+            return await process.score(response, reward_limit_s(self.spec, response[0]))
         finally:
             slot.running -= 1
             await self._notify()
@@ -223,7 +203,7 @@ class RewardPool:
             if slot.process is None or not slot.process.usable:
                 if slot.process is not None:
                     slot.process.close("it was replaced")
-                slot.process = await self._start_process(self._role)
+                slot.process = await self.start_process(self._role)
             return slot.process
 
     async def _notify(self) -> None:

@@ -1,12 +1,10 @@
 """Many sessions of unmodified agents during one training.
 
     python -m tests.e2e.gateway.campaign --sessions 500
-    python -m tests.e2e.gateway.campaign --sessions 200 --agents all --path .agents/bin
-    python -m tests.e2e.gateway.campaign --audit RUN
+    python -m tests.e2e.gateway.campaign --sessions 200 --agents all
 
 Without ``--agents`` these are the libraries; ``all`` has in addition every program that is there
-(``requirements/agents.sh`` installs them). Prints what was found, and exits with 1 if any check of ``sessions`` fails.
-``--audit`` checks a run that has ended, without starting a new one.
+(``requirements/agents.sh`` installs them). Prints the audit, and exits with 1 if it finds a problem.
 """
 
 from __future__ import annotations
@@ -26,39 +24,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=500, help="minimum number; rounded up to a whole step")
     parser.add_argument("--agents", help="`all`, or names of program_agents.KINDS, separated by commas")
-    parser.add_argument("--path", type=Path, default=AGENTS / "bin", help="the folder with the programs")
-    parser.add_argument("--folder", type=Path, help="where the run is kept; default: a temporary folder")
-    parser.add_argument("--audit", type=Path, metavar="RUN", help="check this run only")
     arguments = parser.parse_args()
-    if arguments.audit:
-        return _report(arguments.audit.resolve())
-    kinds = _kinds(arguments.agents, arguments.path) if arguments.agents else []
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="sessions-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    runs = Runs(folder)
-    sys.argv = ["asyncrl", "train", str(write_spec(runs, arguments.sessions, kinds, arguments.path))]
+    kinds: list[str] = arguments.agents.split(",") if arguments.agents else []
+    if kinds == ["all"]:
+        kinds, missing = installed()
+        for name, reason in missing.items():
+            print(f"skipped: {name}: {reason}")
+    runs = Runs(Path(tempfile.mkdtemp(prefix="sessions-")))
+    sys.argv = ["asyncrl", "train", str(write_spec(runs, arguments.sessions, kinds, AGENTS / "bin"))]
     try:
         asyncrl()
     except SystemExit as ended:
         if ended.code:
             return 1
-    return _report(runs.newest())
-
-
-def _kinds(wanted: str, path: Path) -> list[str]:
-    there, missing = installed(path)
-    for name, why in missing.items():
-        print(f"skipped: {name}: {why}")
-    return there if wanted == "all" else wanted.split(",")
-
-
-def _report(run: Path) -> int:
-    found = audit(run)
-    print(f"\n{found}")
-    for problem in found.problems:
-        print(problem)
-    print(f"run folder  {run}")
-    return 1 if found.problems else 0
+    audited = audit(runs.newest())
+    print(f"\n{audited}", *audited.problems, f"run folder  {runs.newest()}", sep="\n")
+    return 1 if audited.problems else 0
 
 
 if __name__ == "__main__":
