@@ -30,7 +30,6 @@ from asyncrl_cli.gateway.wire import (
     TextPart,
     ToolName,
     Wire,
-    only,
 )
 from asyncrl_cli.records.prompt import Message
 
@@ -86,18 +85,14 @@ class NamedBlock(Wire):
     type: Literal["document", "search_result", "tool_reference"]
 
 
-TextContent = Annotated[Text | Annotated[list[TextPart], MANY], only("text")]
+TextContent = Text | Annotated[list[TextPart], MANY]
 
 
 class ToolResultBlock(Wire):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: (
-        Annotated[
-            Text | Annotated[list[Annotated[TextPart | ImageBlock | NamedBlock, Field(discriminator="type")]], MANY],
-            only("text", "image", "document", "search_result", "tool_reference"),
-        ]
-        | None
+        Text | Annotated[list[Annotated[TextPart | ImageBlock | NamedBlock, Field(discriminator="type")]], MANY] | None
     ) = None
     is_error: Flag | None = None
 
@@ -110,14 +105,12 @@ class UserMessage(Wire):
     """A turn of the user: results of tools, and text."""
 
     role: Literal["user"]
-    content: Annotated[Text | Annotated[list[UserBlock], MANY], only("text", "image", "tool_result")]
+    content: Text | Annotated[list[UserBlock], MANY]
 
 
 class AssistantMessage(Wire):
     role: Literal["assistant"]
-    content: Annotated[
-        Text | Annotated[list[AssistantBlock], MANY], only("text", "thinking", "redacted_thinking", "tool_use")
-    ]
+    content: Text | Annotated[list[AssistantBlock], MANY]
 
     @model_validator(mode="after")
     def _not_too_many(self) -> AssistantMessage:

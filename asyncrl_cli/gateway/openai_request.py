@@ -27,7 +27,6 @@ from asyncrl_cli.gateway.wire import (
     TokenId,
     ToolName,
     Wire,
-    only,
 )
 
 MAX_CHOICES = 1024
@@ -87,12 +86,11 @@ class ToolCall(Wire):
 
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
+    content: (
         Text
         | Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)]
-        | None,
-        only("text", "image_url"),
-    ] = None
+        | None
+    ) = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     name: Text | None = None
@@ -109,7 +107,16 @@ class ChatMessage(Wire):
 
     def plain(self) -> dict[str, Any]:
         """The message in the format of chat templates."""
-        plain = self.model_dump(exclude_none=True)
+        # Only these keys: other ones may have values of any depth.
+        plain = self.model_dump(
+            exclude_none=True,
+            include={
+                **dict.fromkeys(("role", "tool_call_id", "name", "reasoning_content", "reasoning"), True),
+                "tool_calls": {"__all__": {"id": True, "type": True, "function": {"name", "arguments"}}},
+            },
+        )
+        if self.content is not None:
+            plain["content"] = self.content
         if isinstance(self.content, list):
             plain["content"] = [
                 {"type": "image", "image": content_part.image_url.url}

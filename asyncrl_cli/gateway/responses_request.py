@@ -33,7 +33,6 @@ from asyncrl_cli.gateway.wire import (
     Text,
     ToolName,
     Wire,
-    only,
 )
 from asyncrl_cli.records.prompt import Message
 
@@ -62,10 +61,7 @@ class ImagePart(Wire):
     detail: Any = None  # no effect: the model's processor decides
 
 
-Content = Annotated[
-    Text | Annotated[list[Annotated[InputPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)],
-    only("input_text", "output_text", "input_image"),
-]
+Content = Text | Annotated[list[Annotated[InputPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)]
 
 
 class MessageItem(Wire):

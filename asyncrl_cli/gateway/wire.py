@@ -11,8 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.gateway.errors import unsupported
@@ -156,23 +155,6 @@ class GenerationRequest(Request):
 
 def _same(value: Any, expected: Any) -> bool:
     return bool(value == expected) and isinstance(value, bool) == isinstance(expected, bool)
-
-
-def only(*allowed_types: str) -> BeforeValidator:
-    """Refuse content with parts of other types. Pydantic's own message would list an error for every type."""
-
-    def check(content: Any) -> Any:
-        for content_part in content if isinstance(content, list) else ():
-            part_type = content_part.get("type") if isinstance(content_part, Mapping) else None
-            if isinstance(part_type, str) and part_type not in allowed_types:
-                raise PydanticCustomError(
-                    "part",
-                    "content of type {kind} is not supported here, only {kinds}",
-                    {"kind": part_type[:64], "kinds": ", ".join(allowed_types)},
-                )
-        return content
-
-    return BeforeValidator(check)
 
 
 def encoded(body: Any) -> bytes:

@@ -141,11 +141,11 @@ def test_reasoning_of_another_server_is_not_shown() -> None:
     ("role", "block", "reason"),
     [
         ("user", {"type": "image", "source": {"type": "url", "url": "x"}}, "nothing is downloaded"),
-        ("user", {"type": "document", "source": {}}, "content of type document is not supported here"),
-        ("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, "type tool_use"),
-        ("assistant", {"type": "tool_result", "tool_use_id": "a"}, "type tool_result"),
-        ("assistant", {"type": "server_tool_use", "id": "a", "name": "f", "input": {}}, "type server_tool_use"),
-        ("system", {"type": "image", "source": {}}, "only text"),
+        ("user", {"type": "document", "source": {}}, "Input tag 'document'"),
+        ("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, "Input tag 'tool_use'"),
+        ("assistant", {"type": "tool_result", "tool_use_id": "a"}, "Input tag 'tool_result'"),
+        ("assistant", {"type": "server_tool_use", "id": "a", "name": "f", "input": {}}, "Input tag 'server_tool_use'"),
+        ("system", {"type": "image", "source": {}}, "Input should be 'text'"),
     ],
 )
 def test_blocks_that_a_policy_cannot_see_are_refused_with_the_reason(role: str, block: Any, reason: str) -> None:
