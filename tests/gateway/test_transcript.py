@@ -26,9 +26,7 @@ def test_reported_tokens_end_as_the_final_replys_tokens(
     call = transcript.begin(None, prompt)
     on_the_way = sampled(streamed)
     transcript.grow(call, [Segment("0-0", 0, 7, on_the_way.ids, on_the_way.logprobs)])
-    transcript.end(
-        call, sampled(sampled_ids), "stop", ReplyEnd(len(prompt) + len(sampled_ids), sampled_ids[-1], text="")
-    )
+    transcript.end(call, sampled(sampled_ids), "stop", ReplyEnd(len(prompt) + len(sampled_ids), sampled_ids[-1]))
     received: list[int] = []
     for segment in reported:
         received[segment.start :] = segment.ids.tolist()
