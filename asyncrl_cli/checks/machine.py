@@ -40,8 +40,7 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
-from asyncrl_cli.train.model import fused_kernels
-from asyncrl_cli.train.model.flash_attention import check_attention
+from asyncrl_cli.train.model.gpu_kernels import check_attention, check_fused_package
 
 IMPORTS = frozenset({"vLLM", "DeepSpeed", "Ray"})
 """The libraries that only `asyncrl doctor` without `--quick` imports."""
@@ -182,7 +181,7 @@ def check_devices(spec: ExperimentSpec) -> str:
         major = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").partition(".")[0].strip()
         check_attention(spec.trainer.attention, int(major) if major.isdecimal() else None)
         if spec.trainer.fused_kernels:
-            fused_kernels.check_package()
+            check_fused_package()
     return f"{counted(gpu_count, 'GPU')} wanted ({_gpu_sum(spec)}), {visible_count} × {gpus[0]} there"
 
 

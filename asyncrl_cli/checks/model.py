@@ -19,7 +19,7 @@ from asyncrl_cli.sizing.model import REFERENCE, SizedModel, sized, without_weigh
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.model.fused_kernels import check_fused_model
+from asyncrl_cli.train.model.gpu_kernels import check_fused_model
 
 MIN_VOCABULARY = 0.9
 """Smallest share of a model's token ids that its tokenizer has. Published models pad their vocabulary by up to 2 %."""
@@ -147,7 +147,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[Resu
 def _possible_attention(spec: ExperimentSpec, model: Any) -> tuple[ExperimentSpec, str | None]:
     """Return the spec, and None. If the default attention cannot compute the model's, return the spec with `sdpa`, and
     the reason. Raises ``ConfigError`` if the user has chosen it."""
-    from asyncrl_cli.train.model.varlen_attention import why_not_varlen
+    from asyncrl_cli.train.model.attention import why_not_varlen
 
     trainer = spec.trainer
     if trainer.attention != "varlen":

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.config import saved_config
-from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES
+from asyncrl_cli.sizing.memory_use import NUMBER_BYTES
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec, shares_prefixes
 
@@ -90,10 +90,9 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     @lru_cache(maxsize=16)
     def activations(rows: int, length: int, positions: int, recompute: bool) -> int:
         from asyncrl_cli.sizing.activations import TracedMicrobatch, activation_bytes
-        from asyncrl_cli.train.model.chunked_logprobs import gpu_chunk_numbers
+        from asyncrl_cli.train.model.chunked_logprobs import GPU_CHUNK_NUMBERS
 
-        trainer, memory = spec.trainer, spec.cluster.gpu_memory_gb
-        chunk = gpu_chunk_numbers(None if memory is None else int(memory * GB)) if trainer.gpus_per_rank else None
+        trainer = spec.trainer
         settings = TracedMicrobatch(
             rows=rows,
             length=length,
@@ -101,7 +100,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
             recompute=recompute,
             dtype=trainer.dtype,
             attention=trainer.attention,
-            chunk=chunk,
+            chunk=GPU_CHUNK_NUMBERS if trainer.gpus_per_rank else None,
             lora=spec.model.lora,
             masked=shares_prefixes(spec) and trainer.attention == "sdpa",
             images=spec.model.max_images > 0,

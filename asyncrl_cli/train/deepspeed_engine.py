@@ -13,18 +13,16 @@ import torch
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
-from asyncrl_cli.train.model import repeatable_attention
 from asyncrl_cli.train.model.adapter_folder import load_adapter
+from asyncrl_cli.train.model.attention import ENVIRONMENT, install_attention, why_not_varlen
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
-from asyncrl_cli.train.model.flash_attention import check_attention
-from asyncrl_cli.train.model.fused_kernels import fuse_kernels
+from asyncrl_cli.train.model.gpu_kernels import check_attention, fuse_kernels
 from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.train.model.images import Vision, freeze
 from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
-from asyncrl_cli.train.model.varlen_attention import why_not_varlen
 from asyncrl_cli.train.prefix_trees import why_separate
 
 MEETING = timedelta(minutes=30)
@@ -53,7 +51,7 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
         # Engines must not have it, because vLLM's sleep mode uses another allocator.
         # Both names: torch 2.13 reads its settings in two places, and each prefers another name if the host sets one.
         environment |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
-        environment |= repeatable_attention.ENVIRONMENT
+        environment |= ENVIRONMENT
     else:
         environment |= {
             "DS_ACCELERATOR": "cpu",
@@ -240,7 +238,7 @@ def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> An
 
     check_attention(trainer.attention, torch.cuda.get_device_capability()[0] if trainer.gpus_per_rank else None)
     if trainer.gpus_per_rank:
-        repeatable_attention.install()
+        install_attention()
     # from_pretrained shards the model only while this object exists.
     sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
     with streamed() if sharding is not None else nullcontext():

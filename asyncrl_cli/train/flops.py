@@ -13,37 +13,29 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU's data sheet: dense operations per second in both dtypes."""
-
-    flops: float  # bfloat16, accumulated in float32
-    float32_flops: float | None = None  # without TF32, as torch computes by default; None: not in the data sheet
-
-
-GPUS = {
-    "a100": Gpu(312e12, 19.5e12),
-    "h100": Gpu(989e12, 67e12),
-    "h100-pcie": Gpu(756e12, 51e12),
-    "h100-nvl": Gpu(835e12, 60e12),
-    "h200": Gpu(989e12, 67e12),
-    "h200-nvl": Gpu(835e12, 60e12),
-    "h20": Gpu(148e12, 44e12),
-    "b200": Gpu(2250e12),
-    "l40s": Gpu(362e12, 91.6e12),
-    "rtx-4090": Gpu(165e12, 82.6e12),
-    "mi300x": Gpu(1307e12, 163.4e12),
+GPU_FLOPS = {
+    "a100": 312e12,
+    "h100": 989e12,
+    "h100-pcie": 756e12,
+    "h100-nvl": 835e12,
+    "h200": 989e12,
+    "h200-nvl": 835e12,
+    "h20": 148e12,
+    "b200": 2250e12,
+    "l40s": 362e12,
+    "rtx-4090": 165e12,
+    "mi300x": 1307e12,
 }
-"""From the vendors' data sheets, without sparsity. A name without a form factor is the fastest variant (SXM)."""
+"""Dense operations per second in bfloat16, accumulated in float32, from the vendors' data sheets. A name without a form
+factor is the fastest variant (SXM)."""
 
 
-def data_sheet(name: str) -> Gpu | None:
-    """Find a GPU's data sheet by its driver's name, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
+def peak_flops(name: str) -> float | None:
+    """Find a GPU's rate by its driver's name, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
     words = set(name.upper().replace("-", " ").split())
-    matching_keys = [key for key in GPUS if words.issuperset(key.upper().split("-"))]
+    matching_keys = [key for key in GPU_FLOPS if words.issuperset(key.upper().split("-"))]
     words_of_smaller_gpus = words & {"MIG", "LAPTOP", "D", "MAX", "VGPU"}  # slices, and smaller GPUs with the same name
-    return None if not matching_keys or words_of_smaller_gpus else GPUS[max(matching_keys, key=len)]
+    return None if not matching_keys or words_of_smaller_gpus else GPU_FLOPS[max(matching_keys, key=len)]
 
 
 class Amounts(NamedTuple):

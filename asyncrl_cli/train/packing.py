@@ -16,7 +16,7 @@ The plan depends only on the rows, and is the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl_cli.records.experts import UNKNOWN
+from asyncrl_cli.records.experts import join_experts
 from asyncrl_cli.records.generation import Rollout, TokenSequence, sequence_of
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.images import ImageInputs, Vision
-from asyncrl_cli.train.model.pass_layout import PassLayout, moved
+from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.sequence_parallel import SequenceGroup
 from asyncrl_cli.train.prefix_trees import Keys, PrefixTree, TreeLayout, divided
 
@@ -98,15 +98,6 @@ class PaddedRows:
     def policy_arguments(self) -> dict[str, Any]:
         """Arguments of the policy: ``model_arguments``, and the recorded ``experts``."""
         return self.model_arguments if self.experts is None else {**self.model_arguments, "experts": self.experts}
-
-    def to(self, device: torch.device | str) -> PaddedRows:
-        """Copy to another device."""
-        values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        on_device: dict[str, Any] = {
-            name: moved(value, device) if isinstance(value, Tensor) else value.to(device)
-            for name, value in values.items()
-        }
-        return PaddedRows(**on_device)
 
 
 def longest_response(rollout: Rollout) -> int:
@@ -264,47 +255,41 @@ def pad_rows(
     Without rows: one row of two tokens that do not count, for an ordinary forward pass. Raises ``ValueError`` when a
     row begins with a sampled token, which would have no context.
     """
-    shape = (max(1, len(rows)), max(map(len, rows), default=DUMMY_TOKENS))
-    input_ids = np.zeros(shape, np.int64)
-    response_mask = np.zeros(shape, np.bool_)
-    behaviour_logprobs = np.zeros(shape, np.float32)
-    on_policy = np.zeros(shape, np.bool_)
-    rollouts = np.zeros(shape[0], np.int64)
-    turns = np.zeros(shape, np.int64)
-    recorded_experts = next((row.tokens.experts for row in rows if row.tokens.experts is not None), None)
-    experts = (
-        None
-        if recorded_experts is None
-        else np.full((*shape, recorded_experts.shape[1]), UNKNOWN, recorded_experts.dtype)
-    )
+    if not rows:
+        empty = TokenSequence.context(np.zeros(DUMMY_TOKENS, np.int32))
+        rows = [TrainingRow(empty, version=0, on_policy=False, rollout=0, turns=np.zeros(DUMMY_TOKENS, np.int32))]
     for index, row in enumerate(rows):
-        tokens, sampled, end = row.tokens, row.tokens.sampled, len(row)
-        if sampled[0]:
+        if row.tokens.sampled[0]:
             raise ValueError(f"row {index} has no prompt: its first response token would have no context")
-        input_ids[index, :end] = tokens.ids
-        response_mask[index, :end] = sampled
-        behaviour_logprobs[index, :end] = tokens.logprobs
-        on_policy[index, :end] = row.on_policy & (tokens.versions == row.version)
-        rollouts[index] = row.rollout
-        turns[index, :end] = row.turns
-        if experts is not None and tokens.experts is not None:
-            experts[index, :end] = tokens.experts
-    if experts is not None and experts.dtype != np.uint8:
-        experts = experts.astype(np.int32)  # torch supports few operations on uint16
-    chosen_experts = None if experts is None else torch.from_numpy(experts)
-    images = None if vision is None else vision.inputs([row.images for row in rows], shape[1], shared)
+    input_ids = _padded([row.tokens.ids for row in rows]).long()
+    images = None if vision is None else vision.inputs([row.images for row in rows], input_ids.shape[1], shared)
+    experts = _padded_experts(rows)
     if trees is not None:
         # A token's experts belong to the pass that reads the token before it.
-        chosen_experts = None if chosen_experts is None else trees.of_tokens(chosen_experts.roll(-1, dims=1))
-        images = None if images is None else images.by_tree(trees)
+        experts = None if experts is None else trees.of_tokens(experts.roll(-1, dims=1))
+        images = None if images is None else images.arranged(trees.of_tokens)
     return PaddedRows(
-        input_ids=torch.from_numpy(input_ids),
-        response_mask=torch.from_numpy(response_mask),
-        behaviour_logprobs=torch.from_numpy(behaviour_logprobs),
-        on_policy=torch.from_numpy(on_policy),
-        rollouts=torch.from_numpy(rollouts),
-        turns=torch.from_numpy(turns),
-        experts=chosen_experts,
+        input_ids=input_ids,
+        response_mask=_padded([row.tokens.sampled for row in rows]),
+        behaviour_logprobs=_padded([row.tokens.logprobs for row in rows]),
+        on_policy=_padded([row.on_policy & (row.tokens.versions == row.version) for row in rows]),
+        rollouts=torch.tensor([row.rollout for row in rows]),
+        turns=_padded([row.turns for row in rows]).long(),
+        experts=experts,
         images=images,
         trees=trees,
     )
+
+
+def _padded(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """Join arrays [tokens, ...] to a tensor [rows, T, ...], with zeros after a row's end."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(array) for array in arrays], batch_first=True)
+
+
+def _padded_experts(rows: Sequence[TrainingRow]) -> Tensor | None:
+    recorded = join_experts((len(row), row.tokens.experts) for row in rows)
+    if recorded is None:
+        return None
+    if recorded.dtype != np.uint8:
+        recorded = recorded.astype(np.int32)  # torch supports few operations on uint16
+    return _padded(np.split(recorded, np.cumsum([len(row) for row in rows])[:-1]))  # 0 is ``UNKNOWN``

@@ -12,7 +12,7 @@ position are then the positions up to an end: i sees j exactly if j <= i < ends[
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -226,10 +226,6 @@ class TreeLayout:
                 row += 1
             begin += sizes[index]
         return cls(*(torch.from_numpy(array) for array in (source, positions, ends, slots)))
-
-    def to(self, device: torch.device | str) -> TreeLayout:
-        """Copy to another device."""
-        return TreeLayout(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def of_tokens(self, matrix: Tensor) -> Tensor:
         """Gather [rows, T, ...] by token into [trees, S, ...] by position."""

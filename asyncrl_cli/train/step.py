@@ -18,7 +18,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
-from asyncrl_cli.train.flops import data_sheet
+from asyncrl_cli.train.flops import peak_flops
+from asyncrl_cli.train.model.pass_layout import moved
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.packing import TrainingRow, count_tokens, microbatch, plan_microbatches, training_rows
 from asyncrl_cli.train.precompute import Learner, Minibatch, precompute
@@ -109,10 +110,10 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
 
 def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:
-    """Operations per second of this rank's GPU; None on a CPU and for an unknown GPU."""
-    if device.type == "cpu" or (gpu := data_sheet(torch.cuda.get_device_name(device))) is None:
+    """Operations per second of this rank's GPU; None in float32, on a CPU and for an unknown GPU."""
+    if device.type == "cpu" or spec.trainer.dtype != "bfloat16":
         return None
-    return gpu.flops if spec.trainer.dtype == "bfloat16" else gpu.float32_flops
+    return peak_flops(torch.cuda.get_device_name(device))
 
 
 def _time_of(device: torch.device) -> float:
@@ -145,9 +146,8 @@ def plan_minibatch(learner: Learner, rows: list[TrainingRow], tokens: int) -> Mi
         ranks=shares,
         packing=packing,
     )
-    rank_plan = plan[learner.rank // trainer.sequence_parallel]
-    microbatches = [
-        microbatch(rows, [trees[index] for index in indices], learner.vision, packing, policy.sequence)
-        for indices in rank_plan
-    ]
-    return Minibatch(rows, trees, [rows_on_cpu.to(learner.engine.device) for rows_on_cpu in microbatches])
+    microbatches = []
+    for indices in plan[learner.rank // trainer.sequence_parallel]:
+        rows_on_cpu = microbatch(rows, [trees[index] for index in indices], learner.vision, packing, policy.sequence)
+        microbatches.append(moved(rows_on_cpu, learner.engine.device))
+    return Minibatch(rows, trees, microbatches)

@@ -69,18 +69,13 @@ def explaining_a_full_gpu(spec: ExperimentSpec, rank: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        trainer = spec.trainer
         peak = f"; torch's peak: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if trainer_has_gpu else ""
-        advice = [
-            "set trainer.gradient_checkpointing to true" if not trainer.recomputes else "",
-            f"lower trainer.tokens_per_microbatch ({trainer.microbatch_tokens})",
-            "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" if shares_gpus(spec) else "",
-            "set trainer.offload to optimizer" if trainer.offload == "none" and trainer.zero_stage else "",
-        ]
         raise FullGpu(
             f"the GPU's memory is full: {str(error).splitlines()[0]}{peak}",
             location=f"trainer-{rank}",
-            hint=f"{', or '.join(filter(None, advice))}; `asyncrl validate-spec SPEC --memory` estimates the need",
+            hint=f"lower trainer.tokens_per_microbatch ({spec.trainer.microbatch_tokens}), or set "
+            "trainer.gradient_checkpointing to true or trainer.offload to optimizer; `asyncrl validate-spec SPEC "
+            "--memory` estimates the need",
         ) from error
 
 

@@ -76,14 +76,12 @@ class Pull:
         connect: Callable[[str], Connection],
         holders: Sequence[Endpoint],
         timeout_s: float,
-        streams: int = STREAMS,
     ) -> None:
-        """``connect`` makes a connection to a holder's URL. ``streams``: the wanted number of connections in total."""
+        """``connect`` makes a connection to a holder's URL."""
         self.manifest = manifest
         self._replica = replica
         self._connect = connect
         self._holders = [_Holder(endpoint) for endpoint in holders]
-        self._streams = streams
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._changed = Condition()
@@ -106,7 +104,7 @@ class Pull:
         with self._replica.receiving(self.manifest) as buffer:
             self._queue = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
             random.shuffle(self._queue)
-            each = -(-self._streams // max(1, len(self._holders)))
+            each = -(-STREAMS // max(1, len(self._holders)))
             threads = [
                 Thread(target=self._stream, args=(holder, buffer), name="weights-pull", daemon=True)
                 for holder in self._holders

@@ -137,28 +137,16 @@ class Replica:
     def receiving(self, manifest: Manifest) -> Iterator[Buffer]:
         """The buffer in which to complete the version: a buffer with some of its chunks, or else a free buffer.
 
-        Its chunks with other bytes are forgotten, and chunks with the same bytes in the other buffer are copied. Raises
-        ``RunError`` if no buffer is free, or the host lacks the memory.
+        Its chunks with other bytes are forgotten. Raises ``RunError`` if no buffer is free, or the host lacks the
+        memory.
         """
         with self._lock:
             buffer = self._buffer_of(manifest) or self._take(self._free(manifest.version), manifest.version, False)
             valid_chunks = {index for index, digest in buffer.digests.items() if digest == manifest.digests[index]}
             buffer.digests = {index: manifest.digests[index] for index in valid_chunks}
-            other_buffer = next(b for b in self._buffers if b is not buffer)
-            same = [
-                i
-                for i, digest in other_buffer.digests.items()
-                if digest == manifest.digests[i] and i not in valid_chunks
-            ]
-            pin, other_pin = self._pin(buffer), self._pin(other_buffer)
+            pin = self._pin(buffer)
         with pin:
             self._allocate(range(self.ranks))
-            with other_pin:
-                for index in same:
-                    ranges = self.chunks[index].ranges
-                    for target, source in zip(buffer.views(ranges), other_buffer.views(ranges), strict=True):
-                        target[:] = source
-                    self.add(buffer, index, manifest.digests[index])
             yield buffer
 
     def add(self, buffer: Buffer, index: int, digest: str) -> None:

@@ -4,7 +4,7 @@
     GET /weights/VERSION/chunks/INDEX/DIGEST    the bytes of a chunk
 
 ``WeightServer`` serves only the checked chunks of a replica, and only to clients with the run's token. A client without
-the token costs it at most 2 KiB, ten seconds, and one of a fixed number of connections. ``Connection`` only moves
+the token costs it at most ten seconds, and one of a fixed number of connections. ``Connection`` only moves
 bytes; ``pull.py`` chooses holders, checks the bytes and retries.
 """
 
@@ -13,11 +13,14 @@ from __future__ import annotations
 import hmac
 import re
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from threading import Lock, Thread
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from threading import Semaphore, Thread, Timer
+from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl_cli.core.errors import RunError
@@ -27,20 +30,12 @@ from asyncrl_cli.weights.replica import Replica
 CONNECT_S = 5.0
 """Seconds to connect."""
 SILENCE_S = 10.0
-"""Seconds that the other end may pause within a transfer."""
-ANSWER_S = 60.0
-"""Seconds that a client may take to receive an answer."""
+"""Seconds that the other end may pause within a transfer, and in which a client must show the token."""
 IDLE_S = 60.0
-"""Seconds that a connection with the token is kept without a request."""
+"""Seconds that a connection with the token is kept without a request, or without taking more of an answer."""
 CONNECTIONS = 512
 """Largest number of open connections; further ones are closed immediately."""
-HEAD_BYTES = 2048
-"""Largest head of a request."""
-VIEWS = 512
-"""Ranges in one system call; Linux allows 1024."""
-REQUEST_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]{0,255}) HTTP/1\.1")
-PATH = re.compile(r"/weights/(\d{1,12})(?:/chunks/(\d{1,9})/([0-9a-f]{64}))?")
-REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
+PATH = re.compile(r"/weights/(?P<version>\d{1,12})(?:/chunks/(?P<index>\d{1,9})/(?P<digest>[0-9a-f]{64}))?")
 REFUSALS = {401: "it refuses the run's token", 404: "it does not have the chunk"}
 
 
@@ -128,154 +123,93 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-class WeightServer:
+class WeightServer(ThreadingTCPServer):
     """Serves a replica until ``close``, with a thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = CONNECTIONS
 
     def __init__(self, replica: Replica, token: str, address: str) -> None:
         """Listen on a free port of the address. Raises ``RunError`` if the host does not have the address."""
-        self._replica = replica
-        self._authorization = f"Bearer {token}".encode()
-        self._connections: set[socket.socket] = set()
-        self._closed = False
-        self._lock = Lock()
-        self._listener = socket.socket(family_of(address), socket.SOCK_STREAM)
+        self.replica = replica
+        self.authorization = f"Bearer {token}".encode()
+        self.address_family = family_of(address)
+        self._free_connections = Semaphore(CONNECTIONS)
         try:
-            self._listener.bind((address, 0))
-            self._listener.listen(CONNECTIONS)
+            super().__init__((address, 0), _Handler)
         except OSError as error:
-            self._listener.close()
             raise RunError(
                 f"weights cannot be served on {address}: {error.strerror}",
                 location="weights",
                 hint="the address must be one of this host's own",
             ) from None
-        port = self._listener.getsockname()[1]
+        port = self.server_address[1]
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-        Thread(target=self._accept, name="weights-server", daemon=True).start()
+        Thread(target=self.serve_forever, name="weights-server", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
-        self._closed = True
-        with self._lock:
-            for connection in (self._listener, *self._connections):
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait
+        """Stop listening. Connections end with their next request."""
+        self.shutdown()
+        self.server_close()
 
-    def _accept(self) -> None:
-        with self._listener:
-            while not self._closed:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:  # the client has gone, or there are no free file descriptors
-                    time.sleep(0.01)
-                    continue
-                with self._lock:
-                    full = self._closed or len(self._connections) >= CONNECTIONS
-                    if not full:
-                        self._connections.add(connection)
-                try:
-                    if not full:
-                        Thread(target=self._serve, args=(connection,), name="weights-client", daemon=True).start()
-                except RuntimeError:  # the host has no more threads
-                    full = True
-                if full:
-                    self._drop(connection)
-
-    def _drop(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-        connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            timeout_s = SILENCE_S
-            while self._answer(connection, timeout_s):
-                timeout_s = IDLE_S
-        except OSError:
-            pass  # the client has gone or is too slow; it asks again, here or elsewhere
-        finally:
-            self._drop(connection)
-
-    def _answer(self, connection: socket.socket, timeout_s: float) -> bool:
-        """Read one request and answer it; True if another may follow."""
-        try:
-            method, path, headers, has_more = _read_request(connection, timeout_s)
-        except ValueError:
-            return self._refuse(connection, 400)
-        # The token first: without it a client must not learn which versions and chunks exist.
-        if not hmac.compare_digest(headers.get("authorization", "").encode(), self._authorization):
-            return self._refuse(connection, 401, "WWW-Authenticate: Bearer\r\n")
-        if method != "GET":
-            return self._refuse(connection, 405, "Allow: GET\r\n")
-        if has_more or headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-            return self._refuse(connection, 400)  # neither bodies nor pipelining are supported
-        match = PATH.fullmatch(path)
-        if match is None:
-            return self._refuse(connection, 404)
-        version, index, digest = int(match[1]), match[2], match[3]
-        if index is None:
-            _send(connection, 200, [memoryview(self._replica.available_chunks(version))])
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free_connections.acquire(blocking=False):
+            super().process_request(request, client_address)
         else:
-            with self._replica.lent(version, int(index), digest) as views:
-                _send(connection, 404 if views is None else 200, views or [])
-        return headers.get("connection", "").lower() != "close"
+            self.shutdown_request(request)
 
-    def _refuse(self, connection: socket.socket, status: int, header: str = "") -> bool:
-        _send(connection, status=status, body=[], headers=f"{header}Connection: close\r\n")
-        return False
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_connections.release()
 
-
-def _read_request(connection: socket.socket, timeout_s: float) -> tuple[str, str, dict[str, str], bool]:
-    """The method, the path, the headers by name in lower case, and True if bytes follow them.
-
-    Raises ``ValueError`` if it is too long or not a request, ``OSError`` if the client closes the connection or takes
-    longer than ``timeout_s`` seconds in total.
-    """
-    deadline = time.monotonic() + timeout_s
-    received = b""
-    while b"\r\n\r\n" not in received:
-        if len(received) >= HEAD_BYTES:
-            raise ValueError("the head is too long")
-        connection.settimeout(_seconds_left(deadline))
-        data = connection.recv(HEAD_BYTES - len(received))
-        if not data:
-            raise ConnectionError("it closed the connection")
-        received += data
-    head, _, body = received.partition(b"\r\n\r\n")
-    request_line, *lines = head.decode("ascii").split("\r\n")
-    request = REQUEST_LINE.fullmatch(request_line)
-    if request is None:
-        raise ValueError("not a request")
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name or name != name.strip() or name.lower() in headers:
-            raise ValueError("not a header")
-        headers[name.lower()] = value.strip()
-    return request[1], request[2], headers, bool(body)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that have gone or are too slow. They ask again, here or elsewhere."""
 
 
-def _send(connection: socket.socket, status: int, body: list[memoryview], headers: str = "") -> None:
-    """Send an answer. Raises ``OSError``, at the latest after ``ANSWER_S + SILENCE_S`` seconds."""
-    length = sum(len(view) for view in body)
-    head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Length: {length}\r\n{headers}\r\n"
-    views = [memoryview(head.encode()), *body]
-    next_view = 0
-    deadline = time.monotonic() + ANSWER_S
-    connection.settimeout(SILENCE_S)
-    while next_view < len(views):
-        _seconds_left(deadline)
-        sent = connection.sendmsg(views[next_view : next_view + VIEWS])
-        while next_view < len(views) and sent >= len(views[next_view]):
-            sent -= len(views[next_view])
-            next_view += 1
-        if sent:
-            views[next_view] = views[next_view][sent:]
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 2**16  # joins small ranges; larger ones are sent from the mapped memory
+    server: WeightServer
 
+    def setup(self) -> None:
+        self.timeout = SILENCE_S
+        super().setup()
+        # In total: a client without the token could send a byte from time to time.
+        self._deadline = Timer(SILENCE_S, partial(self.server.shutdown_request, self.connection))
+        self._deadline.start()
 
-def _seconds_left(deadline: float) -> float:
-    seconds_left = deadline - time.monotonic()
-    if seconds_left <= 0:
-        raise TimeoutError
-    return seconds_left
+    def finish(self) -> None:
+        self._deadline.cancel()
+        super().finish()
+
+    def do_GET(self) -> None:
+        # The token first: without it a client must not learn which versions and chunks exist.
+        if not hmac.compare_digest(self.headers.get("Authorization", "").encode(), self.server.authorization):
+            self.send_error(401)
+            return
+        self._deadline.cancel()
+        self.connection.settimeout(IDLE_S)
+        match = PATH.fullmatch(self.path)
+        if match is None:
+            self.send_error(404)
+        elif match["index"] is None:
+            self._send([memoryview(self.server.replica.available_chunks(int(match["version"])))])
+        else:
+            with self.server.replica.lent(int(match["version"]), int(match["index"]), match["digest"]) as views:
+                if views is None:
+                    self.send_error(404)
+                else:
+                    self._send(views)
+
+    def _send(self, views: list[memoryview]) -> None:
+        self.send_response_only(200)
+        self.send_header("Content-Length", str(sum(len(view) for view in views)))
+        self.end_headers()
+        for view in views:
+            self.wfile.write(view)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing: requests are too many."""

@@ -124,12 +124,13 @@ def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, An
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from asyncrl_cli.sizing.activations import shortened
-    from asyncrl_cli.train.model import repeatable_attention
+    from asyncrl_cli.train.model.attention import ENVIRONMENT, install_attention
+    from asyncrl_cli.train.model.pass_layout import moved
     from asyncrl_cli.train.model.policy import Policy
     from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
 
-    repeatable_attention.install()
-    os.environ |= repeatable_attention.ENVIRONMENT
+    install_attention()
+    os.environ |= ENVIRONMENT
     rows, prefix, suffix = ROWS[device]
     config = shortened(AutoConfig.from_pretrained(COPIES / "Qwen--Qwen3-0.6B"), 2)
     if device == "cpu":
@@ -146,7 +147,7 @@ def _repeated(device: str, attention: str, dtype: Any) -> dict[str, dict[str, An
     ways: dict[str, dict[str, Any]] = {"": {}}
     if not needs_no_mask(attention):
         tree = PrefixTree(tuple(range(rows)), (ids.shape[1] - 1,) * rows, (0,) + (prefix,) * (rows - 1))
-        ways[", shared prefix"] = {"trees": TreeLayout.of([tree], ids.shape[1], joined=False).to(device)}
+        ways[", shared prefix"] = {"trees": moved(TreeLayout.of([tree], ids.shape[1], joined=False), device)}
     figures: dict[str, dict[str, Any]] = {}
     separate_logprobs: Any = None
     for way, arguments in ways.items():

@@ -17,7 +17,7 @@ from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
 from asyncrl_cli.sizing.host import OBJECT_STORE_BYTES
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.model import flash_attention
+from asyncrl_cli.train.model import gpu_kernels
 from tests.orchestrator.stand_ins import spec
 
 
@@ -86,25 +86,9 @@ def test_gpus_need_a_driver_for_the_cuda_of_torch(
         ("sdpa", "7.5", (), None, ""),
         ("varlen", "8.0", (), None, ""),
         ("varlen", "7.5", (), "is for Ampere or newer, .* capability 7.x", "use sdpa"),
-        ("flash_attention_2", "8.0", ("flash-attn",), None, ""),
-        ("flash_attention_2", "7.5", ("flash-attn",), "is for Ampere or newer, .* capability 7.x", "use sdpa"),
         ("flash_attention_3", "9.0", ("flash-attn-3",), None, ""),
-        (
-            "flash_attention_3",
-            "10.0",
-            (),
-            "capability 10.x",
-            "use varlen or flash_attention_2 or flash_attention_4",
-        ),
+        ("flash_attention_3", "10.0", (), "capability 10.x", "or varlen"),
         ("flash_attention_3", "9.0", ("flash-attn",), "package flash-attn-3, which is not", "pip install flash-attn-3"),
-        (
-            "flash_attention_4",
-            "8.9",
-            (),
-            "Hopper or Blackwell",
-            "use varlen or flash_attention_2 or flash_attention_3",
-        ),
-        ("flash_attention_4", "12.0", ("flash-attn-4",), None, ""),
         ("flash_attention_4", "[N/A]", (), "package flash-attn-4, which is not", "or use sdpa"),
     ],
 )
@@ -123,7 +107,7 @@ def test_flash_attention_needs_its_gpu_and_package(
         return "1"
 
     monkeypatch.setenv("CAPABILITY", capability)
-    monkeypatch.setattr(flash_attention, "version", version)
+    monkeypatch.setattr(gpu_kernels, "version", version)
     wanted = changed("trainer", gpus_per_rank=1, attention=attention)
     if problem is None:
         assert machine.check_devices(wanted).endswith("2 × H200 there")

@@ -12,7 +12,6 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from train_one import SPEC
 
@@ -44,17 +43,8 @@ def main() -> None:
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
-    gemma = Path(f"{out}.gemma")
-    build_gemma(gemma)
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
     results: dict[Any, Any] = {}
-    if spec.trainer.ranks > 1:  # before other engines: DeepSpeed never takes its own linear layer back
-        results["held"] = {
-            "recomputed": held_weights(spec, folder, recompute=True),
-            "torch's layer": held_weights(spec, folder, recompute=False, memory_efficient_linear=False),
-            "kept": held_weights(spec, folder, recompute=False),
-        }
-    results["far"] = {stage: far(spec, gemma, stage) for stage in (0, 3)}
     norm = norm_by_hand(spec, folder)
     for setting in SETTINGS:
         trainer = spec.trainer.model_copy(update=setting)
@@ -73,62 +63,6 @@ def main() -> None:
         trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16"})
         results["summed", stage] = summed(spec.model_copy(update={"trainer": trainer}), folder, int(rank))
     torch.save(results, out)
-
-
-def build_gemma(folder: Path) -> None:
-    """A model with two sets of rotary frequencies. Created before ranks join: afterwards only rank 0 would write it."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3, "sliding_window": 512}
-    kinds = ["sliding_attention", "full_attention"]
-    config = AutoConfig.for_model("gemma3_text", **sizes, layer_types=kinds, max_position_embeddings=4096)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def held_weights(spec: ExperimentSpec, folder: Path, recompute: bool, **zero_settings: bool) -> tuple[int, int]:
-    """Gathered weights of linear layers in a forward pass of ZeRO-3, and those of them that are in memory after it."""
-    import torch
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    trainer = spec.trainer.model_copy(update={"zero_stage": 3, "gradient_checkpointing": recompute})
-    # Otherwise DeepSpeed keeps weights as small as these.
-    kept_numbers = dict.fromkeys(("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"), 0)
-    settings = ds.deepspeed_settings(trainer)
-    settings["zero_optimization"] |= kept_numbers | zero_settings
-    with patch.object(ds, "deepspeed_settings", lambda *_, **__: settings):
-        engine = ds.start_engine(spec.model_copy(update={"trainer": trainer}), str(folder))
-    gathered_storages: list[tuple[Any, int]] = []
-
-    def note(linear: Any, _: object) -> None:
-        storage = linear.weight.data.untyped_storage()
-        gathered_storages.append((StorageWeakRef(storage), linear.weight.numel()))
-
-    for module in engine.module.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(note)
-    ids, mask, _ = rows(0, 0)
-    logprobs = engine(ids, mask)
-    held_count = sum(count for storage, count in gathered_storages if not storage.expired())
-    gathered_count = sum(count for _, count in gathered_storages)
-    backward(engine, logprobs.sum())
-    engine.destroy()
-    return gathered_count, held_count
-
-
-def far(spec: ExperimentSpec, folder: Path, zero_stage: int) -> Any:
-    """Log-probs in bfloat16 at positions where rounded rotary frequencies give other angles."""
-    import torch
-
-    trainer = spec.trainer.model_copy(update={"zero_stage": zero_stage, "dtype": "bfloat16"})
-    engine = ds.start_engine(spec.model_copy(update={"trainer": trainer}), str(folder))
-    ids = torch.randint(3, 90, (1, 2000), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logprobs = engine(ids, torch.arange(2000)[None] > 1900)[0, 1901:]
-    engine.destroy()
-    return logprobs
 
 
 def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:

@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from asyncrl_cli.train.model.fused_kernels import FUSED_SWIGLU, fuse_kernels
+from asyncrl_cli.train.model.gpu_kernels import FUSED_SWIGLU, fuse_kernels
 from tests.small_models import small_model
 
 

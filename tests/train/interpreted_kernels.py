@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,13 +10,13 @@ from asyncrl_cli.train.model import chunked_logprobs
 
 
 @pytest.mark.parametrize("entropy", ["none", "measure", "train"])
-@pytest.mark.parametrize(("gpu_bytes", "products"), [(2048, 3 + 3 + 3), (80 * 10**9, 1 + 1)])
+@pytest.mark.parametrize(("numbers", "products"), [(16, 3 + 3 + 3), (2**27, 1 + 1)])
 def test_head_on_a_gpu_computes_bfloat16_products_in_float32(
-    entropy: chunked_logprobs.Entropy, gpu_bytes: int, products: int, monkeypatch: pytest.MonkeyPatch
+    entropy: chunked_logprobs.Entropy, numbers: int, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The branches for CUDA run on the CPU here: tensors say that they are on a GPU, `out_dtype`, which a CPU does not
     have, is emulated, and Triton interprets the kernel of entropies."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu_bytes))
+    monkeypatch.setattr(chunked_logprobs, "GPU_CHUNK_NUMBERS", numbers)
     product, wide = torch.mm, []
 
     def mm(one: Tensor, other: Tensor, out_dtype: torch.dtype) -> Tensor:

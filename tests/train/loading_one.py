@@ -3,7 +3,7 @@
 python loading_one.py OUT.pt RANK PORT MODELS [KEY=VALUE ...]
 
 Saves, for each model, ZeRO stage and dtype, which weights or buffers differ from ``from_pretrained``; the message for a
-damaged model; log-probs of references; and the private memory for loading the largest model, weight by weight and by
+damaged model; and the private memory for loading the largest model, weight by weight and by
 transformers alone.
 """
 
@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,13 +22,12 @@ from train_one import SPEC
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train import deepspeed_engine as ds
-from asyncrl_cli.train.model.lora import gathered, plain_weights
+from asyncrl_cli.train.model.lora import gathered
 
 MEMORY, BROKEN = "memory", "broken"
 """Models in the folder that are not compared with transformers."""
-REFERENCES = ("qwen3", "qwen3_moe")
 
 
 def main() -> None:
@@ -55,39 +53,12 @@ def main() -> None:
         for stage, dtype in ((0, "float32"), (3, "float32"), (3, "bfloat16")):
             trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": dtype})
             results[folder.name, stage, dtype] = differences(trainer, str(folder))
-    for name in REFERENCES:
-        for stage in (0, 3):
-            results["reference", name, stage] = reference(spec, str(Path(models) / name), stage)
     if (Path(models) / BROKEN).is_dir():
         try:
             ds.load_model(sharded, str(Path(models) / BROKEN))
         except UserError as error:
             results[BROKEN] = str(error)
     torch.save(results, out)
-
-
-def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
-    """A reference's log-probs before and after a refresh from another policy, and the number of its weights here."""
-    import torch
-
-    from asyncrl_cli.train.model.reference import Copy, load_reference
-
-    algorithm = spec.algorithm.model_copy(update={"kl_coef": 0.1, "reference_update_every": 2})
-    trainer = spec.trainer.model_copy(update={"zero_stage": stage})
-    made = load_reference(
-        spec.model_copy(update={"algorithm": algorithm, "trainer": trainer}), folder, SimpleNamespace(device="cpu")
-    )
-    assert isinstance(made, Copy)
-    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(12).expand(2, 12) > 4
-    before = made(ids, mask)
-    policy = ds.load_model(trainer, folder)
-    for weight in plain_weights(policy):
-        with gathered([weight.parameter], stage, writer=0), torch.no_grad():
-            weight.parameter.mul_(1.1)
-    made.before_step(2, policy)
-    own = sum(getattr(each, "ds_tensor", each).numel() for each in made._model.parameters())
-    return {"before": before, "after": made(ids, mask), "own": own}
 
 
 def differences(trainer: TrainerSpec, folder: str) -> list[str]:

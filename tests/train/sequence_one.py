@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import flash_kernel
 import varlen_kernel
 from train_one import SPEC
 
@@ -50,8 +49,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, frequencies by length": ("phi3", {"rope_parameters": LONG}),
     "qwen3_5, linear attention": ("qwen3_5_text", {"num_hidden_layers": 4}),
 }
-FLASH = ("qwen3", "mistral, a window in all layers", "qwen3_moe")
-"""Architectures that are also computed packed with flash attention and varlen, by kernels for CPUs."""
+VARLEN = ("qwen3", "mistral, a window in all layers", "qwen3_moe")
+"""Architectures that are also computed packed with varlen, by a kernel for CPUs."""
 LENGTHS = (13, 6, 9, 2)
 
 
@@ -82,18 +81,9 @@ def main() -> None:
                 continue
             torch.distributed.all_reduce(gradient)  # each rank has its part of the gradient
             results[name, packing] = {"full": full, "shared": (own, gradient)}
-    flash_kernel.install()
-    sequence.share_attention("flash_attention_2")
-    for name in FLASH:
-        model = model_of(*ARCHITECTURES[name])
-        model.config._attn_implementation = "flash_attention_2"
-        own, gradient = scored(Policy(model, 0.8, True, sequence))
-        torch.distributed.all_reduce(gradient)
-        results[name, "flash"] = results[name, True] | {"shared": (own, gradient)}
-    assert flash_kernel.LONGEST
     with varlen_kernel.installed():
         sequence.share_attention("varlen")
-        for name in FLASH:
+        for name in VARLEN:
             model = model_of(*ARCHITECTURES[name], attention="varlen")
             own, gradient = scored(Policy(model, 0.8, True, sequence))
             torch.distributed.all_reduce(gradient)

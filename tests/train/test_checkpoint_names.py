@@ -21,23 +21,16 @@ def view(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
 
 
 @pytest.mark.slow  # it imports the models of eight architectures
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *(f"{name} with images" for name in IMAGE_MODELS)])
 def test_the_memory_of_a_version_has_every_tensor_of_the_checkpoint(architecture: str, tmp_path: Path) -> None:
-    check_names(small_model(architecture), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", IMAGE_MODELS)
-def test_the_memory_of_a_model_that_sees_images_has_every_tensor_of_its_checkpoint(
-    architecture: str, tmp_path: Path
-) -> None:
     from transformers import AutoModelForImageTextToText
 
-    saved_model(architecture, tmp_path / "in")
-    check_names(AutoModelForImageTextToText.from_pretrained(tmp_path / "in", dtype=torch.float32), tmp_path)
-
-
-def check_names(model: Any, tmp_path: Path) -> None:
+    name, _, sees_images = architecture.partition(" ")
+    if sees_images:
+        saved_model(name, tmp_path / "in")
+        model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    else:
+        model = small_model(name)
     from safetensors.torch import load_file
 
     model.save_pretrained(tmp_path)

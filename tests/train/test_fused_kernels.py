@@ -20,8 +20,7 @@ from asyncrl_cli.checks.model import check_model
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import load_model
-from asyncrl_cli.train.model import fused_kernels
-from asyncrl_cli.train.model.fused_kernels import check_fused_model, check_package
+from asyncrl_cli.train.model.gpu_kernels import check_fused_model
 from tests.small_models import SMALL, small_model
 
 
@@ -64,10 +63,3 @@ def test_a_start_and_a_rank_refuse_other_models(tmp_path: Path) -> None:
         check_model(quickstart.model_copy(update={"trainer": trainer}), model.config, tokenizer)
     with pytest.raises(ConfigError, match="its type, mixtral"):
         load_model(trainer, str(tmp_path))
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_kernels, "PACKAGE", "no-such-package")
-    with pytest.raises(ConfigError, match="no-such-package, which is not installed") as refused:
-        check_package()
-    assert "pip install liger-kernel" in refused.value.hint

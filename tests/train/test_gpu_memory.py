@@ -17,27 +17,13 @@ def spec(rollout: dict[str, object], trainer: dict[str, object]) -> ExperimentSp
     return ExperimentSpec.model_validate(smallest | {"rollout": rollout, "trainer": numbers | trainer})
 
 
-def message(of: ExperimentSpec) -> FullGpu:
+def test_full_gpu_error_names_the_keys_that_help() -> None:
+    of = spec({"gpus_per_engine": 1}, {"gpus_per_rank": 1})
     with pytest.raises(FullGpu) as caught, explaining_a_full_gpu(of, 3):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
-    return caught.value
-
-
-def test_full_gpu_error_names_the_keys_that_help() -> None:
-    error = message(spec({"gpus_per_engine": 1}, {"gpus_per_rank": 1}))
-    assert error.message == "the GPU's memory is full: CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert error.location == "trainer-3"
-    assert error.hint is not None and error.hint.startswith(
-        "set trainer.gradient_checkpointing to true, or lower trainer.tokens_per_microbatch (8192), or set "
-        "trainer.offload to optimizer; `asyncrl validate-spec SPEC --memory`"
-    )
-
-
-def test_settings_in_use_are_not_advised() -> None:
-    trainer = {"gpus_per_rank": 0.5, "gradient_checkpointing": True, "offload": "optimizer"}
-    hint = message(spec({"gpus_per_engine": 0.5}, trainer)).hint
-    assert hint is not None and "gradient_checkpointing" not in hint and "offload" not in hint
-    assert "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" in hint
+    assert caught.value.message == "the GPU's memory is full: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert caught.value.location == "trainer-3"
+    assert "lower trainer.tokens_per_microbatch (8192)" in str(caught.value.hint)
 
 
 def test_ranks_on_gpus_alone_join_gaps_in_memory_and_repeat_flash_attention() -> None:
@@ -58,8 +44,3 @@ def test_cached_memory_is_freed_only_if_a_sleeping_engine_needs_it(
     shared = spec({"gpus_per_engine": 0.5}, {"gpus_per_rank": 0.5})
     free_gpu_cache(shared.model_copy(update={"pipeline": shared.pipeline.model_copy(update={"mode": mode})}))
     assert bool(calls) == frees
-
-
-def test_other_errors_pass() -> None:
-    with pytest.raises(ValueError, match="another kind of error"), explaining_a_full_gpu(spec({}, {}), 0):
-        raise ValueError("another kind of error")

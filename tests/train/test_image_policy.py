@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import flash_kernel
 import numpy as np
 import pytest
 import torch
@@ -89,33 +88,32 @@ def test_logprobs_of_rows_with_images_equal_the_models(loaded: tuple[Any, Path],
     assert gap > 1e-3, "images matter, so the comparison says something"
 
 
-@pytest.fixture(params=["flash_attention_2", "varlen"])
-def flash(loaded: tuple[Any, Path], request: pytest.FixtureRequest) -> Iterator[str]:
-    """The language model has flash attention; its kernel is computed on the CPU."""
+@pytest.fixture
+def varlen(loaded: tuple[Any, Path]) -> Iterator[None]:
+    """The language model has `varlen`; its kernel is computed on the CPU."""
     text = loaded[0].config.get_text_config()
-    before, text._attn_implementation = text._attn_implementation, request.param
-    with pytest.MonkeyPatch.context() as patch, varlen_kernel.installed():
-        flash_kernel.install(patch.setattr)
-        yield request.param
+    before, text._attn_implementation = text._attn_implementation, "varlen"
+    with varlen_kernel.installed():
+        yield
     text._attn_implementation = before
 
 
 @torch.no_grad()
-def test_rows_with_images_are_packed_by_their_lengths(loaded: tuple[Any, Path], flash: str) -> None:
+def test_rows_with_images_are_packed_by_their_lengths(loaded: tuple[Any, Path], varlen: None) -> None:
     rows = rows_of(loaded[0].config)
     text = loaded[0].config.get_text_config()
     text._attn_implementation = "sdpa"
     expected = [own(loaded, one) for one in rows]
-    text._attn_implementation = flash
+    text._attn_implementation = "varlen"
     for one, logprobs in zip(expected, scored(policy_of(loaded, packing=True), rows), strict=True):
         torch.testing.assert_close(logprobs, one, atol=TOLERANCE, rtol=0)
 
 
-def test_flash_attention_is_refused_where_images_are_not_causal(loaded: tuple[Any, Path], flash: str) -> None:
+def test_varlen_is_refused_where_images_are_not_causal(loaded: tuple[Any, Path], varlen: None) -> None:
     if loaded[0].config.model_type != "gemma3":
         policy_of(loaded, packing=True, bidirectional=True)
         return
-    with pytest.raises(UserError, match=f"see each other in a gemma3, and {flash} is causal") as refused:
+    with pytest.raises(UserError, match="see each other in a gemma3, and varlen is causal") as refused:
         policy_of(loaded, packing=True, bidirectional=True)
     assert refused.value.location == "trainer.attention"
 
@@ -227,13 +225,13 @@ def test_check_policy_compares_with_an_image(loaded: tuple[Any, Path], monkeypat
         policy = policy_of(loaded, packing)
         gap, allowed = check_policy(policy, policy)
         assert gap < allowed
-    packed = images.ImageInputs.packed
+    arranged = images.ImageInputs.arranged
 
-    def elsewhere(self: Any, rows: Any) -> Any:
-        inputs = packed(self, rows)
+    def elsewhere(self: Any, pick: Any) -> Any:
+        inputs = arranged(self, pick)
         return replace(inputs, placeholders=inputs.placeholders.roll(1, dims=-1))
 
-    monkeypatch.setattr(images.ImageInputs, "packed", elsewhere)
+    monkeypatch.setattr(images.ImageInputs, "arranged", elsewhere)
     with pytest.raises(UserError, match=r"nats away from its own logits"):
         check_policy(policy, policy)
 

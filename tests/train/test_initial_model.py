@@ -1,7 +1,6 @@
 """A model from a config: the spec's settings take effect, and settings that cannot work are refused."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,12 @@ import torch
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.data.tokenizer import VISION_TOKENS, character_tokenizer
 from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.rules.model import VISION_LANGUAGE
 from asyncrl_cli.train.model.initial import (
     build_initial_model,
-    prepare_model,
     write_model_stub,
     write_weights,
 )
-from tests.conftest import not_writable
 from tests.small_models import IMAGE_MODELS, INIT, LANGUAGE
 
 pytestmark = pytest.mark.slow
@@ -122,32 +118,10 @@ def test_impossible_settings_are_refused_before_weights_are_made(tmp_path: Path,
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize(("architecture", "known"), [("qwen3_moe", True), ("gpt2", False)])
-def test_a_head_size_that_the_model_code_reads_is_taken(tmp_path: Path, architecture: str, known: bool) -> None:
-    """Config classes of mixtures of experts do not declare it, but vLLM's class for GLM-4-MoE needs it."""
-    init = ModelInit(architecture=architecture, config={"head_dim": 32, "num_hidden_layers": 2})
-    with nullcontext() if known else pytest.raises(ConfigError, match="has no 'head_dim'"):
-        write_model_stub(init, 64, tmp_path / "model")
-        assert json.loads((tmp_path / "model/config.json").read_text())["head_dim"] == 32
-
-
 def test_settings_that_only_the_model_code_rejects_are_refused(tmp_path: Path) -> None:
     write_model_stub(qwen3(hidden_act="nonsense"), 64, tmp_path)
     with pytest.raises(ConfigError, match="cannot build this qwen3"):
         write_weights(tmp_path, 0)
-
-
-def test_a_model_that_cannot_be_written_is_an_error_with_the_folder(archive: Path) -> None:
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # root's files cannot be imported below
-
-    (archive / "spec.yaml").write_text(
-        "model: {init: {architecture: qwen3}}\ntask: {use: chain_sum}\nstop: {steps: 1}\n"
-    )
-    spec = load_spec(archive / "spec.yaml", [f"runs_dir={archive}"]).spec
-    with not_writable(archive), pytest.raises(ConfigError, match="Permission denied") as caught:
-        prepare_model(spec)
-    assert caught.value.location == str(archive / "models")
-    assert "runs_dir" in caught.value.hint
 
 
 @pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))

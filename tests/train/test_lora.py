@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,15 +174,6 @@ def test_only_linear_layers_get_adapters_not_experts_and_routers(architecture: s
         make(
             LORA.model_copy(update={"target_modules": ["experts"]}), architecture=architecture, **EXPERTS[architecture]
         )
-
-
-def test_the_saved_model_is_a_plain_one(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = trained(LORA)
-    model.save_pretrained(tmp_path, state_dict={weight.name: weight.merged() for weight in plain_weights(model)})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(logprobs(loaded), logprobs(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,7 +22,6 @@ from asyncrl_cli.train.algorithms.policy_loss import (
     LossInputs,
     LossSums,
     TokenLosses,
-    aggregate,
     policy_loss,
 )
 
@@ -179,16 +178,6 @@ def test_a_users_loss_is_used_and_checked() -> None:
         evaluated(case, loss=of_rows, aggregation="token_mean", denominator=1.0)
 
 
-def test_advantages_may_be_given_per_row() -> None:
-    inputs = arguments(matrices(0, 3, 5, 0.3))
-    of_rows = inputs["advantages"][:, 0]
-    by_row, _ = loss_of(**inputs | {"advantages": of_rows}, **CLIP, aggregation="token_mean", denominator=1.0)
-    of_tokens = of_rows[:, None].repeat(1, 5)
-    by_token, _ = loss_of(**inputs | {"advantages": of_tokens}, **CLIP, aggregation="token_mean", denominator=1.0)
-    other, _ = loss_of(**inputs, **CLIP, aggregation="token_mean", denominator=1.0)
-    assert by_row.item() == by_token.item() != other.item()
-
-
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_only_the_policys_outputs_carry_gradient(name: str) -> None:
     inputs = {
@@ -230,14 +219,6 @@ def test_extreme_ratios_stay_finite(gap: float, advantage: float, name: str) -> 
     assert math.isfinite(loss.item())
     assert logprobs.grad.isfinite().all()
     assert all(map(math.isfinite, sums.summary().values()))
-
-
-def test_aggregations_weigh_tokens_and_sequences() -> None:
-    values = torch.tensor([[1.0, 3.0, 9.0], [5.0, 9.0, 9.0]])
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert aggregate(values, mask, "token_mean", 3.0).item() == 3.0
-    assert aggregate(values, mask, "sequence_mean", 2.0).item() == 3.5
-    assert aggregate(values, mask, "sequence_sum", 2.0 * 3).item() == 1.5
 
 
 def test_refuses_inputs_that_do_not_fit() -> None:

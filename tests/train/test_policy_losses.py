@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from matrices import SIZES, Matrices, exact, matrices, tensors
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
@@ -125,59 +124,6 @@ def test_clipped_tokens_have_no_gradient(name: str) -> None:
     assert (passes, low, high) == ([True, True, True, False], 4 * [False], [False, False, False, True])
     passes, low, high = at_ratios(name, ratios, -1.0, SETTINGS["plain"])
     assert (passes, low, high) == ([False, True, True, True], [True, False, False, False], 4 * [False])
-
-
-def test_dual_clip_bounds_what_a_bad_token_pulls() -> None:
-    passes, low, high = at_ratios("clip", [0.9, 2.9, 3.1], -1.0, SETTINGS["dual"])
-    assert (passes, low, high) == ([True, True, False], 3 * [False], [False, False, True])
-    passes, _, high = at_ratios("clip", [0.9, 2.9, 3.1], 1.0, SETTINGS["dual"])
-    assert (passes, high) == ([True, False, False], [False, True, True])
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_cispo_clips_weights_of_either_sign_and_keeps_gradients(advantage: float) -> None:
-    found = at_ratios("cispo", [0.79, 1.0, 1.29], advantage, SETTINGS["plain"])
-    assert found == ([True, True, True], [True, False, False], [False, False, True])
-
-
-def test_gspo_clips_full_sequences() -> None:
-    """One token with a large ratio among three: their mean is clipped, and all their gradients are lost."""
-    logprobs = torch.tensor([[0.6, 0.0, 0.0], [0.9, 0.0, 0.0]]).requires_grad_()
-    ones = torch.ones(2, 3)
-    found = POLICY_LOSSES["gspo"](logprobs, 0 * ones, ones, ones.bool(), SETTINGS["plain"])
-    found.loss.sum().backward()
-    assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), [[-np.exp(0.2)] * 3, [0.0] * 3], rtol=1e-6)
-    assert found.clipped_high.tolist() == [[False] * 3, [True] * 3]
-
-
-@settings(deadline=None)
-@given(ratio=st.floats(0.1, 10.0), advantage=st.sampled_from([-1.0, 1.0]))
-def test_sapo_fades_faster_with_a_higher_temperature(ratio: float, advantage: float) -> None:
-    gradients = []
-    for temperature in (0.5, 1.0, 2.0):
-        logprobs = torch.tensor([[ratio]], dtype=torch.float64).log().requires_grad_()
-        zeros = torch.zeros(1, 1, dtype=torch.float64)
-        numbers = AlgorithmSpec(sapo_temperatures=(temperature, temperature))
-        POLICY_LOSSES["sapo"](logprobs, zeros, zeros + advantage, zeros == 0, numbers).loss.sum().backward()
-        assert logprobs.grad is not None
-        gradients.append(abs(logprobs.grad.item()))
-    assert gradients == sorted(gradients, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"clip_low": 0.0}, "clip_low"),
-        ({"clip_low": 1.1}, "clip_low"),
-        ({"clip_high": 0.0}, "clip_high"),
-        ({"dual_clip": 1.0}, "dual_clip"),
-        ({"sapo_temperatures": (1.0, 0.0)}, "sapo_temperatures"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AlgorithmSpec(**change)
 
 
 def test_the_loss_in_the_docs_has_a_tenth_of_the_gradient_outside_the_edges(

@@ -67,13 +67,6 @@ def test_a_minibatch_of_uniform_groups_has_no_trees() -> None:
     assert plan_trees([], max_positions=10, pair_cost=0.0, ranks=2) == []
 
 
-def test_without_limits_rows_that_begin_alike_are_one_tree() -> None:
-    rows = [[1, 2, 3], [1, 2, 4], [2, 1], [1, 5], [1, 2, 3]]
-    (one, two) = plan_trees(keys_of(rows), max_positions=100, pair_cost=0.0)
-    assert (one.rows, one.shared, one.positions) == ((0, 4, 1, 3), (0, 3, 2, 1), 5)
-    assert (two.rows, two.shared) == ((2,), (0,))
-
-
 def test_a_tree_is_cut_where_attention_costs_more_than_it_saves() -> None:
     group = [[7] * 20 + [index] * 50 for index in range(8)]
     assert len(plan_trees(keys_of(group), 1000, pair_cost=0.0)) == 1
@@ -127,20 +120,6 @@ def test_a_prompt_is_shared_with_varlen_if_it_is_long() -> None:
 
     assert [trees(prompt, "varlen") for prompt in (50, 100, 600)] == [8, 8, 1]
     assert trees(100, "sdpa") < 8
-
-
-@given(rows=ROWS, ranks=st.integers(1, 3))
-def test_ranks_on_cpus_choose_trees_by_the_width_of_the_model(rows: list[list[int]], ranks: int) -> None:
-    trainer = trainer_of("sdpa", on_gpu=False, ranks=ranks)
-    assert cost_of_pair(QWEN) == 1 / (3 * 1024)
-    assert trees_of_update(keys_of(rows), trainer, 2**16, QWEN) == plan_trees(
-        keys_of(rows), 2**14, 1 / (3 * 1024), ranks
-    )
-
-
-def test_a_pair_costs_more_with_a_mask_and_with_heads_wider_than_the_model() -> None:
-    assert cost_of_pair(QWEN, on_gpu=True) == pytest.approx(4 * cost_of_pair(QWEN))
-    assert cost_of_pair(QWEN, on_gpu=True, masked=False) == pytest.approx(2 * cost_of_pair(QWEN))
 
 
 def test_rows_that_have_little_in_common_stay_alone() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sequence_one import ARCHITECTURES, FLASH
+from sequence_one import ARCHITECTURES, VARLEN
 
 pytestmark = pytest.mark.stack
 
@@ -30,9 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 CASES = [(name, packing) for name in ARCHITECTURES if name not in REFUSED for packing in (False, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "packing"), [*CASES, *((name, kernel) for name in FLASH for kernel in ("flash", "varlen"))]
-)
+@pytest.mark.parametrize(("name", "packing"), [*CASES, *((name, "varlen") for name in VARLEN)])
 def test_shared_sequences_have_the_numbers_of_one_rank(results: Any, name: str, packing: bool | str) -> None:
     for rank in results:
         result = rank[name, packing]

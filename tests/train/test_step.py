@@ -158,17 +158,6 @@ def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str,
     torch.testing.assert_close(gradient, turned, rtol=0, atol=1e-5 * float(size))
 
 
-def test_the_parts_of_a_step_are_parts_of_it(models: Any) -> None:
-    spec = experiment_of(algorithm={"kl_coef": 0.1, "kl_placement": "reward"})
-    policy, reference, _ = models
-    learner = Learner(
-        spec, 0, Objective.of(spec.algorithm, Path(__file__).parent), Optimized(policy), SkipLimit(0), reference
-    )
-    report, _ = train_batch(learner, batch_of(2), 0)
-    assert min(report.forward_s, report.update_s, report.cpu_s) > 0
-    assert report.forward_s + report.update_s <= report.seconds
-
-
 def test_algorithms_differ(models: Any) -> None:
     """The two updates of a step give different weights for each preset."""
     ends = {}
@@ -255,18 +244,6 @@ def test_a_kl_penalty_in_the_reward_is_summed_over_the_rollout(models: Any) -> N
     expected, _ = step(models, experiment_of(algorithm={"advantage": "group_mean"}), by_hand)
     found, _ = step(models, spec, batch)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_advantages_are_whitened_over_the_step(models: Any) -> None:
-    """Rewards that are shifted and scaled give the same gradient."""
-    spec = experiment_of(algorithm={"preset": "reinforce_pp", "kl_coef": 0.0})
-    batch = batch_of(4)
-    moved = tuple(
-        replace(group, rewards=tuple(3.0 * reward - 7.0 for reward in group.rewards)) for group in batch.groups
-    )
-    gradient, _ = step(models, spec, batch)
-    again, _ = step(models, spec, replace(batch, groups=moved))
-    torch.testing.assert_close(gradient, again, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -360,11 +337,8 @@ def test_a_users_advantage_function_gets_what_its_parameters_name(models: Any) -
         ({"loss": "no_such_module:f"}, r"algorithm.loss: no module 'no_such_module'.*put no_such_module.py"),
         ({"advantage": "test_step:nothing"}, r"algorithm.advantage: module test_step .* has no 'nothing'"),
         ({"advantage": "test_step:VARIANTS"}, "is not a function .got list"),
-        (
-            {"advantage": "test_step:of_tokens"},
-            "of_tokens has the unknown parameter 'tokens'",
-        ),
-        ({"advantage": "test_step:of_lengths"}, "of_lengths has no parameter 'rewards'"),
+        ({"advantage": "test_step:of_tokens"}, "of_tokens has the parameters rewards, tokens"),
+        ({"advantage": "test_step:of_lengths"}, "of_lengths has the parameters lengths"),
     ],
 )
 def test_missing_functions_are_named_in_the_error(algorithm: dict[str, str], words: str) -> None:

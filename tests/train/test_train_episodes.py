@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id
 from asyncrl_cli.records.rewards import Turn
@@ -107,21 +105,6 @@ def test_only_sampled_tokens_are_on_policy(update: str, expected: list[list[int]
     current = TrainingGroup(0, "a", 4, (episode("0-0", (G, 4, G, 4)), ROLLOUTS[1]), (1.0, 0.0))
     (row, *_) = rows_of(replace(BATCH, groups=(current,)), spec)
     assert pad_rows([row]).on_policy.tolist() == [[False, True, False, True]]
-
-
-@given(st.lists(st.sampled_from([G, 2, 3]), min_size=1, max_size=12))
-def test_whatever_the_context_the_sampled_tokens_are_the_ones_that_count(drawn: list[int]) -> None:
-    versions = (G, *(version for version in drawn if version != 3), *(version for version in drawn if version == 3))
-    one = sequence("0-0", versions)
-    group = TrainingGroup(0, "a", 2, (one, ROLLOUTS[1]), (1.0, 0.0))
-    *rows, _ = rows_of(replace(BATCH, groups=(group,)), experiment())
-    if one.sampled.any():
-        (row,) = rows
-        assert row.tokens.ids[row.tokens.sampled].tolist() == one.ids[one.sampled].tolist()
-        assert row.tokens.logprobs[row.tokens.sampled].tolist() == one.logprobs[one.sampled].tolist()
-        assert row.tokens.sampled[[0, -1]].tolist() == [False, True]
-    else:
-        assert rows == []
 
 
 class OneRank:

@@ -12,12 +12,10 @@ import varlen_kernel
 
 from asyncrl_cli.checks.model import _possible_attention
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import recompute_activations
-from asyncrl_cli.train.model.lora import add_adapters
+from asyncrl_cli.train.model.attention import attend_to_rows, why_not_varlen
 from asyncrl_cli.train.model.policy import ValueModel, check_policy
-from asyncrl_cli.train.model.varlen_attention import attend_to_rows, why_not_varlen
 from asyncrl_cli.train.packing import pad_rows
 from tests.train.test_policy import ARCHITECTURES, LENGTHS, make, rows, scored
 from tests.train.test_prefix_trees import LENGTHS as GROUP_LENGTHS
@@ -58,18 +56,6 @@ def test_padded_rows_and_the_check_of_a_model_see_windows(architecture: str) -> 
     assert_equal(scored(make(architecture, attention="varlen"), *rows()), scored(make(architecture), *rows()))
     policy = make(architecture, attention="varlen", packing=True)
     check_policy(policy, policy)
-
-
-def test_adapters_get_the_gradients_of_separate_rows() -> None:
-    results = []
-    for attention in ("sdpa", "varlen"):
-        policy = make("qwen3", attention=attention, packing=attention == "varlen")
-        add_adapters(policy.model, LoraSpec(rank=2), seed=0)
-        for name, weight in policy.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
-        results.append(scored(policy, *rows()))
-    assert_equal(results[1], results[0])
 
 
 def test_values_of_packed_rows_are_separate() -> None:

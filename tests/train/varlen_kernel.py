@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl_cli.train.model import repeatable_attention
+from asyncrl_cli.train.model import attention
 
 LONGEST: list[int] = []
 """The longest row of each forward call of the kernel."""
@@ -100,7 +100,7 @@ def installed() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa, fills = ALL_ATTENTION_FUNCTIONS["sdpa"], torch.utils.deterministic.fill_uninitialized_memory
-    repeatable_attention.install()
+    attention.install_attention()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
@@ -111,4 +111,4 @@ def installed() -> Iterator[None]:
         library._destroy()
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        repeatable_attention.install.cache_clear()
+        attention.install_attention.cache_clear()

@@ -149,19 +149,6 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(driver: Driver, caplo
     assert driver.forgotten == 1, "otherwise the next kernel would fail with the stored error"
 
 
-def test_parts_that_are_pinned_before_one_fails_are_given_back(
-    driver: Driver, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory, on = torch.zeros(5000, dtype=torch.uint8), CudaCopies(GPU)
-    driver.room = 1000
-    on.pin(memory, [ByteRange(0, 1000), ByteRange(1000, 3000), ByteRange(3000, 4000)])
-    assert list(driver.pinned.values()) == [1000]
-    on.unpin(memory)
-    on.unpin(memory)
-    assert not driver.pinned
-    assert len(caplog.messages) == 1
-
-
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory, and a part of a tensor in it. Every dimension may be cut, and experts may be skipped."""
@@ -192,18 +179,6 @@ def test_loaders_get_the_part_and_no_other_bytes_change(
         assert on.staged_bytes == 0
     if part.dim() == 3 and all(one.is_contiguous() for one in part):
         assert on.staged_bytes == 0, "experts that are one piece each"
-
-
-@pytest.mark.parametrize("staged_bytes", [64 * 2**20, 1000])
-def test_divided_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch, staged_bytes: int) -> None:
-    monkeypatch.setattr(mapped_module, "STAGED_BYTES", staged_bytes)
-    memory = torch.randn(3, 40, 20)
-    target = torch.zeros(3, 40, 5)
-    with PinnedLoads(torch.device("cpu"), {memory.untyped_storage().data_ptr(): True}) as on:
-        target.copy_(memory[..., 5:10])
-    assert torch.equal(target, memory[..., 5:10])
-    pieces = 3 * -(-40 // max(1, staged_bytes // 80)) if staged_bytes < 3200 else 3
-    assert on.staged_bytes == memory.nbytes - pieces * 15 * 4
 
 
 def test_a_gpu_whose_memory_cannot_be_pinned_loads_as_torch_does(

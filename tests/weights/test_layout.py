@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from asyncrl_cli.weights import layout
 from asyncrl_cli.weights.layout import (
     ALIGNMENT,
-    CHUNK_BYTES,
     ByteRange,
     TensorSlot,
     chunks_of,
@@ -139,18 +138,6 @@ def test_a_chunk_has_bytes_of_its_rank_alone_and_is_as_large_as_it_may_be(
         # Adjacent ranges are joined, because each range needs an entry in a system call.
         for chunk in of_rank:
             assert all(one.stop < other.start for one, other in zip(chunk.ranges, chunk.ranges[1:], strict=False))
-
-
-def test_a_large_tensor_is_split_at_the_size_of_a_chunk() -> None:
-    slots = plan_slots([("small", torch.float32, (16,)), ("large", torch.bfloat16, (CHUNK_BYTES,))])
-    first, second, third = chunks_of(slots, 1)
-    assert (first.ranges, second.ranges) == (((0, CHUNK_BYTES),), ((CHUNK_BYTES, 2 * CHUNK_BYTES),))
-    assert third.ranges == ((2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 64),)
-
-
-def test_some_ranks_have_nothing_of_a_small_tensor() -> None:
-    chunks = chunks_of((TensorSlot("scale", "float32", (3,), 0, 4),), 5)
-    assert [(chunk.rank, chunk.ranges) for chunk in chunks] == [(0, ((0, 4),)), (1, ((4, 8),)), (2, ((8, 12),))]
 
 
 @pytest.mark.parametrize("module", ["layout", "manifest", "replica", "agent"])

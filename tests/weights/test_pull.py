@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection as PipeConnection
 from multiprocessing.context import ForkProcess
@@ -17,7 +15,7 @@ import pytest
 
 from asyncrl_cli.weights import pull as pull_module
 from asyncrl_cli.weights import transfer
-from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
+from asyncrl_cli.weights.manifest import Endpoint, Pulled, PullFailed, Superseded
 from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.transfer import Connection, HolderFault, WeightServer
@@ -228,32 +226,6 @@ def test_hosts_that_fetch_at_the_same_time_give_to_each_other(holders: Holders) 
             server.close()
 
 
-def test_unchanged_chunks_are_not_fetched_again(replica: Replica, holders: Holders) -> None:
-    """Version 9 has the bytes of version 1 except for chunk 2, like a model with frozen weights."""
-    pulled = pull(replica, holders("good"))
-    digests = list(manifest(1).digests)
-    digests[2] = manifest(2).digests[2]
-    next_version = Manifest(9, SLOTS, RANKS, tuple(digests))
-    with pytest.raises(PullFailed, match=f"1 of {len(CHUNKS)} chunks of weight version 9 are still missing"):
-        Pull(replica, next_version, connect, [], 0.1).run()
-    assert replica.path(manifest(1)) == pulled.path
-    assert sum(replica.available_chunks(9)) == len(CHUNKS) - 1
-
-
-def test_a_version_that_was_made_again_with_other_bytes_is_fetched_again(replica: Replica, holders: Holders) -> None:
-    first = pull(replica, holders("good"))
-    again = replace(manifest(2), version=1)
-    with closing(Replica(SLOTS, RANKS)) as trainer, closing(WeightServer(trainer, TOKEN, "127.0.0.1")) as server:
-        descriptor = os.open(trainer.begin(1), os.O_RDWR)
-        os.pwrite(descriptor, content(2), 0)
-        os.close(descriptor)
-        with ThreadPoolExecutor(1) as threads:
-            trainer.digest(1, range(RANKS), threads)
-        second = Pull(replica, again, connect, [Endpoint("trainer", server.url)], 60).run()
-    assert replica.path(again) == second.path != first.path
-    assert has_version(replica, first.path, 1), "which engines may still load"
-
-
 class FailingConnection(Connection):
     """A holder in memory that counts requests, and fails."""
 
@@ -284,15 +256,3 @@ def test_an_error_on_this_host_ends_the_pull_immediately(replica: Replica) -> No
     failing = partial(FailingConnection, asked=[], failure=KeyError("a mistake here"))
     with pytest.raises(KeyError, match="a mistake here"):
         Pull(replica, manifest(1), failing, [Endpoint("n", "http://x")], 600).run()
-
-
-def test_a_pull_opens_the_connections_that_it_is_given(replica: Replica, holders: Holders) -> None:
-    opened: list[str] = []
-
-    def counted(url: str) -> Connection:
-        opened.append(url)
-        return connect(url)
-
-    pulled = Pull(replica, manifest(1), counted, holders("rank-0", "rank-1"), 60, streams=6).run()
-    assert has_version(replica, pulled.path, 1)
-    assert len(opened) == 6

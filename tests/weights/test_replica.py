@@ -240,12 +240,6 @@ def everything(replica: Replica, version: int, keep: Manifest | None = None) -> 
     return path
 
 
-def test_the_memory_is_used_in_turn(replica: Replica) -> None:
-    paths = [everything(replica, version, manifest(version - 1) if version else None) for version in range(4)]
-    assert paths[0] != paths[1]
-    assert paths[:2] == paths[2:]
-
-
 def test_an_engine_that_hangs_while_it_loads_keeps_its_memory(replica: Replica) -> None:
     path = everything(replica, 0)
     inode = os.stat(path).st_ino
@@ -292,13 +286,6 @@ def test_a_write_that_another_has_replaced_gives_no_digests(replica: Replica) ->
         replica.digest(1, {0}, THREADS)
 
 
-def test_bytes_of_a_fetched_version_are_not_digested_here(replica: Replica) -> None:
-    with replica.receiving(manifest(0)):
-        pass
-    with pytest.raises(RunError, match="not being written on this host"):
-        replica.digest(0, {0}, THREADS)
-
-
 def test_memory_that_the_host_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -334,10 +321,3 @@ def test_a_host_has_memory_for_the_shards_of_its_ranks_and_all_once_it_fetches()
         whole = Manifest(2, slots, RANKS, ("",) * len(replica.chunks))
         with replica.receiving(whole) as buffer:
             assert memory(buffer.path) >= RANKS * shard
-
-
-def test_the_memory_has_no_name(replica: Replica) -> None:
-    path = everything(replica, 0)
-    assert os.readlink(path).startswith("/memfd:asyncrl-weights")
-    assert os.stat(path).st_dev != os.stat("/dev/shm").st_dev
-    assert not list(Path("/dev/shm").glob("*asyncrl*"))

@@ -50,8 +50,6 @@ class CorrectionSums(ReducedSums):
     masked: Tensor  # tokens with a raw weight outside the mask's range
     rejected: Tensor  # tokens, alone or with their row
     rejected_rows: Tensor  # rows with all tokens rejected
-    above_2: Tensor  # tokens with a raw weight above 2
-    below_half: Tensor  # tokens with a raw weight below 1/2
     gap: Tensor  # |proximal - behaviour| in log-probs
     gap_max: Tensor
     kl: Tensor  # the k3 estimate of KL(behaviour ‖ proximal)
@@ -69,8 +67,6 @@ class CorrectionSums(ReducedSums):
             "importance_max": self.weight_max.item(),
             "importance_capped_fraction": self.capped.item() / tokens,
             "importance_masked_fraction": self.masked.item() / tokens,
-            "importance_above_2_fraction": self.above_2.item() / tokens,
-            "importance_below_half_fraction": self.below_half.item() / tokens,
             "effective_sample_fraction": weight**2 / weight_squared / tokens if weight_squared else 0.0,
             "rejected_token_fraction": self.rejected.item() / tokens,
             "rejected_row_fraction": self.rejected_rows.item() / rows,
@@ -124,8 +120,6 @@ def correct(
             masked=(mask & masked).sum().double(),
             rejected=(mask & rejected).sum().double(),
             rejected_rows=(counts & (rejected | ~mask).all(dim=1)).sum().double(),
-            above_2=(mask & (raw > 2.0)).sum().double(),
-            below_half=(mask & (raw < 0.5)).sum().double(),
             gap=gap.abs().sum(dtype=torch.float64),
             gap_max=_largest(gap.abs()),
             kl=k3(behaviour, proximal).sum(),

@@ -55,23 +55,11 @@ def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[s
     if builtin_function := (ADVANTAGES | BASELINES_OF_TURNS).get(name):
         return builtin_function, ()
     function = _imported(name, location=location, search_path=search_path, hint=hint)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin without a signature: the first call will tell
-        return function, ()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    parameter_by_name = {
-        parameter.name: parameter
-        for parameter in parameters
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }
-    required_names = [name for name, parameter in parameter_by_name.items() if parameter.default is parameter.empty]
-    if unknown := next((name for name in required_names if name not in (REWARDS, *FURTHER)), None):
-        message = f"{name} has the unknown parameter {unknown!r}"
-        raise ConfigError(message, location=location, hint=hint)
-    if REWARDS not in parameter_by_name and not takes_all:
-        raise ConfigError(f"{name} has no parameter {REWARDS!r}", location=location, hint=hint)
-    return function, tuple(further for further in FURTHER if takes_all or further in parameter_by_name)
+    parameters = inspect.signature(function).parameters
+    required_names = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    if REWARDS not in parameters or not required_names <= {REWARDS, *FURTHER}:
+        raise ConfigError(f"{name} has the parameters {', '.join(parameters)}", location=location, hint=hint)
+    return function, tuple(further for further in FURTHER if further in parameters)
 
 
 def _own_loss(name: str, search_path: Path) -> PolicyLoss:
@@ -82,8 +70,6 @@ def _own_loss(name: str, search_path: Path) -> PolicyLoss:
     except TypeError as error:
         message, hint = f"{name} cannot be called as {call}: {error}", "give it these parameters, in this order"
         raise ConfigError(message, location=location, hint=hint) from None
-    except ValueError:  # a builtin without a signature: the first call will tell
-        pass
     return function
 
 

@@ -1,7 +1,7 @@
 """The output head: log-probabilities and entropies of tokens, without all logits in memory.
 
 Positions go through the output layer in chunks. Invariant: except for the layer's weights and their gradient, no tensor
-here has more than ``CHUNK_NUMBERS`` numbers (on a GPU ``gpu_chunk_numbers``), or one position's if the vocabulary is
+here has more than ``CHUNK_NUMBERS`` numbers (on a GPU ``GPU_CHUNK_NUMBERS``), or one position's if the vocabulary is
 larger. A chunk's logits exist once, in float32: they become log-probabilities in place, and these become the logits'
 gradient in place. If there are several chunks, each is computed again in the backward pass, so only one exists at a
 time.
@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 CHUNK_NUMBERS = 2**25
 """Logits that exist at a time on a CPU: 128 MiB in float32."""
-GPU_CHUNK_NUMBERS = 2**28
-"""The most logits that exist at a time on a GPU: 1 GiB in float32. Each chunk reads and writes the gradient of all
-weights, so smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 33 ms with 2^28 for 4,096
-tokens, a vocabulary of 151,936 and a width of 2,560."""
-GPU_PART = 32
-"""A chunk takes at most a GPU's memory divided by this number: a GPU with 24 GB has chunks of 2^27."""
+GPU_CHUNK_NUMBERS = 2**27
+"""Logits that exist at a time on a GPU: 512 MiB in float32. Each chunk reads and writes the gradient of all weights, so
+smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 33 ms with 2^28 for 4,096 tokens, a
+vocabulary of 151,936 and a width of 2,560. A constant, because other chunk sizes add up gradients in another order, and
+a replayed step would not have the same bits."""
 
 BLOCK_NUMBERS = 2**18
 """Numbers in a block, the unit in which a CPU sums entropies. A block stays in the cache, and a chunk's probabilities
@@ -30,17 +29,6 @@ two, and each block costs several kernel launches."""
 
 Entropy = Literal["none", "measure", "train"]
 """Entropies are not computed, computed, or computed with a gradient."""
-
-
-def gpu_chunk_numbers(gpu_bytes: int | None) -> int:
-    """Return how many logits exist at a time on a GPU with this much memory in total; None: unknown, so the most.
-
-    Not by free memory, which differs from pass to pass: other chunk sizes add up gradients in another order, and a
-    replayed step would not have the same bits. A power of two, because drivers reserve differing amounts.
-    """
-    if gpu_bytes is None:
-        return GPU_CHUNK_NUMBERS
-    return min(GPU_CHUNK_NUMBERS, 1 << (gpu_bytes // (4 * GPU_PART)).bit_length() - 1)
 
 
 def chunked_logprobs(
@@ -92,9 +80,8 @@ class _Scores(torch.autograd.Function):
         max_logits: int | None,
     ) -> Any:
         logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        if max_logits is None and hidden.is_cuda:
-            max_logits = gpu_chunk_numbers(torch.cuda.get_device_properties(hidden.device).total_memory)
-        chunks = _chunks(hidden.shape[0], weight.shape[0], max_logits or CHUNK_NUMBERS)
+        max_logits = max_logits or (GPU_CHUNK_NUMBERS if hidden.is_cuda else CHUNK_NUMBERS)
+        chunks = _chunks(hidden.shape[0], weight.shape[0], max_logits)
         logs = None
         for chunk in chunks:
             logs = None  # frees the last chunk before the next one is computed

@@ -29,19 +29,8 @@ def set_image_tokens(config: Any, tokenizer: Any) -> None:
 
 
 def save_processor(config: Any, tokenizer: Any, directory: Path) -> None:
-    """Write the files of a vision-language model's processor, with the patch sizes in its config.
-
-    Raises ``ConfigError`` without torchvision.
-    """
-    try:
-        processor = _processor(config, tokenizer)
-    except ImportError as error:
-        raise ConfigError(
-            f"the image processor cannot be loaded: {' '.join(str(error).split())}",
-            location="model.init.architecture",
-            hint="install torchvision as requirements/README.md describes",
-        ) from error
-    processor.save_pretrained(directory)
+    """Write the files of a vision-language model's processor, with the patch sizes in its config."""
+    _processor(config, tokenizer).save_pretrained(directory)
 
 
 def name_tower(weights: Path) -> None:

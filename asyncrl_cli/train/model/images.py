@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.images import Image, ImageCache, PlacedImage
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import needs_no_mask
-from asyncrl_cli.train.model.pass_layout import PackedRows, moved
-from asyncrl_cli.train.model.varlen_attention import sees_images_both_ways
-from asyncrl_cli.train.prefix_trees import TreeLayout
+from asyncrl_cli.train.model.attention import sees_images_both_ways
+from asyncrl_cli.train.model.pass_layout import moved
 
 CACHED_BYTES = 2**28
 """Limit of the cache of pixels: a group's rows have the same images, and so do a step's epochs."""
@@ -49,16 +48,6 @@ class ImageInputs:
     has_images: bool
     """Some placeholder is true."""
 
-    def to(self, device: torch.device | str) -> ImageInputs:
-        """Copy to another device."""
-        return ImageInputs(
-            moved(self.placeholders, device),
-            pixels={name: moved(tensor, device) for name, tensor in self.pixels.items()},
-            positions=None if self.positions is None else moved(self.positions, device),
-            bidirectional=self.bidirectional,
-            has_images=self.has_images,
-        )
-
     def arguments_with_head(self) -> dict[str, Any]:
         """Return the arguments for a transformers model with its head, which scatters the features by ids."""
         types = {} if self.positions is None else {"mm_token_type_ids": self.placeholders.int()}
@@ -66,24 +55,11 @@ class ImageInputs:
             types["token_type_ids"] = self.placeholders.long()
         return {**self.pixels, **types}
 
-    def without_last_tokens(self) -> ImageInputs:
-        """Remove each row's last token."""
-        positions = None if self.positions is None else self.positions[..., :-1]
-        return ImageInputs(self.placeholders[:, :-1], self.pixels, positions, self.bidirectional, self.has_images)
-
-    def packed(self, rows: PackedRows) -> ImageInputs:
-        """Keep only the packed positions, joined in one row."""
-        positions = self.positions
-        if positions is not None:
-            positions = torch.stack([rows.of_tokens(axis) for axis in positions])
-        placeholders = rows.of_tokens(self.placeholders)
-        return ImageInputs(placeholders, self.pixels, positions, self.bidirectional, self.has_images)
-
-    def by_tree(self, trees: TreeLayout) -> ImageInputs:
-        """Arrange the inputs by the trees' positions; ``pixels`` must already lack the images at shared positions."""
-        positions = None if self.positions is None else torch.stack([trees.of_tokens(axis) for axis in self.positions])
-        placeholders = trees.of_tokens(self.placeholders)
-        return ImageInputs(placeholders, self.pixels, positions, self.bidirectional, self.has_images)
+    def arranged(self, pick: Callable[[Tensor], Tensor]) -> ImageInputs:
+        """Arrange the inputs by other positions than [rows, tokens], with ``pick`` for each matrix. ``pixels`` must
+        already lack images without a position."""
+        positions = None if self.positions is None else torch.stack([pick(axis) for axis in self.positions])
+        return replace(self, placeholders=pick(self.placeholders), positions=positions)
 
 
 class Vision:
@@ -167,7 +143,7 @@ class Vision:
         return (
             torch.cat([ids[:, :1], placeholders, ids[:, 1:]], dim=1),
             torch.cat([mask[:, :1], torch.zeros_like(placeholders, dtype=torch.bool), mask[:, 1:]], dim=1),
-            inputs.to(ids.device),
+            moved(inputs, ids.device),
         )
 
     def _processed(self, image: Image) -> dict[str, Tensor]:

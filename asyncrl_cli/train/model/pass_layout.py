@@ -6,8 +6,8 @@ operations. So a micro-batch brings indices, and nothing in a pass looks for pos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,18 +90,23 @@ class PassLayout:
         local = (column // slice_length == sequence.rank).nonzero()[:, 0]
         return cls(scored, (row * slice_length + column % slice_length)[local], packed, local)
 
-    def to(self, device: torch.device | str) -> PassLayout:
-        """Copy to another device."""
-        packed, local = self.packed, self.local
-        if packed is not None:
-            source, positions = moved(packed.source, device), moved(packed.positions, device)
-            packed = PackedRows(source, positions, moved(packed.starts, device), packed.longest_row)
-        local = None if local is None else moved(local, device)
-        return PassLayout(moved(self.scored, device), moved(self.predicting, device), packed, local)
+
+Record = TypeVar("Record")
 
 
-def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a CPU tensor to a device. To a GPU from pinned memory: the host does not wait for the copy."""
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def moved(value: Record, device: torch.device | str) -> Record:
+    """Copy a tensor from the CPU to a device, or all tensors in a dataclass or a dictionary.
+
+    To a GPU from pinned memory: the host does not wait for the copy.
+    """
+    record: Any = value
+    if isinstance(record, Tensor) and torch.device(device).type == "cuda":
+        record = record.pin_memory().to(device, non_blocking=True)
+    elif isinstance(record, Tensor):
+        record = record.to(device)
+    elif isinstance(record, dict):
+        record = {name: moved(item, device) for name, item in record.items()}
+    elif is_dataclass(record):
+        record = replace(record, **{field.name: moved(getattr(record, field.name), device) for field in fields(record)})
+    copied: Record = record
+    return copied

@@ -19,7 +19,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.flops import ModelFlops
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 from asyncrl_cli.train.model.images import ImageInputs, Vision, states
-from asyncrl_cli.train.model.pass_layout import PassLayout
+from asyncrl_cli.train.model.pass_layout import PassLayout, moved
 from asyncrl_cli.train.model.router_replay import RouterReplay
 from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
@@ -140,8 +140,8 @@ class ValueModel(nn.Module):
 
 def layout_of(model: Policy | ValueModel, response_mask: Tensor, trees: TreeLayout | None) -> PassLayout:
     """Make the layout of a pass of ``model`` on the device of its mask. A GPU's host waits for the mask."""
-    trees = None if trees is None else trees.to("cpu")
-    return PassLayout.of(response_mask.cpu(), model.packing, trees, model.sequence).to(response_mask.device)
+    layout = PassLayout.of(response_mask.cpu(), model.packing, moved(trees, "cpu"), model.sequence)
+    return moved(layout, response_mask.device)
 
 
 def at_tokens(values: Tensor, shape: torch.Size, layout: PassLayout, sequence: SequenceGroup | None) -> Tensor:
@@ -185,7 +185,7 @@ def predicting_states(
     if model.sequence is not None:
         hidden = model.sequence.local_states(backbone, ids, positions, **arguments)
     elif images is not None:
-        read_images = images.without_last_tokens() if packed is None else images.packed(packed)
+        read_images = images.arranged((lambda matrix: matrix[:, :-1]) if packed is None else packed.of_tokens)
         hidden = states(backbone, ids, positions, read_images, **arguments)
     else:
         # Positions only for packed rows: from given positions a model makes a mask.
@@ -217,11 +217,11 @@ def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, f
         shared += ids.shape[1] - text.shape[1]
     if policy.shares_prefixes:
         tree = PrefixTree((0, 1), lengths=(ids.shape[1] - 1,) * 2, shared=(0, shared))
-        trees = TreeLayout.of([tree], ids.shape[1], policy.packing).to(ids.device)
+        trees = moved(TreeLayout.of([tree], ids.shape[1], policy.packing), ids.device)
         ways.append({"trees": trees})
         if policy.vision is not None:
             images = policy.vision.with_image(policy.model, text, mask[:, : text.shape[1]], tree.shared)[2]
-            ways[1]["images"] = images.by_tree(trees)
+            ways[1]["images"] = images.arranged(trees.of_tokens)
     full = nullcontext() if policy.sequence is None else policy.sequence.unused()
     with torch.no_grad():
         with full:

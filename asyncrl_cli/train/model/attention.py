@@ -1,12 +1,20 @@
-"""Attention of packed rows by torch's own FlashAttention kernel (`trainer.attention: varlen`, decision 0019).
+"""Attention on GPUs: packed rows without masks, and the same bits in every pass (decision 0019).
 
-The kernel gets the rows' boundaries, so each row attends only to itself and no mask is built. Shared prefixes need
-masks; a layer that gets a mask attends with `sdpa`, and so do the layers of a vision tower, which are not causal.
+``varlen`` is torch's own FlashAttention kernel. It gets the rows' boundaries, so each row attends only to itself and no
+mask is built. Shared prefixes need masks; a layer that gets a mask attends with `sdpa`, and so do the layers of a
+vision tower, which are not causal.
+
+A replay and a resume need the same bits. By default some of torch's kernels for attention add up gradients in any
+order: with a mask, and in bfloat16 for long rows. torch's deterministic mode fixes the order. But the mode refuses
+other operations of some models (a cumulative sum, for example), so it is on only around attention, in both passes. With
+``warn_only`` attention would ignore it.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +23,10 @@ from torch import Tensor
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.train.prefix_trees import windows_of
 
+Attention = Callable[..., tuple[Tensor, Any]]
+"""An attention function of transformers."""
+ENVIRONMENT = {"FLASH_ATTENTION_DETERMINISTIC": "1"}
+"""transformers passes it on to flash attention."""
 MAX_HEAD_SIZE, HEAD_SIZE_STEP = 256, 8
 """Sizes of a head that the kernel takes: multiples of the step up to the maximum (torch's flash_api.cpp)."""
 
@@ -108,3 +120,59 @@ def attend_to_rows(
     )
     assert isinstance(attended, Tensor)
     return attended.view(rows, tokens, heads, size), None
+
+
+@cache
+def install_attention() -> None:
+    """Make `sdpa` of all transformers models in this process repeatable, and add `varlen`. Further calls do nothing: by
+    then sequence parallelism may have put its exchange around them."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # Otherwise the mode also fills every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = partial(attend, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    # Without a mask function: transformers then makes no mask, and does not search for packed rows, which would wait.
+    ALL_ATTENTION_FUNCTIONS["varlen"] = partial(attend, attend_to_rows)
+
+
+def attend(
+    attention: Attention,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    **keywords: Any,
+) -> tuple[Tensor, Any]:
+    """Call ``attention`` in deterministic mode, now and in the backward pass. transformers passes the arguments."""
+    query, key, value = _SetMode.apply(False, query, key, value)  # type: ignore[no-untyped-call]
+    set_mode(True)
+    try:
+        output, weights = attention(module, query, key, value, *arguments, **keywords)
+    finally:
+        set_mode(False)
+    (output,) = _SetMode.apply(True, output)  # type: ignore[no-untyped-call]
+    return output, weights
+
+
+def set_mode(on: bool) -> None:
+    """Switch torch's deterministic mode for the whole process."""
+    # Not ``use_deterministic_algorithms``, which imports torch's compiler.
+    torch.set_deterministic_debug_mode("error" if on else "default")
+
+
+class _SetMode(torch.autograd.Function):
+    """Passes tensors on, and sets the mode when the backward pass comes here.
+
+    Query, key and value pass together. With a hook for each, other operations would run before the last one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, on: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.on = on
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        set_mode(ctx.on)
+        return None, *gradients
