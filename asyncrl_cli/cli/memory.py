@@ -44,10 +44,10 @@ def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
     with large_imports():
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-    from asyncrl_cli.sizing.config import find_config, read_config
+    from asyncrl_cli.sizing.config import find_config, load_config
 
     if folder is not None:
-        return read_config(folder, "--model-config")
+        return load_config(folder, "--model-config")
     with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as empty:
         return find_config(spec, Path(empty))
 

@@ -28,22 +28,14 @@ def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
     model = spec.model
     if model.init is not None:
         write_model_stub(model.init, max_length=model.max_length, directory=folder, chat_template=model.chat_template)
-        return read_config(folder, "model.init.config")
+        return load_config(folder, "model.init.config")
     assert model.path is not None
     return saved_config(model.path, "model.path")
 
 
 def saved_config(path: str, location: str) -> PreTrainedConfig:
     """Return a saved model's config by its absolute path or hub id; ``location``: its key. Raises ``ConfigError``."""
-    return read_config(Path(path) if Path(path).is_absolute() else _hub_folder(path, location), location)
-
-
-def read_config(folder: Path, location: str) -> PreTrainedConfig:
-    """Return the config in a folder. Raises ``ConfigError``."""
-    if not (folder / "config.json").is_file():
-        hint = "name a folder that has the model's config.json"
-        raise ConfigError(f"{folder} has no config.json", location=location, hint=hint)
-    return load_config(folder, location)
+    return load_config(Path(path) if Path(path).is_absolute() else _hub_folder(path, location), location)
 
 
 def load_config(model: Path | str, location: str) -> PreTrainedConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens, kv_cache_bytes
 from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, MemoryUse, nonzero_uses
@@ -41,7 +40,7 @@ def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None =
     slots = 0 if lora is None else model.trained * lora.slot_rank // lora.rank
     adapters = MemoryUse("adapters", slots * dtype_bytes, f"slots of rank {lora.slot_rank if lora is not None else 0}")
     logits = min(rollout.running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
-    tokens = int(_argument(spec, "max_num_batched_tokens", batched_tokens(spec, gpu_bytes)))
+    tokens = int(rollout.engine_args.get("max_num_batched_tokens") or batched_tokens(spec, gpu_bytes))
     if rollout.gpus_per_engine:
         graphs, nbytes = GRAPH_BYTES, tokens * ACTIVATION_WIDTHS * model.hidden * dtype_bytes
         activations = MemoryUse("activations", nbytes, f"a batch of {tokens:,} tokens")
@@ -111,8 +110,3 @@ def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:
         longest_rollouts=max(0, blocks // blocks_of_longest),
         average_rollouts=max(0, blocks // blocks_of_average),
     )
-
-
-def _argument(spec: ExperimentSpec, name: str, default: Any) -> Any:
-    value = spec.rollout.engine_args.get(name)
-    return default if value is None else value

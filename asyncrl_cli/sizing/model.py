@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.config import saved_config
@@ -15,10 +16,9 @@ from asyncrl_cli.spec.sections import ExperimentSpec, shares_prefixes
 REFERENCE = "algorithm.reference_path"
 
 
-class ActivationBytes(Protocol):
-    """Peak bytes of a micro-batch, without weights and gradients; arguments as in ``Pass``."""
-
-    def __call__(self, rows: int, length: int, positions: int, recompute: bool) -> int: ...
+ActivationBytes = Callable[[int, int, int, bool], int]
+"""Takes rows, length, positions and recompute (``TracedMicrobatch``); returns a micro-batch's peak bytes, without
+weights and gradients."""
 
 
 @dataclass(frozen=True, slots=True)

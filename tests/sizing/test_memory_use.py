@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.sizing.engine import engine_uses
 from asyncrl_cli.sizing.estimate import estimate, excesses
-from asyncrl_cli.sizing.host import HostKind, host_kinds, host_uses, step_tokens, version_bytes
-from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES, memory_size
+from asyncrl_cli.sizing.host import HostKind, host_kinds, host_uses, version_bytes
+from asyncrl_cli.sizing.memory_use import GB, NUMBER_BYTES
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.trainer import _mask_bytes, gathered_numbers, largest_microbatch, longest_tree, rank_uses
+from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_uses
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -121,17 +121,6 @@ def test_ranks_that_share_sequences_have_a_part_of_their_activations(
     assert activations(1) == length * of_a_position
 
 
-@given(st.integers(1_000, 100_000))
-def test_with_varlen_packed_rows_have_no_mask_and_each_tree_has_its_own(tokens: int) -> None:
-    values = {"trainer__packing": True, "trainer__tokens_per_microbatch": tokens}
-    trees = sized(**values, trainer__attention="varlen")
-    _, length, _ = largest_microbatch(trees)
-    assert _mask_bytes(trees, length) == longest_tree(trees) * length * NUMBER_BYTES[trees.trainer.dtype]
-    alone = {**values, "trainer__share_prefixes": False}
-    assert _mask_bytes(sized(**alone, trainer__attention="varlen"), length) == 0
-    assert _mask_bytes(sized(**alone), length) == length**2
-
-
 @given(MODELS, st.integers(1, 64), st.integers(0, 3))
 def test_gathered_layers_are_never_more_than_the_model(found: SizedModel, ranks: int, stage: int) -> None:
     trainer = sized(trainer__ranks=ranks, trainer__zero_stage=stage).trainer
@@ -158,20 +147,6 @@ def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stag
     plain, moved = (rank_uses(sized(**on_gpu, trainer__offload=kind), found) for kind in ("none", offload))
     assert not plain.host and moved.host
     assert sum(part.bytes for part in plain.device) == sum(part.bytes for part in moved.device + moved.host)
-
-
-def test_bfloat16_ranks_have_float32_copies_of_gradients_that_they_add_up() -> None:
-    def buckets(ranks: int, dtype: str, found: SizedModel) -> int:
-        changed = sized(trainer__ranks=ranks, trainer__gpus_per_rank=1, trainer__dtype=dtype)
-        return next(part.bytes for part in rank_uses(changed, found).device if part.name == "reduce buckets")
-
-    large = model(8192, layers=1)  # its embeddings have 262 million numbers
-    small = replace(large, embeddings=0, head=0, experts=(0,))
-    assert buckets(1, "bfloat16", small) == 2 * 2**24
-    assert buckets(2, "float32", small) == 4 * 200 * 10**6
-    assert buckets(2, "bfloat16", small) == (2 + 8) * 200 * 10**6
-    wide = replace(small, embeddings=500 * 10**6)
-    assert buckets(2, "bfloat16", wide) == 2 * 200 * 10**6 + 4 * 500 * 10**6
 
 
 @given(st.integers(1, 40_000), st.integers(1, 4000), st.integers(50, 4000), st.booleans())
@@ -280,26 +255,6 @@ def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(
     assert parts["adapters"] >= version_bytes(alone, found)
     assert parts.get("next version", parts["adapters"]) == parts["adapters"]
     assert "adapters" not in {part.name for part in engine_uses(merged, found)}
-
-
-def test_recorded_experts_are_counted_in_object_store_and_journal() -> None:
-    def stored(replays: bool) -> tuple[int, int]:
-        algorithm = SPEC.algorithm.model_copy(update={"router_replay": replays})
-        changed = SPEC.model_copy(update={"algorithm": algorithm})
-        result = estimate(changed, replace(model(), routed=384), None, None)
-        (host,) = (device for device in result.devices if device.role == "host")
-        return next(part.bytes for part in host.parts if part.name == "object store"), result.journal
-
-    tokens = step_tokens(SPEC)
-    assert stored(False) == (2 * 16 * tokens, 10 * tokens)
-    assert stored(True) == (2 * (16 + 384) * tokens, (10 + 384) * tokens)
-
-
-def test_sizes_are_read_with_their_units() -> None:
-    assert memory_size("80GB") == memory_size("80") == 80 * GB
-    assert memory_size("79.5 GiB") == int(79.5 * 2**30)
-    with pytest.raises(ValueError, match="not a size"):
-        memory_size("large")
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,6 @@ GPU = {"trainer__gpus_per_rank": 1, "trainer__dtype": "bfloat16", "trainer__pack
 AUTO = GPU | {"trainer__tokens_per_microbatch": "auto", "trainer__gradient_checkpointing": "auto"}
 
 
-def test_large_gpus_recompute_nothing_and_small_ones_take_useful_micro_batches() -> None:
-    spec, sized_model = sized(**AUTO), model(1024, 24)
-    assert choose_microbatch(spec, sized_model, 500 * GB) == (MAX_TOKENS, False)
-    assert choose_microbatch(spec, sized_model, 24 * GB) == (2**13, True)
-
-
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [({"ranks": 1}, 2**13), ({"ranks": 8}, 2**14), ({"ranks": 16}, 2**15), ({"ranks": 16, "zero_stage": 2}, 2**13)],
@@ -155,14 +149,6 @@ def test_defaults_are_auto_on_gpus_and_the_numbers_of_before_on_cpus() -> None:
         _ = gpu.recomputes
     on_cpu = sized(trainer__tokens_per_microbatch="auto", trainer__gradient_checkpointing="auto")
     assert choose_microbatch(on_cpu, model(), None) == (8192, False)
-
-
-def test_grouped_ranks_need_more_memory_for_nccl() -> None:
-    alone, grouped = (
-        {use.name: use.bytes for use in rank_gpu(sized(**GPU, trainer__ranks=4, **size), model(), None).parts}
-        for size in ({}, {"trainer__sequence_parallel": 2})
-    )
-    assert (alone["CUDA context"], grouped["CUDA context"]) == (2 * GB, 3 * GB)
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(1, 4), (2, 4), (4, 4)])

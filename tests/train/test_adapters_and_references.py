@@ -3,66 +3,42 @@ models and exports have the same merged weights."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from test_trainer_checkpoints import differs
+from test_trainer_checkpoints import train as train_ranks
 
-from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal
+from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.saving import export_model
 
 pytestmark = pytest.mark.stack
 
 LORA = LoraSpec(rank=4, alpha=8.0)
-KINDS = {
-    "adapters": (3, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
-    "adapters-zero1": (1, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
-    "reference": (3, ("algorithm.kl_coef=0.5", "algorithm.reference_update_every=2")),
-    "served": (3, ("model.lora={rank: 4, alpha: 8.0, serve: adapter}",)),
-    "served-zero1": (1, ("model.lora={rank: 4, alpha: 8.0, serve: adapter}",)),
-    "both": (2, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5", "algorithm.reference_update_every=2")),
+ADAPTERS = {"model.lora": "{rank: 4, alpha: 8.0}"}
+SERVED = {"model.lora": "{rank: 4, alpha: 8.0, serve: adapter}"}
+PENALTY = {"algorithm.kl_coef": 0.5}
+REFRESHED = PENALTY | {"algorithm.reference_update_every": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "adapters": {"zero_stage": 3} | ADAPTERS | PENALTY,
+    "adapters-zero1": {"zero_stage": 1} | ADAPTERS | PENALTY,
+    "reference": {"zero_stage": 3} | REFRESHED,
+    "served": {"zero_stage": 3} | SERVED,
+    "served-zero1": {"zero_stage": 1} | SERVED,
+    "both": {"zero_stage": 2} | ADAPTERS | REFRESHED,
 }
 
 
 def train(
-    folder: Path, kind: str, ranks: int, source: Checkpoint | None, first: int, *more: str
-) -> tuple[Any, Checkpoint | None]:
-    """Rank 0's results of the steps from ``first`` to 3, and the checkpoint before step 3."""
-    zero_stage, overrides = KINDS[kind]
-    target = folder / "step-000003"
-    if source is None:
-        target.mkdir(parents=True)
-    else:
-        folder.mkdir()
-    run_ranks(
-        "resume_one.py",
-        folder,
-        (
-            f"trainer.ranks={ranks}",
-            f"trainer.zero_stage={zero_stage}",
-            "trainer.optimizer.learning_rate=0.003",
-            "pipeline.groups_per_step=4",
-            *(*overrides, *more),
-        ),
-        *(source.folder if source else "-", "-" if source else target, first, 3),
-    )
-    result = torch.load(folder / "rank-0.pt", weights_only=False)
-    if source is not None:
-        return result, None
-    layout = TrainerLayout(ranks, zero_stage, "float32")
-    (target / "run.json").write_text(json.dumps({"step": 3, "trainer": asdict(layout)}))
-    seal(target)
-    return result, Checkpoint.from_folder(target)
-
-
-def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
+    folder: Path, kind: str, ranks: int, source: Checkpoint | None, **changes: Any
+) -> tuple[dict[str, Any], Checkpoint | None]:
+    """Rank 0's results of four steps, with a checkpoint before the last one, or of the last step from ``source``."""
+    trainer = {"ranks": ranks, "trainer.optimizer.learning_rate": 0.003} | KINDS[kind] | changes
+    results, checkpoint = train_ranks(folder, trainer, source, source is None, 3 if source else 0, 3)
+    return results[0], checkpoint
 
 
 @pytest.fixture(
@@ -77,13 +53,13 @@ def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two ranks that trained three steps, saved a checkpoint, and trained one more step."""
     folder = tmp_path_factory.mktemp("trained")
-    return folder, request.param, *train(folder / "first", request.param, 2, None, 0)
+    return folder, request.param, *train(folder / "first", request.param, 2, None)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.rotating), 1])
 def test_a_checkpoint_resumes(trained: Any, ranks: int) -> None:
     folder, kind, before, checkpoint = trained
-    now, _ = train(folder / f"with-{ranks}", kind, ranks, checkpoint, 3)
+    now, _ = train(folder / f"with-{ranks}", kind, ranks, checkpoint)
     assert differs(now["weights"], before["weights"]) == 0
     assert differs(now["published"], before["published"]) < 1e-6
     assert differs(now["weights_after"], before["weights_after"]) <= (0 if ranks == 2 else 2e-5)
@@ -111,8 +87,8 @@ def test_engines_saved_models_and_exports_have_the_same_weights(trained: Any, tm
 @pytest.mark.parametrize("kind", ["served", "served-zero1"])
 def test_adapters_do_not_resume_on_a_model_with_other_weights(tmp_path: Path, kind: str) -> None:
     """Engines read the initial model themselves, so a checkpoint cannot provide it."""
-    before, checkpoint = train(tmp_path / "first", kind, 2, None, 0)
-    now, _ = train(tmp_path / "same", kind, 2, checkpoint, 3)
+    before, checkpoint = train(tmp_path / "first", kind, 2, None)
+    now, _ = train(tmp_path / "same", kind, 2, checkpoint)
     assert differs(now["weights_after"], before["weights_after"]) == 0
     with pytest.raises(AssertionError, match="this checkpoint's adapters were trained on another model"):
-        train(tmp_path / "other", kind, 2, checkpoint, 3, "seed=1")
+        train(tmp_path / "other", kind, 2, checkpoint, **{"model.init.config.initializer_range": 0.1})

@@ -73,11 +73,3 @@ def test_saved_exported_and_published_weights_are_the_same(divided: Any, tmp_pat
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-@pytest.mark.nightly
-def test_a_trainer_without_divided_experts_trains_to_the_same_weights(divided: Any) -> None:
-    folder, reference, _ = divided
-    results, _ = train(folder / "undivided", TRAINER | {"expert_parallel": 1}, None, False, 0, 2)
-    assert results[0]["published"].keys() == reference[0]["published"].keys()
-    assert differs(results[0]["published"], reference[0]["published"]) < 1e-5

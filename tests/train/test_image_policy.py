@@ -256,17 +256,3 @@ def test_a_critic_sees_images(loaded: tuple[Any, Path]) -> None:
         padded = pad_rows([one], policy.vision)
         values.append(critic(padded.input_ids, padded.response_mask, **padded.model_arguments))
     assert not torch.allclose(*values)
-
-
-def test_places_from_the_encoder_are_the_models_placeholders(loaded: tuple[Any, Path]) -> None:
-    from asyncrl_cli.data.images import ImageTokens
-    from asyncrl_cli.data.tokenizer import VISION_TOKENS
-    from tests.train.pictures import IMAGE_TOKENS
-
-    model, folder = loaded
-    mark = VISION_TOKENS[model.config.model_type].mark
-    ids, placed = ImageTokens(str(folder), 2, 10**6).encode(f"{mark}how{mark}?", [picture(1), picture(2)])
-    assert [one.length for one in placed] == [IMAGE_TOKENS] * 2
-    for one in placed:
-        assert set(ids[one.offset : one.offset + one.length]) == {model.config.image_token_id}
-    assert ids.count(model.config.image_token_id) == 2 * IMAGE_TOKENS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl_cli.spec.inputs import LoraSpec
-from asyncrl_cli.train.model.lora import LoraError, add_adapters, base_bits, merge, plain_weights, without_adapters
+from asyncrl_cli.train.model.lora import LoraError, add_adapters, base_bits, merge, plain_weights
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
 from asyncrl_cli.weights.mapped import Copies
@@ -94,15 +94,6 @@ def test_merged_weights_are_the_formulas_and_the_adapted_model_stays(tied: bool,
     plain.load_state_dict(merged, strict=False)
     torch.testing.assert_close(logprobs(plain), logprobs(model), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-
-
-def test_without_adapters_it_is_the_model_again() -> None:
-    model = trained(LORA)
-    adapted = logprobs(model)
-    with without_adapters(model):
-        assert torch.equal(logprobs(model), logprobs(make(None)))
-    assert torch.equal(logprobs(model), adapted)
-    assert (adapted - logprobs(make(None))).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -24,7 +24,6 @@ from asyncrl_cli.train.packing import PaddedRows, TrainingRow, microbatch
 from asyncrl_cli.train.prefix_trees import (
     PrefixTree,
     TreeLayout,
-    cost_of_pair,
     plan_trees,
     single_rows,
     trees_of_update,
@@ -85,32 +84,6 @@ def trainer_of(attention: str, on_gpu: bool = True, ranks: int = 1) -> TrainerSp
 
 
 QWEN = AutoConfig.for_model("qwen3", hidden_size=1024, num_attention_heads=16, head_dim=128)
-
-
-def cost(trees: list[PrefixTree], pair_cost: float) -> float:
-    return sum(tree.positions + pair_cost * tree.positions**2 for tree in trees)
-
-
-@settings(deadline=None)
-@given(
-    groups=st.integers(1, 4),
-    prompt=st.integers(1, 3000),
-    responses=st.lists(st.integers(1, 1000), min_size=1, max_size=8),
-    ranks=st.integers(1, 3),
-)
-def test_with_varlen_trees_are_made_only_if_they_save_a_third_of_the_cost_of_packed_rows(
-    groups: int, prompt: int, responses: list[int], ranks: int
-) -> None:
-    rows = keys_of(
-        [[group] * prompt + [100 + index] * length for group in range(groups) for index, length in enumerate(responses)]
-    )
-    trainer = trainer_of("varlen", ranks=ranks)
-    trees = trees_of_update(rows, trainer, 2**16, QWEN)
-    assert trees == trees_of_update(rows, trainer, 2**16, QWEN)
-    assert sorted(row for tree in trees for row in tree.rows) == list(range(len(rows)))
-    if len(trees) < len(rows):
-        masked, packed = cost_of_pair(QWEN, on_gpu=True), cost_of_pair(QWEN, on_gpu=True, masked=False)
-        assert cost(trees, masked) <= cost(single_rows([len(row) + 1 for row in rows]), packed / 2) * 2 / 3 + 1e-6
 
 
 def test_a_prompt_is_shared_with_varlen_if_it_is_long() -> None:

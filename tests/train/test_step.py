@@ -158,18 +158,6 @@ def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str,
     torch.testing.assert_close(gradient, turned, rtol=0, atol=1e-5 * float(size))
 
 
-def test_algorithms_differ(models: Any) -> None:
-    """The two updates of a step give different weights for each preset."""
-    ends = {}
-    for name in sorted(PRESETS):
-        spec = experiment_of(algorithm={"preset": name}, trainer={"minibatches": 2})
-        ends[name] = step(models, spec, batch_of(6), rate=0.5)[0]
-    for name, end in ends.items():
-        for other, its_end in ends.items():
-            if name < other:
-                assert end.shape != its_end.shape or not torch.allclose(end, its_end, rtol=1e-4), (name, other)
-
-
 def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
     once = experiment_of(trainer={"minibatches": 2})
     twice = experiment_of(trainer={"minibatches": 2, "epochs": 2})
