@@ -175,8 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: WeightServer
 
     def setup(self) -> None:
-        self.timeout = SILENCE_S
         super().setup()
+        self.connection.settimeout(SILENCE_S)
         # In total: a client without the token could send a byte from time to time.
         self._deadline = Timer(SILENCE_S, partial(self.server.shutdown_request, self.connection))
         self._deadline.start()

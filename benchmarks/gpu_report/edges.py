@@ -67,11 +67,12 @@ def empty_head(device: str) -> dict[str, Any]:
 
 def two_tokens(settings: dict[str, Any], folder: Path, change: str) -> dict[str, Any]:
     """An update from the row of an empty micro-batch; its gradient must be zero."""
+    from asyncrl_cli.train.model.pass_layout import moved
     from asyncrl_cli.train.nonfinite_guard import backward, step
     from asyncrl_cli.train.packing import pad_rows
 
     with learner(settings, folder, (change,)) as rank:
-        row = pad_rows([]).to(rank.engine.device)
+        row = moved(pad_rows([]), rank.engine.device)
         logprobs, _ = rank.engine(row.input_ids, row.response_mask, "measure", **row.policy_arguments)
         rank.engine.set_gradient_accumulation_boundary(True)
         backward(rank.engine, logprobs.sum())

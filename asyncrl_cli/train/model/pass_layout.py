@@ -106,7 +106,7 @@ def moved(value: Record, device: torch.device | str) -> Record:
         record = record.to(device)
     elif isinstance(record, dict):
         record = {name: moved(item, device) for name, item in record.items()}
-    elif is_dataclass(record):
+    elif is_dataclass(value):
         record = replace(record, **{field.name: moved(getattr(record, field.name), device) for field in fields(record)})
     copied: Record = record
     return copied
