@@ -37,8 +37,10 @@ HEAD_LOST_S = 40.0
 without a message. If the head restarts in time, the run continues."""
 LOOK_S = 1.0
 """Seconds between two checks of Ray's processes."""
-RAYLET_START_S = 180.0
-"""Seconds that Ray's node may take to appear."""
+RAYLET_START_S = 90.0
+"""Seconds that a node of Ray may take to appear."""
+RAY_STARTS = 3
+"""Nodes of Ray that are tried."""
 T = TypeVar("T")
 
 _lost = Event()
@@ -91,8 +93,6 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         running_reaper(log_dir / "reaper.log") as folder,
         _environment(_settings(folder)),
     ):
-        import ray
-
         _read_environment_again()
         try:
             cpu_count = (
@@ -102,18 +102,13 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
             # Ray's processes inherit this: a closed terminal and Slurm signal the driver's whole process group.
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
             try:
-                with _changed_ray_start():
-                    ray.init(
-                        "local",  # not the cluster in RAY_ADDRESS, which is set in Ray's own jobs
-                        # More than the machine's cores if the spec has more threads: they may share cores.
-                        num_cpus=max(os.cpu_count() or 1, cpu_count + 1),
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level="ERROR",
-                        object_store_memory=object_store_bytes(spec),
-                        # One level below: Ray makes its folder writable for everybody, and ours is private.
-                        _temp_dir=str(folder / "r"),
-                    )
+                _start_ray(
+                    # More than the machine's cores if the spec has more threads: they may share cores.
+                    num_cpus=max(os.cpu_count() or 1, cpu_count + 1),
+                    object_store_memory=object_store_bytes(spec),
+                    # One level below: Ray makes its folder writable for everybody, and ours is private.
+                    _temp_dir=str(folder / "r"),
+                )
             except Exception as error:
                 hint = "free memory, disk or ports, or name a running cluster in cluster.address"
                 if "AF_UNIX" in str(error):  # the path of a socket is too long
@@ -157,18 +152,42 @@ def _settings(folder: Path) -> dict[str, str | None]:
     }
 
 
+def _start_ray(**options: Any) -> None:
+    """Start Ray's processes. Ray chooses ports that another process may take before a raylet does. Such a raylet ends
+    or never joins its node, and another node is started."""
+    import ray
+
+    for attempt in range(1, RAY_STARTS + 1):
+        nodes: list[Any] = []
+        try:
+            with _changed_ray_start(nodes):
+                # "local": not the cluster in RAY_ADDRESS, which is set in Ray's own jobs.
+                ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)
+            return
+        except Exception:
+            for node in nodes:
+                node.kill_all_processes(check_alive=False, wait=True)
+            if attempt == RAY_STARTS or not nodes:
+                raise
+
+
 @contextmanager
-def _changed_ray_start() -> Iterator[None]:
-    """Within the block, keep Ray from starting its autoscaler, dashboard and log monitor, and wait longer for its node.
+def _changed_ray_start(nodes: list[Any]) -> Iterator[None]:
+    """Within the block, keep Ray from starting its autoscaler, dashboard and log monitor, and watch the raylet.
 
     A cluster of one machine does not need these processes, and they cost each run two seconds; ``include_dashboard``
     and ``log_to_driver`` do not prevent them (decision 0044). A Ray version without these methods starts everything.
-    Ray gives its node 30 seconds, too few on a busy machine.
+    Ray gives its node 30 seconds, too few on a busy machine, and does not notice the raylet's end. ``nodes`` gets each
+    node with a raylet.
     """
     from ray._private import services
     from ray._private.node import Node
 
-    get_node = services.get_node
+    get_node, start_raylet = services.get_node, Node.start_raylet
+
+    def start_watched_raylet(node: Any, *arguments: Any, **keywords: Any) -> None:
+        nodes.append(node)
+        start_raylet(node, *arguments, **keywords)
 
     def wait_for_node(*arguments: Any) -> Any:
         deadline = time.monotonic() + RAYLET_START_S
@@ -176,6 +195,9 @@ def _changed_ray_start() -> Iterator[None]:
             try:
                 return get_node(*arguments)
             except RuntimeError:
+                processes = [info.process for node in nodes for info in node.all_processes.get("raylet", ())]
+                if any(process.poll() is not None for process in processes):
+                    raise ChildProcessError("the raylet ended at its start") from None
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -184,11 +206,11 @@ def _changed_ray_start() -> Iterator[None]:
     methods = {name: getattr(Node, name) for name in names}
     for name in names:
         setattr(Node, name, lambda *_, **__: None)
-    services.get_node = wait_for_node
+    services.get_node, Node.start_raylet = wait_for_node, start_watched_raylet
     try:
         yield
     finally:
-        services.get_node = get_node
+        services.get_node, Node.start_raylet = get_node, start_raylet
         for name, method in methods.items():
             setattr(Node, name, method)
 
