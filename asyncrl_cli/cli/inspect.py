@@ -34,9 +34,7 @@ def _kinds() -> Iterable[str]:
 
 def inspect_buffer(
     run: RunName = "latest",
-    group: Annotated[
-        str | None, typer.Option("--group", metavar="ID", help="Show one group, by its id or its prompt's uid.")
-    ] = None,
+    group: Annotated[int | None, typer.Option("--group", metavar="ID", min=0, help="Show one group.")] = None,
     rollout: Annotated[
         str | None, typer.Option("--rollout", metavar="ID", help="Show one rollout, such as 12-3, token by token.")
     ] = None,

@@ -84,7 +84,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.plan.from_journal import calibrate
-    from asyncrl_cli.plan.prediction import DeviceSizes, predict, spans
+    from asyncrl_cli.plan.prediction import predict, separate_ranks
     from asyncrl_cli.plan.scenario import planned_scenario, shares_host
     from asyncrl_cli.records.groups import BufferSettings
     from asyncrl_cli.spec.load import load_recorded
@@ -98,23 +98,21 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
             hint = "measure a run with more trained steps, and fewer evaluations and checkpoints"
             raise ConfigError(str(error), location=run.run_id, hint=hint) from None
     reproduction = reproduced(resolved_spec(run), calibration)
-    if reproduction.misfit is not None:
+    if not reproduction.fits:
         echo("\n".join(comparison_table("its own steps", reproduction.lines)), err=True)
         raise ConfigError(
-            f"the run's own steps are not reproduced within 10 %, so nothing is predicted; "
-            f"the largest difference: {reproduction.misfit}",
+            "the run's own steps are not reproduced within 10 %, so nothing is predicted",
             location=run.run_id,
             hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
         )
     planned_run = planned_scenario(
         spec, settings=BufferSettings.from_spec(spec), calibration=calibration, measured_spec=measured_spec
     )
-    devices = DeviceSizes.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
-    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, devices)
-    by_length = spans(planned_run.scenario, spec.rollout.max_response_tokens)
+    ranks = separate_ranks(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
+    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, ranks)
     return {
         "calibration": calibration_page(run.run_id, calibration, reproduction.lines),
-        "plan": plan_page(spec.name, predicted=predicted, by_length=by_length, plan=planned_run, reason=reason),
+        "plan": plan_page(spec.name, predicted=predicted, plan=planned_run, reason=reason),
     }
 
 

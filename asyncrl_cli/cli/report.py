@@ -25,7 +25,7 @@ def report(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a report that any browser opens without a network: whether the run learned, what limited its speed, its
-    staleness and failures, with curves, distributions and rollouts.
+    staleness and failures, with curves and rollouts.
 
     Reads the journal of a run that is running, stopped or dead.
     """

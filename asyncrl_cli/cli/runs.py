@@ -99,10 +99,6 @@ def track(
     uri: Annotated[
         str | None, typer.Option("--uri", metavar="URI", help="The tracking URI. Default: the spec's.")
     ] = None,
-    register: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The registered model that gets the final model. Default: the spec's."),
-    ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Send an ended run's data that MLflow may not have.
@@ -119,8 +115,7 @@ def track(
     run = find_run(runs_dir, run_id)
     run.lock()  # a live run sends its own data
     spec = load_recorded(run.path).spec
-    changes = {"uri": uri, "register_model": register}
-    tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
+    tracking = spec.tracking.model_copy(update={"uri": uri or spec.tracking.uri})
     runs = spec.runs_dir.parent if EVALUATED in run.manifest else spec.runs_dir
 
     from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
@@ -129,7 +124,3 @@ def track(
     sender = send_rest(run, target)
     echo(f"to       {hide(target.uri)}")
     echo(f"MLflow   run {sender.progress.run_id} in experiment {tracking.experiment}")
-    if sender.model_version:
-        echo(f"model    {tracking.register_model}, version {sender.model_version}")
-    elif register:
-        echo("model    none: the run has not finished")

@@ -22,7 +22,6 @@ from asyncrl_cli.journal.queries import (
     GroupState,
     RolloutRecord,
     group_record,
-    groups_called,
     list_groups,
     overview,
 )
@@ -130,24 +129,13 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, state: GroupSta
 # -- one group, one rollout
 
 
-def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> Page:
-    """Show the group with this id, or the newest group of the prompt with this uid.
-
-    Raises ``RunArgumentError`` if there is no such group.
-    """
-    group_ids = groups_called(connection, name)
-    if not group_ids:
-        raise RunArgumentError(
-            f"no group has the id or the prompt uid {name!r}",
-            location=run.run_id,
-            hint=f"list groups: asyncrl inspect buffer {run.argument} --limit 20",
-        )
-    page = _group_page(run, group_record(connection, group_ids[-1]))
-    if len(group_ids) > 1:
-        earlier = ", ".join(map(str, group_ids[:-1]))
-        page.lines.insert(0, f"(the prompt was admitted {len(group_ids)} times; earlier groups: {earlier})\n")
-    page.document["groups_of_prompt"] = group_ids
-    return page
+def group_page(run: RunDirectory, connection: sqlite3.Connection, group_id: int) -> Page:
+    """Show a group. Raises ``RunArgumentError`` if there is no such group."""
+    try:
+        return _group_page(run, group_record(connection, group_id))
+    except LookupError as error:
+        hint = f"list groups: asyncrl inspect buffer {run.argument} --limit 20"
+        raise RunArgumentError(str(error), location=run.run_id, hint=hint) from None
 
 
 def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: str) -> Page:

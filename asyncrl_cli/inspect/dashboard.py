@@ -30,22 +30,13 @@ if TYPE_CHECKING:
 
 TREND_STEPS = 200
 """Largest number of values in a sparkline. The terminal's width decides how many of them are shown."""
-TALL = 30
-"""Lines of a terminal from which the panel shows all of ``METRIC_ROWS``."""
 METRIC_ROWS: Mapping[str, tuple[str, str]] = {
     "reward/mean": ("reward", "{:.3f}"),
     "response/tokens_mean": ("response", "{:.1f} tokens"),
     "train/loss": ("loss", "{:+.3f}"),
     "correction/logprob_gap_mean": ("log-prob gap", "{:.3g} nats"),
-    "reward/uniform_groups": ("equal groups", "{:.0%}"),
-    "response/truncated_ratio": ("truncated", "{:.1%}"),
-    "correction/kl_behaviour": ("KL to the sampler", "{:.2g} nats"),
-    "train/entropy": ("entropy", "{:.3g} nats"),
-    "train/gradient_norm": ("gradient norm", "{:.3g}"),
 }
 """Labels and formats of metrics with a sparkline."""
-SHORT_ROWS = 4
-"""Number of ``METRIC_ROWS`` on a terminal that is not ``TALL``."""
 TRENDS = (*METRIC_ROWS, "staleness/groups_mean")
 BARS = "▁▂▃▄▅▆▇█"
 FINISHED, RUNNING = "█", "░"
@@ -185,7 +176,7 @@ class Panel:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        view, is_tall = self.view, console.size.height >= TALL
+        view = self.view
 
         def line(text: str, wraps: bool = False) -> Text:
             cell = plain_text(text.replace("\n", r"\n"))
@@ -202,9 +193,9 @@ class Panel:
             table.add_row("step", line(f"{view.step} of {view.steps}, weight version {view.version}{remaining}"))
             table.add_row("", ProgressBar(total=view.steps, completed=view.step, width=40))
         for index, finding in enumerate(view.findings):
-            table.add_row("" if index else "NOT HEALTHY", line(finding, wraps=is_tall))
+            table.add_row("" if index else "NOT HEALTHY", line(finding, wraps=True))
         if view.metrics:
-            trends = list(_trends(view, len(METRIC_ROWS) if is_tall else SHORT_ROWS))
+            trends = list(_trends(view))
             text_width = max((len(trend.text) for trend in trends), default=0)
             columns = max(0, options.max_width - LABEL_WIDTH - text_width - 2 * GAP)
             for trend in trends:
@@ -219,11 +210,11 @@ class Panel:
         yield table
 
 
-def _trends(view: RunView, metric_rows: int) -> Iterator[Sparkline]:
+def _trends(view: RunView) -> Iterator[Sparkline]:
     """Any metric may be missing in a run of another version of asyncrl."""
     metrics = view.metrics
     for index, (name, (label, form)) in enumerate(METRIC_ROWS.items()):
-        if name in metrics and index < metric_rows:
+        if name in metrics:
             yield Sparkline(label, form.format(metrics[name]), view.trends.get(name, ()))
         if index == 0:
             for series, values in view.accuracy.items():

@@ -103,23 +103,13 @@ def health(steps: Iterable[Mapping[str, float]], spec: Mapping[str, Any]) -> lis
     return HealthWatch(spec, steps).findings
 
 
-def step_notes(metrics: Mapping[str, float], spec: Mapping[str, Any]) -> str:
-    """Return a part of the step's line: how many groups teach, and KL, truncation and entropy if out of range."""
+def teaching_groups(metrics: Mapping[str, float], spec: Mapping[str, Any]) -> str:
+    """Return how many groups of a step teach, as a part of its line; empty if groups are not compared."""
     history = _History(spec)
     history.add(metrics)
-    notes = []
-    groups = history.groups_per_step
-    if "reward/uniform_groups" in metrics and history.compares_groups:
-        notes.append(f"teach {groups - history.equal_groups}/{groups}")
-    labels: tuple[tuple[str, str, str, Callable[[_History, float, bool], Symptom]], ...] = (
-        ("KL", ".2g", "correction/kl_behaviour", _policy_moved),
-        ("truncated", ".0%", "response/truncated_ratio", _truncated),
-        ("entropy", ".2g", "train/entropy", _entropy),
-    )
-    for label, style, name, symptom in labels:
-        if (value := history.value(name)) is not None and symptom(history, value, False):
-            notes.append(f"{label} {value:{style}}")
-    return "".join(f"  {note}" for note in notes)
+    if "reward/uniform_groups" not in metrics or not history.compares_groups:
+        return ""
+    return f"  teach {history.teaching_groups}/{history.groups_per_step}"
 
 
 class HealthWatch:

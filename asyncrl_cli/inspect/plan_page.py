@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -32,14 +32,12 @@ TRAINER = {
 def plan_page(
     name: str,
     predicted: Prediction,
-    by_length: Mapping[float, float],
     plan: PlannedScenario,
     reason: str = "",
 ) -> Page:
     """Show a prediction for the spec of this name.
 
     Args:
-        by_length: seconds per step, by the factor on lengths.
         reason: why there is no advice.
     """
     scenario, outcome, lengths = plan.scenario, predicted.outcome, predicted.lengths
@@ -58,8 +56,7 @@ def plan_page(
         f"lengths  mean {number(lengths['mean'])} tokens, 99 % below {number(lengths['p99'] + 1)}, longest "
         f"{number(lengths['longest'])}, {lengths['at_limit']:.1%} at the limit",
         "",
-        f"step     {outcome.step_s:.3g} s; with lengths "
-        + ", ".join(f"{factor - 1:+.0%}: {step_s:.3g} s" for factor, step_s in by_length.items()),
+        f"step     {outcome.step_s:.3g} s",
         f"tokens   {number(outcome.trained_tokens)} a second in batches, {number(outcome.generated_tokens)} generated",
         f"speed    {predicted.ratio_to_sync:.2f} times as fast as with max_staleness 0, where a step takes "
         f"{predicted.sync.step_s:.3g} s",
@@ -85,7 +82,6 @@ def plan_page(
         "sync": _outcome_document(predicted.sync),
         "ratio_to_sync": predicted.ratio_to_sync,
         "lengths": dict(lengths),
-        "step_s_by_length_factor": {str(factor): step_s for factor, step_s in by_length.items()},
         "step_s_by_max_staleness": {str(bound): step_s for bound, step_s in predicted.bounds.items()},
         "least_free_max_staleness": predicted.free,
         "limit": None if reason else predicted.limit,

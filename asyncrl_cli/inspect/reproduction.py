@@ -10,9 +10,9 @@ from typing import Any
 
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
-from asyncrl_cli.plan.comparison import Line, compare, misfit
+from asyncrl_cli.plan.comparison import Line, compare
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import STEPS, DeviceSizes, Prediction, predict
+from asyncrl_cli.plan.prediction import STEPS, Prediction, predict, separate_ranks
 from asyncrl_cli.plan.simulator import Scenario, simulate
 
 
@@ -23,8 +23,11 @@ class Reproduced:
     scenario: Scenario
     lines: tuple[Line, ...]
     """The outcome next to the measurements."""
-    misfit: str | None
-    """The part that does not fit the measurements; then no prediction holds. None if all parts fit."""
+
+    @property
+    def fits(self) -> bool:
+        """True if all measurements are reproduced. Otherwise no prediction holds."""
+        return all(line.fits for line in self.lines)
 
 
 def no_advice(findings: Sequence[HealthFinding]) -> str:
@@ -49,9 +52,7 @@ def reproduced(spec: Mapping[str, Any], calibration: Calibration) -> Reproduced:
         weight_update=update if update in ("keep", "recompute", "drain") else "keep",
         partial_rollouts=value_at(spec, "pipeline.partial_rollouts") is True,
     )
-    outcome = simulate(scenario, STEPS)
-    lines = compare(outcome, calibration.observed)
-    return Reproduced(scenario, lines, misfit(lines, outcome, calibration.observed))
+    return Reproduced(scenario, compare(simulate(scenario, STEPS), calibration.observed))
 
 
 def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:
@@ -63,8 +64,8 @@ def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Predi
         simulated = reproduced(spec, calibrate(connection, not gpus_per_engine and not gpus_per_rank))
     except ValueError as error:
         return str(error)
-    if simulated.misfit is not None:
-        return f"the simulator does not reproduce the recorded steps within 10 % (the worst part: {simulated.misfit})"
+    if not simulated.fits:
+        return "the simulator does not reproduce the recorded steps within 10 %"
     longest_response = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
-    devices = DeviceSizes.of(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
-    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest_response), devices)
+    ranks = separate_ranks(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
+    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest_response), ranks)

@@ -251,14 +251,6 @@ def list_groups(connection: sqlite3.Connection, state: GroupState | None, limit:
     return [GroupRow(*row) for row in rows]
 
 
-def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
-    """Find the group with this id, or else all groups of the prompt with this uid, oldest first."""
-    is_id = name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST
-    if is_id and connection.execute("SELECT 1 FROM groups WHERE id = ?", (int(name),)).fetchone():
-        return [int(name)]
-    return [group_id for (group_id,) in connection.execute("SELECT id FROM groups WHERE uid = ? ORDER BY id", (name,))]
-
-
 # -- one group with its rollouts
 
 

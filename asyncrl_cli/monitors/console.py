@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.dashboard import Panel, RunView, look
-from asyncrl_cli.inspect.health import step_notes
+from asyncrl_cli.inspect.health import teaching_groups
 from asyncrl_cli.monitors.base import EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.outlet import Outlet, Terminal
 from asyncrl_cli.records.groups import Counts
@@ -31,7 +31,7 @@ def step_line(
     held_out = f"  held-out {accuracy['greedy']:.3f}" if "greedy" in accuracy else ""
     mfu = f"  MFU {metrics['mfu/end_to_end']:.0%}" if "mfu/end_to_end" in metrics else ""
     return (
-        f"step {step}/{steps}  reward {metrics['reward/mean']:.3f}{step_notes(metrics, spec)}{held_out}"
+        f"step {step}/{steps}  reward {metrics['reward/mean']:.3f}{teaching_groups(metrics, spec)}{held_out}"
         f"  length {metrics['response/tokens_mean']:.1f}"
         f"  staleness {metrics['staleness/groups_mean']:.1f} max {metrics['staleness/groups_max']:.0f}"
         f"  {metrics['tokens/generated_per_s']:,.0f} tok/s{mfu}"

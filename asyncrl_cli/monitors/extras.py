@@ -105,7 +105,6 @@ class WeightsAndBiases(Monitor):
             silent=True,
             disable_git=True,
             disable_code=True,
-            x_disable_stats=True,  # MLflow's monitor measures the machine
             init_timeout=60.0,
             # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0020).
             finish_timeout=10.0,

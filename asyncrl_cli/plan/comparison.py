@@ -1,4 +1,4 @@
-"""Compares a simulation with a run's measurements: the errors, and the parts that cause them."""
+"""Compares a simulation with a run's measurements."""
 
 from __future__ import annotations
 
@@ -54,22 +54,3 @@ def compare(outcome: SimulationResult, observed: Observed) -> tuple[Line, ...]:
         for name, unit, simulated, real in rows
         if real is not None
     )
-
-
-def misfit(lines: tuple[Line, ...], outcome: SimulationResult, observed: Observed) -> str | None:
-    """Return the part of the simulation with the largest error, or None if everything fits."""
-    if all(line.fits for line in lines):
-        return None
-    seconds = {activity: spent / observed.steps for activity, spent in observed.trainer.items()}
-    errors_s = {
-        "trainer": _per_step(outcome, "training") - seconds["training"],
-        "publish": _per_step(outcome, "publishing", "publish") - seconds["publishing"],
-        "engines": _per_step(outcome, "groups", "missing", "other") - seconds["waiting"],
-    }
-    if any(not line.fits and line.name == "mean staleness" for line in lines) and lines[0].fits:
-        return "lengths"
-    return max(errors_s, key=lambda name: abs(errors_s[name]))
-
-
-def _per_step(outcome: SimulationResult, *activities: str) -> float:
-    return sum(outcome.trainer.get(activity, 0.0) for activity in activities) / outcome.steps

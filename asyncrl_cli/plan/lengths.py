@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
-from statistics import fmean, pstdev
+from statistics import fmean
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +36,13 @@ Groups = Sequence[GroupLengths]
 """A run's groups in the order of their admission. A simulation that needs more starts again with the first."""
 
 
-def scaled(groups: Groups, factor: float, max_tokens: int) -> tuple[GroupLengths, ...]:
-    """Return the groups with responses ``factor`` times as long, but at most ``max_tokens``."""
+def truncated(groups: Groups, max_tokens: int) -> tuple[GroupLengths, ...]:
+    """Return the groups with responses of at most ``max_tokens``."""
     return tuple(
         replace(
             group,
-            rollouts=tuple(
-                replace(rollout, response=max(1, min(max_tokens, round(factor * rollout.response))))
-                if rollout.response
-                else rollout
-                for rollout in group.rollouts
-            ),
+            rollouts=tuple(replace(rollout, response=min(max_tokens, rollout.response)) for rollout in group.rollouts),
         )
-        for group in groups
-    )
-
-
-def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
-    """Return the groups with ``group_size`` rollouts each: the first rollouts, or all of them repeatedly."""
-    return tuple(
-        replace(group, rollouts=tuple(group.rollouts[index % len(group.rollouts)] for index in range(group_size)))
         for group in groups
     )
 
@@ -64,13 +50,11 @@ def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
 def describe(groups: Groups, max_tokens: int) -> dict[str, float]:
     """Return statistics of the response lengths.
 
-    ``sigma`` is the standard deviation of their logarithms, ``at_limit`` the share that reaches ``longest``.
+    ``at_limit`` is the share that reaches ``max_tokens``.
     """
     lengths = sorted(rollout.response for group in groups for rollout in group.rollouts)
     return {
-        "rollouts": len(lengths),
         "mean": fmean(lengths),
-        "sigma": pstdev(log(max(1, length)) for length in lengths),
         "p99": lengths[int(0.99 * (len(lengths) - 1))],
         "longest": lengths[-1],
         "at_limit": sum(length >= max_tokens for length in lengths) / len(lengths),

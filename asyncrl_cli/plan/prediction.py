@@ -1,4 +1,4 @@
-"""Predicts a scenario: the time of a step, its limit, and the effect of other settings and lengths.
+"""Predicts a scenario: the time of a step, its limit, and the effect of other settings.
 
 This is the only source of advice on speed: `asyncrl plan` and `asyncrl report` print
 ``advice``. Every number comes from ``simulate``. The limit of a run is the part with the largest effect on the time of
@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.plan.costs import PublishCost
-from asyncrl_cli.plan.lengths import Groups, describe, scaled
+from asyncrl_cli.plan.lengths import Groups, describe, truncated
 from asyncrl_cli.plan.simulator import Scenario, SimulationResult, simulate
 
 STEPS = 30
@@ -26,8 +25,6 @@ NOTICEABLE = 0.05
 NEARLY = 0.8
 """The bound is named before another part if it saves at least this share of the other part's saving, because raising it
 needs no devices."""
-SPANS = (0.7, 0.9, 1.1, 1.3)
-"""Factors on the lengths to try."""
 
 Limit = Literal["engines", "trainer", "bound", "tail", "publish", "rewards"]
 """A possible limit of the speed. ``tail``: some rollouts are much longer than others."""
@@ -78,33 +75,22 @@ IMPROVED: Mapping[Limit, Improvement] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSizes:
-    """GPUs of an engine and of a trainer rank, which do not share them, and the number of ranks."""
-
-    engine_gpus: float
-    rank_gpus: float
-    ranks: int
-
-    @classmethod
-    def of(cls, engine_gpus: float, rank_gpus: float, ranks: int) -> DeviceSizes | None:
-        """Return a spec's devices, or None if trainer and engines share processors or GPUs."""
-        shared = (not engine_gpus and not rank_gpus) or 0 < engine_gpus < 1
-        return None if shared else cls(engine_gpus, rank_gpus, ranks)
+def separate_ranks(gpus_per_engine: float, gpus_per_rank: float, ranks: int) -> int | None:
+    """Return the number of trainer ranks, or None if trainer and engines share processors or GPUs."""
+    is_shared = (not gpus_per_engine and not gpus_per_rank) or 0 < gpus_per_engine < 1
+    return None if is_shared else ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another setting: the seconds per step, the share of time that it saves, and the GPUs that it adds."""
+    """Another setting: the seconds per step, and the share of time that it saves."""
 
     setting: str
     step_s: float
     gain: float
-    more_gpus: float = 0.0
 
     def __str__(self) -> str:
-        gpus = f" (needs {counted(f'{self.more_gpus:g}', 'more GPU')})" if self.more_gpus else ""
-        return f"{self.setting}{gpus}: {self.step_s:.3g} s, {less(self.gain)}"
+        return f"{self.setting}: {self.step_s:.3g} s, {less(self.gain)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +177,13 @@ def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
-def predict(
-    scenario: Scenario, max_response_tokens: int, devices: DeviceSizes | None, steps: int = STEPS
-) -> Prediction:
+def predict(scenario: Scenario, max_response_tokens: int, ranks: int | None, steps: int = STEPS) -> Prediction:
     """Simulate a scenario and its neighbours.
 
     Args:
         max_response_tokens: the length at which responses are cut.
-        devices: None if trainer and engines share processors or GPUs. More of either would then slow down the other, so
-            no change of their number is tried.
+        ranks: the trainer's ranks; None if trainer and engines share processors or GPUs. More of either would then slow
+            down the other, so no change of their number is tried.
     """
     outcome = simulate(scenario, steps)
     current_bound = scenario.settings.max_staleness
@@ -211,14 +195,14 @@ def predict(
         name: 1 - simulate(improved, steps).step_s / outcome.step_s for name, improved in _improved(scenario).items()
     }
     savings["bound"] = 1 - min(step_s for bound, step_s in bounds.items() if bound >= current_bound) / outcome.step_s
-    alternatives = _alternatives(scenario, max_response_tokens, devices)
+    alternatives = _alternatives(scenario, max_response_tokens, ranks)
     if (free := free_bound(bounds)) > current_bound:
-        alternatives[f"pipeline.max_staleness={free}"] = with_bound(scenario, free), 0
+        alternatives[f"pipeline.max_staleness={free}"] = with_bound(scenario, free)
     # Only if publishing costs time, because groups get older with rarer versions.
     if savings["publish"] > NOTICEABLE:
         every = 2 * scenario.settings.publish_every
         rarely = replace(scenario, settings=replace(scenario.settings, publish_every=every))
-        alternatives[f"pipeline.publish_every={every}"] = rarely, 0
+        alternatives[f"pipeline.publish_every={every}"] = rarely
     return Prediction(
         outcome=outcome,
         sync=outcome if current_bound == 0 else simulate(with_bound(scenario, 0), steps),
@@ -228,14 +212,6 @@ def predict(
         savings=savings,
         changes=tuple(sorted(_helpful(alternatives, outcome.step_s, steps), key=lambda change: change.step_s)),
     )
-
-
-def spans(scenario: Scenario, max_response_tokens: int) -> dict[float, float]:
-    """Return the seconds per step, by the factor on lengths."""
-    return {
-        factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, max_response_tokens)), STEPS).step_s
-        for factor in SPANS
-    }
 
 
 def _improved(scenario: Scenario) -> dict[Limit, Scenario]:
@@ -265,35 +241,29 @@ def _even(groups: Groups) -> Groups:
     ]
 
 
-def _alternatives(
-    scenario: Scenario, max_response_tokens: int, devices: DeviceSizes | None
-) -> dict[str, tuple[Scenario, float]]:
+def _alternatives(scenario: Scenario, max_response_tokens: int, ranks: int | None) -> dict[str, Scenario]:
     trainer = scenario.costs.trainer
-    shorter = scaled(scenario.groups, 1.0, max(1, max_response_tokens // 2))
-    alternatives: dict[str, tuple[Scenario, float]] = {
-        f"rollout.max_running_rollouts={2 * scenario.slots}": (replace(scenario, slots=2 * scenario.slots), 0),
-        f"rollout.max_response_tokens={max_response_tokens // 2}": (replace(scenario, groups=shorter), 0),
+    shorter = truncated(scenario.groups, max(1, max_response_tokens // 2))
+    alternatives = {
+        f"rollout.max_running_rollouts={2 * scenario.slots}": replace(scenario, slots=2 * scenario.slots),
+        f"rollout.max_response_tokens={max_response_tokens // 2}": replace(scenario, groups=shorter),
     }
-    if devices is not None:
-        more_engines = replace(scenario, engines=2 * scenario.engines)
+    if ranks is not None:
         more_ranks = replace(trainer, per_token_s=trainer.per_token_s / 2)
         alternatives |= {
-            f"rollout.engines={2 * scenario.engines}": (more_engines, scenario.engines * devices.engine_gpus),
-            f"trainer.ranks={2 * devices.ranks}": (
-                replace(scenario, costs=replace(scenario.costs, trainer=more_ranks)),
-                devices.ranks * devices.rank_gpus,
-            ),
+            f"rollout.engines={2 * scenario.engines}": replace(scenario, engines=2 * scenario.engines),
+            f"trainer.ranks={2 * ranks}": replace(scenario, costs=replace(scenario.costs, trainer=more_ranks)),
         }
     if scenario.weight_update != "keep":
-        alternatives["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep"), 0
+        alternatives["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep")
     return alternatives
 
 
-def _helpful(alternatives: Mapping[str, tuple[Scenario, float]], own_s: float, steps: int) -> Iterator[Change]:
-    for setting, (alternative, more_gpus) in alternatives.items():
+def _helpful(alternatives: Mapping[str, Scenario], own_s: float, steps: int) -> Iterator[Change]:
+    for setting, alternative in alternatives.items():
         step_s = simulate(alternative, steps).step_s
         if 1 - step_s / own_s > NOTICEABLE:
-            yield Change(setting, step_s=step_s, gain=1 - step_s / own_s, more_gpus=more_gpus)
+            yield Change(setting, step_s=step_s, gain=1 - step_s / own_s)
 
 
 def less(share: float) -> str:

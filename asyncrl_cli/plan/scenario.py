@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.plan.costs import Costs
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.lengths import Groups, resized, scaled
+from asyncrl_cli.plan.lengths import truncated
 from asyncrl_cli.plan.simulator import Scenario
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -39,6 +38,7 @@ def planned_scenario(
         ("model", _architecture(spec), _architecture(measured_spec)),
         ("trainer.dtype", spec.trainer.dtype, measured_spec.trainer.dtype),
         ("rollout.dtype", spec.rollout.dtype, measured_spec.rollout.dtype),
+        ("rollout.group_size", spec.rollout.group_size, measured_spec.rollout.group_size),
         ("rollout.gpus_per_engine", spec.rollout.gpus_per_engine, measured_spec.rollout.gpus_per_engine),
         ("trainer.gpus_per_rank", spec.trainer.gpus_per_rank, measured_spec.trainer.gpus_per_rank),
     ):
@@ -68,29 +68,14 @@ def planned_scenario(
             guesses.append(f"the trainer is assumed to be as fast with {text}")
     if spec.rollout.min_engines != measured_spec.rollout.min_engines and shares_host(spec):
         guesses.append("engines are assumed not to slow each other down, although they are on CPUs")
-    if spec.rollout.group_size != measured_spec.rollout.group_size:
-        groups = resized(groups, spec.rollout.group_size)
-        guesses.append("rollouts are assumed to be as long with another group_size")
     max_tokens, measured_max_tokens = spec.rollout.max_response_tokens, measured_spec.rollout.max_response_tokens
     if max_tokens < measured_max_tokens:
-        groups = scaled(groups, 1.0, max_tokens)
+        groups = truncated(groups, max_tokens)
     elif max_tokens > measured_max_tokens and any(
         rollout.response >= measured_max_tokens for group in groups for rollout in group.rollouts
     ):
         guesses.append(f"rollouts that were cut at {measured_max_tokens} tokens are assumed to end there")
-    return PlannedScenario(
-        scenario_of(spec, slots=slots, settings=settings, groups=groups, costs=costs), tuple(guesses)
-    )
-
-
-def _architecture(spec: ExperimentSpec) -> object:
-    model = spec.model
-    return (model.path, model.init, model.lora, tensor_parallel(spec))
-
-
-def scenario_of(spec: ExperimentSpec, slots: int, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
-    """Build the scenario of a spec with these lengths and costs. ``slots``: rollouts that an engine runs at a time."""
-    return Scenario(
+    scenario = Scenario(
         settings=settings,
         groups=groups,
         costs=costs,
@@ -99,3 +84,9 @@ def scenario_of(spec: ExperimentSpec, slots: int, settings: BufferSettings, grou
         weight_update=spec.pipeline.weight_update,
         partial_rollouts=spec.pipeline.partial_rollouts,
     )
+    return PlannedScenario(scenario, tuple(guesses))
+
+
+def _architecture(spec: ExperimentSpec) -> object:
+    model = spec.model
+    return (model.path, model.init, model.lora, tensor_parallel(spec))

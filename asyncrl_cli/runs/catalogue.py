@@ -50,8 +50,4 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
         raise RunArgumentError(
             f"{name!r} matches {len(matching)} runs: {listing}", hint="give more characters of the id"
         )
-    with suppress(OSError):
-        if Path(name).is_dir():
-            has_runs = any((path / "manifest.json").is_file() for path in Path(name).iterdir())
-            list_runs = f"asyncrl runs --runs-dir {shlex.quote(name)}" if has_runs else list_runs
     raise RunArgumentError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")

@@ -204,14 +204,7 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None, lease: bool 
     if not checkpoint.folder.is_dir():
         hint = f"choose another: asyncrl checkpoint list {run.argument}"
         raise RunError(f"the checkpoint of step {checkpoint.step} was just deleted", location=run.run_id, hint=hint)
-    older = next(
-        (
-            candidate
-            for candidate in reversed(checkpoints)
-            if candidate.step < checkpoint.step and not verify(candidate)
-        ),
-        None,
-    )
+    older = newest_undamaged(run, checkpoint.step - 1)
     raise RunError(
         f"the checkpoint is damaged: {'; '.join(map(str, damages))}",
         location=str(checkpoint.folder),

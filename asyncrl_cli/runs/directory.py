@@ -6,9 +6,8 @@
       state.json        the run's phase and progress; replaced after every step
       lock              locked (flock), like the folder, by the driver; the kernel frees both locks when it ends
       metrics.jsonl     one line per step, and per update of the warm start
-      system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
-      mlflow.json       MLflow's id of the run, and how far metrics.jsonl and system.jsonl were sent to it
+      mlflow.json       MLflow's id of the run, and how far metrics.jsonl was sent to it
       sessions.json     address and token for the programs of the task `external`; only the owner can read it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
       warm_start/       the result of `model.warm_start`: the run's initial model
@@ -37,15 +36,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_write
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 Phase = Literal["starting", "running", "finished", "interrupted", "failed"]
 ACTIVE = ("starting", "running")
@@ -252,10 +247,9 @@ class RunDirectory:
         """The latest state on disk. A damaged or missing file reads as a fresh start."""
         if self._state is None:
             try:
-                # A reason may quote a path's bytes as half surrogate pairs, which JSON allows and pydantic refuses.
-                text = json.dumps(json.loads((self.path / STATE).read_bytes()), ensure_ascii=False)
-                return _state_type().validate_json(text.encode(errors="replace"), strict=True)
-            except (OSError, ValueError, RecursionError):
+                state = json.loads((self.path / STATE).read_bytes())
+                return RunState(**state | {"findings": tuple(state["findings"])})
+            except (OSError, ValueError, TypeError, KeyError, RecursionError):
                 return RunState()
         return self._state
 
@@ -271,18 +265,8 @@ class RunDirectory:
         return self._state
 
     def write_state(self, state: RunState) -> None:
-        """Replace the state on disk. If the disk is full, overwrite the old file, which needs no new space."""
-        try:
-            self.write_json(STATE, asdict(state))
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            data = json.dumps(asdict(state)).encode()
-            with (self.path / STATE).open("r+b", buffering=0) as file:
-                # Padded with spaces: a reader must see valid JSON before the file is cut to its new length.
-                if file.write(data.ljust(os.fstat(file.fileno()).st_size)) < len(data):
-                    raise
-                file.truncate(len(data))
+        """Replace the state on disk."""
+        self.write_json(STATE, asdict(state))
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -292,13 +276,6 @@ class RunDirectory:
         except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
-
-
-@cache
-def _state_type() -> TypeAdapter[RunState]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(RunState)
 
 
 def _locked(descriptor: int, operation: int) -> bool:

@@ -431,13 +431,9 @@ class TrackingSpec(Section):
     """MLflow's tracking URI. Default: a SQLite store in the runs folder."""
     experiment: Text = "asyncrl"
     """MLflow experiment."""
-    system_metrics: bool = True
-    """Log CPU, memory, disk, network and GPU metrics of the driver's machine every ten seconds."""
     responses_every: NonNegative = 10
     """Steps between two tables of training responses in MLflow and W&B: prompt, response, reward, versions, staleness.
     Evaluations have tables, too. There are at most 64 of a kind, with 16 responses each. 0: no tables."""
-    register_model: str | None = Field(None, pattern=r"^[^/:]+$")
-    """Register the final model in MLflow as a version of the model with this name. Default: do not register it."""
     tensorboard: bool = False
     """Write TensorBoard's event files to the run's folder. Needs the extra `tensorboard`."""
     wandb: WandbSpec | None = None

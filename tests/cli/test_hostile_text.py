@@ -36,7 +36,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("inspect", "buffer", "--limit", "50"),
     ("inspect", "buffer", "--group", "0"),
     ("inspect", "buffer", "--rollout", "0-1"),
-    ("inspect", "buffer", "--group", HOSTILE.replace("\x00", "")),
     ("inspect", "run", HOSTILE.replace("\x00", "")),
     ("checkpoint", "list"),
     ("checkpoint", "show"),

@@ -95,29 +95,6 @@ def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Pat
 
 
 @pytest.mark.stack
-@pytest.mark.rotating
-def test_a_finished_run_becomes_a_version_of_a_model_when_asked(
-    track: Track, run: RunDirectory, tmp_path: Path
-) -> None:
-    from mlflow.tracking import MlflowClient
-
-    early = track("--register", "speller")
-    assert (early.code, early.out.splitlines()[-1]) == (0, "model    none: the run has not finished")
-    run.update(phase="finished", reason="")
-    missing = track("--register", "speller")
-    assert (missing.code, missing.out) == (1, "")
-    assert missing.err.startswith("error: there is no final model to register; everything else is in MLflow\n")
-    assert "checkpoint export" in missing.err and "try again" not in missing.err
-    (run.path / "model").mkdir()
-    run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
-    done = track("--register", "speller")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[-1] == "model    speller, version 1"
-    [version] = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db").search_model_versions("name = 'speller'")
-    assert version.tags == {"asyncrl_run": run.run_id, "asyncrl_step": "3"}
-
-
-@pytest.mark.stack
 def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: RunDirectory, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         uri = f"http://127.0.0.1:{closed.getsockname()[1]}"

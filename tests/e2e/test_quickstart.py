@@ -64,4 +64,3 @@ def test_mlflow_has_parameters_metrics_and_artifacts(short_run: Path) -> None:
     assert set(responses["step"]) == set(range(10, steps + 1, 10)) and (responses["staleness"] >= 0).all()
     assert responses["response"].str.contains("=").any() and set(responses["reward"]) <= {0.0, 1.0}
     assert set(held_out["step"]) == {0, steps} and list(held_out["prompt"][:16]) == list(held_out["prompt"][-16:])
-    assert client.get_metric_history(run_id, "system/cpu_utilization_percentage")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.inspect.report.answers import PART_NAMES, TrainerPart, other_costs, trainer_shares, trainer_time
+from asyncrl_cli.inspect.report.answers import trainer_shares, trainer_time
 from asyncrl_cli.inspect.report.page import summarize
 from asyncrl_cli.journal.history import step_spans
 from asyncrl_cli.journal.queries import snapshot
@@ -19,36 +18,6 @@ from tests.inspect.quickstart_run import SPEC, quickstart_run
 from tests.journal.recorded_run import STARTED, RecordedRun, settings
 
 pytestmark = pytest.mark.slow
-
-
-def spending(part: TrainerPart) -> dict[TrainerPart, float]:
-    """A trainer that did only one thing."""
-    return dict.fromkeys(PART_NAMES, 0.0) | {part: 1.0}
-
-
-def test_discarded_groups_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = settings(max_staleness=1, on_stale="requeue")
-    run = RecordedRun(tmp_path / FILE, monkeypatch, of, lambda g: 60.0 if g % 3 == 0 else 2.0, 4)
-    for _ in range(12):
-        run.step()
-    with snapshot(tmp_path / FILE) as connection:
-        text = " ".join(other_costs(connection, list(step_spans(connection, 1)), spending("training"), 2))
-    assert "were cancelled and started again" in text and "rejected" not in text
-
-
-def test_costs_outside_the_simulation_are_mentioned_if_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = settings(max_staleness=2)
-    run = RecordedRun(tmp_path / FILE, monkeypatch, of, lambda g: 2.0, 4)
-    for _ in range(12):
-        run.step()
-
-    def text(shares: Mapping[TrainerPart, float]) -> str:
-        with snapshot(tmp_path / FILE) as connection:
-            return " ".join(other_costs(connection, list(step_spans(connection, 1)), shares, 2))
-
-    assert text(spending("training")) == text(spending("groups")) == ""
-    assert "checkpoints.every" in text(spending("saving"))
-    assert "evaluation.every" in text(spending("other")) and "asyncrl events" in text(spending("other"))
 
 
 def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +67,7 @@ def test_the_bottleneck_of_a_made_run_is_found(name: str, tmp_path: Path, monkey
     summary = summarize(run)
     if situation.limit is None:
         # One reward at a time: the simulator has no queue of rewards.
-        assert summary.prediction == (
-            "the simulator does not reproduce the recorded steps within 10 % (the worst part: engines)"
-        )
+        assert summary.prediction == "the simulator does not reproduce the recorded steps within 10 %"
         assert summary.answers[2].answer.startswith("No advice: the simulator does not reproduce")
         assert "waiting for groups" in summary.answers[2].details[0]
     else:

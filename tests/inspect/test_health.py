@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.inspect.health import RULES, HealthWatch, health, step_notes
+from asyncrl_cli.inspect.health import RULES, HealthWatch, health, teaching_groups
 
 SPEC: dict[str, Any] = {
     "algorithm": {"advantage": "group_norm", "uniform_groups": "skip", "reward_coef": 1.0},
@@ -236,8 +236,8 @@ def test_a_run_that_stopped_learning_has_a_verdict_before_its_findings() -> None
 
 def test_groups_are_shown_only_where_equal_rewards_teach_nothing() -> None:
     metrics = steps(1)[0]
-    assert step_notes(metrics, SPEC) == "  teach 24/32"
-    assert step_notes(metrics, GAE) == ""
+    assert teaching_groups(metrics, SPEC) == "  teach 24/32"
+    assert teaching_groups(metrics, GAE) == ""
 
 
 names = st.sampled_from(sorted(HEALTHY))

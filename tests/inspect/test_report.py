@@ -30,7 +30,7 @@ from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
-from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
+from tests.journal.recorded_run import STARTED, EpisodeRun, RecordedRun, make_run, settings
 
 pytestmark = pytest.mark.slow
 
@@ -104,12 +104,16 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     assert HTML_TEXT in found.text["td"], "a fault"
     assert found.text["p"].count(HTML_TEXT) >= 2, "a prompt and its reference"
     assert found.text["div"].count(HTML_TEXT) == 4, "a held-out prompt, its reference and its answers"
-    assert "pass@1 0.500, pass@3 0.750" in found.text["td"] and "Held-out pass@k (sampled)" in page
+    assert "Held-out pass@k (sampled)" in page
     assert HTML_TEXT in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
 def test_page_of_an_unhealthy_run_says_so_first_and_gives_no_advice_on_speed(run: RunDirectory) -> None:
-    found = Elements(render(summarize(run)))
+    summary = summarize(run)
+    found = Elements(render(summary))
+    wall_time = duration(run.state.updated - STARTED)
+    assert summary.headline.startswith("finished, 12 of 1,000 steps, started ")
+    assert summary.headline.endswith(f", {wall_time} in all") and summary.headline in found.text["p"]
     questions = found.text["dt"]
     assert questions.split("?")[:-1] == [
         *("Is it healthy", "Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
@@ -372,13 +376,6 @@ def test_constant_metrics_are_listed_and_not_drawn() -> None:
     found, constants = curve_charts(course(30, series=flat))
     assert constants == {"Truncated responses (share)": 0.0}
     assert "Truncated responses (share)" not in [chart.title for chart in found]
-
-
-def test_the_summary_has_the_true_wall_time(run: RunDirectory) -> None:
-    found = {name: value for group in summarize(run).facts.values() for name, value in group.items()}
-    assert found["steps trained"] == "12 of 1,000"
-    updated = run.state.updated
-    assert found["wall time"] == duration(updated - 1789997600.0)
 
 
 def test_the_context_of_an_episode_has_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,16 +330,6 @@ async def test_overdue_groups_are_reported_at_once(tmp_path: Path) -> None:
     assert [group.group_id for group in taken.batch.groups] == [4, 5]
 
 
-@pytest.mark.usefixtures("at_once")
-async def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
-    buffer = await opened(tmp_path)
-    await with_one_step(buffer)
-    await buffer.checkpointed(1, "one", 0.0, 0.0, [])
-    await buffer.prune(1)
-    with pytest.raises(LookupError, match="pruned"):
-        await buffer.batch(0)
-
-
 # -- a disk that does not answer, and the end
 
 

@@ -7,20 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from buffer_stand_ins import (
     PROMPT_IDS,
     SETTINGS,
     candidates,
     commit,
-    content,
     contents,
     episode,
     fill,
     finish,
-    group_outcomes,
-    group_rollouts,
     joined,
     part,
     pieces,
@@ -65,43 +61,6 @@ def test_a_new_journal_starts_at_step_0(path: Path) -> None:
     assert book.fallback(book.ledger.step) == {"next_group": 0, "loader": None, "prompts": []}
 
 
-def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_finished(path: Path) -> None:
-    book, _ = opened(path, replace(SETTINGS, max_staleness=4))
-    book.admit(candidates(1, 2))
-    one = rollout("0-1", [0, 0, 0, 1, 1, 3])
-    book.grown(pieces(one, 0, 2))
-    book.grown(pieces(one, 2, 5))
-    book, opening = reopened(book, path)
-    segments = prefix(opening, 0, 1)
-    assert [(segment.start, segment.version) for segment in segments] == [(0, 0), (2, 0), (3, 1)]
-    assert tokens(joined("0-1", segments)) == tokens(part(one, 0, 5))
-    book.grown(pieces(one, 5, 6))
-    book.record([one])
-    book, opening = reopened(book, path)
-    assert prefix(opening, 0, 1) == ()
-    assert contents(opening.groups[0].unscored[1]) == contents(one)
-    assert opening.groups[1].unscored == opening.groups[1].prefixes == {}
-    book.score([Outcome("0-1", Scored(0.5))])
-    book, opening = reopened(book, path)
-    assert opening.groups[0].scored == {1}
-    assert opening.groups[0].unscored == {}
-
-
-def test_a_rollout_generated_again_replaces_its_recorded_tokens(path: Path) -> None:
-    book, _ = opened(path)
-    book.admit(candidates(1, 1))
-    first, again, third = (rollout("0-0", [0] * 9, seed) for seed in range(3))
-    book.grown([*pieces(first, 0, 2), *pieces(first, 2, 6), *pieces(first, 6, 9)])
-    book.grown(pieces(again, 0, 3))
-    book, opening = reopened(book, path)
-    assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(again, 0, 3))
-    book.grown(pieces(again, 3, 5))
-    book.grown(pieces(third, 3, 4))
-    book, opening = reopened(book, path)
-    assert [segment.end for segment in prefix(opening, 0, 0)] == [3, 4]
-    assert tokens(joined("0-0", prefix(opening, 0, 0)[:1])) == tokens(part(again, 0, 3))
-
-
 def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
     book, _ = opened(path, replace(SETTINGS, max_staleness=4))
     book.admit(candidates(1, 2))
@@ -138,22 +97,6 @@ def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
     assert second.metrics == (), "nothing was measured"
 
 
-def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> None:
-    book, _ = opened(path)
-    book.admit(candidates(1, 1))
-    ended = episode(
-        [rollout("0-0", [CONTEXT, 0, 0]), rollout("0-0.1", [CONTEXT, 0]), rollout("0-0.2", [CONTEXT, CONTEXT, 0])]
-    )
-    book.record([ended])
-    book, opening = reopened(book, path)
-    assert contents(opening.groups[0].unscored[0]) == contents(ended)
-    book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # delivered a second time
-    book.score([Outcome("0-0", Scored(1.0, {"turns": 3.0}))])
-    commit(book)
-    found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
-    assert found == [(4, 1.0, '{"turns": 3.0}')]
-
-
 def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 1))
@@ -164,32 +107,6 @@ def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
     book.record([one])
     book, opening = reopened(book, path)
     assert contents(opening.groups[0].unscored[0]) == contents(one)
-
-
-def test_late_arrivals_change_nothing(path: Path) -> None:
-    book, _ = opened(path)
-    book.admit(candidates(1, 3))
-    one = rollout("0-0", [0] * 6)
-    book.record([one])
-    book.score([Outcome("0-0", Scored(1.0))])
-    book.grown(pieces(one, 0, 3))
-    book.record([rollout("0-0", [0, 0], seed=1)])
-    book.score([Outcome("0-0", Scored(0.0)), Outcome("0-0", RewardFailure("too late"))])
-    finish(book, 1)
-    book.score([Outcome("2-1", RewardFailure("the engine refused"))])
-    settled = book.score([Outcome("2-0", Scored(1.0)), Outcome("1-0", RewardFailure("too late"))])
-    assert (settled.finished, settled.rejected) == ((), ())
-    book.record([rollout("2-0"), rollout("1-0", seed=1), rollout("7-0")])
-    book.grown([*pieces(rollout("2-0")), *pieces(rollout("1-0")), *pieces(rollout("7-0"))])
-    book.record([rollout("0-1")])
-    book.score([Outcome("0-1", Scored(0.0))])
-    assert book.take(0) is None
-    commit(book)
-    (group, other) = book.journal.batch(0).groups
-    assert contents(group.rollouts[0]) == contents(one)
-    assert group.rewards == (1.0, 0.0)
-    assert [contents(r) for r in other.rollouts] == [contents(r) for r in group_rollouts(1)]
-    assert book.ledger.rejections == {"failed": 1}
 
 
 def test_a_masked_rollout_is_judged_and_never_scored_again(path: Path) -> None:
@@ -219,33 +136,6 @@ def test_a_masked_rollout_is_judged_and_never_scored_again(path: Path) -> None:
         book.journal.batch(0)
 
 
-def test_a_response_without_tokens_is_recorded_as_a_rollout(path: Path) -> None:
-    book, _ = opened(path)
-    book.admit(candidates(1, 2))
-    empty = rollout("0-0", ())
-    book.record([empty])
-    book, opening = reopened(book, path)
-    assert contents(opening.groups[0].unscored[0]) == contents(empty)
-    book.record([rollout("0-1")])
-    book.score(group_outcomes(0))
-    finish(book, 1)
-    assert book.take(0) is None
-    commit(book)
-    assert contents(book.journal.batch(0).groups[0].rollouts[0]) == contents(empty)
-    assert book.journal.batch(0).groups[0].rollouts[0].ids.dtype == np.int32
-
-
-def test_prompts_are_admitted_while_there_is_room(path: Path) -> None:
-    book, _ = opened(path)
-    assert [one.group_id for one in fill(book, 1)] == [0, 1, 2, 3], "(v + 1 + S)·k·B groups"
-    with pytest.raises(LedgerError, match="no room"):
-        book.admit(candidates(5, 1))
-    book, opening = reopened(book, path)
-    assert (opening.serial, opening.loader) == (4, {"epoch": 0, "position": 4})
-    book.score([Outcome("1-0", RewardFailure("no"))])
-    assert [one.prompt.uid for one in fill(book, 5)] == ["p5"]
-
-
 def overdue_book(path: Path) -> DurableLedger:
     """A ledger with a group 0 that delays the batch of step 1."""
     book, _ = opened(path, replace(SETTINGS, on_stale="requeue", groups_per_step=1))
@@ -256,54 +146,6 @@ def overdue_book(path: Path) -> DurableLedger:
     book.admit(candidates(3, 1))
     finish(book, 2)
     return book
-
-
-def test_a_requeued_group_runs_again_under_a_new_index(path: Path) -> None:
-    book = overdue_book(path)
-    book.grown(pieces(rollout("0-0")))
-    waiting = book.take(1)
-    assert waiting is not None
-    assert waiting.overdue == (0,)
-    assert book.requeue([0, 2]) == [(0, 3, 1)], "group 2 has finished meanwhile"
-    assert book.requeue([0]) == []
-    book.grown(pieces(rollout("0-0"), 1))
-    book, opening = reopened(book, path)
-    (group,) = opening.groups
-    assert (group.group_id, group.version, group.prompt.uid) == (3, 1, "p1")
-    assert (group.scored, group.unscored, group.prefixes) == (frozenset(), {}, {})
-    assert (opening.serial, opening.loader) == (3, {"epoch": 0, "position": 3}), "a replacement is not a new prompt"
-    assert opening.counts.requeued == 1
-
-
-def test_late_groups_are_still_counted_after_a_restart(path: Path) -> None:
-    settings = replace(SETTINGS, on_stale="train", groups_per_step=1)
-    book, _ = opened(path, settings)
-    serial = 1
-    for step in range(2):
-        serial += len(fill(book, serial))
-        finish(book, book.ledger.running[-1])
-        assert book.take(step) is None
-        book.publish(publish_record(step + 1, step + 1))
-    finish(book, 0)
-    assert book.take(2) is None
-    assert book.ledger.counts().late == 1
-    commit(book)
-    assert opened(path, settings)[0].ledger.snapshot() == book.ledger.snapshot()
-
-
-def test_a_batch_is_taken_once_and_is_always_the_same(path: Path) -> None:
-    book, _ = opened(path)
-    book.admit(candidates(1, 4))
-    finish(book, 3, 1)
-    assert book.take(0) is None
-    commit(book)
-    batch = book.journal.batch(0)
-    assert [group.group_id for group in batch.groups] == [1, 3]
-    assert batch.staleness == (0, 0)
-    finish(book, 0)
-    book, opening = reopened(book, path)
-    assert opening.step == book.ledger.step == 1
-    assert content(book.journal.batch(0)) == content(batch)
 
 
 def test_events_out_of_order_are_refused(path: Path) -> None:

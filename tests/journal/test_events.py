@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.inspect.history_page import run_events
-from asyncrl_cli.journal.events import QUERIES, Event, Reader, events
+from asyncrl_cli.journal.events import QUERIES, Reader, events
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import EngineRequest
@@ -73,24 +73,6 @@ def test_every_event_is_yielded_once_and_in_order(recorded: RecordedRun, tmp_pat
     assert Counter(event.name for event in found) == expected
     assert [event.at for event in found] == sorted(event.at for event in found)
     assert expected["score"] > 20
-
-
-def test_a_rollout_is_admitted_finished_and_scored_in_this_order(recorded: RecordedRun, tmp_path: Path) -> None:
-    recorded.step()
-    with snapshot(path_of(tmp_path)) as connection:
-        found = list(events(connection))
-    of_first = [
-        (event.name, event.facts) for event in found if {("group", 0), ("rollout", "0-1")} & set(_plain(event).items())
-    ]
-    assert [name for name, _ in of_first] == ["admit", "segment", "finish", "score", "group"]
-    facts = dict(of_first)
-    assert facts["segment"] == {"rollout": "0-1", "branch": 0, "start": 0, "tokens": 4, "version": 0}
-    assert facts["score"] == {"rollout": "0-1", "reward": 1.0, "failure": "", "metrics": {}}
-    assert facts["group"]["became"] == "finished"
-
-
-def _plain(event: Event) -> dict[str, object]:
-    return {name: value for name, value in event.facts.items() if not isinstance(value, dict)}
 
 
 def test_a_following_reader_gets_the_same_events_as_a_reader_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:

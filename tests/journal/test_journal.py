@@ -24,7 +24,6 @@ from buffer_stand_ins import (
     pieces,
     publish_record,
     rollout,
-    tokens,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,39 +122,6 @@ def test_a_group_of_one_has_the_results_of_its_prompt_in_earlier_batches(data: s
 # -- commits
 
 
-def test_a_commit_is_atomic(path: Path) -> None:
-    book = book_with_steps(path, 1)
-    before = book.ledger.snapshot()
-    finish(book, book.ledger.running[0])
-    assert book.take(1) is None
-    impossible = ("INSERT INTO groups (id, state) VALUES (?, ?)", (99, "impossible"))
-    with pytest.raises(JournalError, match="constraint"):
-        book.journal.commit([*book.journal.noted(), impossible])
-    book.journal.close()
-    assert DurableLedger(path, SETTINGS).ledger.snapshot() == before
-
-
-def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
-    book = book_with_steps(path, 1)
-    before, batch = book.ledger.snapshot(), content(book.journal.batch(0))
-    (pages,) = book.journal._connection.execute("PRAGMA page_count").fetchone()
-    book.journal._connection.execute(f"PRAGMA max_page_count = {pages}")
-    big = f"{book.ledger.running[0]}-1"
-    book.record([rollout(big, [1] * 100_000)])
-    with pytest.raises(JournalError) as caught:
-        commit(book)
-    assert "full" in caught.value.message
-    assert caught.value.location == str(path)
-    assert "free space" in caught.value.hint
-    assert content(batch_in(path, 0)) == batch, "it can be read while the writer has it open"
-    book.journal.close()
-    book = DurableLedger(path, SETTINGS)
-    (group,) = book.opening().groups[:1]
-    assert book.ledger.snapshot() == before
-    assert group.unscored.keys() == {0}
-    assert group.prefixes.keys() == {1}
-
-
 def test_a_lock_of_another_program_is_reported_and_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "LOCK_PATIENCE_S", 0.01)
     book = book_with_steps(path, 1)
@@ -227,12 +193,6 @@ def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     pruned(book, 1)
     assert [g for (g,) in book.journal._connection.execute(rows)] == [3]
     assert count(book.journal._connection, "rollouts") == 8, "their states are still known"
-
-
-def test_a_batch_that_was_never_taken_cannot_be_read(path: Path) -> None:
-    book = book_with_steps(path, 1)
-    with pytest.raises(LookupError, match="step 1 has no batch"):
-        book.journal.batch(1)
 
 
 @pytest.mark.parametrize(
@@ -406,18 +366,6 @@ def test_a_damaged_journal_is_an_error_with_a_hint(path: Path, damage: Callable[
     assert isinstance(caught.value, UserError)
 
 
-def test_damage_to_unfinished_tokens_is_found_at_the_opening(path: Path) -> None:
-    book = book_with_steps(path, 1)
-    name = f"{book.ledger.running[0]}-1"
-    book.journal.close()
-    data = path.read_bytes()
-    at = data.index(rollout(name).logprobs.tobytes())
-    path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
-    with pytest.raises(JournalError, match=f"the tokens of rollout {name} have a wrong checksum") as caught:
-        DurableLedger(path, SETTINGS).opening()
-    assert caught.value.hint == DAMAGED
-
-
 @pytest.mark.parametrize(
     "sql",
     [
@@ -435,13 +383,3 @@ def test_inconsistent_values_are_damage(path: Path, sql: str) -> None:
     with pytest.raises(JournalError, match=r"the journal (is inconsistent|failed: malformed)") as caught:
         DurableLedger(path, SETTINGS).opening()
     assert caught.value.hint == DAMAGED
-
-
-def test_experts_with_any_bits_are_read_back(path: Path) -> None:
-    book = DurableLedger(path, SETTINGS)
-    book.admit(candidates(1, 1))
-    one = rollout("0-0", [0] * 5000)
-    book.record([one])
-    commit(book)
-    (group,) = book.opening().groups
-    assert tokens(group.unscored[0]) == tokens(one)

@@ -19,7 +19,7 @@ from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.history import history
 from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
-from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check, open_for_writing
+from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check
 from asyncrl_cli.records.groups import Candidate, LedgerState, Outcome
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -47,20 +47,6 @@ def one_step(book: DurableLedger) -> None:
 
 
 # -- one writer
-
-
-def test_a_replaced_buffer_cannot_write(path: Path) -> None:
-    old = opened(path)
-    one_step(old)
-    finish(old, *old.ledger.running[:2])
-    new = opened(path, "resume")
-    for act in (lambda: commit(old), lambda: old.journal.prune(1)):
-        with pytest.raises(JournalError, match="another process writes this journal now") as caught:
-            act()
-        assert "asyncrl inspect run" in caught.value.hint
-    one_step(new)
-    new.journal.close()
-    assert DurableLedger(path, SETTINGS).ledger.snapshot() == new.ledger.snapshot()
 
 
 def test_of_two_writers_that_start_together_one_is_refused(path: Path) -> None:
@@ -439,12 +425,6 @@ def test_uniform_groups_are_judged_by_the_rewards_that_train_them(path: Path, ap
     assert settled.solved == (0, 2), "solved is by the task's own reward"
 
 
-def test_opening_a_journal_again_keeps_its_rows(path: Path) -> None:
-    one_step(opened(path))
-    with closing(open_for_writing(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM starts WHERE settings IS NOT NULL").fetchone() == (1,)
-
-
 # -- stored values have the checksum of the values that are read back
 
 NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**1023), 2**1023) | st.sampled_from([0, -0.0, 5e-324, 1e308])
@@ -479,12 +459,3 @@ def test_stored_values_read_back_with_their_checksum(
     first, second = read_rollouts(connection, 0).values()
     assert (first.reward, second.failure) == (float(reward), reason or None)
     book.journal.close()
-
-
-def test_a_prompt_that_runs_again_keeps_any_text(path: Path) -> None:
-    book = DurableLedger.begin(path, SETTINGS, "train", "")
-    (admission,) = book.admit([Candidate(1, Prompt("a\0b", "text"), (1,), {"epoch": 0, "position": 1})])
-    entry = book.ledger.admit()
-    book.journal.requeued(admission.group_id, entry)
-    commit(book)
-    assert read_group(book.journal._connection, entry.group_id).prompt.uid == "a\0b"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -53,23 +52,6 @@ def four_long_groups(on_stale: OnStale) -> Ledger:
     return ledger
 
 
-def test_room_follows_the_formula() -> None:
-    ledger = made_ledger(groups_per_step=2, publish_every=3, max_staleness=1)
-    assert ledger.room() == (0 + 1 + 1) * 3 * 2
-    admit(ledger, 12)
-    assert ledger.room() == 0
-    with pytest.raises(LedgerError, match="no room"):
-        ledger.admit()
-    finish(ledger, *range(6))
-    for _ in range(3):
-        take(ledger)
-    assert ledger.room() == 0, "a batch alone frees no room: the version is still being trained"
-    ledger.publish()
-    assert ledger.room() == 6
-    entry = ledger.admit()
-    assert (entry.group_id, entry.version, entry.deadline) == (12, 1, 2)
-
-
 def staleness_of_a_slow_trainer(ahead: int | None) -> list[int]:
     """Two engine slots each finish two groups while the trainer trains one batch of two groups."""
     ledger = made_ledger(groups_per_step=2, max_staleness=8, ahead=ahead)
@@ -86,19 +68,6 @@ def test_groups_do_not_wait_for_a_slow_trainer() -> None:
     assert max(staleness_of_a_slow_trainer(ahead=None)) == 8
     assert max(staleness_of_a_slow_trainer(ahead=2)) == 1
     assert max(staleness_of_a_slow_trainer(ahead=1)) == 0
-
-
-def test_engines_get_new_groups_while_a_batch_waits_for_a_running_one() -> None:
-    ledger = made_ledger(groups_per_step=1, max_staleness=2, ahead=1)
-    admit(ledger, 3)
-    for group_id in (1, 2):
-        finish(ledger, group_id)
-        assert ledger.room() == 0, "a batch is ready"
-        train(ledger)
-    admit(ledger, 1)
-    finish(ledger, 3)
-    assert blocked(ledger).missing_groups == (0,)
-    assert ledger.room() == 1
 
 
 def test_a_running_group_that_would_be_late_is_waited_for() -> None:
@@ -157,18 +126,6 @@ def test_other_policies_never_requeue(on_stale: OnStale) -> None:
         ledger.requeue(0)
 
 
-def test_train_takes_late_groups_and_counts_them() -> None:
-    ledger = four_long_groups("train")
-    assert train(ledger).group_ids == (6, 7)
-    finish(ledger, 0, 1, *admit(ledger, 2))
-    assert train(ledger).group_ids == (0, 1), "the oldest finished groups come first, whether or not they are late"
-    finish(ledger, 2, 3)
-    batch = train(ledger)
-    assert batch.group_ids == (2, 3)
-    assert batch.staleness == (3, 3)
-    assert ledger.counts().late == 2
-
-
 def test_batches_are_taken_while_one_publish_is_in_flight() -> None:
     ledger = made_ledger(groups_per_step=1, publish_every=2, max_staleness=1)
     finish(ledger, *admit(ledger, 4))
@@ -191,53 +148,6 @@ def test_batches_are_taken_while_one_publish_is_in_flight() -> None:
     finish(ledger, *admit(ledger, 1))
     assert take(ledger).staleness == (1,)
     assert ledger.publish_due
-
-
-def test_without_staleness_there_is_no_batch_while_a_publish_is_in_flight() -> None:
-    ledger = made_ledger(groups_per_step=1, publish_every=2, max_staleness=0)
-    finish(ledger, *admit(ledger, 2))
-    take(ledger)
-    take(ledger)
-    assert ledger.room() == 0
-    assert blocked(ledger).blocker == "groups"
-    ledger.publish()
-    finish(ledger, *admit(ledger, 2))
-    assert take(ledger).staleness == (0,)
-
-
-def test_total_steps_limit_room_and_a_rejection_returns_it() -> None:
-    ledger = made_ledger(groups_per_step=2, publish_every=1, max_staleness=5, total_steps=2)
-    admit(ledger, 4)
-    assert ledger.room() == 0
-    ledger.reject(3, "failed")
-    ledger.finish(2)
-    ledger.reject(2, "uniform")
-    assert ledger.room() == 2
-    assert ledger.rejections == {"failed": 1, "uniform": 1}
-    fewer = replace(ledger.settings, total_steps=0)
-    assert Ledger.restore(fewer, ledger.snapshot()).room() == 0, "a run may be resumed with fewer steps"
-    finish(ledger, 0, 1, *admit(ledger, 2))
-    assert train(ledger).group_ids == (0, 1)
-    assert train(ledger).group_ids == (4, 5)
-    assert ledger.is_done
-    assert blocked(ledger).blocker == "done"
-    assert ledger.room() == 0
-    assert ledger.counts().taken == 4
-
-
-@pytest.mark.parametrize("publish_every", [1, 3])
-def test_without_staleness_finish_order_does_not_decide_the_batch(publish_every: int) -> None:
-    ledger = made_ledger(groups_per_step=2, publish_every=publish_every, max_staleness=0)
-    groups = admit(ledger, 2 * publish_every)
-    batches = []
-    for group_id in reversed(groups):
-        ledger.finish(group_id)
-        if group_id:
-            assert isinstance(ledger.next_batch(), Blocked)
-    for _ in range(publish_every):
-        batches.append(take(ledger).group_ids)
-    assert batches == [(i, i + 1) for i in range(0, 2 * publish_every, 2)]
-    assert ledger.room() == 0
 
 
 def test_without_staleness_missing_groups_are_named() -> None:
@@ -325,18 +235,3 @@ def test_restore_refuses_a_snapshot_that_contradicts_itself(change: dict[str, An
 def test_settings_out_of_range_are_refused(arguments: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match=r"at least|is one of"):
         made_ledger(*arguments)  # type: ignore[arg-type]
-
-
-def test_cost_per_event_does_not_grow_with_history() -> None:
-    def seconds_per_group(steps: int) -> float:
-        ledger = made_ledger(groups_per_step=64, publish_every=1, max_staleness=31)
-        started = time.process_time()
-        for _ in range(steps):
-            admit(ledger, ledger.room())
-            while isinstance(ledger.next_batch(), Blocked):
-                ledger.finish(ledger.running[-1] if len(ledger.finished) % 2 else ledger.running[0])
-            train(ledger)
-        return (time.process_time() - started) / (64 * steps)
-
-    few, many = seconds_per_group(20), seconds_per_group(200)
-    assert many < 5 * few, f"{few:.2e} s per group grew to {many:.2e} s"

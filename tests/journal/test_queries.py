@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.journal import queries
 from asyncrl_cli.journal.history import history
-from asyncrl_cli.journal.queries import GroupState, group_record, groups_called, list_groups, overview
+from asyncrl_cli.journal.queries import GroupState, group_record, list_groups, overview
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges, staleness_report
@@ -113,7 +113,6 @@ def test_rejected_groups_are_counted_by_reason_and_requeued_groups_separately(
         found = overview(connection)
         requeued = list_groups(connection, "requeued", 10)
         assert [row.reason for row in list_groups(connection, "rejected", 10)] == ["uniform", "failed"]
-        assert groups_called(connection, "p1") == [0, max(groups_called(connection, "p1"))]
         record = group_record(connection, failed)
     assert found.rejected == {"failed": 1, "uniform": 1}
     assert ids(requeued) == [0]
@@ -234,18 +233,6 @@ def test_pieces_of_one_version_are_one_segment(run: RecordedRun, path: Path) -> 
     ]
     assert rollouts[0].finish_reason is None
     assert rollouts[0].segments[0].logprobs.tolist() == [0, -0.25]
-
-
-def test_groups_by_id_or_uid(journal: sqlite3.Connection) -> None:
-    assert groups_called(journal, "3") == [3]
-    assert groups_called(journal, "p3") == [2]
-    assert groups_called(journal, "1000") == groups_called(journal, "nothing") == []
-
-
-def test_damaged_tokens_are_not_shown(run: RecordedRun, path: Path) -> None:
-    damage(path, "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE group_id = 0")
-    with pytest.raises(JournalError, match="malformed"), queries.snapshot(path) as connection:
-        group_record(connection, 0)
 
 
 def damage(path: Path, sql: str) -> None:

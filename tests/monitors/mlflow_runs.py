@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from asyncrl_cli.monitors.mlflow.sender import PROGRESS, Target
+from asyncrl_cli.monitors.mlflow.sender import Target
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -52,11 +52,11 @@ def empty_store() -> bytes:
         return file.read_bytes()
 
 
-def local(folder: Path, model: str | None = None) -> Target:
+def local(folder: Path) -> Target:
     """A store in this folder, with its tables."""
     if not (file := folder / "mlflow.db").exists():
         file.write_bytes(empty_store())
-    return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri(), model)
+    return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri())
 
 
 def spec_of(tracking: Mapping[str, Any], **sections: Any) -> ExperimentSpec:
@@ -101,12 +101,3 @@ def tracking_at(uri: str) -> Iterator[None]:
         yield
     finally:
         mlflow.set_tracking_uri(before)
-
-
-def noted_offsets(run: RunDirectory) -> dict[str, int]:
-    """The offsets up to which files are noted as sent."""
-    try:
-        progress = json.loads((run.path / PROGRESS).read_text())
-    except OSError:
-        return {}
-    return {name: offset for name, (offset, _) in progress["sent"].items()}

@@ -63,8 +63,6 @@ def test_a_step_is_shown_in_one_line() -> None:
     assert "12,345 tok/s  MFU 38%  busy" in step_line(7, 100, METRICS | {"mfu/end_to_end": 0.375}, {}, spec)
     share = {"reward/uniform_groups": 0.625}
     assert "reward 0.512  teach 12/32  held-out 0.250" in step_line(7, 100, METRICS | share, accuracy, spec)
-    bad = share | {"correction/kl_behaviour": 3.6, "response/truncated_ratio": 0.97, "train/entropy": 0.002}
-    assert "teach 12/32  KL 3.6  truncated 97%  entropy 0.002  length" in step_line(7, 100, METRICS | bad, {}, spec)
     without_groups = spec | {"algorithm": {"advantage": "gae", "uniform_groups": "train"}}
     assert "teach" not in step_line(7, 100, METRICS | share, {}, without_groups), "equal rewards teach, too"
 

@@ -6,13 +6,11 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,8 +23,8 @@ from asyncrl_cli.monitors.mlflow import tracker
 from asyncrl_cli.monitors.mlflow.sender import (
     PARAMETER_LENGTH,
     PROGRESS,
-    SAMPLES,
     Sender,
+    SendingProgress,
     Target,
     metric_name,
     target_of,
@@ -34,7 +32,7 @@ from asyncrl_cli.monitors.mlflow.sender import (
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow, send_until_end
 from asyncrl_cli.runs.directory import RunDirectory
 
-from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, noted_offsets, spec_of, started_run
+from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, spec_of, started_run
 from .mlflow_server import Server, Way
 
 LIMIT_S = 120.0
@@ -66,7 +64,6 @@ def test_mlflow_has_everything_once_after_repeated_and_killed_attempts(run: RunD
     do_steps(run, 1, 3)
     evaluate(run, 0, 0.25)
     run.update(step=3)
-    run.append(SAMPLES, {"step": 3, "time": 1e6, "system/cpu_utilization_percentage": 50.0})
     Sender(run, target).send("RUNNING")
     do_steps(run, 4, 5)
     evaluate(run, 5, 0.75, [{"prompt": "1+1", "response": "2", "reward": 1.0}])
@@ -90,7 +87,6 @@ def test_mlflow_has_everything_once_after_repeated_and_killed_attempts(run: RunD
     assert len(logged.run.data.params["long"]) == PARAMETER_LENGTH
     assert logged.history("loss") == losses(5)
     assert len(logged.history("ratio")) == 5, "not a number"
-    assert logged.history("system/cpu_utilization_percentage") == [(3, 50.0)]
     assert logged.history("eval/greedy_accuracy") == [(0, 0.25), (5, 0.75)]
     assert logged.files() == {
         "spec.yaml",
@@ -100,21 +96,6 @@ def test_mlflow_has_everything_once_after_repeated_and_killed_attempts(run: RunD
     }
     responses = json.loads(logged.content("responses/greedy.json"))
     assert [row[:4] for row in responses["data"]] == [[0, "", "", None], [5, "1+1", "2", 1.0]], "each table once"
-
-
-def test_a_file_store_keeps_repeated_points(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    target = Target((tmp_path / "store").as_uri(), "tests")
-    do_steps(run, 1, 2)
-    Sender(run, target).send("RUNNING")
-    do_steps(run, 3, 3)
-    Sender(run, target).send("RUNNING")
-    assert Logged(target.uri).history("loss") == losses(3)
-    (run.path / PROGRESS).unlink()
-    Sender(run, target).send("FINISHED")
-    history = Logged(target.uri).history("loss")
-    assert sorted(set(history)) == losses(3)
-    assert len(history) == 6, "MLflow's file store does not compare; each point is there with the same values"
 
 
 def test_a_resumed_run_continues_the_same_mlflow_run(run: RunDirectory, tmp_path: Path) -> None:
@@ -155,7 +136,7 @@ def sent_lines(run: RunDirectory, sender: Sender, monkeypatch: pytest.MonkeyPatc
     """The steps whose lines an attempt sends."""
     steps: list[int] = []
     monkeypatch.setattr(sender, "_log", lambda metrics: steps.extend(metric.step for metric in metrics))
-    sender._send_lines("metrics.jsonl")
+    sender._send_steps()
     return list(dict.fromkeys(steps))
 
 
@@ -175,17 +156,8 @@ def test_only_lines_after_the_noted_offset_are_sent(
     do_steps(run, 8, 9)
     another = Sender(run, local(tmp_path))
     assert sent_lines(run, another, monkeypatch) == [9], "the first line after half a line cannot be read"
-
-
-def test_a_file_that_was_cut_is_sent_from_its_beginning(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender = Sender(run, local(tmp_path))
-    do_steps(run, 1, 3)
-    sent_lines(run, sender, monkeypatch)
     run.write_rows("metrics.jsonl", run.read("metrics.jsonl")[:2])
-    do_steps(run, 3, 4, at=2_000_000.0)
-    assert sent_lines(run, sender, monkeypatch) == [1, 2, 3, 4]
+    assert sent_lines(run, another, monkeypatch) == [1, 2], "a file that was cut is sent from its beginning"
 
 
 def test_no_name_of_a_metric_keeps_a_step_from_arriving(run: RunDirectory, tmp_path: Path) -> None:
@@ -244,11 +216,11 @@ def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
 
 
 class Child:
-    """The child's side, in a thread. Its machine has one GPU, and is sampled all the time."""
+    """The child's side, in a thread."""
 
     def __init__(self, run: RunDirectory, target: Target) -> None:
         reading, self._writing = os.pipe()
-        self.thread = Thread(target=send_until_end, args=[run, target, FileIO(reading), True], daemon=True)
+        self.thread = Thread(target=send_until_end, args=[run, target, FileIO(reading)], daemon=True)
         self.thread.start()
 
     def end(self, status: str) -> None:
@@ -257,37 +229,16 @@ class Child:
         assert not self.thread.is_alive()
 
 
-@pytest.fixture
-def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow.system_metrics.metrics import gpu_monitor
-
-    nvml = SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=30e9, total=40e9),
-        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=85),
-        nvmlDeviceGetPowerUsage=lambda _: 350_000,
-        nvmlDeviceGetEnforcedPowerLimit=lambda _: 700_000,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(gpu_monitor, "pynvml", nvml, raising=False)
-    monkeypatch.setattr(tracker, "SAMPLE_S", 0.0)
-
-
-@pytest.mark.usefixtures("_machine")
 def test_data_of_times_without_server_arrives_once_it_is_up(
     run: RunDirectory, server: Way, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.update(step=7)
     child = Child(run, Target(server.uri, "tests"))
     do_steps(run, 1, 3)
     until(lambda: "HTTPConnectionPool" in capsys.readouterr().out, "an attempt to fail")
     server.start()
     size = (run.path / "metrics.jsonl").stat().st_size
     until(lambda: "everything is sent again" in capsys.readouterr().out, "the steps to be sent")
-    assert noted_offsets(run)["metrics.jsonl"] == size
+    assert SendingProgress.of(run).offset == size
     server.stop()
     do_steps(run, 4, 6)
     evaluate(run, 6, 0.5)
@@ -298,14 +249,6 @@ def test_data_of_times_without_server_arrives_once_it_is_up(
     assert logged.history("loss") == losses(6)
     assert logged.run.info.status == "FINISHED"
     assert logged.files() == {"spec.yaml", "evaluations/step-000006-greedy.jsonl"}
-
-    samples = run.read(SAMPLES)
-    assert {row["step"] for row in samples} == {7}
-    assert logged.history("system/gpu_0_utilization_percentage") == [(7, 85.0)] * len(samples)
-    for row in samples:
-        assert 0 <= row["system/cpu_utilization_percentage"] <= 100
-        assert row["system/system_memory_usage_megabytes"] > 1
-        assert {"system/disk_usage_percentage", "system/network_receive_megabytes"} <= row.keys()
 
     (run.path / PROGRESS).unlink()  # as if killed before anything was noted
     Sender(run, Target(server.uri, "tests")).send("FINISHED")
@@ -328,7 +271,7 @@ def test_a_killed_child_starts_again_and_sends_the_rest(
     target = local(tmp_path)
     monitor = monitor_of(run, tmp_path)
     do_steps(run, 1, 2)
-    until(lambda: noted_offsets(run), "the first steps")
+    until(lambda: SendingProgress.of(run).offset, "the first steps")
     monitor._child.kill()
     monitor._child.wait()
     do_steps(run, 3, 4)
@@ -378,9 +321,3 @@ def test_without_a_server_there_is_a_store_in_the_runs_folder(tmp_path: Path) ->
     assert target.uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert target.artifacts == f"file://{tmp_path}/mlflow-artifacts"
     assert target_of(spec_of({"uri": "http://there"})).artifacts is None
-
-
-@pytest.mark.parametrize("uri", [None, "http://there"])
-def test_the_model_is_registered_wherever_the_run_is_logged(uri: str | None) -> None:
-    assert target_of(spec_of({"uri": uri})).model is None
-    assert target_of(spec_of({"uri": uri, "register_model": "mine"})).model == "mine"

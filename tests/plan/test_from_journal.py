@@ -14,9 +14,9 @@ import pytest
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.plan_page import comparison_table
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.plan.comparison import WITHIN, Line, compare, misfit
+from asyncrl_cli.plan.comparison import WITHIN, Line, compare
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import NOTICEABLE, DeviceSizes, advice, predict, spans
+from asyncrl_cli.plan.prediction import NOTICEABLE, advice, predict
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.generation import EngineRequest
 from tests.journal.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
@@ -75,7 +75,6 @@ def test_a_run_is_reproduced(
     assert outcome.step_s == pytest.approx(found.observed.step_s, rel=0.08)
     lines = [line for line in compare(outcome, found.observed) if line.name != "engines idle"]
     assert all(line.fits for line in lines), lines
-    assert misfit(tuple(lines), outcome, found.observed) is None
 
 
 @pytest.mark.parametrize("seconds", DURATIONS)
@@ -88,18 +87,6 @@ def test_another_bound_is_predicted(
     other = measured(tmp_path / "3.db")
     predicted = of(measured(tmp_path / "1.db"), 3)
     assert simulate(predicted, 40).step_s == pytest.approx(other.observed.step_s, rel=0.08)
-
-
-def test_a_part_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded(tmp_path / "journal.db", monkeypatch, DURATIONS[0])
-    found = measured(tmp_path / "journal.db")
-    for part, costs in {
-        "trainer": replace(found.costs, trainer=replace(found.costs.trainer, per_step_s=9.0)),
-        "publish": replace(found.costs, publish=replace(found.costs.publish, held_s=9.0)),
-        "engines": replace(found.costs, overheads=replace(found.costs.overheads, settle_s=60.0)),
-    }.items():
-        outcome = simulate(replace(of(found, 1), costs=costs), 30)
-        assert misfit(compare(outcome, found.observed), outcome, found.observed) == part
 
 
 def test_too_few_steps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +156,13 @@ def in_situation(name: str) -> Scenario:
         "engines": replace(quick, slots=8),
         "bound": replace(scenario(small(8, 1), lengths(60, 0.9, 400)), slots=256),
         "tail": replace(usual, groups=(long, *usual.groups[1:60]), slots=256),
-        "ranks": replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_token_s=0.01))),
     }[name]
 
 
 @pytest.mark.parametrize("part", ["trainer", "publish", "engines", "bound", "tail"])
 def test_the_limit_is_the_part_that_shortens_a_step_most(part: str) -> None:
     of = in_situation(part)
-    found = predict(of, 30_000, DeviceSizes(2, 1, 4), steps=12)
+    found = predict(of, 30_000, 4, steps=12)
     assert found.limit == part, found.savings
     limit, _, bound, helps = advice(found)
     assert f"steps would take {found.savings[found.limit]:.0%} less time." in limit
@@ -199,24 +185,14 @@ def test_a_bound_whose_removal_saves_five_percent_does_not_limit(own_s: float, l
 
 
 def test_a_prediction_is_consistent() -> None:
-    found = predict(scenario(small(8, 2)), 300, DeviceSizes(2, 1, 4), steps=12)
+    found = predict(scenario(small(8, 2)), 300, 4, steps=12)
     assert found.bounds[2] == found.outcome.step_s
     assert (1 - NOTICEABLE) * found.bounds[found.free] <= min(found.bounds.values())
     assert found.ratio_to_sync > 1
     assert all(change.step_s < found.outcome.step_s for change in found.changes)
-    by_length = spans(scenario(small(8, 2)), 300)
-    assert list(by_length.values()) == sorted(by_length.values())
-
-
-def test_a_change_says_how_many_gpus_it_adds() -> None:
-    of = replace(in_situation("engines"), engines=2)
-    (engines,) = [one for one in predict(of, 3000, DeviceSizes(2, 1, 4), steps=12).changes if one.more_gpus]
-    assert str(engines).startswith("rollout.engines=4 (needs 4 more GPUs): ") and str(engines).endswith("% less")
-    (ranks,) = [
-        one for one in predict(in_situation("ranks"), 3000, DeviceSizes(2, 1, 1), steps=12).changes if one.more_gpus
-    ]
-    assert str(ranks).startswith("trainer.ranks=2 (needs 1 more GPU): ")
-    assert not [one for one in predict(of, 3000, None, steps=12).changes if "engines" in one.setting]
+    engines = replace(in_situation("engines"), engines=2)
+    assert "rollout.engines=4" in {change.setting for change in predict(engines, 3000, 4, steps=12).changes}
+    assert not [one for one in predict(engines, 3000, None, steps=12).changes if "engines" in one.setting]
 
 
 def test_slow_rewards_cost_time_that_a_larger_bound_hides() -> None:
@@ -299,7 +275,7 @@ def test_a_run_that_is_not_reproduced_is_refused(
     monkeypatch.setitem(WITHIN, "s", -1.0)
     code, out, err = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest")
     assert (code, out) == (2, "")
-    assert "not reproduced within 10 %" in err and "the largest difference" in err
+    assert "not reproduced within 10 %" in err
 
 
 def test_plan_needs_something_to_measure(asyncrl: Any) -> None:

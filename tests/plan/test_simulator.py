@@ -19,7 +19,7 @@ from asyncrl_cli.plan.costs import (
     iterations_in,
     seconds_of,
 )
-from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength, describe, scaled
+from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength, describe, truncated
 from asyncrl_cli.plan.prediction import with_bound
 from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate
 from tests.plan.scenarios import COSTS, LengthModel, lengths, scenario, settings
@@ -226,9 +226,9 @@ def test_drawn_lengths_have_the_mean_that_was_asked_for(mean: float, sigma: floa
     assert max(rollout.response for group in groups for rollout in group.rollouts) <= 500
 
 
-def test_scaled_lengths_keep_the_limit() -> None:
-    groups = scaled(lengths(cut=300), 1.3, 300)
-    assert max(rollout.response for group in groups for rollout in group.rollouts) == 300
+def test_truncated_lengths_keep_the_limit() -> None:
+    groups = truncated(lengths(cut=300), 100)
+    assert max(rollout.response for group in groups for rollout in group.rollouts) == 100
 
 
 def test_overheads_are_waited_for() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Collection
 from pathlib import Path
-from threading import Barrier, get_ident
 
 import pytest
 from blake3 import blake3
@@ -53,27 +52,6 @@ def make(run: RunDirectory, step: int) -> Checkpoint:
     (folder / "run.json").write_text(json.dumps({"step": step, "trainer": TRAINER}))
     seal(folder)
     return Checkpoint(folder, step)
-
-
-def test_shards_are_digested_in_parallel(tmp_path: Path) -> None:
-    """files.json lists each shard under its own name."""
-    contents = {f"shard-{rank}": f"of rank {rank}".encode() for rank in range(4)}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    together, threads = Barrier(len(contents), timeout=120.0), set[int]()
-
-    def check() -> None:
-        if get_ident() != main and get_ident() not in threads:  # the main thread syncs files
-            threads.add(get_ident())
-            together.wait()
-
-    main = get_ident()
-    seal(tmp_path, check)
-    assert len(threads) == len(contents)
-    listing = json.loads((tmp_path / "files.json").read_text())
-    assert listing == {
-        name: {"bytes": len(content), "blake3": blake3(content).hexdigest()} for name, content in contents.items()
-    }
 
 
 def test_a_seal_that_is_cancelled_ends(tmp_path: Path) -> None:
@@ -338,20 +316,6 @@ def test_checkpoints_are_kept_by_the_rules(
     gone = [accuracies[step] for step in steps - stays if step in accuracies]
     assert all(accuracies[step] >= max(gone, default=0.0) for step in for_accuracy)
     assert len([step for step in stays if step in accuracies]) >= min(keep_best, len(steps & accuracies.keys()))
-
-
-@given(
-    steps=STEPS,
-    accuracies=ACCURACIES,
-    keep_last=st.integers(1, 5),
-    keep_every=st.integers(0, 7),
-    keep_best=st.integers(0, 4),
-)
-def test_pruning_twice_is_pruning_once(
-    steps: set[int], accuracies: dict[int, float], keep_last: int, keep_every: int, keep_best: int
-) -> None:
-    stays = kept(steps, accuracies, keep_last, keep_every, keep_best)
-    assert kept(stays, accuracies, keep_last, keep_every, keep_best) == stays
 
 
 @given(steps=st.lists(st.integers(0, 60), min_size=1, max_size=20, unique=True).map(sorted), accuracies=ACCURACIES)

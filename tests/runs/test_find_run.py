@@ -90,9 +90,3 @@ def test_a_path_needs_no_runs_folder(
     monkeypatch.chdir(runs_dir.parent)
     assert find_run(elsewhere, f"{runs_dir.name}/a-1").path == runs_dir / "a-1"
     assert find_run(elsewhere, str(runs_dir / "b-1")).path == runs_dir / "b-1"
-
-
-def test_a_folder_of_runs_in_place_of_a_run_has_a_hint(runs_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError) as refused:
-        find_run(runs_dir, str(runs_dir))
-    assert refused.value.hint == f"list the runs: asyncrl runs --runs-dir {runs_dir}"

@@ -254,7 +254,6 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         ([*ON_GPUS, "rollout.gpus_per_engine=0"], "rollout.gpus_per_engine", "the engines are on CPU"),
         ([*ON_GPUS, "trainer.gpus_per_rank=0"], "trainer.gpus_per_rank", "the trainer is on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
-        (["tracking.register_model=m", "tracking.mlflow=false"], "tracking.register_model", "tracking.mlflow is false"),
         (["pipeline.publish_every=10"], "pipeline.publish_every", "rollouts of the initial weights"),
         (["runs_dir=/dev/null"], "runs_dir", "/dev/null is a file"),
         (["runs_dir=/dev/null/runs"], "runs_dir", "/dev/null is a file"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
@@ -32,11 +32,9 @@ from asyncrl_cli.journal.history import (
     StepSpan,
     checkpoints,
     first_publish,
-    first_start,
     last_scores,
     starts,
 )
-from asyncrl_cli.journal.progress import dropped_groups
 from asyncrl_cli.journal.staleness import Report, mean_age, together
 from asyncrl_cli.plan.prediction import Prediction, advice
 
@@ -46,8 +44,6 @@ HEALTH_LINES = 12
 """Largest number of findings on the card about health."""
 FEW_STEPS = 10
 """With fewer steps, the noise of the training reward cannot be estimated, and the start takes most of the time."""
-MUCH = 0.1
-"""Smallest cost to mention, as a share of the trainer's time or as groups per trained group."""
 SURE = 2.0
 """Two means differ beyond noise if they differ by more than this many standard errors."""
 
@@ -186,15 +182,12 @@ def trainer_shares(times: Sequence[StepTime]) -> Mapping[TrainerPart, float]:
     return {activity: seconds / total for activity, seconds in spent.items()} if total else {}
 
 
-def limited(
-    predicted: Prediction | str, shares: Mapping[TrainerPart, float], costs: Sequence[str], has_ended: bool
-) -> AnswerCard:
+def limited(predicted: Prediction | str, shares: Mapping[TrainerPart, float], has_ended: bool) -> AnswerCard:
     """Say which part limited the speed, and how to make the run faster.
 
     Args:
         predicted: the prediction for the run, or the reason why there is none.
         shares: the trainer's time; empty before the first step.
-        costs: sentences about costs that are not simulated.
     """
     question = "What limited its speed?"
     if not shares:
@@ -203,41 +196,13 @@ def limited(
         (activity for activity in PART_NAMES if shares[activity] >= 0.005), key=lambda activity: -shares[activity]
     )
     breakdown = ", ".join(f"{PART_NAMES[activity]} {shares[activity]:.0%}" for activity in largest_first)
-    evidence = [f"The trainer's time: {breakdown}.", *costs]
+    evidence = f"The trainer's time: {breakdown}."
     if isinstance(predicted, str):
-        return AnswerCard(question, f"No advice: {predicted}.", "plain", tuple(evidence))
+        return AnswerCard(question, f"No advice: {predicted}.", "plain", (evidence,))
     step_s, sync_s = predicted.outcome.step_s, predicted.sync.step_s
     limit, *details = advice(predicted)
     simulated = f"A step takes {step_s:.3g} s in the simulation; without staleness {sync_s:.3g} s."
-    return AnswerCard(question, limit, "plain", (*details, simulated, *evidence))
-
-
-def other_costs(
-    connection: sqlite3.Connection,
-    spans: Sequence[StepSpan],
-    shares: Mapping[TrainerPart, float],
-    groups_per_step: int,
-) -> Iterator[str]:
-    """Describe large costs that are not simulated: the start, evaluations, checkpoints, discarded groups."""
-    started_at, first_batch_at = first_start(connection), spans[0].batch_taken_at
-    start_share = (first_batch_at - started_at) / (spans[-1].free_at - started_at)
-    if start_share >= MUCH:
-        seconds = f"{first_batch_at - started_at:.0f} s"
-        yield f"The first batch was taken {seconds} after the start, {start_share:.0%} of the run's time."
-    remedies = {
-        "saving": "Checkpoints cost time: save less often (`checkpoints.every`), or to a faster disk.",
-        "other": "Other waits cost time, mostly for evaluations (`evaluation.every`, `evaluation.prompts`, "
-        "`evaluation.fix_version`); `asyncrl events` lists what happened between two steps.",
-        "rejected": "were rejected (`asyncrl inspect buffer` has the reasons). Prompts with both right and wrong "
-        "rollouts waste less (`data.filter`).",
-        "requeued": "were cancelled and started again (`on_stale: requeue`): a larger `pipeline.max_staleness` avoids "
-        "that.",
-    }
-    yield from (remedies[activity] for activity in ("saving", "other") if shares[activity] >= MUCH)
-    trained_groups = len(spans) * groups_per_step
-    for state, counts in dropped_groups(connection).items():
-        if sum(counts.values()) >= MUCH * trained_groups:
-            yield f"For each trained group, {sum(counts.values()) / trained_groups:.2f} {remedies[state]}"
+    return AnswerCard(question, limit, "plain", (*details, simulated, evidence))
 
 
 # -- did it learn?

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,25 +21,23 @@ from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.health import health
-from asyncrl_cli.inspect.pages import moment, number
+from asyncrl_cli.inspect.pages import duration, moment, number
 from asyncrl_cli.inspect.report.answers import (
     AnswerCard,
     failed,
     healthy,
     learned,
     limited,
-    other_costs,
     stale,
     trainer_shares,
     trainer_time,
 )
 from asyncrl_cli.inspect.report.charts import Chart, Curves, curve_charts, curves, run_charts
-from asyncrl_cli.inspect.report.facts import Facts, facts
 from asyncrl_cli.inspect.report.held_out import HeldOutPrompt, evaluation_files, held_out_prompts
 from asyncrl_cli.inspect.report.samples import Sample, samples
 from asyncrl_cli.inspect.reproduction import no_advice, prediction
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
-from asyncrl_cli.journal.history import Fault, failures, history, metrics_rows, step_spans
+from asyncrl_cli.journal.history import Fault, History, StepSpan, failures, history, metrics_rows, step_spans
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import staleness_report
@@ -55,7 +54,7 @@ class RunSummary:
     run_id: str
     answers: tuple[AnswerCard, ...]
     prediction: Prediction | str
-    facts: Facts
+    headline: str
     curves: Curves
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
@@ -80,11 +79,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         times = trainer_time(connection, spans)
         shares = trainer_shares(times)
         findings = health(metrics_rows(connection), spec)
-        unhealthy = no_advice(findings)
-        predicted = unhealthy or prediction(connection, spec)
-        costs = (
-            list(other_costs(connection, spans, shares, settings.groups_per_step)) if shares and not unhealthy else []
-        )
+        predicted = no_advice(findings) or prediction(connection, spec)
         faults = failures(connection, FAULTS_SHOWN, newest_first=False)
         run_curves = curves(connection, spans, files, settings.max_staleness)
         charts = tuple(run_charts(times, staleness.steps))
@@ -97,12 +92,12 @@ def summarize(run: RunDirectory) -> RunSummary:
         answers=(
             healthy(findings, len(spans), has_ended),
             learned(rewards, run_history.evaluations, spec, has_ended=has_ended, findings=findings),
-            limited(predicted, shares, costs, has_ended),
+            limited(predicted, shares, has_ended),
             stale(staleness, has_ended),
             failed(phase, run.state.reason, run_history.failures_by_kind, first_fault, is_healthy),
         ),
         prediction=predicted,
-        facts=facts(run, run_history, spans, files),
+        headline=_headline(run, run_history, spans),
         curves=run_curves,
         charts=charts,
         samples=rollouts,
@@ -112,6 +107,18 @@ def summarize(run: RunDirectory) -> RunSummary:
         faults_in_all=sum(run_history.failures_by_kind.values()),
         spec_text=spec_text(run),
     )
+
+
+def _headline(run: RunDirectory, run_history: History, spans: Sequence[StepSpan]) -> str:
+    """The phase, the steps and the wall time of a run."""
+    started_at = run_history.starts[0].at if run_history.starts else math.inf
+    run_end = max([run.state.updated, *(span.reported_at for span in spans[-1:])])
+    steps = f"{run.status}, {run_history.work.steps:,} of {run_history.progress.settings.total_steps:,} steps"
+    if run_end <= started_at:
+        return steps
+    resumes = sum(start.process == "resume" for start in run_history.starts)
+    stops = f", stops before {counted(resumes, 'resume')} included" if resumes else ""
+    return f"{steps}, started {moment(started_at)}, {duration(run_end - started_at)} in all{stops}"
 
 
 def render(run: RunSummary) -> str:

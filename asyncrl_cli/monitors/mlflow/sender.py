@@ -1,4 +1,4 @@
-"""Sends a run's data to MLflow: metrics, parameters, evaluations, responses, the spec and the model.
+"""Sends a run's data to MLflow: metrics, parameters, evaluations, responses and the spec.
 
 Invariant: all data comes from the run's folder, and sending data again changes nothing: a metric has the step and the
 time at which it was recorded, and a file replaces its earlier version. So ``send`` may fail or be killed at any point,
@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,12 @@ from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.inspect.response_tables import ResponseRow, TableId, response_tables
 from asyncrl_cli.monitors.base import evaluation_metrics
-from asyncrl_cli.monitors.mlflow.model_registry import RUN_TAG, register
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 PROGRESS = "mlflow.json"
-STEPS, SAMPLES = "metrics.jsonl", "system.jsonl"
+RUN_TAG = "asyncrl_run"
+STEPS = "metrics.jsonl"
 SPEC, EVALUATIONS = "spec.yaml", "evaluations/*.jsonl"
 RESPONSES = "responses"
 """MLflow's folder for tables of responses."""
@@ -61,16 +61,15 @@ class Target:
     uri: str
     experiment: str
     artifacts: str | None = None  # where a new experiment stores its files; None leaves the choice to MLflow
-    model: str | None = None  # the registered model that gets a finished run's model as a version
 
 
 def target_of(spec: ExperimentSpec) -> Target:
     """The spec's MLflow server, or a SQLite store in the runs folder."""
     tracking, folder = spec.tracking, spec.runs_dir.absolute()
     if tracking.uri:
-        return Target(tracking.uri, tracking.experiment, model=tracking.register_model)
+        return Target(tracking.uri, tracking.experiment)
     artifacts = (folder / "mlflow-artifacts").as_uri()
-    return Target(f"sqlite:///{folder}/mlflow.db", tracking.experiment, artifacts, model=tracking.register_model)
+    return Target(f"sqlite:///{folder}/mlflow.db", tracking.experiment, artifacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,11 @@ class SendingProgress:
 
     run_id: str = ""
     """MLflow's id of the run. The other fields belong to this MLflow run."""
-    sent: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """Byte offset up to which a file's lines were sent, and the last bytes before it, by the file's name. If a resume
-    has replaced the file, these bytes differ, and it is sent from its beginning."""
+    offset: int = 0
+    """Byte offset up to which the lines of metrics.jsonl were sent."""
+    tail: str = ""
+    """The last bytes before the offset. If a resume has replaced the file, it has others, and is sent from its
+    beginning."""
 
     @classmethod
     def of(cls, run: RunDirectory) -> SendingProgress:
@@ -105,7 +106,6 @@ class Sender:
         self._searched: tuple[int, int] | None = None  # step and number of evaluations at the last search for tables
         self._status = self._health = ""
         self.progress = SendingProgress.of(run)
-        self.model_version = ""  # the registered model's version that the run's model is, if it is registered
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
@@ -114,8 +114,7 @@ class Sender:
         if self._client is None:
             self._connect()
         run_id = self.progress.run_id
-        for name in (STEPS, SAMPLES):
-            self._send_lines(name)
+        self._send_steps()
         for _ in self._new_files("parameters", SPEC):
             self._send_parameters()
         for path in self._new_files("metrics", EVALUATIONS):
@@ -130,8 +129,6 @@ class Sender:
         for path in self._new_files("artifact", EVALUATIONS):
             self._client.log_artifact(run_id, str(path), artifact_path=path.parent.name)
         self._send_responses()
-        if self._target.model is not None and status == STATUS["finished"]:
-            self.model_version = register(self._client, run_id, run=self._run, name=self._target.model)
 
     def _connect(self) -> None:
         from mlflow.tracking import MlflowClient
@@ -148,20 +145,20 @@ class Sender:
             start_time = int(datetime.fromisoformat(started).timestamp() * 1000) if started else None
             mlflow_run = client.create_run(experiment_id, start_time, tags={RUN_TAG: run_id}, run_name=run_id)
         if mlflow_run.info.run_id != self.progress.run_id:  # a new MLflow run, or one on another server
-            self._note({}, mlflow_run.info.run_id)
+            self._note(SendingProgress(mlflow_run.info.run_id))
         self._client = client
 
-    def _note(self, sent: Mapping[str, tuple[int, str]], mlflow_run_id: str | None = None) -> None:
-        self.progress = SendingProgress(mlflow_run_id or self.progress.run_id, sent)
+    def _note(self, progress: SendingProgress) -> None:
+        self.progress = progress
         self._run.write_json(PROGRESS, asdict(self.progress), private=True)
 
-    def _send_lines(self, name: str) -> None:
-        """Send the complete lines of a JSON Lines file that are not noted as sent."""
-        path = self._run.path / name
+    def _send_steps(self) -> None:
+        """Send the complete lines of metrics.jsonl that are not noted as sent."""
+        path = self._run.path / STEPS
         if not path.exists():
             return
         with path.open("rb") as file:
-            offset, tail = self.progress.sent.get(name, (0, ""))
+            offset, tail = self.progress.offset, self.progress.tail
             file.seek(offset - len(tail))
             if file.read(len(tail)) != tail.encode("latin-1"):
                 offset = 0
@@ -172,7 +169,7 @@ class Sender:
                     return
                 self._log([metric for line in lines for metric in _metrics(line)])
                 offset += sum(map(len, lines))
-                self._note({**self.progress.sent, name: (offset, lines[-1][-100:].decode("latin-1"))})
+                self._note(SendingProgress(self.progress.run_id, offset, lines[-1][-100:].decode("latin-1")))
 
     def _log(self, metrics: Sequence[Any]) -> None:
         for batch in _chunks(metrics, METRICS_AT_ONCE):
@@ -239,8 +236,6 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
     sender = Sender(run, target)
     try:
         sender.send(STATUS.get(run.state.phase, "FAILED"))  # a run that is still active on disk has died
-    except RunError:  # the run's folder lacks a file, so trying again later would not help
-        raise
     except Exception as error:
         raise RunError(
             f"MLflow did not accept everything: {failure(error)}",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,13 +22,12 @@ from select import select
 from typing import Any
 
 from asyncrl_cli.monitors.base import FINISH_S, Ending, Monitor, RunInfo
-from asyncrl_cli.monitors.mlflow.sender import SAMPLES, STATUS, Sender, SendingProgress, Target, failure, target_of
+from asyncrl_cli.monitors.mlflow.sender import STATUS, Sender, SendingProgress, Target, failure, target_of
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
 PAUSE_S = 2.0  # seconds between two looks at the run's folder
-SAMPLE_S = 10.0  # seconds between two samples of the machine, as in MLflow
 
 
 class Mlflow(Monitor):
@@ -40,7 +38,6 @@ class Mlflow(Monitor):
     def __init__(self, run: RunDirectory, spec: ExperimentSpec) -> None:
         self._run = run
         self._target = target_of(spec)
-        self._system_metrics = spec.tracking.system_metrics
         self._restarts = 10  # limited, because a child that cannot work would die at every step
 
     def started(self, run: RunInfo) -> None:
@@ -50,7 +47,7 @@ class Mlflow(Monitor):
             [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
         )
         # Not as arguments, because every user of the machine can read them, and the URI may contain a password.
-        self._tell([str(self._run.path), asdict(self._target), self._system_metrics])
+        self._tell([str(self._run.path), asdict(self._target)])
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         if self._restarts and self._child.poll() is not None:
@@ -71,8 +68,7 @@ class Mlflow(Monitor):
             self._child.wait()
         if problem:
             return f"{problem}, see logs/mlflow.log; the rest is kept, later: asyncrl track {self._run.argument}"
-        model = f", as a version of {self._target.model}" if self._target.model and ending.phase == "finished" else ""
-        return f"run {SendingProgress.of(self._run).run_id} in experiment {self._target.experiment}{model}"
+        return f"run {SendingProgress.of(self._run).run_id} in experiment {self._target.experiment}"
 
     def _tell(self, message: Any) -> None:
         assert self._child.stdin is not None
@@ -80,21 +76,11 @@ class Mlflow(Monitor):
             self._child.stdin.write(json.dumps(message).encode() + b"\n")
 
 
-def send_until_end(run: RunDirectory, target: Target, commands: FileIO, system_metrics: bool) -> None:
+def send_until_end(run: RunDirectory, target: Target, commands: FileIO) -> None:
     """Send a run's data until ``commands`` has its last status and everything is sent. Exits if ``commands`` closes."""
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
     sender = Sender(run, target)
-    # Not started: its own thread would end at the first request that a server does not answer.
-    machine = SystemMetricsMonitor(run.run_id, tracking_uri=target.uri) if system_metrics else None
-    status, problem, sampled_at = "RUNNING", "", time.monotonic()
-    if machine is not None:
-        sample(machine)  # shares of time count since the previous sample
+    status, problem = "RUNNING", ""
     while True:
-        if machine is not None and status == "RUNNING" and time.monotonic() >= sampled_at + SAMPLE_S:
-            sampled_at = time.monotonic()
-            with suppress(OSError):  # the disk is full
-                run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **sample(machine)})
         last_problem, problem = problem, ""
         try:
             sender.send(status)
@@ -110,22 +96,13 @@ def send_until_end(run: RunDirectory, target: Target, commands: FileIO, system_m
             status = json.loads(line)
 
 
-def sample(machine: Any) -> dict[str, float]:
-    """Measure processors, memory, disk, network and GPUs with MLflow's ``SystemMetricsMonitor``."""
-    machine.collect_metrics()
-    metrics = {f"system/{name}": value for name, value in machine.aggregate_metrics().items()}
-    for monitor in machine.monitors:
-        monitor.clear_metrics()
-    return metrics
-
-
 def main() -> None:
     # Unbuffered, because `select` does not see a line that Python's buffer has already.
     commands = FileIO(0, closefd=False)
-    path, target, system_metrics = json.loads(commands.readline())
+    path, target = json.loads(commands.readline())
     run = RunDirectory(Path(path))
     redirect_output(str(run.path / "logs"), "mlflow")
-    send_until_end(run, Target(**target), commands, system_metrics)
+    send_until_end(run, Target(**target), commands)
 
 
 if __name__ == "__main__":

@@ -197,16 +197,12 @@ def runs_folder(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def tracking_target(spec: ExperimentSpec) -> Iterator[Problem]:
-    """MLflow knows the scheme of `tracking.uri`, and `tracking.register_model` needs `tracking.mlflow`."""
-    tracking = spec.tracking
-    scheme, separator, _ = (tracking.uri or "").partition(":")
+    """MLflow knows the scheme of `tracking.uri`."""
+    scheme, separator, _ = (spec.tracking.uri or "").partition(":")
     plugins = (entry.name for entry in entry_points(group="mlflow.tracking_store"))
     if separator and scheme.partition("+")[0] not in (*TRACKING_SCHEMES, *plugins):
         hint = f"use a path, or one of {', '.join(TRACKING_SCHEMES)}"
         yield Problem("tracking.uri", f"MLflow has no tracking store of scheme `{scheme}`", hint)
-    if tracking.register_model is not None and not tracking.mlflow:
-        hint = "set tracking.mlflow to true, or remove this key"
-        yield Problem("tracking.register_model", "needs MLflow, and tracking.mlflow is false", hint)
 
 
 @rule
