@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,12 +34,9 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
         if "/" in name and (Path(name) / "manifest.json").is_file():
             return RunDirectory(Path(name).absolute())
     runs = all_runs(runs_dir)
-    list_runs = "asyncrl runs" if runs_dir == DEFAULT_RUNS else f"asyncrl runs --runs-dir {shlex.quote(str(runs_dir))}"
-    start = "start one: asyncrl train SPEC"
-    start += "" if runs_dir == DEFAULT_RUNS else f" --set runs_dir={shlex.quote(str(runs_dir))}"
     if name == "latest":
         if not runs:
-            raise RunArgumentError("there is no run yet", location=str(runs_dir), hint=start)
+            raise RunArgumentError("there is no run yet", location=str(runs_dir), hint="start one: asyncrl train SPEC")
         return runs[-1]
     matching = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
     if len(matching) == 1:
@@ -50,4 +46,4 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
         raise RunArgumentError(
             f"{name!r} matches {len(matching)} runs: {listing}", hint="give more characters of the id"
         )
-    raise RunArgumentError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")
+    raise RunArgumentError(f"no run is called {name!r}", location=str(runs_dir), hint="list the runs: asyncrl runs")

@@ -86,12 +86,6 @@ def test_verdict_fits_a_finding_that_lasts(evaluations: list[tuple[int, float]],
     assert learned(RISING[:2], series, {}, findings=[over]) == learned(RISING[:2], series, {})
 
 
-def test_a_run_whose_accuracy_fell_again_says_so() -> None:
-    text, tone = learned([], [evaluation(0, 0.2), evaluation(50, 0.95), evaluation(100, 0.6)], {})
-    assert tone == "plain"
-    assert text.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in text
-
-
 def test_a_healthy_quickstart_learned_to_the_end() -> None:
     """Between two large evaluations there are many small ones. By chance, the best of them is above both."""
     small = [0.977, 0.984, 0.992, 0.969, 0.984, 0.992, 0.984, 0.977, 0.984, 0.992, 0.977, 0.984, 0.969]
@@ -99,19 +93,6 @@ def test_a_healthy_quickstart_learned_to_the_end() -> None:
     text, tone = learned([], [*run, evaluation(140, 0.955)], {})
     assert tone == "good" and text.startswith("Yes: ")
     assert "from 0.191 (0.159 to 0.227, 512 prompts) at step 0 to 0.955" in text and "512 prompts) at step 140" in text
-
-
-def test_a_collapse_is_seen_in_the_small_evaluations_too() -> None:
-    run = [evaluation(0, 0.2), evaluation(50, 0.95, 128), evaluation(130, 0.5, 128), evaluation(140, 0.6)]
-    text, _ = learned([], run, {})
-    assert text.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in text and "at step 130" in text
-
-
-@pytest.mark.parametrize(("evaluations", "falls"), [(2, True), (30, False)])
-def test_the_best_of_many_evaluations_must_differ_more(evaluations: int, falls: bool) -> None:
-    middle = [evaluation(at, 0.95 if at == 1 else 0.8, 128) for at in range(1, evaluations)]
-    text, _ = learned([], [evaluation(0, 0.2, 128), *middle, evaluation(100, 0.844, 128)], {})
-    assert text.startswith("Yes, but not to the end") is falls
 
 
 def test_evaluations_of_other_prompts_are_not_compared() -> None:

@@ -233,7 +233,7 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
         "hours": [1],
     }
     assert held_out.values == (0.5,)
-    for chart in curve_charts(found)[0]:
+    for chart in curve_charts(found):
         json.dumps(chart.figure.to_plotly_json(), allow_nan=False)
 
 
@@ -347,7 +347,7 @@ def course(steps: int, **changes: Any) -> Curves:
 
 
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:
-    (figure,) = [chart.figure for chart in curve_charts(course(30))[0] if chart.title == STALENESS]
+    (figure,) = [chart.figure for chart in curve_charts(course(30)) if chart.title == STALENESS]
     (shape,) = figure.layout.shapes
     assert (shape.y0, shape.y1, shape.label.text) == (2, 2, "bound 2")
     widest, mean = (trace.line.width for trace in figure.data)
@@ -360,7 +360,7 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
         return Points({"steps": at}, (0.5,) * len(at), ((0.4, 0.6),) * len(at))
 
     evaluations = {("greedy", 128): points(10, 20, 30), ("greedy", 512): points(0, 40), ("sampled", 512): points(0, 40)}
-    chart = curve_charts(course(30, accuracy=evaluations))[0][1]
+    chart = curve_charts(course(30, accuracy=evaluations))[1]
     assert chart.title == "Held-out accuracy"
     assert [trace.mode for trace in chart.figure.data] == ["lines+markers", "markers", "markers"]
     assert [trace.name for trace in chart.figure.data] == [
@@ -369,13 +369,6 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
         "sampled, 512 prompts",
     ]
     assert list(chart.figure.data[0].error_y.array) == pytest.approx([0.1] * 3)
-
-
-def test_constant_metrics_are_listed_and_not_drawn() -> None:
-    flat = dict(course(30).series) | {"response/truncated_ratio": (0.0,) * 30}
-    found, constants = curve_charts(course(30, series=flat))
-    assert constants == {"Truncated responses (share)": 0.0}
-    assert "Truncated responses (share)" not in [chart.title for chart in found]
 
 
 def test_the_context_of_an_episode_has_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

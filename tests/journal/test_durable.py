@@ -245,17 +245,6 @@ def test_a_reopened_journal_keeps_its_own_base(tmp_path: Path) -> None:
         book.journal.close()
 
 
-def test_messages_and_fields_of_a_prompt_survive_a_restart(path: Path) -> None:
-    book, _ = opened(path)
-    (one,) = candidates(1, 1)
-    messages = ({"role": "system", "content": "Zürich ✓"}, {"role": "user", "content": "2 + 2?"})
-    prompt = replace(one.prompt, content=messages, fields={"answer": 4, "nested": {"list": [1, None]}})
-    book.admit([replace(one, prompt=prompt)])
-    _, opening = reopened(book, path)
-    assert opening.groups[0].prompt == prompt
-    assert opening.groups[0].prompt_ids == one.prompt_ids
-
-
 def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:
     """A prompt's last visits count, also if its group was not trained, but not failed visits."""
     settings = replace(SETTINGS, note_solved=True, max_staleness=9)

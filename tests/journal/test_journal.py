@@ -245,20 +245,6 @@ def test_a_reader_cannot_write(path: Path) -> None:
         connection.execute("DELETE FROM groups")
 
 
-def test_a_copy_of_a_live_run_can_be_read_and_resumed(tmp_path: Path, path: Path) -> None:
-    book = book_with_steps(path, 3)
-    copy = tmp_path / "copy" / FILE
-    copy.parent.mkdir()
-    for end in ("", "-wal"):
-        shutil.copyfile(f"{path}{end}", f"{copy}{end}")
-    snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(3)]
-    finish(book, book.ledger.running[0])
-    assert book.take(3) is None
-    commit(book)
-    assert [content(batch_in(copy, step)) for step in range(3)] == batches
-    assert DurableLedger(copy, SETTINGS).ledger.snapshot() == snapshot
-
-
 def test_a_finished_run_can_be_read_where_nothing_may_be_written(archive: Path) -> None:
     book = book_with_steps(archive / FILE, 2)
     batches = [content(book.journal.batch(step)) for step in range(2)]

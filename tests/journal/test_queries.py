@@ -217,24 +217,6 @@ def test_context_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: 
     ]
 
 
-def test_pieces_of_one_version_are_one_segment(run: RecordedRun, path: Path) -> None:
-    group_id = run.book.ledger.running[0]
-    first, second = run.rollout(group_id, 0), run.rollout(group_id, 1)
-    whole = first.segments(first.rollout_id)[0]
-    run.book.grown([whole])
-    again = second.segments(second.rollout_id)
-    run.book.grown(again)
-    run.commit()
-    with queries.snapshot(path) as connection:
-        rollouts = group_record(connection, group_id).rollouts
-    assert [[segment.version for segment in rollout.segments] for rollout in rollouts] == [
-        [whole.version],
-        sorted({segment.version for segment in again}),
-    ]
-    assert rollouts[0].finish_reason is None
-    assert rollouts[0].segments[0].logprobs.tolist() == [0, -0.25]
-
-
 def damage(path: Path, sql: str) -> None:
     connection = sqlite3.connect(path)
     with connection:
@@ -287,18 +269,6 @@ def test_a_violation_of_the_guarantee_is_found(run: RecordedRun, path: Path, sql
     with queries.snapshot(path) as connection:
         violations = staleness_report(connection).violations
     assert any(what in violation.what for violation in violations), violations
-
-
-def test_late_groups_are_not_violations_when_they_are_allowed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = settings(on_stale="train")
-    run = RecordedRun(path, monkeypatch, of, lambda g: 40.0 if g == 0 else 3.0, concurrency=4)
-    for _ in range(6):
-        run.step()
-    late = run.book.ledger.counts().late
-    with queries.snapshot(path) as connection:
-        report = staleness_report(connection)
-    assert (report.late, report.violations) == (late, ())
-    assert late > 0
 
 
 def test_dropped_tokens_are_reported(run: RecordedRun, path: Path) -> None:

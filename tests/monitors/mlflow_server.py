@@ -1,8 +1,7 @@
-"""A real MLflow server that a test can start and stop, and a way to it that can be cut."""
+"""A real MLflow server that a test can start and stop."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -11,9 +10,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from threading import Thread
-
-from asyncrl_cli.sandbox.commands import Relay
 
 START_S = 300.0
 """Seconds that a server may take to answer while runs use all processors."""
@@ -65,32 +61,3 @@ class Server:
                 return bool(answer.status == 200)
         except OSError:
             return False
-
-
-class Way:
-    """A port that leads to a running server; connections to it are refused until ``start``, and after ``stop``."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = probe.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self._port}"
-        self._relay: Relay | None = None
-        self._loop = asyncio.new_event_loop()
-        Thread(target=self._loop.run_forever, daemon=True).start()
-
-    def start(self) -> None:
-        """Let connections through."""
-        self._relay = Relay(self._server.uri)
-        listening = socket.create_server(("127.0.0.1", self._port))
-        asyncio.run_coroutine_threadsafe(self._relay.start(listening), self._loop).result()
-
-    def stop(self) -> None:
-        """End the connections, and refuse new ones."""
-        if self._relay is not None:
-            asyncio.run_coroutine_threadsafe(self._relay.close(), self._loop).result()
-            self._relay = None
-
-    def close(self) -> None:
-        self.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)

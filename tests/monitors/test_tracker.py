@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from threading import Thread
@@ -25,15 +25,13 @@ from asyncrl_cli.monitors.mlflow.sender import (
     PROGRESS,
     Sender,
     SendingProgress,
-    Target,
     metric_name,
     target_of,
 )
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow, send_until_end
 from asyncrl_cli.runs.directory import RunDirectory
 
-from .mlflow_runs import Logged, do_steps, empty_store, evaluate, local, spec_of, started_run
-from .mlflow_server import Server, Way
+from .mlflow_runs import Logged, do_steps, evaluate, local, spec_of, started_run
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.stack
@@ -193,66 +191,30 @@ def test_numbers_arrive_although_the_artifact_store_fails(run: RunDirectory, tmp
     assert logged.run.info.status == "FINISHED"
 
 
-# -- a server that is down
+# -- the child's side
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "server.db").write_bytes(empty_store())
-    server = Server(folder)
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
-    """A server that is down at first, and a child that soon tries again."""
-    monkeypatch.setattr(tracker, "PAUSE_S", 0.1)
-    way = Way(running)
-    yield way
-    way.close()
-
-
-class Child:
-    """The child's side, in a thread."""
-
-    def __init__(self, run: RunDirectory, target: Target) -> None:
-        reading, self._writing = os.pipe()
-        self.thread = Thread(target=send_until_end, args=[run, target, FileIO(reading)], daemon=True)
-        self.thread.start()
-
-    def end(self, status: str) -> None:
-        os.write(self._writing, f'"{status}"\n'.encode())
-        self.thread.join(LIMIT_S)
-        assert not self.thread.is_alive()
-
-
-def test_data_of_times_without_server_arrives_once_it_is_up(
-    run: RunDirectory, server: Way, capsys: pytest.CaptureFixture[str]
+def test_data_arrives_once_mlflow_accepts_it(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    child = Child(run, Target(server.uri, "tests"))
+    """tests/e2e/test_outside_faults.py has a server that comes up late."""
+    monkeypatch.setattr(tracker, "PAUSE_S", 0.1)
+    (tmp_path / "artifacts").write_text("a file where a folder should be")
     do_steps(run, 1, 3)
-    until(lambda: "HTTPConnectionPool" in capsys.readouterr().out, "an attempt to fail")
-    server.start()
-    size = (run.path / "metrics.jsonl").stat().st_size
-    until(lambda: "everything is sent again" in capsys.readouterr().out, "the steps to be sent")
-    assert SendingProgress.of(run).offset == size
-    server.stop()
+    commands, driver = os.pipe()
+    child = Thread(target=send_until_end, args=[run, local(tmp_path), FileIO(commands)], daemon=True)
+    child.start()
+    until(lambda: "Error" in capsys.readouterr().out, "an attempt to fail")
+    (tmp_path / "artifacts").unlink()
+    until(lambda: "everything is sent again" in capsys.readouterr().out, "the files to be sent")
     do_steps(run, 4, 6)
-    evaluate(run, 6, 0.5)
-    until(lambda: "HTTPConnectionPool" in capsys.readouterr().out, "an attempt to fail")
-    server.start()
-    child.end("FINISHED")
-    logged = Logged(server.uri)
-    assert logged.history("loss") == losses(6)
-    assert logged.run.info.status == "FINISHED"
-    assert logged.files() == {"spec.yaml", "evaluations/step-000006-greedy.jsonl"}
-
-    (run.path / PROGRESS).unlink()  # as if killed before anything was noted
-    Sender(run, Target(server.uri, "tests")).send("FINISHED")
-    assert Logged(server.uri).history("loss") == losses(6), "the server ignores repeated points, too"
+    os.write(driver, b'"FINISHED"\n')
+    child.join(LIMIT_S)
+    os.close(driver)
+    assert not child.is_alive()
+    logged = Logged(local(tmp_path).uri)
+    assert logged.history("loss") == losses(6) and logged.run.info.status == "FINISHED"
+    assert logged.files() == {"spec.yaml"}
 
 
 # -- the driver's side

@@ -70,27 +70,6 @@ def test_an_engines_constants_are_recovered(bound: int) -> None:
     assert found.residual < 0.02
 
 
-class Evaluated(Recorded):
-    """With an evaluation at every publish, which has sequences without a group."""
-
-    def _load(self) -> None:
-        super()._load()
-        engine = self._engines[0]
-        engine.advance(self._clock_s)
-        for length in range(100, 300, 10):
-            engine.add(Sequence(-1, 20, float(length)))
-        self._schedule(engine)
-        self._note()
-
-
-def test_evaluations_are_work_like_any_other() -> None:
-    costs: Costs = replace(COSTS, engine=EngineCost(0.005, 2e-4))
-    run = Evaluated(scenario(settings(8, 2), lengths(120, 0.6, 600), costs, slots=128), 40)
-    found = run.run_and_fit(shared_host=False)
-    assert found.fixed_s == pytest.approx(0.005, rel=0.02)
-    assert found.per_sequence_s == pytest.approx(2e-4, rel=0.02)
-
-
 def test_pauses_belong_to_their_engine() -> None:
     run = recorded(EngineCost(0.005, 2e-4))
     run.run_and_fit(shared_host=False)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.inspect.plan_page import comparison_table
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.plan.comparison import WITHIN, Line, compare
+from asyncrl_cli.plan.comparison import WITHIN, compare
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
 from asyncrl_cli.plan.prediction import NOTICEABLE, advice, predict
 from asyncrl_cli.plan.simulator import Scenario, simulate
@@ -204,20 +203,6 @@ def test_slow_rewards_cost_time_that_a_larger_bound_hides() -> None:
 
 
 # -- the command
-
-
-def test_every_value_of_a_comparison_has_its_unit() -> None:
-    lines = (
-        Line("step", "s", 1.1, 1.0, 0.1, 0.1),
-        Line("trainer waits", "share", 0.4, 0.42, -0.02, 0.1),
-        Line("mean staleness", "versions", 2.0, 1.7, 0.3, 0.2),
-    )
-    rows = [" ".join(row.split()) for row in comparison_table("against run-1", lines)[1:]]
-    assert rows == [
-        "step 1.1 s 1 s +10.0%",
-        "trainer waits 40.0% 42.0% -2.0 points",
-        "mean staleness 2.00 1.70 +0.30 versions does not fit",
-    ]
 
 
 @pytest.fixture

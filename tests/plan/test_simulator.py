@@ -19,10 +19,10 @@ from asyncrl_cli.plan.costs import (
     iterations_in,
     seconds_of,
 )
-from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength, describe, truncated
+from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength, truncated
 from asyncrl_cli.plan.prediction import with_bound
 from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate
-from tests.plan.scenarios import COSTS, LengthModel, lengths, scenario, settings
+from tests.plan.scenarios import COSTS, lengths, scenario, settings
 
 pytestmark = pytest.mark.slow
 
@@ -216,14 +216,6 @@ def test_iterations_are_the_inverse_of_seconds(base_s: float, growth_s: float, i
 
 
 # -- lengths
-
-
-@given(st.floats(20, 400), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-@examples(max_examples=30, deadline=None)
-def test_drawn_lengths_have_the_mean_that_was_asked_for(mean: float, sigma: float, correlation: float) -> None:
-    groups = LengthModel(mean, sigma, 500, correlation=correlation).groups(100, 4)
-    assert describe(groups, 500)["mean"] == pytest.approx(mean, rel=0.02)
-    assert max(rollout.response for group in groups for rollout in group.rollouts) <= 500
 
 
 def test_truncated_lengths_keep_the_limit() -> None:

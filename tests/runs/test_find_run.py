@@ -78,7 +78,7 @@ def test_an_ambiguous_prefix_lists_the_matches(runs_dir: Path) -> None:
 
 
 def test_an_unknown_name_names_the_folder(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match=r"no run is called 'c' \(list the runs: asyncrl runs --runs-dir") as error:
+    with pytest.raises(RunError, match=r"no run is called 'c' \(list the runs: asyncrl runs\)") as error:
         find_run(runs_dir, "c")
     assert error.value.location == str(runs_dir)
 

@@ -3,9 +3,8 @@ failed?
 
 Learning: held-out accuracy decides if there is any, otherwise the training reward. Only evaluations on the same number
 of prompts are compared, because these are the same prompts. The intervals are Wilson's, and Newcombe's for a difference
-(1998, method 10), both at 95 %. The best of several evaluations is partly luck, so its comparison with the last one
-divides the level by their number (Bonferroni). Shared prompts make a real difference easier to see than these intervals
-say: they err towards "inconclusive".
+(1998, method 10), both at 95 %. Shared prompts make a real difference easier to see than these intervals say: they err
+towards "inconclusive".
 
 Speed: a step's window lasts from the end of the previous step to its own end. Time while the run was down belongs to no
 window. Steps of ``StepTime`` count from 0, as in the journal.
@@ -19,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
-from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
-from asyncrl_cli.core.intervals import LEVEL, Z, wilson
+from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import number
@@ -210,10 +208,10 @@ def limited(predicted: Prediction | str, shares: Mapping[TrainerPart, float], ha
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
 
 
-def change(earlier: EvaluationRecord, later: EvaluationRecord, z: float = Z) -> Direction:
+def change(earlier: EvaluationRecord, later: EvaluationRecord) -> Direction:
     """Compare the accuracies of two evaluations, and ignore differences within their noise."""
-    first_interval = wilson(earlier.accuracy, earlier.prompts, z)
-    last_interval = wilson(later.accuracy, later.prompts, z)
+    first_interval = wilson(earlier.accuracy, earlier.prompts)
+    last_interval = wilson(later.accuracy, later.prompts)
     difference = later.accuracy - earlier.accuracy
     if difference > math.hypot(later.accuracy - last_interval[0], first_interval[1] - earlier.accuracy):
         return "rose"
@@ -306,22 +304,10 @@ def _by_accuracy(series: Sequence[EvaluationRecord]) -> tuple[str, Tone]:
     went = f"from {with_interval(start)} at step {start.after_step} to {with_interval(end)} at step {end.after_step}."
     match change(start, end):
         case "rose":
-            if peak := next(filter(None, map(_fell_again, comparable)), None):
-                return f"Yes, but not to the end: {measure} rose {went} {peak}", "plain"
             return f"Yes: {measure} rose {went}", "good"
         case "fell":
             return f"No: {measure} fell {went}", "bad"
     return f"Inconclusive: {measure} did not change beyond its noise, {went}", "plain"
-
-
-def _fell_again(same_prompts: Sequence[EvaluationRecord]) -> str:
-    """Say that the last evaluation is worse than the best by more than noise; empty if it is not."""
-    *earlier, end = same_prompts
-    best = max(earlier, key=attrgetter("accuracy"))
-    if change(best, end, NormalDist().inv_cdf(1 - LEVEL / 2 / len(earlier))) != "fell":
-        return ""
-    ending = f", and {with_interval(end)} at step {end.after_step}"
-    return f"At step {best.after_step} it was {with_interval(best)}{ending}."
 
 
 def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any]) -> tuple[str, Tone]:

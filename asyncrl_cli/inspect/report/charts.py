@@ -193,19 +193,16 @@ def in_parts(values: Sequence[Value], limit: int) -> list[Sequence[Value]]:
 # -- charts over steps
 
 
-def curve_charts(curves: Curves) -> tuple[list[Chart], dict[str, float]]:
-    """Draw the held-out charts and the ``PANELS`` that have data. A constant panel is returned by title instead."""
-    charts, constants = [], {}
+def curve_charts(curves: Curves) -> list[Chart]:
+    """Draw the held-out charts and the ``PANELS`` that have data."""
+    charts = []
     for panel in PANELS:
         lines = {
             label: Points(curves.axis, curves.series[metric])
             for metric, label in panel.labels.items()
             if metric in curves.series
         }
-        values = {value for points in lines.values() for value in points.values if value is not None}
-        if len(values) == 1 and panel.title != STALENESS:
-            constants[panel.title] = values.pop()
-        elif lines:
+        if lines:
             figure = _figure(lines, panel.smooth)
             charts.append(Chart(panel.title, figure, panel.section))
             if "share" in panel.title:
@@ -219,7 +216,7 @@ def curve_charts(curves: Curves) -> tuple[list[Chart], dict[str, float]]:
         Chart("Held-out pass@k (sampled)", _figure(curves.pass_at), LEARNING),
     ]
     charts[1:1] = [chart for chart in held_out if chart.figure.data]
-    return charts, constants
+    return charts
 
 
 def _figure(lines: Mapping[str, Points], smooth: bool = False) -> Any:

@@ -21,7 +21,7 @@ from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.health import health
-from asyncrl_cli.inspect.pages import duration, moment, number
+from asyncrl_cli.inspect.pages import duration, moment
 from asyncrl_cli.inspect.report.answers import (
     AnswerCard,
     failed,
@@ -135,8 +135,7 @@ def render(run: RunSummary) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"moment": moment, "counted": counted}
-    curves, constants = curve_charts(run.curves)
-    charts = {f"chart-{index}": chart for index, chart in enumerate([*curves, *run.charts])}
+    charts = {f"chart-{index}": chart for index, chart in enumerate([*curve_charts(run.curves), *run.charts])}
     by_section: dict[str, list[tuple[str, str]]] = {}
     for name, chart in charts.items():
         by_section.setdefault(chart.section, []).append((name, chart.title))
@@ -146,7 +145,6 @@ def render(run: RunSummary) -> str:
         run=run,
         common=list(by_section.items()),
         own=own,
-        constant={title: number(value) for title, value in constants.items()},
         style=(folder / "report.css").read_text(encoding="utf-8"),
         script=(folder / "report.js").read_text(encoding="utf-8"),
         plotly=(resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
