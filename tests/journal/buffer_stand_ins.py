@@ -11,6 +11,7 @@ import numpy as np
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import Ledger
+from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Group, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -163,3 +164,13 @@ def finish(book: DurableLedger, *group_ids: int) -> None:
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)
+
+
+def one_step(book: DurableLedger) -> None:
+    """Train the next two groups, and publish the version after them; more groups are running."""
+    step = book.ledger.step
+    fill(book, book.journal.read(newest_serial) + 1)
+    finish(book, *book.ledger.running[:2])
+    assert book.take(step) is None
+    book.publish(publish_record(step + 1, step + 1))
+    commit(book)

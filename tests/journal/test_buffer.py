@@ -43,10 +43,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "LAZY_S", 0.0)
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, LIMIT_S))
-
-
 async def opened(folder: Path, settings: BufferSettings = SETTINGS, kind: str = "train") -> Buffer:
     return (await Buffer.open(folder / FILE, settings, kind, limit_s=LIMIT_S))[0]
 
@@ -357,22 +353,18 @@ async def test_a_closed_journal_is_one_file_and_answers_no_call(tmp_path: Path) 
         await buffer.failed("engine", "engine-0", "went away")
 
 
-def test_a_rollout_that_was_handed_out_is_known_to_the_next_driver(tmp_path: Path) -> None:
+async def test_a_rollout_that_was_handed_out_is_known_to_the_next_driver(tmp_path: Path) -> None:
     """A row without tokens stands for the program that has the rollout."""
-
-    async def test() -> None:
-        buffer = await opened(tmp_path)
-        (group,) = await buffer.admit(candidates(1, 1))
-        await buffer.handed_out(f"{group.group_id}-1")
-        assert dict(opening_of(tmp_path).groups[0].prefixes) == {1: {}}
-        await buffer.record(segments=pieces(rollout(f"{group.group_id}-1")))
-        assert list(opening_of(tmp_path).groups[0].prefixes[1]) == [0], "its tokens follow"
-        assert await buffer.outcome(f"{group.group_id}-1") == ("running", "", None)
-        await buffer.record(group_rollouts(group.group_id), outcomes=group_outcomes(group.group_id))
-        state, _, score = await buffer.outcome(f"{group.group_id}-1") or ("", "", None)
-        assert state == "finished"
-        assert score == group_outcomes(group.group_id)[1].score
-        assert await buffer.outcome("99-0") is None
-        await buffer.close()
-
-    run(test())
+    buffer = await opened(tmp_path)
+    (group,) = await buffer.admit(candidates(1, 1))
+    await buffer.handed_out(f"{group.group_id}-1")
+    assert dict(opening_of(tmp_path).groups[0].prefixes) == {1: {}}
+    await buffer.record(segments=pieces(rollout(f"{group.group_id}-1")))
+    assert list(opening_of(tmp_path).groups[0].prefixes[1]) == [0], "its tokens follow"
+    assert await buffer.outcome(f"{group.group_id}-1") == ("running", "", None)
+    await buffer.record(group_rollouts(group.group_id), outcomes=group_outcomes(group.group_id))
+    state, _, score = await buffer.outcome(f"{group.group_id}-1") or ("", "", None)
+    assert state == "finished"
+    assert score == group_outcomes(group.group_id)[1].score
+    assert await buffer.outcome("99-0") is None
+    await buffer.close()

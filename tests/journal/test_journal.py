@@ -21,6 +21,7 @@ from buffer_stand_ins import (
     contents,
     fill,
     finish,
+    one_step,
     pieces,
     publish_record,
     rollout,
@@ -50,27 +51,15 @@ def book_with_steps(path: Path, steps: int) -> DurableLedger:
     """A ledger with some taken steps, a finished group, and a group with a finished and an unfinished rollout."""
     book = DurableLedger(path, SETTINGS)
     book.opening()
-    for step in range(steps):
-        _one_step(book, step)
-    running = _fill(book)
+    for _ in range(steps):
+        one_step(book)
+    fill(book, book.journal.read(newest_serial) + 1)
+    running = book.ledger.running
     finish(book, running[1])
     book.record([rollout(f"{running[0]}-0")])
     book.grown(pieces(rollout(f"{running[0]}-1")))
     commit(book)
     return book
-
-
-def _fill(book: DurableLedger) -> tuple[int, ...]:
-    fill(book, book.journal.read(newest_serial) + 1)
-    return book.ledger.running
-
-
-def _one_step(book: DurableLedger, step: int) -> None:
-    """Finish and take the next two groups, and publish the version after them."""
-    finish(book, *_fill(book)[:2])
-    assert book.take(step) is None
-    book.publish(publish_record(step + 1, step + 1))
-    commit(book)
 
 
 def batch_in(path: Path, step: int, earlier: bool = False) -> TrainingBatch:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import SETTINGS, candidates, commit, content, fill, finish, publish_record, rollout
+from buffer_stand_ins import SETTINGS, candidates, commit, content, fill, finish, one_step, publish_record, rollout
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.journal import progress, queries, schema
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.history import history
-from asyncrl_cli.journal.progress import ledger_state, newest_serial
+from asyncrl_cli.journal.progress import ledger_state
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
 from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check
 from asyncrl_cli.records.groups import Candidate, LedgerState, Outcome
@@ -34,16 +34,6 @@ def opened(path: Path, kind: str = "train") -> DurableLedger:
     book = DurableLedger.begin(path, SETTINGS, kind, "")
     book.opening()
     return book
-
-
-def one_step(book: DurableLedger) -> None:
-    """Train the next two groups; more groups are running."""
-    at = book.ledger.step
-    fill(book, book.journal.read(newest_serial) + 1)
-    finish(book, *book.ledger.running[:2])
-    assert book.take(at) is None
-    book.publish(publish_record(at + 1, at + 1))
-    commit(book)
 
 
 # -- one writer

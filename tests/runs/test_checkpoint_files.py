@@ -19,7 +19,6 @@ from asyncrl_cli.runs.checkpoints import (
     Damage,
     Digest,
     DigestedFile,
-    TrainerLayout,
     archive_later,
     checkpoint_name,
     checkpoint_of,
@@ -133,13 +132,6 @@ def test_complete_checkpoints_are_listed_by_step(run: RunDirectory) -> None:
         Checkpoint.from_folder(folder / "notes")
 
 
-def test_the_state_and_layout_of_a_checkpoint(run: RunDirectory) -> None:
-    checkpoint = make(run, 40)
-    assert checkpoint.state() == {"step": 40, "trainer": TRAINER}
-    assert checkpoint.trainer() == TrainerLayout(2, 3, "float32")
-    assert checkpoint.size == len("shard of 40") + len(json.dumps(checkpoint.state()))
-
-
 @pytest.mark.parametrize("text", [None, "", "[1]", "{}", '{"trainer": {"ranks": 1}}', '{"trainer": 3}'])
 def test_an_empty_run_file_is_damage(run: RunDirectory, text: str | None) -> None:
     checkpoint = make(run, 40)
@@ -148,12 +140,6 @@ def test_an_empty_run_file_is_damage(run: RunDirectory, text: str | None) -> Non
         (checkpoint.folder / "run.json").write_text(text)
     with pytest.raises(RunError, match=r"the checkpoint is damaged: run\.json"):
         checkpoint.trainer()
-
-
-def test_other_files_in_its_folder_do_not_damage_a_checkpoint(run: RunDirectory) -> None:
-    checkpoint = make(run, 40)
-    (checkpoint.folder / "notes.txt").write_text("mine")
-    assert verify(checkpoint) == []
 
 
 @given(at=st.integers(0, len("shard of 40") - 1), bit=st.integers(0, 7))

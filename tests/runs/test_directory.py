@@ -127,10 +127,6 @@ def test_checks_of_the_lock_never_keep_a_driver_out(run: RunDirectory) -> None:
         looking.join()
 
 
-def test_a_folder_without_a_lock_is_not_driven(tmp_path: Path) -> None:
-    assert not RunDirectory(tmp_path / "nothing").is_driven
-
-
 def test_a_reader_never_sees_half_a_file(run: RunDirectory) -> None:
     run.write_json("state.json", [0] * 40_000)
     with process(WRITER, run.path):
@@ -140,13 +136,6 @@ def test_a_reader_never_sees_half_a_file(run: RunDirectory) -> None:
             assert len(values) == 40_000
             assert len(set(values)) == 1
             seen.add(values[0])
-
-
-def test_a_failed_write_leaves_the_old_file(run: RunDirectory) -> None:
-    run.write_text("spec.yaml", "name: é\n")
-    with pytest.raises(UnicodeEncodeError):
-        run.write_text("spec.yaml", "\ud800")
-    assert (run.path / "spec.yaml").read_bytes() == "name: é\n".encode()
 
 
 def test_a_link_in_a_run_is_replaced_and_not_followed(run: RunDirectory, tmp_path: Path) -> None:
