@@ -39,14 +39,6 @@ def test_intervals_agree_with_the_literature(accuracy: float, prompts: int, inte
     assert wilson(accuracy, prompts) == pytest.approx(interval, abs=1e-3)
 
 
-@given(st.floats(0, 1), st.integers(1, 10_000))
-def test_an_interval_encloses_what_was_measured_and_narrows(accuracy: float, prompts: int) -> None:
-    low, high = wilson(accuracy, prompts)
-    assert 0 <= low <= accuracy + 1e-12 and accuracy - 1e-12 <= high <= 1
-    narrower = wilson(accuracy, 4 * prompts)
-    assert narrower[1] - narrower[0] < high - low
-
-
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 2000), st.integers(1, 2000))
 def test_changes_are_symmetric_and_none_without_a_difference(a: float, b: float, n: int, m: int) -> None:
     there, back = change(evaluation(0, a, n), evaluation(1, b, m)), change(evaluation(0, b, m), evaluation(1, a, n))

@@ -20,10 +20,10 @@ from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import duration
 from asyncrl_cli.inspect.report import charts
 from asyncrl_cli.inspect.report import samples as samples_module
-from asyncrl_cli.inspect.report.answers import HEALTH_LINES, failed, healthy
+from asyncrl_cli.inspect.report.answers import HEALTH_LINES, healthy
 from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, Curves, Points, curve_charts, curves, smoothed
 from asyncrl_cli.inspect.report.held_out import evaluation_files, held_out_prompts
-from asyncrl_cli.inspect.report.page import embedded, render, summarize, write
+from asyncrl_cli.inspect.report.page import embedded, render, summarize
 from asyncrl_cli.inspect.report.samples import samples
 from asyncrl_cli.journal.history import step_spans
 from asyncrl_cli.journal.queries import snapshot
@@ -175,11 +175,6 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, monkeypatch: pyt
     assert "yet" not in text and "fault" not in text
 
 
-def test_a_page_is_written_atomically(tmp_path: Path) -> None:
-    write("page", tmp_path / "new" / "report.html")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
-
-
 JSON = st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists)
 
 
@@ -191,15 +186,6 @@ def test_embedded_json_closes_no_script(value: Any) -> None:
 
 
 # -- texts
-
-
-def test_failures_in_words() -> None:
-    assert failed("finished", "", {}, "").answer == "Nothing: no part had a fault."
-    survived = failed("finished", "", {"engine": 2, "scorer": 1}, "engine-1: gone")
-    assert survived.answer == "Faults: 2 × engine, 1 × scorer; the first: engine-1: gone. The run continued after each."
-    assert "not healthy" in failed("finished", "", {}, "", is_healthy=False).answer
-    assert failed("failed", "RunError: full disk", {}, "").tone == "bad"
-    assert failed("failed", "RunError: full disk", {}, "").answer == "The run failed: RunError: full disk."
 
 
 # -- charts

@@ -162,17 +162,6 @@ def test_the_panel_shows_the_run_and_the_activity_of_the_loop(
     assert shown == [line.rstrip() for line in console.export_text().splitlines()]
 
 
-def test_before_there_is_a_journal_the_panel_shows_the_status(run: RunDirectory) -> None:
-    view, lines = live_view(run, 60)
-    view.status("[/starting] engines")
-    for _ in range(2):
-        shown = lines()
-        assert [line.split("  ")[0] for line in shown] == ["now"]
-        assert shown[0].endswith("  [/starting] engines"), "as text, not as markup"
-        assert shown[0].index("[") == LABEL_WIDTH + 2, "the same position as with the longer labels"
-        (run.path / FILE).write_bytes(b"no journal at all" * 1000)
-
-
 def test_an_error_while_looking_does_not_end_the_run(
     run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

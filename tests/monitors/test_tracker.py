@@ -158,19 +158,6 @@ def test_only_lines_after_the_noted_offset_are_sent(
     assert sent_lines(run, another, monkeypatch) == [1, 2], "a file that was cut is sent from its beginning"
 
 
-def test_no_name_of_a_metric_keeps_a_step_from_arriving(run: RunDirectory, tmp_path: Path) -> None:
-    do_steps(run, 1, 2)
-    names = ["no: {good} name", "../up//a/", "/", "x" * 300, "y" * 249 + "/a", "task/\u6570"]
-    run.append("metrics.jsonl", {"step": 3, "time": 1e6, "loss": 0.375, **dict.fromkeys(names, 1.0)})
-    do_steps(run, 4, 5)
-    Sender(run, local(tmp_path)).send("RUNNING")
-    logged = Logged(local(tmp_path).uri)
-    assert logged.history("loss") == losses(5)
-    assert set(logged.run.data.metrics) == {
-        *("loss", "ratio", "no_ _good_ name", "up/a", "_", "x" * 250, "y" * 249, "task/\u6570"),
-    }
-
-
 @given(st.text())
 def test_mlflow_accepts_every_name_of_a_metric(name: str) -> None:
     from mlflow.utils.validation import _validate_length_limit, _validate_metric_name
