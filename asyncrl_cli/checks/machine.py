@@ -15,13 +15,10 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Mapping
-from functools import partial
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 
 from asyncrl_cli.checks.finding import Check, Result, Warned
-from asyncrl_cli.checks.programs import import_library
 from asyncrl_cli.core.errors import ConfigError, RunError, TaskError
 from asyncrl_cli.core.imports import TORCH_INDEX
 from asyncrl_cli.core.terminal import counted
@@ -42,8 +39,6 @@ from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.memory import available_memory
 from asyncrl_cli.train.model.gpu_kernels import check_attention, check_fused_package
 
-IMPORTS = frozenset({"vLLM", "DeepSpeed", "Ray"})
-"""The libraries that only `asyncrl doctor` without `--quick` imports."""
 START_CHECKS = frozenset(
     {"packages", "images", "devices", "memory", "shared memory", "runs folder", "file limits", "compiler"}
 )
@@ -84,7 +79,6 @@ def machine_checks(runs_dir: Path, spec: ExperimentSpec | None = None) -> tuple[
         Check("file limits", lambda: check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))),
         Check("compiler", lambda: check_compiler(compiler, headers, gpu_count > 0)),
         Check("sandbox", check_sandbox),
-        *(Check(library, partial(import_library, library, gpu_count > 0)) for library in sorted(IMPORTS)),
     )
 
 
@@ -158,7 +152,8 @@ def check_devices(spec: ExperimentSpec) -> str:
         return f"{counted(gpu_count, 'GPU')} wanted; checked when the run joins the cluster"
     gpus = installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible_count = len(gpus) if visible is None else _visible_count(visible, len(gpus))
+    visible_ids = {entry.strip() for entry in visible.split(",")} - {"", "-1"} if visible is not None else gpus
+    visible_count = min(len(gpus), len(visible_ids))
     if visible_count < gpu_count:
         hidden = f" (CUDA_VISIBLE_DEVICES={visible} hides some)" if visible_count < len(gpus) else ""
         raise ConfigError(
@@ -183,13 +178,6 @@ def check_devices(spec: ExperimentSpec) -> str:
         if spec.trainer.fused_kernels:
             check_fused_package()
     return f"{counted(gpu_count, 'GPU')} wanted ({_gpu_sum(spec)}), {visible_count} × {gpus[0]} there"
-
-
-def _visible_count(value: str, gpu_count: int) -> int:
-    """The number of GPUs in CUDA_VISIBLE_DEVICES. CUDA ignores the first invalid entry and all entries after it."""
-    entries = (entry.strip() for entry in value.split(","))
-    valid = takewhile(lambda e: e.startswith(("GPU-", "MIG-")) or (e.isdecimal() and int(e) < gpu_count), entries)
-    return min(gpu_count, len(set(valid)))
 
 
 def _gpu_sum(spec: ExperimentSpec) -> str:

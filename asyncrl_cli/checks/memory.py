@@ -154,28 +154,22 @@ def installed_gpu_memory() -> int | None:
 
 def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
     """The key that decides the size of a device's largest part, and the changes that make the part smaller."""
-    rollout, trainer, device = spec.rollout, spec.trainer, excess.device
-    model = "model.init.config" if spec.model.init is not None else "model.path"
-    smaller_model = "a smaller model, adapters (model.lora)"
+    device = excess.device
     if device.role is MemoryRole.ENGINE:
         shorter = "lower model.max_length or rollout.max_running_rollouts"
         return "rollout.gpus_per_engine", f"raise rollout.gpus_per_engine, {shorter}, or use a smaller model"
     if device.role is MemoryRole.BOTH:
-        return "rollout.gpus_per_engine", f"lower rollout.gpus_per_engine, or use {smaller_model} or trainer.offload"
+        return "rollout.gpus_per_engine", "lower rollout.gpus_per_engine, or use a smaller model or trainer.offload"
     largest = max(device.parts, key=lambda use: use.bytes).name
     if largest == "key-value caches":
-        if rollout.kv_cache_mb is not None:
-            return "rollout.kv_cache_mb", "lower it, or remove it"
-        if spec.model.max_length > rollout.running_rollouts * (rollout.longest_rollout // 2):
-            return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
-        return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"
+        return "rollout.max_running_rollouts", "lower it, model.max_length or rollout.kv_cache_mb"
     if largest == "processes":
         return "this machine", "stop other programs, or lower rollout.engines or trainer.ranks"
     if "activations" in largest:
-        recomputing = "" if trainer.recomputes else "set trainer.gradient_checkpointing: true, "
-        sequence_text = f"a sequence has up to {rollout.longest_rollout:,} tokens"
-        hint = f"{recomputing}lower it ({sequence_text}), or raise trainer.sequence_parallel"
-        return "trainer.tokens_per_microbatch", hint
-    if device.role is MemoryRole.HOST and trainer.gpus_per_rank and trainer.offload != "none":
-        return "trainer.offload", f"set it to none, or use more hosts, {smaller_model}"
-    return model, f"use {smaller_model}, a higher trainer.zero_stage with more trainer.ranks, or fewer engines"
+        return (
+            "trainer.tokens_per_microbatch",
+            f"lower it (a sequence has up to {spec.rollout.longest_rollout:,} tokens), set "
+            "trainer.gradient_checkpointing: true, or raise trainer.sequence_parallel",
+        )
+    key = "model.init.config" if spec.model.init is not None else "model.path"
+    return key, "use a smaller model, adapters (model.lora), a higher trainer.zero_stage with more ranks, or more hosts"

@@ -23,8 +23,6 @@ from asyncrl_cli.train.model.gpu_kernels import check_fused_model
 
 MIN_VOCABULARY = 0.9
 """Smallest share of a model's token ids that its tokenizer has. Published models pad their vocabulary by up to 2 %."""
-MOST_LAYERS = 1000
-"""Limit on a model's layers, above every real model. Building 100,000 layers takes minutes, even without weights."""
 
 
 def check_saved_model(model: ModelSpec) -> Result:
@@ -91,7 +89,6 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[Resu
     """Check that transformers can build the model, that adapters find their layers, and that vocabulary and lengths
     fit. The spec that is returned has an attention that the model can be computed with."""
     key = "model.init.config" if spec.model.init is not None else "model.path"
-    _check_config(config.get_text_config(), key)
     check_served(config, key)
     try:
         model = without_weights(config, spec.model)
@@ -182,7 +179,6 @@ def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
             hint="use a teacher of the policy's model family, with the same tokenizer",
         )
     config = saved_config(path, REFERENCE)
-    _check_config(config.get_text_config(), REFERENCE)
     _check_positions(config, spec.model.max_length, "the reference model")
     check_config(config, spec.trainer.sequence_parallel)
     return source
@@ -197,14 +193,6 @@ def _check_positions(config: Any, max_length: int, owner: str) -> None:
             location="model.max_length",
             hint=f"lower it to {positions}",
         )
-
-
-def _check_config(config: Any, key: str) -> None:
-    """Refuse values that transformers accepts although no model works with them."""
-    layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
-        raise ConfigError(message, location=key, hint="lower it: larger models have wider layers, and not more of them")
 
 
 def check_served(config: Any, key: str) -> None:

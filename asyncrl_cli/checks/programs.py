@@ -1,6 +1,6 @@
-"""Programs of checks, each in a separate process: vLLM's imports would keep 700 MB until a run's end.
+"""Has vLLM check a spec's engine settings in a separate process: its imports would keep 700 MB until a run's end.
 
-    python -m asyncrl_cli.checks.programs PARENT PROGRAM ARGUMENT…
+    python -m asyncrl_cli.checks.programs PARENT SPEC FOLDER
 
 It ends with the process that has the id PARENT. The line with ANSWER is a JSON list: the result, or a mistake's
 message, location and hint.
@@ -13,9 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,19 +23,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.process_tree import die_with
 
 LIMIT_S = 180.0
-"""Time limit of a program in seconds. A cold disk takes most of it."""
-
-
-def import_library(library: str, gpu: bool) -> str:
-    """Import vLLM, DeepSpeed or Ray, and have it use the GPUs or the CPU. Raises ``ConfigError`` if this fails."""
-    start_s = time.perf_counter()
-    command = _command(library, "cuda" if gpu else "cpu")
-    with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as folder:
-        environment = os.environ | {"TMPDIR": folder} | ({} if gpu else {"DS_ACCELERATOR": "cpu"})
-        answers, reason = run_program(command, environment, LIMIT_S)
-    if not answers:
-        raise ConfigError(reason, hint=f"import {library} in Python to see why; `make install` installs the pinned one")
-    return f"{json.loads(answers[-1])[0]}, in {time.perf_counter() - start_s:.0f} s"
+"""Time limit of the program in seconds. A cold disk takes most of it."""
 
 
 def check_engine(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str], folder: Path, model_dir: str) -> str:
@@ -45,10 +31,10 @@ def check_engine(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]
     ``model_dir`` has the model's config and tokenizer. Raises ``ConfigError`` for invalid settings."""
     spec_file = folder / "spec.yaml"
     spec_file.write_text(dump_spec(spec, references))
-    command = _command("engine", str(spec_file), model_dir)
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(spec_file), model_dir]
     answers, reason = run_program(command, os.environ | {"TMPDIR": str(folder)}, LIMIT_S)
     if not answers:
-        hint = "`asyncrl doctor` shows whether vLLM can be imported here"
+        hint = "import vllm in Python to see why; `make install` installs the pinned one"
         raise ConfigError(f"vLLM cannot check its settings: {reason}", location="rollout", hint=hint)
     text, *mistake = json.loads(answers[-1])
     if mistake:
@@ -83,41 +69,8 @@ def run_program(command: list[str], environment: Mapping[str, str], limit_s: flo
     return answers if process.returncode == 0 else [], reason
 
 
-def _command(program: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "asyncrl_cli.checks.programs", str(os.getpid()), program, *arguments]
-
-
-def _import_vllm(device: str) -> list[str]:
-    import vllm
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
-
-    if current_platform.device_type != device:
-        raise RuntimeError(f"uses {current_platform.device_type or 'no device'}")
-    return [f"{vllm.__version__} on {device}"]
-
-
-def _import_deepspeed(device: str) -> list[str]:
-    import deepspeed
-    import torch
-
-    if not torch.distributed.is_gloo_available():
-        raise RuntimeError("torch has no gloo")
-    if device == "cuda":
-        torch.zeros(1, device="cuda")
-    name = deepspeed.accelerator.get_accelerator().device_name()
-    if name != device:
-        raise RuntimeError(f"uses {name}")
-    return [f"{deepspeed.__version__} on {device}"]
-
-
-def _import_ray(_device: str) -> list[str]:
-    import ray
-
-    return [str(ray.__version__)]
-
-
-def _check_settings(spec_file: str, folder: str) -> list[str]:
+def check_settings(spec_file: str, folder: str) -> list[str]:
+    """Return vLLM's architecture and type for a spec, or the mistake that vLLM finds: message, location and hint."""
     from asyncrl_cli.gateway.chat import ChatFormat
     from asyncrl_cli.rollout.engine_settings import engine_config, engine_environment
 
@@ -135,14 +88,7 @@ def _check_settings(spec_file: str, folder: str) -> list[str]:
     return [f"vLLM takes {', '.join(config.model_config.architectures)} in {config.model_config.dtype}"]
 
 
-PROGRAMS: dict[str, Callable[..., list[str]]] = {
-    "vLLM": _import_vllm,
-    "DeepSpeed": _import_deepspeed,
-    "Ray": _import_ray,
-    "engine": _check_settings,
-}
-
 if __name__ == "__main__":
-    parent, program, *arguments = sys.argv[1:]
+    parent, *arguments = sys.argv[1:]
     die_with(int(parent))
-    print("ANSWER", json.dumps(PROGRAMS[program](*arguments)), flush=True)
+    print("ANSWER", json.dumps(check_settings(*arguments)), flush=True)

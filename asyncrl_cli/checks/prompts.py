@@ -11,7 +11,6 @@ from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
-from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, chat_of
 from asyncrl_cli.data.prompt_encoder import PromptEncoder
@@ -242,20 +241,11 @@ def _because(why: str) -> str:
 
 
 def check_template_kwargs(template: ChatTemplate, template_kwargs: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if the chat template does not read one of ``model.chat_template_kwargs``.
-
-    Jinja itself ignores unknown variables silently.
-    """
-    variables = template.variables() if template_kwargs else None
-    unknown = next((name for name in template_kwargs if variables is not None and name not in variables), None)
-    if unknown is None or variables is None:
-        return
-    hint = f"it reads {', '.join(sorted(variables))}" if variables else "remove it: the template reads no variables"
-    raise ConfigError(
-        f"the chat template does not read {unknown!r}",
-        location=f"model.chat_template_kwargs.{unknown}",
-        hint=did_you_mean(unknown, variables, hint),
-    )
+    """Raise ``ConfigError`` if the chat template does not read one of ``model.chat_template_kwargs``."""
+    if unread := template.unread_variable(template_kwargs):
+        name, hint = unread
+        location = f"model.chat_template_kwargs.{name}"
+        raise ConfigError(f"the chat template does not read {name!r}", location=location, hint=hint)
 
 
 def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:

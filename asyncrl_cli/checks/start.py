@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
-from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
+from asyncrl_cli.checks.hosts import examine_cluster, refuse
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
 from asyncrl_cli.checks.memory import check_memory_estimate, rank_bytes, resolve_microbatch, resolve_rollouts
 from asyncrl_cli.checks.programs import check_engine

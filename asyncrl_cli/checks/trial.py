@@ -8,7 +8,7 @@ tasks, async rewards (they may ask other machines) and environments (they may st
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
@@ -36,11 +36,7 @@ SHORT = "42"
 """A typical short response."""
 HINT = "fix it: in a run such a failure costs a group of rollouts"
 ALL_NONE = "every reward is None, so a run trains on no such response"
-ALL_EQUAL = "no response of the trial gets another reward than a row's `answer`"
-HINTS = {
-    ALL_NONE: "return a number for responses that can be scored (is a return statement missing?)",
-    ALL_EQUAL: "check the reward: equal rewards teach nothing (ignore this if a right response has another form)",
-}
+NONE_HINT = "return a number for responses that can be scored (is a return statement missing?)"
 
 
 def try_tasks(experiment: Experiment, thorough: bool) -> Result:
@@ -68,7 +64,8 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
         else:
             if thorough and location == "task":
                 trial.check_parts(spec.algorithm.reward_parts)
-        hint = hint or next((remedy for fault, remedy in HINTS.items() if text.endswith(fault)), "")
+        if text.endswith(ALL_NONE):
+            hint = hint or NONE_HINT
         texts.append(f"{location}: {text}")
     return Warned("; ".join(texts), hint) if hint else "; ".join(texts)
 
@@ -85,8 +82,6 @@ class Trial:
         self._search_path = search_path
         self._location = location
         self._scores: list[Scored] = []
-        self._answer_rewards = defaultdict[str, set[float | None]](set)
-        """The rewards of all responses to a row with an ``answer``, by its uid."""
         self._played = False
 
     def run(self, splits: Sequence[Sequence[Prompt]], thorough: bool) -> str:
@@ -115,11 +110,7 @@ class Trial:
             raise TaskError(f"the trial of the task failed: {lost}", location=self._location, hint=HINT) from None
         counts = {"rewards": len(responses), "environments": len(episodes)}
         text = f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in counts.items() if count)}"
-        if responses and not self._scores:
-            return f"{text}; {ALL_NONE}"
-        # Ready tasks are known to reward right answers, most of them in another form than the row's.
-        judged = thorough and ":" in (self._spec.use or "") and self._answer_rewards
-        return f"{text}; {ALL_EQUAL}" if judged and all(len(r) == 1 for r in self._answer_rewards.values()) else text
+        return f"{text}; {ALL_NONE}" if responses and not self._scores else text
 
     def check_parts(self, parts: Iterable[str]) -> None:
         """Raise ``ConfigError`` for one of the reward's ``parts`` that no response had. Episodes may end too early to
@@ -137,9 +128,6 @@ class Trial:
                     _refuse(result, self._location, f"called with the response {response[1]!r}")
                     scores = result if isinstance(result, tuple) else (result,)
                     self._scores += [s for s in scores if isinstance(s, Scored) and s.reward is not None]
-                    if "answer" in response[0].fields:
-                        rewards = (score.reward for score in scores if isinstance(score, Scored))
-                        self._answer_rewards[response[0].uid].update(rewards)
         if episodes:
             self._played = True
             async with _process(self._load(Role.EPISODES)) as process:

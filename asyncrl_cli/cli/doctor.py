@@ -25,38 +25,32 @@ def doctor(
         str | None,
         typer.Option("--address", metavar="ADDRESS", help="With --cluster: the cluster's address. Default: auto."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Import no large libraries: takes a second instead of a minute.")
-    ] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Check versions, devices, memory, disk, limits, the compiler, the sandbox, and whether vLLM, DeepSpeed and Ray can
-    be imported, with a hint for each problem.
+    """Check versions, devices, memory, disk, limits, the compiler and the sandbox, with a hint for each problem.
 
     With --cluster, check whether the hosts of a Ray cluster can work together: connections, token, versions, memory,
     and the folder of runs. `asyncrl train SPEC --dry-run` checks a spec, also on its cluster.
 
     Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
-    if cluster and quick:
-        raise typer.BadParameter("not with --cluster", param_hint="--quick")
     if address is not None and not cluster:
         raise typer.BadParameter("needs --cluster", param_hint="--address")
-    if not show_findings(_findings(runs_dir, quick, (address or "auto") if cluster else None), "healthy", as_json):
+    if not show_findings(_findings(runs_dir, (address or "auto") if cluster else None), "healthy", as_json):
         raise typer.Exit(1)
 
 
-def _findings(runs_dir: Path, quick: bool, cluster: str | None) -> Iterator[Finding]:
+def _findings(runs_dir: Path, cluster: str | None) -> Iterator[Finding]:
     from asyncrl_cli.checks.finding import findings_of
 
     if cluster is not None:
-        from asyncrl_cli.checks.hosts.examine import examine_cluster
+        from asyncrl_cli.checks.hosts import examine_cluster
 
         return examine_cluster(cluster, spec=None, runs_dir=runs_dir, replica_bytes=0)
-    from asyncrl_cli.checks.machine import IMPORTS, machine_checks
+    from asyncrl_cli.checks.machine import machine_checks
 
-    return findings_of(check for check in machine_checks(runs_dir) if not (quick and check.name in IMPORTS))
+    return findings_of(machine_checks(runs_dir))
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:

@@ -179,7 +179,7 @@ def _name(data: str) -> str:
 def _run(
     experiment: Experiment, served: Served, choose: Choose, *, folder: RunDirectory, is_new: bool
 ) -> EvaluationRun:
-    from asyncrl_cli.checks.hosts.examine import check_cluster
+    from asyncrl_cli.checks.hosts import check_cluster
     from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
     from asyncrl_cli.monitors.outlet import run_terminal
     from asyncrl_cli.orchestrator.cluster import Actors

@@ -45,7 +45,7 @@ def replay(
     spec = load_recorded(run.path, overrides or ()).spec
     changed = check_changes(recorded_spec, spec)
 
-    from asyncrl_cli.checks.hosts.examine import check_cluster
+    from asyncrl_cli.checks.hosts import check_cluster
     from asyncrl_cli.orchestrator.cluster import Actors
     from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, changes_since, recorded_steps
     from asyncrl_cli.orchestrator.replay import replay as train_again

@@ -56,7 +56,7 @@ def serve(
 
         served = served_run(run, spec, step)
 
-    from asyncrl_cli.checks.hosts.examine import check_cluster
+    from asyncrl_cli.checks.hosts import check_cluster
     from asyncrl_cli.checks.prompts import missing_in_template
     from asyncrl_cli.monitors.outlet import run_terminal
     from asyncrl_cli.orchestrator.cluster import Actors

@@ -13,9 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, requires
 from itertools import accumulate
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -29,10 +28,12 @@ FIRST_NOTICE_S = 5.0
 """Seconds before the first notice; the time to the next one doubles each time."""
 CODE_S = 120.0
 """Seconds that importing and constructing the user's objects may take."""
-
-
-LIBRARIES = ("torch", "transformers", "vllm", "ray", "deepspeed", "mlflow")
-"""Libraries with requirements that asyncrl does not name itself."""
+HIDEABLE = sys.stdlib_module_names | {
+    *("accelerate", "datasets", "deepspeed", "fastapi", "fsspec", "httpx", "huggingface_hub", "jinja2"),
+    *("mlflow", "numpy", "openai", "peft", "PIL", "psutil", "pyarrow", "pydantic", "ray", "requests", "rich"),
+    *("safetensors", "sympy", "tokenizers", "torch", "transformers", "typer", "uvicorn", "vllm", "yaml"),
+}
+"""Python's own modules, and the libraries that asyncrl and its engines import."""
 
 
 class _TooLong(BaseException):
@@ -227,27 +228,12 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
 def _refuse_hiding(folder: Path, error_type: type[ConfigError]) -> None:
     """Refuse a module that would be imported in place of Python's or of a library's module, in workers, too."""
     for entry in sorted(folder.glob("*")):
-        if entry.stem == "test" or entry.stem not in sys.stdlib_module_names | _library_modules():
+        if entry.stem == "test" or entry.stem not in HIDEABLE:
             continue  # no library imports Python's own tests
         if entry.suffix == ".py" or (entry / "__init__.py").is_file():
             library = "Python's" if entry.stem in sys.stdlib_module_names else "the installed"
             fault = f"{entry.name} next to the spec hides {library} module `{entry.stem}`"
             raise error_type(fault, location=str(entry), hint="rename it, and its imports")
-
-
-@cache
-def _library_modules() -> frozenset[str]:
-    """Installed modules that asyncrl and its large libraries import, as far as they have their distributions' names.
-
-    Not all installed modules: some packages install `agents` or `utils`, which nothing here imports.
-    """
-    names = set(LIBRARIES)
-    for library in ("asyncrl", *LIBRARIES):
-        with suppress(PackageNotFoundError):
-            names |= {re.split(r"[^\w.-]", requirement)[0] for requirement in requires(library) or ()}
-    modules = {name.lower().replace("-", "_") for name in names}
-    installed = [sysconfig.get_path(path) for path in ("purelib", "platlib")]
-    return frozenset(name for name in modules if PathFinder.find_spec(name, installed))
 
 
 def _place(module: str) -> str:

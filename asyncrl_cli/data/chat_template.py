@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -71,8 +71,6 @@ class Abilities:
     """A message has at most one tool call. Further calls, each with its result, follow as messages."""
     separate_text: bool = False
     """Text next to tool calls is a separate message before them."""
-    text_parts: bool = False
-    """Content is a list of parts, as in models that also see."""
     lost: Mapping[Feature, str] = field(default_factory=dict)
     """Features that the template leaves out ("") or refuses (its error)."""
     turn_tokens: frozenset[str] | None = field(default=None, compare=False)
@@ -92,8 +90,6 @@ class Abilities:
                 ]
             if calls and self.null_content and not content:
                 content = None
-            elif self.text_parts and isinstance(content, str):
-                content = [{"type": "text", "text": content}]
             fitted.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
         return fitted
 
@@ -178,17 +174,23 @@ class ChatTemplate:
         """Return the template with more variables. Raises ``ChatError`` for a variable that it does not read."""
         if not variables:
             return self
-        known_names = self.variables() or frozenset()
-        unknown = next((name for name in variables if name not in known_names and name not in self.values), None)
-        if unknown is not None:
-            hint = f"it reads {', '.join(sorted(known_names))}" if known_names else "it reads no variables"
-            raise ChatError(f"the chat template does not read {unknown!r}: {did_you_mean(unknown, known_names, hint)}")
+        if unread := self.unread_variable(variables.keys() - self.values.keys()):
+            raise ChatError(f"the chat template does not read {unread[0]!r}: {unread[1]}")
         self.abilities()  # tried just once, with the model's own variables
         template = copy(self)
         if not self._reads_special:
             variables = self._special.mark(variables)
         template.values = {**self.values, **variables}
         return template
+
+    def unread_variable(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """Return one of ``names`` that the template does not read, and a hint. Jinja ignores such variables."""
+        known_names = self.variables()
+        unread = min((name for name in names if known_names is not None and name not in known_names), default=None)
+        if unread is None or known_names is None:
+            return None
+        hint = f"it reads {', '.join(sorted(known_names))}" if known_names else "it reads no variables"
+        return unread, did_you_mean(unread, known_names, hint)
 
     def variables(self) -> frozenset[str] | None:
         """Return the variables that the template reads, except ``STANDARD_VARIABLES``; None if they cannot be
@@ -244,27 +246,23 @@ class _Trial:
         self._lost: dict[Feature, str] = {}
 
     def abilities(self) -> Abilities:
-        base = Abilities()
-        if not self._shows(Feature.USER, [_USER], _USER["content"]):
-            parts = Abilities(text_parts=True)
-            if self._shows(Feature.USER, parts.fitted([_USER]), _USER["content"]):
-                base = parts
-        self._shows(Feature.SYSTEM, base.fitted([_SYSTEM, _USER]), _SYSTEM["content"])
-        self._shows(Feature.TOOLS, base.fitted([_USER]), _TOOL["function"]["name"], tools=[_TOOL])
-        form = self._form_of_calls(base)
+        self._shows(Feature.USER, [_USER], _USER["content"])
+        self._shows(Feature.SYSTEM, [_SYSTEM, _USER], _SYSTEM["content"])
+        self._shows(Feature.TOOLS, [_USER], _TOOL["function"]["name"], tools=[_TOOL])
+        form = self._form_of_calls()
         shows_results = self._shows(Feature.RESULTS, _called(form, _CALLS[0]), _RESULTS[0]["content"])
         if Feature.CALLS not in self._lost:
             form = self._form_beside_calls(form, shows_results)
         system = [_SYSTEM] if Feature.SYSTEM not in self._lost else []
-        texts = base.fitted([*system, _USER, {"role": "assistant", "content": _TEXT}, _USER])
+        texts = [*system, _USER, {"role": "assistant", "content": _TEXT}, _USER]
         turn_tokens = self._turn_tokens(texts, _called(form, _CALLS[0]), int(shows_results))
         return replace(form, lost=self._lost, turn_tokens=turn_tokens)
 
-    def _form_of_calls(self, base: Abilities) -> Abilities:
+    def _form_of_calls(self) -> Abilities:
         """The form in which the template shows a call with its arguments, or else at least the call's name."""
         name, argument = _CALLS[0]["function"]["name"], _VALUES[0]
         forms = [
-            replace(base, text_arguments=text_arguments, null_content=null_content)
+            Abilities(text_arguments=text_arguments, null_content=null_content)
             for null_content, text_arguments in product((False, True), repeat=2)
         ]
         for form in forms:
@@ -359,18 +357,9 @@ def _variables_of(tokenizer: Any) -> frozenset[str] | None:
 def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[str, Any]]:
     """Return a prompt's messages, and its row's tools and template variables.
 
-    Raises ``ChatError`` for a row with media, and for malformed calls, tools and variables.
+    Raises ``ChatError`` for a row with media, and for malformed tools and variables.
     """
     messages = prompt.messages
-    for message_number, message in enumerate(messages, start=1):
-        try:
-            calls = normalized(message).get("tool_calls", ())
-        except ChatError as error:
-            raise ChatError(f"message {message_number}: {error}") from None
-        for function in (call["function"] for call in calls):
-            if not isinstance(arguments := function["arguments"], Mapping | str):
-                fault = f"message {message_number} calls {function['name']!r} with arguments of type"
-                raise ChatError(f'{fault} {type(arguments).__name__}, not an object such as {{"city": "Oslo"}}')
 
     def unwritten(column: str) -> Any:
         """The column's value, which may be JSON text; None if it is empty, or already in the prompt's text."""

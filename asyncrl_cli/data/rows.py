@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ UID = "uid"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_HINT = "correct the image, or remove the row"
 LIKE_OPENAI = 'write messages as OpenAI does, such as {"role": "user", "content": "…"}'
-_PYTHON_MESSAGES = re.compile(r"\s*(array\()?\[?\s*\{\s*'(role|content|from|value)'\s*:")
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -255,9 +253,6 @@ class RowForm:
         """Content of the prompt column: text, or messages, which may be JSON text, as in CSV files."""
         value = row[self.prompt_column]
         if isinstance(value, str) and value:
-            if _PYTHON_MESSAGES.match(value):
-                fault = f"`{self.prompt_column}` has messages as Python prints them"
-                self.refuse(row_number, fault, "write them as JSON (json.dumps)")
             try:
                 parsed = json.loads(value) if value.lstrip().startswith(("[", "{")) else None
             except (ValueError, RecursionError):

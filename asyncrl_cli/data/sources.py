@@ -1,4 +1,4 @@
-"""Opens a split's source of prompts (``spec.data_sources``): files, Hugging Face data sets, and user functions.
+"""Opens a split's source of prompts (``spec.data_sources``): files, data sets of the hub, and user functions.
 
 Arrow reads CSV and Parquet. JSON files are JSON Lines (one object per line), or a list of objects. Their rows may
 differ in keys and types, which Arrow's reader refuses or fills with nulls, so the standard library reads them.
@@ -9,27 +9,21 @@ from __future__ import annotations
 import codecs
 import gzip
 import importlib
-import inspect
-import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, cast
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.core.files import LFS_HINT, lfs_pointer
+from asyncrl_cli.core.files import LFS_HINT, is_pointer
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_table
 from asyncrl_cli.data.rows import CollectedPrompts, JoinedPrompts, RowForm, type_name
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, files_of, kind_of, names_a_file
 from asyncrl_cli.spec.inputs import SplitSpec
-
-MAX_ROWS = 5_000_000
-"""Without a size, a function that yields more rows than this counts as endless."""
 
 
 def read_source(
@@ -41,7 +35,7 @@ def read_source(
     """
     forms = _forms_of(spec, base, check)
     match kind_of(forms[0].source):
-        case "hub" | "saved":
+        case "hub":
             return _read_data_set(spec, forms[0])
         case "function":
             return _read_function(spec, forms[0], base=base, split=split)
@@ -92,14 +86,10 @@ def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | Non
     ]
 
 
-def _refuse_pointer(form: RowForm) -> None:
-    with suppress(OSError):  # reading reports it
-        if (pointer := lfs_pointer(Path(form.source))) is not None:
-            raise DataError("is a Git LFS pointer, not the file itself", location=str(pointer), hint=LFS_HINT)
-
-
 def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
-    _refuse_pointer(form)
+    with suppress(OSError):  # reading reports it
+        if is_pointer(Path(form.source)):
+            form.refuse(None, "is a Git LFS pointer, not the file itself", LFS_HINT)
     match kind_of(form.source):
         case "parquet" | "csv":
             return read_table(Path(form.source), size, form)
@@ -109,7 +99,7 @@ def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
-    suffixes = ", ".join(filter(None, SUFFIXES))
+    suffixes = ", ".join(SUFFIXES)
     raise DataError("unknown kind of file", location=form.source, hint=f"give it one of the suffixes {suffixes}")
 
 
@@ -126,13 +116,9 @@ def _refuse_twins(forms: Sequence[RowForm], files: Sequence[Sequence[Prompt]]) -
 
 
 def _opened(form: RowForm) -> IO[bytes]:
-    """Open a text file's decompressed bytes. Zstandard comes from pyarrow: Python has it only since 3.14."""
-    suffix = Path(form.source).suffix.lower()
-    if suffix != ".zst":
-        return cast("IO[bytes]", gzip.open(form.source)) if suffix == ".gz" else open(form.source, "rb")
-    import pyarrow as pa
-
-    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(form.source), "zstd"))
+    """Open a text file's decompressed bytes."""
+    is_compressed = form.source.lower().endswith(".gz")
+    return cast("IO[bytes]", gzip.open(form.source)) if is_compressed else open(form.source, "rb")
 
 
 def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
@@ -161,11 +147,8 @@ def _parsed(form: RowForm, row_number: int, content: bytes) -> Any:
     except json.JSONDecodeError as error:
         hint = "write one JSON object per line; a file with the suffix .json may be a list of objects"
         form.refuse(row_number + error.lineno - 1, f"not JSON: {error.msg} at column {error.colno}", hint)
-    except ValueError:  # Python's limit, because longer integers take quadratic time
-        digits = sys.get_int_max_str_digits()
-        form.refuse(row_number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
-    except RecursionError:
-        form.refuse(row_number, "lists or objects are nested too deeply", "flatten the row")
+    except (ValueError, RecursionError) as error:  # an integer of more than 4,300 digits; lists in lists in lists
+        form.refuse(row_number, f"not JSON that can be read: {error}", "write large integers as text; flatten the row")
 
 
 def _object(form: RowForm, row_number: int, row: Any) -> dict[str, Any]:
@@ -180,29 +163,13 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
     except ImportError as error:
         form.refuse(None, f"needs Hugging Face datasets: {error}", "pip install 'asyncrl[data]'")
     name, _, revision = form.source.removeprefix(HUB).partition("@")
-    hub = form.source.startswith(HUB)
-    split = spec.split or "train" if hub else spec.split
-    if not hub:
-        _refuse_pointer(form)
     try:
-        if hub:
-            data_set = datasets.load_dataset(name, spec.config, split=split, revision=revision or None)
-        else:
-            data_set = datasets.load_from_disk(form.source)
+        data_set = datasets.load_dataset(name, spec.config, split=spec.split or "train", revision=revision or None)
     except Exception as error:
         reason = (str(error).splitlines() or ["no message"])[0]
-        fault = f"cannot be {'loaded' if hub else 'read'}: {type(error).__name__}: {reason}"
-        hint = "name a folder that Dataset.save_to_disk or DatasetDict.save_to_disk wrote"
-        if hub:
-            hint = "check name, config, split and the network; without one, name a folder that save_to_disk wrote"
+        fault = f"cannot be loaded: {type(error).__name__}: {reason}"
+        hint = "check name, config, split and the network; without one, name a Parquet file (Dataset.to_parquet)"
         raise DataError(fault, location=form.source, hint=hint) from error
-    if isinstance(data_set, datasets.DatasetDict):
-        if split not in data_set:
-            fault = "the data set has several splits" if split is None else f"no split {split!r}"
-            form.refuse(None, fault, f"set `split` to one of {', '.join(data_set)}")
-        data_set = data_set[split]
-    elif split is not None and not hub:
-        form.refuse(None, f"no split {split!r}: the data set has no splits", "remove `split`")
     return ArrowPrompts(data_set.with_format("arrow")[: spec.size], spec.size, form)
 
 
@@ -211,21 +178,11 @@ def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Se
     the same rows in every call, because a resumed run calls it again."""
     target, size = form.source, spec.size
 
-    def fail(fault: str, hint: str, cause: Exception | None) -> NoReturn:
-        raise DataError(fault, location=target, hint=hint) from cause
-
     hint = "name a function f(split, size) that yields rows"
     function = import_named(target, base, location=target, hint=hint, error_type=DataError)
-    try:
-        inspect.signature(function).bind("train", None)
-    except (TypeError, ValueError) as error:
-        hint = "give it two parameters: the split's name, and the number of rows (None: all)"
-        fail(f"cannot be called as f(split, size): {error}", hint, None)
 
     def prompts(rows: Iterable[Any]) -> Iterator[tuple[int, Prompt]]:
         for row_number, row in enumerate(rows, start=1):
-            if size is None and row_number > MAX_ROWS:
-                form.refuse(None, f"more than {MAX_ROWS:,} rows", "give the split a size")
             if isinstance(row, Prompt):
                 yield row_number, form.checked(row, row_number)
             elif isinstance(row, Mapping):
@@ -243,4 +200,5 @@ def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Se
         raise
     except Exception as error:
         fault = f"the function failed with ({split!r}, {size}): {type(error).__name__}: {error}"
-        fail(fault, "fix it; `asyncrl --debug` shows the traceback", error)
+        hint = "fix it: a function gets the split's name and the number of rows; `asyncrl --debug` shows the traceback"
+        raise DataError(fault, location=target, hint=hint) from error

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import LFS_HINT, POINTER, read_regular
-from asyncrl_cli.spec.inputs import is_template_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -119,23 +118,17 @@ def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
 
 
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
-    """Give the tokenizer one template: the file ``chat_template``, or the one of this name. Raises ``ConfigError``."""
+    """Give the tokenizer one template: the file ``chat_template``, or its own. Raises ``ConfigError``."""
     from jinja2 import TemplateSyntaxError
 
     from asyncrl_cli.data.chat_template import syntax_tree
 
-    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if templates and (chat_template or "default") in templates:
-        tokenizer.chat_template = templates[chat_template or "default"]
-        return tokenizer
-    if (templates and chat_template is None) or (chat_template is not None and is_template_name(chat_template)):
-        names = ", ".join(templates)
-        raise ConfigError(
-            f"the tokenizer has no chat template named {chat_template or 'default'!r}",
-            location="model.chat_template",
-            hint=f"name one of its templates ({names}), or a Jinja file" if names else "name a Jinja file",
-        )
     if chat_template is None:
+        if isinstance(templates := tokenizer.chat_template, dict):
+            if "default" not in templates:
+                fault = f"the tokenizer has several chat templates ({', '.join(templates)}), and none named `default`"
+                raise ConfigError(fault, location="model.chat_template", hint="save one to a file, and name the file")
+            tokenizer.chat_template = templates["default"]
         return tokenizer
     try:
         template = read_regular(chat_template, TEMPLATE_BYTES)

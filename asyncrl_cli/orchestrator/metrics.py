@@ -38,7 +38,7 @@ class StepClock:
         """Metrics of the time since the last lap, with the step of ``report``. ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._lap_started
-        tokens, busy, paused, wall, sequence_s, engines_s, driver_s = (
+        tokens, busy, paused, wall, sequence_s = (
             total - previous_total for total, previous_total in zip(totals, self._totals, strict=True)
         )
         self._lap_started, self._totals = now, totals
@@ -57,14 +57,12 @@ class StepClock:
             "engines/serving": float(len(self._client.serving())),
             "engines/requests_mean": sequence_s / busy if busy else 0.0,
             "cpu/trainer_s": report.cpu_s,
-            "cpu/engines_s": engines_s,
-            "cpu/driver_s": driver_s,
         }
 
     def _read(self) -> tuple[float, ...]:
         activity = self._client.activity
-        times = activity.busy_s, activity.paused_s, activity.wall_s, activity.sequence_s, activity.cpu_s
-        return activity.generated_tokens, *times, time.process_time()
+        times = activity.busy_s, activity.paused_s, activity.wall_s, activity.sequence_s
+        return activity.generated_tokens, *times
 
 
 class StepRecorder:

@@ -327,7 +327,6 @@ class EngineActivity:
     wall_s: float = 0.0
     silent_s: float = 0.0  # seconds since the last token while there are rollouts to generate; not a sum
     sequence_s: float = 0.0  # the number of requests in vLLM, integrated over time
-    cpu_s: float = 0.0  # processor time of the engine's processes
 
     def __add__(self, activity: EngineActivity) -> EngineActivity:
         names = {member.name for member in fields(self)} - {"silent_s"}

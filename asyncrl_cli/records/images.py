@@ -78,28 +78,15 @@ def _decode(image: Image) -> Any:
     from PIL import ImageOps
 
     with Pillow.open(io.BytesIO(image.data)) as opened:
-        tags = getattr(opened, "tag_v2", {})
-        if opened.mode.startswith("I;16") and (tags.get(_BITS, (16,)), tags.get(_MEANING, 1)) != ((16,), 1):
-            raise PixelError("grey pixels of an unusual form: save it with 8 bits")
         return _in_rgb(ImageOps.exif_transpose(opened))
 
 
-_BITS, _MEANING = 258, 262
-"""TIFF's tags BitsPerSample, and PhotometricInterpretation: 1 if 0 is black."""
-
-
 def _in_rgb(picture: Any) -> Any:
-    """Convert a PIL image to RGB. Raises ``PixelError`` for modes that Pillow would clip, because their range is
-    unknown, and for modes that it cannot convert."""
-    import numpy as np
+    """Convert a PIL image to RGB. Raises ``PixelError`` for modes that Pillow would clip (16 bits), and for modes
+    that it cannot convert."""
     from PIL import Image as Pillow
 
-    if picture.mode.startswith("I;16"):  # Pillow would clip it to 8 bits
-        values, clear = np.asarray(picture).astype(np.int32), picture.info.get("transparency")
-        picture = Pillow.fromarray(((values + 128) // 257).astype(np.uint8))
-        if clear is not None:
-            picture.putalpha(Pillow.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
-    elif picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"):
+    if picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"):
         raise PixelError(f"pixels of mode {picture.mode}: save it as RGB, or as grey, with 8 bits")
     if not picture.has_transparency_data:
         return picture.convert("RGB")

@@ -38,7 +38,6 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.main_thread import handle_in_main_thread
-from asyncrl_cli.system.processors import ProcessorTime
 from asyncrl_cli.weights.layout import TensorSlot
 
 COALESCE_S = 0.05
@@ -67,7 +66,6 @@ class RolloutWorker:
         self._deliverable = asyncio.Event()
         self._urgent = asyncio.Event()
         self._clock = ActivityClock()
-        self._processor: ProcessorTime | None = None  # set once vLLM's processes run
         self._loop: asyncio.AbstractEventLoop | None = None
         self._got_sigterm = False
         handle_in_main_thread(signal.SIGTERM, self._on_sigterm)
@@ -108,7 +106,6 @@ class RolloutWorker:
         if version is not None:
             await self._engine.serve_own(version)
             await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails here
-        self._processor = ProcessorTime()
         self._loop = asyncio.get_running_loop()
         return str(ray.get_runtime_context().get_node_id()), cache_bytes
 
@@ -170,7 +167,6 @@ class RolloutWorker:
         activity = replace(
             self._clock.take_activity(self._engine.sampled_tokens()),
             sequence_s=self._engine.sequence_s(),
-            cpu_s=self._processor.read() if self._processor is not None else 0.0,
         )
         return replace(
             delivery,

@@ -5,9 +5,8 @@ module:function     a Python function that yields rows
 *.jsonl, *.ndjson   JSON Lines
 *.json              a JSON list of objects, or JSON Lines
 *.parquet, *.csv    Parquet, or CSV with a header
-no suffix           a folder that Hugging Face `datasets` saved
 
-Text files may be compressed (`.gz`, `.zst`). A path with `*`, `?` or `[` is a pattern of files.
+Text files may be compressed (`.gz`). A path with `*`, `?` or `[` is a pattern of files.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ from typing import Literal
 
 HUB = "hf:"
 """Prefix of a hub id: ``hf:owner/name``, or ``hf:owner/name@revision``."""
-Kind = Literal["hub", "function", "jsonl", "json", "parquet", "csv", "saved"]
+Kind = Literal["hub", "function", "jsonl", "json", "parquet", "csv"]
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
     ".parquet": "parquet",
     ".csv": "csv",
-    "": "saved",
 }
 TEXTS: tuple[Kind, ...] = ("jsonl", "json", "csv")
 """Kinds of text files, which may be compressed."""
-COMPRESSED = (".gz", ".zst")
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -42,14 +39,14 @@ def kind_of(path: str) -> Kind | None:
     if FUNCTION.fullmatch(path):
         return "function"
     name, suffix = os.path.splitext(path.lower())
-    if suffix in COMPRESSED:
+    if suffix == ".gz":
         inner = SUFFIXES.get(os.path.splitext(name)[1])
         return inner if inner in TEXTS else None
-    return SUFFIXES.get(suffix, "saved" if os.path.isdir(path) else None)
+    return SUFFIXES.get(suffix)
 
 
 def names_a_file(path: str) -> bool:
-    """True if the text is the path of a file or folder (not a hub id or a function)."""
+    """True if the text is the path of a file (not a hub id or a function)."""
     return kind_of(path) not in ("hub", "function")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import date
 from typing import Annotated, Any, Literal
@@ -56,8 +55,8 @@ class SplitSpec(Section):
 
     path: Sources = None
     """A `.jsonl`, `.json`, `.parquet` or `.csv` file, a pattern such as `data/*.parquet`, a list of files and patterns,
-    a folder that Hugging Face `datasets` saved, `hf:owner/name` (a hub id, optionally with `@revision`), or a
-    `module:function` that yields rows. Text files may end in `.gz` or `.zst`. Relative to this file. Without a path the
+    `hf:owner/name` (a hub id, optionally with `@revision`), or a
+    `module:function` that yields rows. Text files may end in `.gz`. Relative to this file. Without a path the
     task makes its own prompts."""
     size: Count | None = None
     """Number of prompts: the first rows, or the number that the task generates. Default: all rows."""
@@ -77,7 +76,7 @@ class SplitSpec(Section):
     config: str | None = None
     """The hub data set's config."""
     split: str | None = None
-    """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
+    """The split of a hub data set, such as `train` or `test[:200]`."""
 
     @property
     def path_list(self) -> list[str]:
@@ -176,11 +175,6 @@ FROZEN: Sequence[Literal["vision"]] = ("vision",)
 """Default of ``model.freeze``."""
 
 
-def is_template_name(text: str) -> bool:
-    """True if a ``model.chat_template`` that is no file may be the name of a tokenizer's template."""
-    return re.fullmatch(r"[\w-]+", text) is not None
-
-
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
@@ -196,8 +190,8 @@ class ModelSpec(Section):
     max_length: Count = 1024
     """Longest sequence in tokens: prompt and response together."""
     chat_template: Annotated[Text | None, SystemPath] = None
-    """A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file), or the name of
-    one of the tokenizer's templates, such as `tool_use`. Default: its template, or the one named `default`."""
+    """A file with a Jinja chat template to use instead of the tokenizer's own (relative to this file). Default: the
+    tokenizer's template; of several, the one named `default`."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`: for prompts, episodes and `asyncrl serve`.
     A variable that the template does not read is refused."""

@@ -25,7 +25,7 @@ from asyncrl_cli.core.user_code import missing_name
 from asyncrl_cli.spec.base import MODULE_NAME, NUL
 from asyncrl_cli.spec.changes import is_fixed, refuse_fixed
 from asyncrl_cli.spec.data_sources import files_of, names_a_file
-from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec, is_template_name
+from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
@@ -246,7 +246,7 @@ def _path_keys() -> dict[str, Callable[[str, str], bool]]:
         "algorithm.reference_path": looks_like_path,
         "model.lora.path": lambda *_: True,
         "model.init.tokenizer": looks_like_path,
-        "model.chat_template": lambda text, path: not is_template_name(text) or os.path.isfile(path),
+        "model.chat_template": lambda *_: True,
         **dict.fromkeys(splits, lambda text, _: names_a_file(text)),
     }
 

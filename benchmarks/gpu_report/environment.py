@@ -39,7 +39,7 @@ def versions_and_devices(bench: Bench) -> dict[str, Any]:
 
 
 def doctor(bench: Bench) -> dict[str, Any]:
-    """`asyncrl doctor`, which also imports vLLM, DeepSpeed and Ray."""
+    """`asyncrl doctor`."""
     answer = bench.cli("doctor", "--json", "--runs-dir", str(bench.out), check=False)
     document = json.loads(answer)
     problems = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,10 @@ import pytest
 
 from asyncrl_cli.checks import machine
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of
-from asyncrl_cli.checks.machine import GIB, IMPORTS, REQUIRED, machine_checks
-from asyncrl_cli.checks.programs import import_library, run_program
+from asyncrl_cli.checks.machine import GIB, REQUIRED, machine_checks
+from asyncrl_cli.checks.programs import run_program
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.doctor import show_findings
-from asyncrl_cli.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -32,10 +30,6 @@ def judged(judge: Callable[..., Result], *values: Any) -> Finding:
     """The finding of a check of these measured values."""
     (finding,) = findings_of([Check("checked", lambda: judge(*values))])
     return finding
-
-
-def quick_checks(folder: Path) -> list[Check]:
-    return [check for check in machine_checks(folder) if check.name not in IMPORTS]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +90,7 @@ def test_vllm_needs_the_build_for_this_machines_gpus(
 
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
-    findings = list(findings_of(quick_checks(tmp_path / "not" / "there")))
+    findings = list(findings_of(machine_checks(tmp_path / "not" / "there")))
     assert len({finding.check for finding in findings}) == len(findings) == 9
     assert list(tmp_path.iterdir()) == []
     assert all(finding.hint for finding in findings if finding.status != "ok")
@@ -142,7 +136,7 @@ def _lives(pid: int) -> bool:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--quick", "--runs-dir", str(tmp_path), *arguments])
+        monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--runs-dir", str(tmp_path), *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code, capsys.readouterr().out
@@ -169,25 +163,12 @@ def test_the_command_for_a_cluster(monkeypatch: pytest.MonkeyPatch, capsys: pyte
             main()
         return ended.value.code, capsys.readouterr().out
 
-    for wrong in (["--address", "a:1"], ["--cluster", "--quick"]):
-        assert run(*wrong)[0] == 2
+    assert run("--address", "a:1")[0] == 2
     code, out = run("--cluster", "--address", "127.0.0.1:1", "--json")
     document = json.loads(out)
     assert code == 1 and document["healthy"] is False
     (finding,) = document["findings"]
     assert (finding["check"], finding["status"]) == ("cluster", "failure")
-
-
-@pytest.mark.stack
-@pytest.mark.rotating
-def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("asyncrl")), "doctor", "--json", "--runs-dir", str(tmp_path)]
-    document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    last = [finding for finding in document["findings"] if finding["check"] in ("vLLM", "DeepSpeed", "Ray")]
-    assert [finding["status"] for finding in last] == ["ok"] * 3
-    for name in ("vLLM", "DeepSpeed"):  # this machine has no GPU that they could use
-        with pytest.raises(ConfigError):
-            import_library(name, gpu=True)
 
 
 def test_failures_are_printed_last_with_counts(capsys: pytest.CaptureFixture[str]) -> None:

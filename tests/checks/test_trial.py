@@ -33,8 +33,6 @@ def fine(prompt, response):
     return float(response == prompt["answer"])
 def parts(prompt, response):
     return {"score": float(response == prompt["answer"]), "format": 0.5}
-def constant(prompt, response):
-    return 0.5
 def nothing(prompt, response):
     return None
 def group(prompt, responses):
@@ -206,5 +204,3 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     masks_all = found("task={use: 'tried_task:nothing'}")
     assert masks_all.status == "warning"
     assert "every reward is None" in masks_all.found and "return statement" in masks_all.hint
-    constant = found("task={use: 'tried_task:constant'}")
-    assert (constant.status, "equal rewards teach nothing" in constant.hint) == ("warning", True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import stat
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.core.files import atomic_folder, atomic_write, is_replaceable
+from asyncrl_cli.core.files import atomic_folder, atomic_write
 from asyncrl_cli.inspect.report.page import write
 
 
@@ -40,17 +39,6 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     reader.join()
     assert got == ["a page"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
-
-
-def test_a_device_stays_a_device() -> None:
-    ours, theirs = pty.openpty()
-    path = Path(os.ttyname(theirs))
-    write("a page\n", path)
-    assert os.read(ours, 100).split() == [b"a", b"page"]
-    assert path.is_char_device()
-    assert not is_replaceable(path)
-    os.close(ours)
-    os.close(theirs)
 
 
 def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.imports import MALLOC, UNUSED, large_imports, missing_package
 
 
@@ -29,13 +27,6 @@ def test_unused_packages_are_hidden_within_the_block() -> None:
         with pytest.raises(ImportError):
             import scipy  # noqa: F401
     assert importlib.util.find_spec("scipy") is not None
-
-
-def test_imported_packages_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", gc)
-    with large_imports():
-        assert sys.modules["scipy"] is gc
-    assert sys.modules["scipy"] is gc
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -64,20 +55,6 @@ def test_a_missing_dependency_is_named_with_the_command_that_installs_it(module:
 @pytest.mark.parametrize("name", ["my_module", "asyncrl_cli.no_such", None])
 def test_other_missing_modules_keep_their_traceback(name: str | None) -> None:
     assert missing_package(ModuleNotFoundError("", name=name)) is None
-
-
-def test_a_command_without_one_of_its_packages_ends_with_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "yaml", None)  # the import system's mark for a module that cannot be found
-    for module in ("config", "table"):
-        monkeypatch.delitem(sys.modules, f"asyncrl_cli.convert.{module}", raising=False)
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "convert", "verl", "a=b"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2 and "the package pyyaml is not installed" in capsys.readouterr().err
 
 
 HEAP = """

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from asyncrl_cli.core.intervals import Clusters, clustered_error, mean_interval, share_interval, wilson
+from asyncrl_cli.core.intervals import Clusters, mean_interval, share_interval, wilson
 
 pytestmark = pytest.mark.slow
 
@@ -60,25 +60,9 @@ def test_mean_interval_of_single_values_is_students(values: list[float]) -> None
     assert width(interval) / 2 == pytest.approx(half, rel=0.02, abs=1e-6)
 
 
-@given(VALUES, st.floats(0.1, 10), st.floats(-100, 100))
-def test_mean_interval_follows_scale_and_shift_and_ignores_order(
-    clusters: list[list[float]], scale: float, shift: float
-) -> None:
-    interval = mean_interval(clusters)
-    assert interval is not None
-    moved = [[scale * value + shift for value in cluster[::-1]] for cluster in clusters[::-1]]
-    assert mean_interval(moved) == pytest.approx([scale * bound + shift for bound in interval], rel=1e-6, abs=1e-6)
-
-
 def test_few_prompts_have_no_interval_of_their_mean_and_a_wide_one_of_their_share() -> None:
     assert mean_interval([[0.5, 1.5]] * 4) is None
     assert share_interval([[1.0] * 64]) == wilson(1.0, 1)
-
-
-def test_error_equals_the_error_of_prompt_means_with_equal_numbers_of_answers() -> None:
-    values = np.random.default_rng(0).random((40, 4))
-    mean, error = clustered_error(values.tolist())
-    assert (mean, error) == pytest.approx((values.mean(), values.mean(axis=1).std() / math.sqrt(40)))
 
 
 @pytest.mark.parametrize(("prompts", "samples", "hard"), [(20, 1, 0.5), (50, 4, 0.5), (100, 8, 0.05), (200, 4, 5.0)])

@@ -70,14 +70,6 @@ def test_a_shuffle_keeps_the_order_of_kinds(strata: list[int], seed: int) -> Non
         assert [strata[row] for row in drawn] == strata
 
 
-def test_kinds_are_shuffled_within_themselves() -> None:
-    assert taken(PromptLoader(Mixed([0, 1] * 20), 0, True), 40) != [str(row) for row in range(40)]
-
-
-def test_without_shuffling_the_order_is_that_of_the_file() -> None:
-    assert taken(PromptLoader(rows(3), 7, False), 7) == ["0", "1", "2", "0", "1", "2", "0"]
-
-
 def test_no_prompts_and_impossible_states_are_refused() -> None:
     with pytest.raises(DataError, match="no prompts"):
         PromptLoader([], 0, True)

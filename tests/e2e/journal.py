@@ -113,5 +113,5 @@ def assert_work_is_accounted_for(run: Path) -> None:
             assert of_step["train/tflop"] > 0 or not of_step["train/updates"]
             assert of_step["tokens/trained_per_s"] == pytest.approx(of_step["tokens/trained"] / of_step["time/step_s"])
             assert not [name for name in of_step if name.startswith("mfu/")], "CPUs have no data sheet"
-            assert of_step["cpu/trainer_s"] > 0 and of_step["cpu/driver_s"] > 0
+            assert of_step["cpu/trainer_s"] > 0
             assert 0 <= of_step["time/publish_wait_s"] <= of_step["time/publish_s"]

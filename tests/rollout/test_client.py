@@ -1,28 +1,34 @@
-"""Abort and continue: whatever engines abandon, each caller gets one complete rollout."""
+"""Abort and continue: whatever engines abandon, each caller gets one complete rollout, and every request ends exactly
+once, or is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.records.generation import (
     EVALUATION,
+    EngineActivity,
+    EngineRequest,
     FinishReason,
+    Placement,
     Rollout,
     RolloutFailure,
     RolloutRequest,
-    Sampling,
     Segment,
 )
 from asyncrl_cli.rollout.client import EngineLost, GenerationClient, GenerationFailed
 from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.rollout.open_requests import EndedRequests, EngineState
 from tests.orchestrator.stand_ins import (
     StandInEngine,
     StandInProcess,
@@ -84,47 +90,6 @@ async def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
         assert answer.text == "<5><6><7><8>"
         assert answer.finish_reason == "stop"
         assert answer.prompt_ids == (1, 2)
-
-
-async def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
-    async with connected_client() as client:
-        (engine,) = actors(client)
-        (asking,) = await begun(client, request("a"))
-        await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
-        await engine.deliver(segments=[segment("a", 3, 5, version=2)], aborted=["a"])
-        answer = await asking
-        assert [asked.remaining_tokens for asked in engine.submitted] == [8, 5], "no request for 0 tokens"
-        assert answer.finish_reason == "length"
-        assert answer.versions.tolist() == [0] * 3 + [2] * 5
-        assert answer.text == text_of(range(5, 13))
-        assert client.running == 0
-
-
-async def test_a_stop_string_across_a_boundary_ends_the_rollout() -> None:
-    async with connected_client() as client:
-        (engine,) = actors(client)
-        asked = replace(request("a"), sampling=Sampling(1.0, 8, stop=("7><8",)))
-        (asking,) = await begun(client, asked)
-        await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
-        await engine.deliver(segments=[segment("a", 3, 5)], aborted=["a"])
-        answer = await asking
-        assert (answer.text, answer.finish_reason) == ("<5><6><", "stop")
-        assert len(answer.logprobs) == len(answer.versions) == 4
-
-
-def test_a_character_of_several_tokens_survives_a_boundary() -> None:
-    """Each token is a byte; the text is decoded once, from all of them."""
-    letters = "é🙂".encode()
-    parts = [letters[:1], letters[1:4], letters[4:]]
-
-    def decode(ids: Any) -> str:
-        return bytes(ids.tolist()).decode()
-
-    asked = RolloutRequest("a", (1,), Sampling(1.0, 8))
-    for part in parts:
-        tail = segment("a", asked.generated, len(part))
-        asked = replace(asked, prefix=(*asked.prefix, replace(tail, ids=tail.ids * 0 + list(part))))
-    assert finished(asked, [], "length", decode).text == "é🙂"
 
 
 async def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() -> None:
@@ -192,26 +157,6 @@ async def test_an_engine_that_does_not_abort_is_marked_dead_and_its_requests_con
     assert second.ids == ["b", "a"]
 
 
-async def test_an_engine_that_restarts_during_a_pause_gets_nothing_before_the_resume() -> None:
-    client = client_over(1)
-    (engine,) = actors(client)
-    client.enqueue([request("a")], lambda ended: None)
-    await client.flush()
-    await client.pause()
-    engine.die()
-    with pytest.raises(EngineLost):
-        await client.collect(client.engines[0])
-    client.reclaim(client.engines[0])
-    process: Any = client.engines[0].process
-    await process.replace()
-    client.engines[0].serving = True
-    await client.flush()
-    assert process.actor.ids == []
-    await client.resume()
-    await client.flush()
-    assert process.actor.ids == ["a"]
-
-
 # -- out of service, and back
 
 
@@ -261,23 +206,6 @@ async def test_requests_of_a_withdrawn_engine_that_does_not_answer_continue_from
     collectors[1].cancel()
 
 
-async def test_an_unsent_request_of_a_withdrawn_engine_waits_for_another() -> None:
-    client = client_over(1)
-    (engine,) = actors(client)
-    engine.takes.clear()
-    client.enqueue([request("a")], lambda ended: None)
-    await turns()
-    client.enqueue([request("b")], lambda ended: None)
-    await turns()
-    withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 0.01))
-    await turns()
-    engine.takes.set()
-    await withdrawing
-    await turns()
-    assert engine.ids == ["a"]
-    assert client.running == 2
-
-
 # -- callers
 
 
@@ -308,16 +236,6 @@ async def test_a_cancelled_caller_frees_the_engine() -> None:
         again = await begun(client, request("a"))
         await engine.deliver(rollout("a"))
         assert (await again[0]).rollout_id == "a"
-
-
-async def test_an_open_requests_id_is_refused() -> None:
-    async with connected_client() as client:
-        (engine,) = actors(client)
-        (first,) = await begun(client, request("a"))
-        with pytest.raises(ValueError, match="request a is already open"):
-            await client.generate(request("a"))
-        await engine.deliver(rollout("a"))
-        await first
 
 
 async def test_callers_get_their_own_tokens_and_the_journal_those_of_enqueued_requests() -> None:
@@ -358,18 +276,6 @@ async def test_an_engine_gets_slightly_more_than_it_runs_at_once_and_old_request
         await engine.deliver(*(rollout(name) for name in engine.ids[-10:]))
         assert {(await task).rollout_id for task in tasks} == set(names)
         assert client.free == 8
-
-
-async def test_waiting_requests_go_to_any_engine_with_room() -> None:
-    async with connected_client(engines=2, slots=1) as client:
-        busy, quick = actors(client)
-        tasks = await begun(client, *(request(f"{number}") for number in range(9)))
-        assert (len(busy.ids), len(quick.ids)) == (2, 2)
-        while len(quick.ids) < 7:
-            await quick.deliver(rollout(quick.ids[-1]))
-        assert len(busy.ids) == 2
-        for task in tasks:
-            task.cancel()
 
 
 async def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_room() -> None:
@@ -491,5 +397,364 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
             assert all(asked.remaining_tokens > 0 for asked in actor.submitted)
         ranges = [(part.rollout_id, token) for part in received for token in range(part.start, part.end)]
         assert len(ranges) == len(set(ranges)), "each token is reported once"
+
+    run(check())
+
+
+class Owner:
+    """Records ended rollouts, batch by batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.failures: list[RolloutFailure] = []
+
+    def on_end(self, ended: EndedRequests) -> None:
+        assert all(asked.rollout_id == result.rollout_id for asked, result in ended)
+        self.batches.append([asked.rollout_id for asked, _ in ended])
+        self.failures += [result for _, result in ended if isinstance(result, RolloutFailure)]
+
+    @property
+    def ended(self) -> list[str]:
+        return [rollout_id for batch in self.batches for rollout_id in batch]
+
+
+async def asked(client: GenerationClient, owner: Owner, *names: str) -> None:
+    """Enqueue these requests, and return when engines have them."""
+    client.enqueue(map(request, names), owner.on_end)
+    await client.flush()
+
+
+def ranges(of: RolloutRequest) -> list[tuple[int, int]]:
+    """The token ranges of the parts of a request's prefix."""
+    return [(part.start, part.end) for part in of.prefix]
+
+
+async def lost(client: GenerationClient, number: int) -> str:
+    """Collect from an engine until it is lost, and take its requests back; returns the cause."""
+    engine = client.engines[number]
+    with pytest.raises(EngineLost) as error:
+        await client.collect(engine)
+    client.reclaim(engine)
+    await client.flush()
+    return str(error.value)
+
+
+async def restart(engine: EngineState) -> StandInEngine:
+    """A new actor for an engine, which serves."""
+    process: Any = engine.process
+    await process.replace()
+    engine.serving = True
+    actor: StandInEngine = process.actor
+    return actor
+
+
+# -- routing in bulk
+
+
+async def test_requests_go_to_the_least_loaded_engine_all_at_once_and_only_once() -> None:
+    client = client_over(2)
+    first, second = actors(client)
+    owner = Owner()
+    client.enqueue(map(request, "abc"), owner.on_end)
+    client.enqueue(map(request, "de"), owner.on_end)
+    assert (first.ids, second.ids) == ([], [])
+    await client.flush()
+    assert (first.ids, second.ids) == (["a", "c", "e"], ["b", "d"])
+    assert (first.submits, second.submits) == (1, 1)
+    assert client.running == 5
+    await client.flush()
+    assert len(first.ids + second.ids) == 5, "sent once"
+    async with collecting(client):
+        await first.deliver(rollout("a"), rollout("c"))
+        await asked(client, owner, "f")
+    assert first.ids[-1] == "f"
+    assert client.running == 4
+
+
+async def test_results_that_end_together_are_reported_together_to_each_owner() -> None:
+    client = client_over(1)
+    (engine,) = actors(client)
+    one, other = Owner(), Owner()
+    await asked(client, one, "a", "b")
+    await asked(client, other, "c")
+    async with collecting(client):
+        await engine.deliver(rollout("c"), rollout("a"), RolloutFailure("b", "gone"))
+        await engine.deliver(rollout("unknown"))
+    assert one.batches == [["a", "b"]]
+    assert other.batches == [["c"]]
+    assert client.room.is_set()
+
+
+async def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
+    client = client_over(2, retries=5)
+    first, second = actors(client)
+    owner = Owner()
+    await asked(client, owner, "a", "b", "c")
+    client.enqueue([request("d")], owner.on_end)
+    await client.cancel(["a", "b", "d", "unknown"])
+    assert (first.cancelled, second.cancelled) == (["a"], ["b"])
+    await client.flush()
+    assert second.ids == ["b"], "d had not been sent"
+    assert client.running == 1
+    async with collecting(client):
+        await first.deliver(rollout("a"), rollout("c"))
+        await second.deliver(RolloutFailure("b", "cancelled"))
+    assert owner.ended == ["c"]
+    assert second.ids == ["b"], "a cancelled request is not tried again"
+
+
+async def test_tokens_are_progress_and_nothing_else_is() -> None:
+    progress: list[None] = []
+    client = client_over(1, on_progress=lambda: progress.append(None))
+    (engine,) = actors(client)
+    async with collecting(client):
+        await engine.deliver(activity=EngineActivity(busy_s=1.0, wall_s=1.0))
+        await engine.deliver(RolloutFailure("a", "no"))
+        assert progress == []
+        for number, delivered in enumerate(
+            [{"segments": [segment("a", 0, 1)]}, {"activity": EngineActivity(1)}], start=1
+        ):
+            await engine.deliver(**delivered)
+            assert len(progress) == number
+        await engine.deliver(rollout("a"))
+        assert len(progress) == 3
+
+
+async def test_an_error_in_the_owners_callback_ends_the_collection() -> None:
+    client = client_over(1)
+    (engine,) = actors(client)
+
+    def on_end(ended: EndedRequests) -> None:
+        raise RunError("too many failures")
+
+    client.enqueue([request("a")], on_end)
+    await client.flush()
+    engine.put(rollout("a"))
+    with pytest.raises(RunError, match="too many failures"):
+        await client.collect(client.engines[0])
+
+
+# -- engines that are lost
+
+
+async def test_requests_of_a_lost_engine_continue_elsewhere_from_their_tokens() -> None:
+    client = client_over(2)
+    first, second = actors(client)
+    owner = Owner()
+    await asked(client, owner, "a", "b", "c", "d")
+    assert first.ids == ["a", "c"]
+    first.put(rollout("c"), segments=[segment("a", 0, 3), segment("a", 3, 2, version=1)])
+    first.put(segments=[segment("a", 5, 1, version=1)])
+    losing = asyncio.create_task(lost(client, 0))
+    await first.processed()
+    first.die()
+    assert await losing == "the process died"
+    assert second.ids == ["b", "d", "a"]
+    assert ranges(second.submitted[-1]) == [(0, 3), (3, 5), (5, 6)]
+    assert second.submitted[-1].sampling == request("a").sampling, "the engine computes the rest"
+    assert not client.engines[0].serving
+    assert owner.ended == ["c"]
+
+
+async def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
+    client = client_over(2)
+    owner = Owner()
+    await asked(client, owner, "a", "b")
+    for number, actor in enumerate(actors(client)):
+        actor.die()
+        await lost(client, number)
+    await asked(client, owner, "c")
+    assert client.running == 3
+    assert client.serving() == []
+    restarted = await restart(client.engines[1])
+    await client.flush()
+    assert restarted.ids, "it sends the waiting requests"
+    other = await restart(client.engines[0])
+    await client.flush()
+    assert sorted(restarted.ids + other.ids) == ["a", "b", "c"]
+
+
+async def test_a_silent_engine_is_lost_after_its_results_are_delivered() -> None:
+    client = client_over(1, hang_s=30.0)
+    (engine,) = actors(client)
+    owner = Owner()
+    await asked(client, owner, "a", "b")
+    engine.put(activity=EngineActivity(silent_s=29.0))
+    engine.put(rollout("a"), segments=[segment("b", 0, 1)], activity=EngineActivity(silent_s=31.0))
+    assert await lost(client, 0) == "it has generated no token for 31 s"
+    assert owner.ended == ["a"]
+    restarted = await restart(client.engines[0])
+    await client.flush()
+    assert [ranges(asked) for asked in restarted.submitted] == [[(0, 1)]]
+
+
+async def test_an_engine_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.rollout.client.POLL_S", 0.0)
+    client = client_over(1, hang_s=0.01)
+    assert await lost(client, 0) == "no answer within 0 s"
+
+
+async def test_an_engine_that_does_not_take_requests_is_marked_dead() -> None:
+    client = client_over(2, hang_s=0.01)
+    silent, other = actors(client)
+    silent.takes.clear()
+    await asked(client, Owner(), "a", "b")
+    assert silent.dead, "its process is ended, so that its collection ends"
+    assert await lost(client, 0) == "no answer within 0 s"
+    assert sorted(other.ids) == ["a", "b"]
+
+
+async def test_an_engine_that_is_lost_while_others_get_their_requests_gets_none() -> None:
+    client = client_over(2)
+    slow, _ = actors(client)
+    slow.takes.clear()
+    sending = asyncio.create_task(asked(client, Owner(), "a", "b"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    client.reclaim(client.engines[1])
+    restarted = await restart(client.engines[1])
+    client.engines[1].serving = False  # it has no weights yet
+    client.enqueue([request("c")], Owner().on_end)
+    slow.takes.set()
+    await sending
+    assert restarted.ids == []
+    assert slow.ids == ["a", "b", "c"]
+
+
+async def test_an_engine_marked_dead_is_lost_for_the_first_reason() -> None:
+    client = client_over(2)
+    first, second = actors(client)
+    await asked(client, Owner(), "a", "b")
+    client.mark_dead("engine-0", "it does not serve weight version 3")
+    client.mark_dead("engine-0", "a second reason")
+    assert first.dead
+    assert not second.dead
+    assert client.serving() == [client.engines[1]]
+    assert await lost(client, 0) == "it does not serve weight version 3"
+    restarted = await restart(client.engines[0])
+    restarted.die()
+    assert await lost(client, 0) == "the process died", "the old cause is not kept"
+
+
+# -- what is recorded of an engine's work
+
+
+async def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
+    stays: list[EngineRequest] = []
+    client = client_over(1, on_engine_request=stays.append)
+    (engine,) = actors(client)
+    await asked(client, Owner(), "a", "b")
+    async with collecting(client):
+        await engine.deliver(segments=[segment("a", 0, 3)])
+        returned = [Placement("a", 9.0, 2.0, 1, 0.5)]
+        await engine.deliver(segments=[segment("a", 3, 1), segment("b", 0, 2)], placements=returned)
+    engine.die()
+    await lost(client, 0)
+    restarted = await restart(client.engines[0])
+    await client.flush()
+    async with collecting(client):
+        await restarted.deliver(rollout("a", (0,) * 6), placements=[Placement("a", 4.0, 1.0, 2)])
+        await restarted.deliver(segments=[segment("b", 2, 1)])
+        await client.cancel(["b"])
+    work = [(stay.request_id, stay.ending, stay.context_tokens, stay.tokens, stay.cached_tokens) for stay in stays]
+    assert work == [
+        ("a", "lost", 2, 4, 1),
+        ("b", "lost", 2, 2, None),
+        ("a", "stop", 2 + 4, 2, 2),
+        ("b", "cancelled", 2 + 2, 1, None),
+    ]
+    running = [(stay.running_from, stay.running_until, stay.first_token_s) for stay in stays]
+    first, _, last, _ = running
+    assert running[1] == running[3] == (None, None, None)
+    assert (first[1] - first[0], first[2]) == (pytest.approx(7.0), 0.5)  # type: ignore[operator]
+    assert (last[1] - last[0], last[2]) == (pytest.approx(3.0), None)  # type: ignore[operator]
+    assert last[1] == pytest.approx(stays[2].ended_at - 1.0, abs=0.5)
+
+
+async def test_a_rollout_that_was_complete_when_its_engine_was_lost_is_counted_once() -> None:
+    owner = Owner()
+    stays: list[EngineRequest] = []
+    client = client_over(1, on_engine_request=stays.append)
+    (engine,) = actors(client)
+    client.enqueue([request("a", max_tokens=3)], owner.on_end)
+    await client.flush()
+    async with collecting(client):
+        await engine.deliver(segments=[segment("a", 0, 3)])
+    engine.die()
+    await lost(client, 0)
+    assert owner.ended == ["a"]
+    assert [(stay.ending, stay.context_tokens, stay.tokens) for stay in stays] == [("length", 2, 3)]
+
+
+# -- random sequences of events, in bulk
+
+
+@pytest.mark.slow
+@given(
+    data=st.data(),
+    engines=st.integers(1, 3),
+    retries=st.integers(0, 2),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=8),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retries: int, sizes: list[int]) -> None:
+    async def check() -> None:
+        stays: list[EngineRequest] = []
+        client = client_over(engines, retries, on_engine_request=stays.append)
+        owner = Owner()
+        generated: Counter[str] = Counter()
+        failed: Counter[str] = Counter()
+        cancelled: set[str] = set()
+        for group, size in enumerate(sizes):
+            requests = [request(f"{group}-{i}", max_tokens=10_000) for i in range(size)]
+            client.enqueue(requests, owner.on_end)
+        await client.flush()
+        while client.running:
+            number = data.draw(st.integers(0, engines - 1))
+            pending = sorted(client.engines[number].pending)
+            if not pending:
+                continue
+            actor = actors(client)[number]
+            chosen = data.draw(st.lists(st.sampled_from(pending), unique=True, min_size=1))
+            event = data.draw(st.sampled_from(["finish", "fail", "cancel", "grow", "die"]))
+            if event == "die":
+                actor.die()
+                await lost(client, number)
+                await restart(client.engines[number])
+                await client.flush()
+                asked_again = {
+                    one.rollout_id: one
+                    for engine, actor in zip(client.engines, actors(client), strict=True)
+                    for one in actor.submitted
+                    if one.rollout_id in engine.pending
+                }
+                for name in pending:  # it continues from all reported tokens
+                    parts = ranges(asked_again[name])
+                    assert [0, *(end for _, end in parts)] == [*(start for start, _ in parts), generated[name]]
+                continue
+            async with collecting(client):
+                if event == "cancel":
+                    await client.cancel(chosen)
+                    cancelled |= set(chosen)
+                    await actor.deliver(*map(rollout, chosen))
+                elif event == "grow":
+                    grown = [segment(name, generated[name], 2) for name in chosen]
+                    generated.update(dict.fromkeys(chosen, 2))
+                    await actor.deliver(segments=grown)
+                elif event == "fail":
+                    failed.update(chosen)
+                    await actor.deliver(*(RolloutFailure(name, "no") for name in chosen))
+                else:
+                    await actor.deliver(*map(rollout, chosen))
+        everything = {f"{group}-{i}" for group, size in enumerate(sizes) for i in range(size)}
+        assert len(owner.ended) == len(set(owner.ended))
+        assert set(owner.ended) == everything - cancelled
+        assert {failure.rollout_id for failure in owner.failures} == {n for n in failed if failed[n] == retries + 1}
+        for name in everything:  # it was on one engine at a time, and ended on the last one
+            *earlier, last = [stay for stay in stays if stay.request_id == name]
+            assert all(before.ended_at <= after.begun_at for before, after in pairwise([*earlier, last]))
+            assert {stay.ending for stay in earlier} <= {"failed", "lost"}
+            ended = "failed" if failed[name] == retries + 1 else "stop"
+            assert last.ending == ("cancelled" if name in cancelled else ended)
 
     run(check())

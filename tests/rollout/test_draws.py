@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,26 +30,6 @@ def test_a_row_depends_on_its_seed_and_position_alone(rows: list[tuple[int, int]
     found = dict(zip(rows, row_seeds(rows), strict=True))
     others = data.draw(st.permutations(rows))[: data.draw(st.integers(1, len(rows)))]
     assert row_seeds(others) == [found[row] for row in others]
-
-
-@given(
-    seed=SEEDS,
-    prompt=st.integers(1, 500),
-    tokens=st.integers(1, 60),
-    cuts=st.sets(st.integers(1, 59), max_size=5),
-)
-def test_a_rollout_that_is_cut_anywhere_continues_with_the_same_numbers(
-    seed: int, prompt: int, tokens: int, cuts: set[int]
-) -> None:
-    """Every part is a separate request, with all earlier tokens as its prompt."""
-    whole = row_seeds([(seed, prompt + index) for index in range(tokens)])
-    bounds = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
-    parts = []
-    for first, end in pairwise(bounds):
-        longer_prompt = prompt + first
-        parts += row_seeds([(seed, longer_prompt + index) for index in range(end - first)])
-    assert parts == whole
-    assert len(set(whole)) == tokens, "no two tokens have the same numbers"
 
 
 def test_near_seeds_and_positions_have_unrelated_numbers() -> None:

@@ -227,15 +227,3 @@ def test_placeholder_that_the_policy_sampled_is_text(bench: VisionBench, loops: 
     rollout = loops.run(generate())
     gaps = np.abs(bench.recomputed_with(rollout, request, 40) - rollout.logprobs)
     assert gaps[7:].max() < TOLERANCE
-
-
-def test_image_with_another_number_of_tokens_is_refused(bench: VisionBench, loops: asyncio.Runner) -> None:
-    request = bench.request("51-0", RED, BLUE)
-    wrong = (replace(request.images[0], length=request.images[0].length - 1), request.images[1])
-
-    async def generate() -> None:
-        await bench.publish(50, "keep")
-        await bench.engine.generate(replace(request, images=wrong))
-
-    with pytest.raises(RuntimeError, match=r"12 tokens, and the model's own processor 11"):
-        loops.run(generate())

@@ -231,27 +231,6 @@ def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, loops: a
     loops.run(generate())
 
 
-def test_a_stop_string_across_the_boundary_ends_the_rollout(bench: Bench, loops: asyncio.Runner) -> None:
-    async def generate() -> None:
-        await bench.publish(12, "keep")
-        full = await bench.engine.generate(RolloutRequest("12-0", (3, 4, 5), Sampling(0.0, TOKENS)))
-        decode, ids = bench.engine._decode, full.ids
-        end, stop = next(
-            (end, stop)
-            for end in range(4, len(ids) - 4)
-            if len(stop := decode(ids[end - 2 : end + 2])) > 3 and full.text.index(stop) == len(decode(ids[: end - 2]))
-        )
-        sampling = Sampling(0.0, TOKENS, stop=(stop,))
-        stopped = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling))
-        prefix = Segment("12-1", 0, 12, full.ids[:end], full.logprobs[:end])
-        again = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling, (prefix,)))
-        assert again.ids.tolist() == stopped.ids.tolist() == full.ids[: end + 2].tolist()
-        assert again.finish_reason == stopped.finish_reason == "stop"
-        assert again.text == stopped.text == decode(ids[: end - 2]), "before the stop string"
-
-    loops.run(generate())
-
-
 def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, loops: asyncio.Runner) -> None:
     async def generate() -> Rollout:
         await bench.publish(13, "keep")
@@ -343,7 +322,6 @@ def test_an_engine_continues_when_the_memory_of_a_version_is_gone_before_the_pau
     [
         (greedy("50-0", tokens=TOKENS), True),
         (replace(greedy("51-0", tokens=TOKENS), streamed=True), False),
-        pytest.param(greedy("52-0", stop=("@@@@",), tokens=TOKENS), False, marks=pytest.mark.rotating),
     ],
 )
 def test_tokens_that_are_not_read_yet_come_together(
@@ -439,42 +417,6 @@ async def stopped_core(bench: Bench) -> AsyncIterator[psutil.Process]:
     finally:
         if core.is_running():
             core.send_signal(signal.SIGCONT)
-
-
-def test_a_hanging_engine_is_silent_and_continues_afterwards(
-    bench: Bench, loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
-) -> None:
-    async def check() -> None:
-        await bench.publish(20, "keep", endless=True)
-        actor = worker(bench)
-        taken: dict[str, list[Segment]] = {}
-        names = [f"20-{number}" for number in range(16)]
-        await actor.submit([greedy(name, tokens=3 * TOKENS) for name in names])
-        await until(lambda: begun(bench, names))
-        rollouts: list[Rollout] = []
-        async with stopped_core(bench), asyncio.timeout(LIMIT_S):
-            silences = [0.0]
-            while silences[-1] < 0.5:
-                delivery = await actor.collect(0.05)
-                add(taken, delivery.segments)
-                rollouts += delivery.rollouts
-                silences.append(delivery.activity.silent_s)
-            assert not rollouts
-        rising = silences[len(silences) - silences[::-1].index(0.0) - 1 :]
-        assert rising == sorted(rising) and len(rising) > 5
-        silent = True
-        async with asyncio.timeout(LIMIT_S):
-            while len(rollouts) < len(names):
-                delivery = await actor.collect(1.0)
-                assert not delivery.failures
-                add(taken, delivery.segments)
-                rollouts += delivery.rollouts
-                silent &= delivery.activity.silent_s > 0
-        assert not silent
-        assert set(taken) == set(names)
-        assert all(begins_with(rollout, taken[rollout.rollout_id]) for rollout in rollouts)
-
-    loops.run(check())
 
 
 def test_rollouts_survive_the_death_of_their_engine(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import socket
 from contextlib import nullcontext
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,22 +169,3 @@ async def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(
         await engine.sleep()
     await engine.abort()  # it needs the lock that the sleep had acquired
     assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
-
-
-def test_the_installed_vllm_has_these_calls() -> None:
-    """The source is read, because importing it takes ten seconds."""
-    package = find_spec("vllm")
-    assert package is not None and package.origin is not None
-    source = Path(package.origin).parent / "v1/engine/async_llm.py"
-    (engine,) = (
-        node
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "AsyncLLM"
-    )
-    takes = {
-        node.name: [argument.arg for argument in node.args.args]
-        for node in engine.body
-        if isinstance(node, ast.AsyncFunctionDef)
-    }
-    assert takes["sleep"][:3] == ["self", "level", "mode"]
-    assert takes["wake_up"][0] == "self"

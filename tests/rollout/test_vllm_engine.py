@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from asyncrl_cli.rollout.engine import _segments
 from asyncrl_cli.rollout.engine_settings import (
     BLOCK_SIZE,
     CACHE_ARGUMENT,
-    batched_tokens,
     cache_bytes_per_token,
     engine_arguments,
     engine_environment,
@@ -68,34 +66,6 @@ def test_the_cache_holds_a_sequence_of_the_models_length() -> None:
     long = base.model_copy(update={"model": base.model.model_copy(update={"max_length": 100_000})})
     per_token = cache_bytes_per_token(long, config())
     assert kv_cache_bytes(long, per_token) >= 100_000 * per_token
-
-
-def test_the_cache_follows_the_models_shape() -> None:
-    base = cache_bytes(spec(), config())
-    assert base == cache_bytes(spec(), config(num_key_value_heads=None, head_dim=None))
-    assert base == cache_bytes(spec(), config(head_dim=16, num_key_value_heads=4))
-    assert base == 4 * cache_bytes(spec(), config(num_key_value_heads=1))
-    assert base == 2 * cache_bytes(spec(dtype="bfloat16"), config())
-    assert cache_bytes(spec(kv_cache_mb=3), config()) == 3 * 2**20
-
-
-def test_the_environment_differs_between_cpu_and_gpu() -> None:
-    cpu = engine_environment(spec(threads_per_engine=3))
-    assert cpu["OMP_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS" not in engine_environment(spec(gpus_per_engine=1))
-    assert all(isinstance(value, str) for value in cpu.values())
-
-
-@pytest.mark.parametrize(
-    ("gpu_gb", "gpus", "running", "tokens"),
-    [(80, 1, 256, 8192), (80, 2, 256, 8192), (80, 0.4, 256, 8192), (24, 1, 256, 2048), (None, 1, 4096, 4096)],
-)
-def test_gpu_engine_computes_more_tokens_at_a_time_on_a_large_gpu(
-    gpu_gb: int | None, gpus: float, running: int, tokens: int
-) -> None:
-    """vLLM refuses fewer tokens than running requests."""
-    chosen = spec(gpus_per_engine=gpus, max_running_rollouts=running)
-    assert batched_tokens(chosen, None if gpu_gb is None else gpu_gb * 10**9) == tokens
 
 
 def test_a_float32_engine_on_a_gpu_does_not_round_products_to_tf32() -> None:
@@ -170,13 +140,6 @@ def test_every_token_has_the_version_of_its_span() -> None:
     tokens = TokenSequence.join(_segments(request(), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
     assert tokens.versions.tolist() == [7, 7, 8, 10, 10]
     assert tokens.logprobs.tolist() == [0, -1, -2, -3, -4]
-
-
-def test_an_answer_continues_after_the_prefix() -> None:
-    prefix = Segment("7-0", 0, 6, np.array([50, 51], np.int32), np.zeros(2, np.float32))
-    segments = _segments(request(prefix), answer(3, [(0, 1, 6), (1, 3, 7)]))
-    assert [(segment.start, segment.end, segment.version) for segment in segments] == [(2, 3, 6), (3, 5, 7)]
-    assert TokenSequence.join([prefix, *segments]).ids.tolist() == [50, 51, 0, 1, 2]
 
 
 @pytest.mark.parametrize("spans", [None, [], [(1, 5, 1)]])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.vllm_core import HOLD_S, JoinedOutputs, hold_s, join_outputs
+from asyncrl_cli.rollout.vllm_core import JoinedOutputs
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -136,32 +136,3 @@ def test_waiting_tokens_are_sent_at_their_deadline() -> None:
     source.put((0, message(outputs=[record("a", [1]), record("b", [2])], weight_version="4")))
     _, outputs = JoinedOutputs(source.get, {"a": 60.0, "b": 0.01}.__getitem__).get()
     assert [one.new_token_ids for one in outputs.outputs] == [[1], [2]]
-
-
-def test_requests_say_how_long_their_tokens_may_wait() -> None:
-    def core(**requests: Any) -> Any:
-        made = {
-            name: SimpleNamespace(sampling_params=None if arguments is None else SimpleNamespace(extra_args=arguments))
-            for name, arguments in requests.items()
-        }
-        return SimpleNamespace(scheduler=SimpleNamespace(requests=made))
-
-    one = core(a={HOLD_S: 0.05}, b={}, c=None)
-    assert [hold_s(one, name) for name in "abcd"] == [0.05, 0.0, 0.0, 0.0]
-
-
-def test_the_core_reads_its_queue_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.engine.core import EngineCoreProc
-
-    def send(core: Any, *arguments: Any) -> None:
-        assert arguments == (["path"], None, 0)
-        sent.append(core.output_queue.get())
-
-    sent: list[Any] = []
-    monkeypatch.setattr(EngineCoreProc, "process_output_sockets", send)
-    join_outputs()
-    core: Any = SimpleNamespace(output_queue=queue.Queue(), scheduler=SimpleNamespace(requests={}))
-    core.output_queue.put(DEAD)
-    EngineCoreProc.process_output_sockets(core, ["path"], None, 0)
-    assert sent == [DEAD]
-    assert isinstance(core.output_queue.get.__self__, JoinedOutputs)

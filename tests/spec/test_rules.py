@@ -181,7 +181,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "task.options",
             "to the members",
         ),
-        (["data.train.path=."], "data.train.path", "is not a folder that `datasets` saved"),
+        (["data.train.path=."], "data.train.path", "is a folder; name its files"),
         (["model.max_length=600"], "model.max_length", "to 1024, or lower rollout.max_response_tokens to 88"),
         (["model.max_length=256"], "model.max_length", "raise model.max_length to 1024"),
         (["rollout.group_size=512"], "rollout.max_running_rollouts", "raise it to 512 or more"),

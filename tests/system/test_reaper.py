@@ -137,21 +137,6 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
-    marked = pids(start("-c", STUBBORN, mark=mark))
-    reaper = start("-m", "asyncrl_cli.system.reaper", str(folder))
-    assert reaper.stdin is not None
-    reaper.stdin.write("not the end\n")
-    reaper.stdin.flush()
-    with pytest.raises(subprocess.TimeoutExpired):
-        reaper.wait(1.0)
-    assert all(map(is_alive, marked))
-    assert folder.is_dir()
-    reaper.stdin.close()
-    reaper.wait(TIMEOUT_S)
-    assert not any(map(is_alive, marked))
-
-
 def drive(start: Start, log: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """A driver, its folder, and the pids of its reaper and of two processes with its mark."""
     driver = start("-c", DRIVER, str(log), STUBBORN)
@@ -210,20 +195,6 @@ def test_no_interruption_of_a_start_leaves_a_folder(
     with pytest.raises(KeyboardInterrupt), running_reaper(tmp_path / "log"):
         pass
     assert not list(tmp_path.glob("asyncrl-*")) and children() == []
-
-
-def test_with_nothing_left_it_ends(start: Start, tmp_path: Path) -> None:
-    reaper = start("-m", "asyncrl_cli.system.reaper", str(tmp_path / "missing"))
-    reaper.communicate()
-    assert reaper.returncode == 0
-
-
-def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
-    script = f"import os; from asyncrl_cli.system.reaper import marked_processes as m; print(*m({mark!r}))"
-    out, _ = start("-c", script, mark=mark).communicate()
-    assert out.split() == []
-    marked, _ = pids(start("-c", STUBBORN, mark=mark))
-    assert list(marked_processes(mark)) == [marked]
 
 
 def test_process_has_not_ended_while_one_of_its_threads_has_not(start: Start) -> None:

@@ -36,11 +36,9 @@ GYM = "gym/"
 """Prefix of the names of reasoning-gym data sets."""
 HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
 SOURCES = (
-    "name .jsonl, .json, .parquet or .csv files (relative to the spec; text also as .gz or .zst), a folder that "
-    "`datasets` saved, `hf:owner/name`, or `module:function`"
+    "name .jsonl, .json, .parquet or .csv files (relative to the spec; text also as .gz), `hf:owner/name`, or "
+    "`module:function`"
 )
-SAVED_MARKS = ("dataset_info.json", "dataset_dict.json")
-"""A folder saved by `datasets` has at least one of these files."""
 
 
 @rule
@@ -182,19 +180,15 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
 def _source_fault(path: str, several: bool) -> str:
     """The mistake in one source of a split, or empty text. ``several``: the split has several sources."""
     source_kind = kind_of(path)
-    if several and source_kind in ("hub", "function", "saved"):
+    if several and source_kind in ("hub", "function"):
         return f"only files can be joined, and {path} is not a file; task.mix joins any sources"
     if not names_a_file(path):
         return ""
     if not os.path.exists(path):
         return f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
-    if source_kind is None:
-        return f"unknown kind of file: {os.path.basename(path)}"
-    if not (os.path.isdir if source_kind == "saved" else os.path.isfile)(path):
-        return f"{path} is {'a' if os.path.isdir(path) else 'not a'} folder"
-    if source_kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
-        return f"{path} is not a folder that `datasets` saved"
-    return ""
+    if os.path.isdir(path):
+        return f"{path} is a folder; name its files, such as *.parquet (Dataset.to_parquet writes one)"
+    return f"unknown kind of file: {os.path.basename(path)}" if source_kind is None else ""
 
 
 @rule
@@ -218,8 +212,8 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
         is_task_split = key.startswith("evaluation.") and split.path is None
         if is_task_split and split.split not in (None, "train", "eval"):
             yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
-        elif not is_task_split and source_kind not in ("hub", "saved") and split.split is not None:
-            yield Problem(f"{key}.split", "only hub and saved data sets have splits", "remove it")
+        elif not is_task_split and source_kind != "hub" and split.split is not None:
+            yield Problem(f"{key}.split", "only hub data sets have splits", "remove it")
 
 
 @rule

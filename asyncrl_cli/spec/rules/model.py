@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
-from asyncrl_cli.spec.inputs import CHARACTERS, SLOT_RANKS, is_template_name
+from asyncrl_cli.spec.inputs import CHARACTERS, SLOT_RANKS
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -96,9 +96,8 @@ def adapter_to_start_from(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A `model.chat_template` is a file, or a name."""
-    text = spec.model.chat_template
-    if text is not None and not is_template_name(text) and not os.path.isfile(text):
+    """A `model.chat_template` is a file."""
+    if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
         hint = "name a Jinja file, or remove the key to use the tokenizer's own template"
         yield Problem("model.chat_template", f"{spec.model.chat_template} is not a file", hint)
 

@@ -32,7 +32,7 @@ from asyncrl_cli.data.tokenizer import (
     load_tokenizer,
     with_chat_template,
 )
-from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec, is_template_name
+from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec
 from asyncrl_cli.spec.rules.model import SIZES, TEXT_CONFIG, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.image_models import (
@@ -58,7 +58,7 @@ def model_key(spec: ExperimentSpec) -> str:
     model = spec.model.model_dump(mode="json", exclude={"lora", "warm_start"})
     model["chat_template"] = CHAT_TEMPLATE  # has no effect on a saved tokenizer
     if (text := spec.model.chat_template) is not None:
-        model["chat_template"] = text if is_template_name(text) else read_regular(text, TEMPLATE_BYTES).decode()
+        model["chat_template"] = read_regular(text, TEMPLATE_BYTES).decode()
     facts = json.dumps({"asyncrl": __version__, "seed": spec.seed, **model}, sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
