@@ -167,7 +167,8 @@ async def test_a_dead_engine_is_started_again_while_another_continues_its_reques
         dies, continues = scene.engine("engine-0"), scene.engine("engine-1")
         await dies.deliver(segments=[segment("a", 0, 3)])
         dies.die()
-        await scene.until(lambda: len(scene.serving) == 2 and scene.engine("engine-0") is not dies)
+        await scene.until(lambda: scene.serving == ["engine-0", "engine-1"] and scene.engine("engine-0") is not dies)
+        await turns()
         assert continues.ids == ["b", "a"]
         assert [(part.start, part.end) for part in continues.submitted[-1].prefix] == [(0, 3)]
         assert scene.notes == [("engine", "engine-0", "the process died")]
