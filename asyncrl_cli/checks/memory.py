@@ -162,7 +162,11 @@ def _advice(spec: ExperimentSpec, excess: Excess) -> tuple[str, str]:
         return "rollout.gpus_per_engine", "lower rollout.gpus_per_engine, or use a smaller model or trainer.offload"
     largest = max(device.parts, key=lambda use: use.bytes).name
     if largest == "key-value caches":
-        return "rollout.max_running_rollouts", "lower it, model.max_length or rollout.kv_cache_mb"
+        if spec.rollout.kv_cache_mb is not None:
+            return "rollout.kv_cache_mb", "lower it, or remove it"
+        if spec.model.max_length > spec.rollout.running_rollouts * (spec.rollout.longest_rollout // 2):
+            return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"
+        return "rollout.max_running_rollouts", "lower it, or set rollout.kv_cache_mb"
     if largest == "processes":
         return "this machine", "stop other programs, or lower rollout.engines or trainer.ranks"
     if "activations" in largest:

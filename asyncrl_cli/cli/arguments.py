@@ -28,15 +28,6 @@ class Command(TyperCommand):
                 raise UsageError(f"{error.format_message()}\nhint: {hint}", ctx=ctx) from None
             raise
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show the help of all options. `{names}` in it stands for the names that the shell completes."""
-        for param in self.params:
-            if "{names}" in (getattr(param, "help", None) or ""):
-                *names, last_name = [item.value for item in param.shell_complete(ctx, "")]
-                text = f"{', '.join(names)} or {last_name}"
-                param.help = param.help.replace("{names}", text)  # type: ignore[attr-defined]
-        super().format_options(ctx, formatter)
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [text.replace("{", "").replace("}", "") for text in super().collect_usage_pieces(ctx)]
 

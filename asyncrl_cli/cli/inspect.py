@@ -116,7 +116,7 @@ def events(
             "--kind",
             metavar="KIND",
             autocompletion=completion(_kinds),
-            help="Only events of this kind: {names}. May be repeated.",
+            help="Only events of this kind, such as fault (docs/journal.md). May be repeated.",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new events, until the run ends.")] = False,

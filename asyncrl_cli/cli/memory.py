@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from asyncrl_cli.core.errors import ConfigError, diagnostic
 
 if TYPE_CHECKING:
@@ -27,42 +25,30 @@ class MemoryAnswer:
     document: dict[str, object]
 
 
-def parse_memory(text: str | None) -> int | None:
-    """Convert the value of `--gpu-memory` to bytes."""
-    from asyncrl_cli.sizing.memory_use import memory_size
-
-    try:
-        return None if text is None else memory_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--gpu-memory") from None
-
-
-def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
-    """Read the config of a spec's model from ``folder``; None finds it by the model's name."""
+def model_config(spec: ExperimentSpec) -> Any:
+    """Find the config of a spec's model."""
     from asyncrl_cli.core.imports import large_imports
 
     with large_imports():
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-    from asyncrl_cli.sizing.config import find_config, load_config
+    from asyncrl_cli.sizing.config import find_config
 
-    if folder is not None:
-        return load_config(folder, "--model-config")
     with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as empty:
         return find_config(spec, Path(empty))
 
 
-def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
-    """Estimate a spec's memory; ``config_folder`` as in ``model_config``."""
+def memory_answer(spec: ExperimentSpec) -> MemoryAnswer:
+    """Estimate a spec's memory."""
     from asyncrl_cli.checks.finding import Warned
     from asyncrl_cli.checks.memory import estimate_memory, memory_problems, resolve_microbatch, resolve_rollouts
     from asyncrl_cli.sizing.model import size_model
 
     try:
-        model = size_model(spec, model_config(spec, config_folder))
-        spec, microbatch = resolve_microbatch(spec, model, gpu_bytes)
-        spec, rollouts = resolve_rollouts(spec, model, gpu_bytes)
-        estimate = estimate_memory(spec, model, gpu_bytes)
+        model = size_model(spec, model_config(spec))
+        spec, microbatch = resolve_microbatch(spec, model)
+        spec, rollouts = resolve_rollouts(spec, model)
+        estimate = estimate_memory(spec, model)
         refusal, warnings = memory_problems(spec, estimate)
         warnings += [result for result in (microbatch, rollouts) if isinstance(result, Warned)]
     except ConfigError as error:
@@ -112,7 +98,7 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
             f"admits {admitted // spec.rollout.min_engines:,} for each",
         ]
     elif spec.rollout.gpus_per_engine and model.cache_numbers is not None:
-        lines += ["", "set cluster.gpu_memory_gb, or use --gpu-memory, to see whether the GPUs are large enough"]
+        lines += ["", "set cluster.gpu_memory_gb to see whether the GPUs are large enough"]
     lines.append(f"the journal grows by about {size_text(estimate.journal)} a step")
     return "\n".join(lines)
 

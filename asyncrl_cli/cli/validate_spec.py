@@ -7,13 +7,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides
 from asyncrl_cli.cli.doctor import show_finding
-from asyncrl_cli.cli.memory import parse_memory
 from asyncrl_cli.cli.output import debugging, echo, echo_json
 from asyncrl_cli.core.terminal import counted
 
@@ -42,20 +41,6 @@ def validate_spec(
         bool,
         typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse a spec that does not fit."),
     ] = False,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="With --memory: memory of a GPU, such as 80GB. Default: cluster.gpu_memory_gb, or this machine's.",
-            show_default=False,
-        ),
-    ] = None,
-    model_config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="With --memory: the folder of the model's config.json.", show_default=False
-        ),
-    ] = None,
 ) -> None:
     """Check specs: types, spelling, and whether their parts fit together.
 
@@ -73,11 +58,8 @@ def validate_spec(
         raise typer.BadParameter("--resolved, --prompt and `-` take one spec at a time", param_hint="SPEC")
     if prompt and specs == ["-"]:
         raise typer.BadParameter("--prompt needs a file: task and data are in its folder", param_hint="SPEC")
-    if not memory and (gpu_memory is not None or model_config is not None):
-        raise typer.BadParameter("needs --memory", param_hint="--gpu-memory" if gpu_memory else "--model-config")
-    sizes = _Memory(parse_memory(gpu_memory), model_config) if memory else None
     answers = [
-        _check(spec, overrides=overrides or (), resolved=resolved, prompt=prompt, memory=sizes) for spec in specs
+        _check(spec, overrides=overrides or (), resolved=resolved, prompt=prompt, memory=memory) for spec in specs
     ]
     if as_json:
         documents = [answer.document for answer in answers]
@@ -106,14 +88,7 @@ class _Answer:
     findings: tuple[Finding, ...] = ()
 
 
-class _Memory(NamedTuple):
-    """The options for `--memory`."""
-
-    gpu_bytes: int | None
-    config_folder: Path | None
-
-
-def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, memory: _Memory | None) -> _Answer:
+def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, memory: bool) -> _Answer:
     from asyncrl_cli.spec.load import dump_spec, load_spec
     from asyncrl_cli.spec.load import resolved as resolved_values
     from asyncrl_cli.spec.problems import SpecError
@@ -133,11 +108,11 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
     findings = _prompt_findings(spec, loaded) if prompt else ()
     if prompt:
         document["findings"] = [asdict(finding) for finding in findings]
-    if memory is None:
+    if not memory:
         return _Answer(True, text=text, problems=warnings, document=document, findings=findings)
     from asyncrl_cli.cli.memory import memory_answer
 
-    answer = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
+    answer = memory_answer(loaded.spec)
     return _Answer(
         answer.fits,
         text=f"{text}\n{answer.text}".rstrip(),

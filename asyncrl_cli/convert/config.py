@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.files import read_regular
 from asyncrl_cli.core.flatten import flatten
 
 MAX_BYTES = 1 << 18
@@ -231,16 +230,13 @@ def read_file(path: str, program_hint: str = "") -> dict[str, Any]:
 
 
 def content(path: str, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file of limited size: a pipe could block. Raises ``ConfigError``."""
+    """Return the bytes of a regular file of limited size. Raises ``ConfigError``."""
     try:
-        status = os.stat(path)
-        if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes:
-            return Path(path).read_bytes()
-        reason = f"it is no regular file of at most {max_bytes:,} bytes"
+        return read_regular(path, max_bytes)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-    hint = "name a file that exists, or paste the command or its arguments"
-    raise ConfigError(f"the file cannot be read: {reason}", location=path[:120], hint=hint)
+        hint = "name a file that exists, or paste the command or its arguments"
+        raise ConfigError(f"the file cannot be read: {reason}", location=path[:120], hint=hint) from None
 
 
 def parse_value(text: str) -> Any:

@@ -56,10 +56,6 @@ Branch = tuple[bool | None, Sequence[Node]]
 """Whether the condition of a branch holds (None: unknown), and its commands."""
 
 
-class _Exit(Exception):
-    pass
-
-
 def trainer_command(
     path: str, script_text: bytes, arguments: Sequence[str], *, is_argument: Callable[[str], Any]
 ) -> list[str]:
@@ -74,8 +70,6 @@ def trainer_command(
         script.evaluate(script_text)
     except RecursionError:
         raise ConfigError("the script is nested too deeply", location=path, hint=PASTE) from None
-    except _Exit:
-        pass
     commands = []
     for line, words in script.calls:
         location = f"{path}:{line}"
@@ -137,17 +131,19 @@ class _Script:
         self._path = path
         self._condition = ""  # why the current commands may not run
         self._character_count = 0
+        self._source = b""
         self.line = 1
         self.calls: list[tuple[int, list[str]]] = []
 
     def evaluate(self, text: bytes) -> None:
         import tree_sitter_bash
 
-        parser, root, previous_text = Parser(Language(tree_sitter_bash.language())), None, None
-        while text != previous_text:
+        parser = Parser(Language(tree_sitter_bash.language()))
+        root = parser.parse(text).root_node
+        while (separated_text := _separated(root, text)) != text:
+            text = separated_text
             root = parser.parse(text).root_node
-            previous_text, text = text, _separated(root, text)
-        assert root is not None
+        self._source = text
         if root.has_error or b"\0" in text:
             raise self._refusal("the script cannot be read as bash", "check it with `bash -n`, or paste its command")
         self._run_all(root.children)
@@ -199,11 +195,6 @@ class _Script:
             case "redirected_statement":
                 body = node.child_by_field_name("body")
                 return self._run(body) if body else True
-            case "subshell":
-                saved_values = dict(self._values)
-                status = self._run_all(children)
-                self._values = saved_values
-                return status
             case "pipeline" | "negated_command":
                 self._run_all(children)
                 return None
@@ -214,7 +205,7 @@ class _Script:
                 self._perhaps(node.children[2:])
                 return None
             case "test_command":
-                return self._test(children[0], has_patterns=node.children[0].type == "[[") if children else False
+                return self._test(children[0]) if children else False
             case "if_statement":
                 return self._if(node)
             case "case_statement":
@@ -270,15 +261,12 @@ class _Script:
         name = words[0] if words else ""
         if name in ("true", ":", "set", "shopt", "ulimit", "wait", "false"):
             return name != "false"
-        if name in ("exit", "return"):
-            if not self._condition:
-                raise _Exit
-        elif name in _SETTERS:
+        if name in _SETTERS:
             source = " ".join(map(without_marks, words[1 : None if name == "eval" else 2]))
             if not _ENVIRONMENT_SCRIPT.fullmatch(source):
                 raise self._refusal(f"`{name} {source[:40]}` may set variables of the command")
             return True
-        elif name == "cd":
+        if name == "cd":
             self._set("PWD", [self._unknown("$PWD", f"line {self.line} changes the folder")])
         else:
             self.calls.append((self.line, words))
@@ -335,7 +323,7 @@ class _Script:
                 return self._sequence(node, node.children[1:-1], is_quoted=True)
             case "string_content":
                 return [re.sub(r"\\\n", "", re.sub(r'\\([$`"\\])', r"\1", text))]
-            case "concatenation" if not is_quoted and _BRACES.search(_unquoted(node)):
+            case "concatenation" if not is_quoted and _BRACES.search(_unquoted_text(node)):
                 return [self._unknown(text, f"line {self.line} has braces, which bash expands into several words")]
             case "concatenation":
                 return self._sequence(node, node.children, is_quoted=is_quoted)
@@ -355,22 +343,20 @@ class _Script:
 
     def _sequence(self, parent: Node, nodes: Sequence[Node], *, is_quoted: bool) -> list[str]:
         """The words of adjacent nodes: none if all are empty, as in `"$@"`. The parser skips blanks between them."""
-        source = _text(parent).encode(errors="surrogateescape")
-        is_string = parent.type == "string"
-        position = parent.start_byte + 1 if is_string or not nodes else nodes[0].start_byte
-        fields, is_empty = [""], bool(nodes)
+        if parent.type == "string":
+            position, end = parent.start_byte + 1, parent.end_byte - 1
+        else:
+            position, end = nodes[0].start_byte, nodes[-1].end_byte
+        fields, is_empty = [""], position < end
         for fragment in nodes:
-            gap = source[position - parent.start_byte : fragment.start_byte - parent.start_byte]
+            gap = self._source[position : fragment.start_byte].decode(errors="surrogateescape")
             fragment_fields = self._fields(fragment, is_quoted=is_quoted)
-            fields[-1] += gap.decode(errors="surrogateescape") + (fragment_fields[0] if fragment_fields else "")
+            fields[-1] += gap + (fragment_fields[0] if fragment_fields else "")
             fields += fragment_fields[1:]
             is_empty &= not gap and not fragment_fields
             position = fragment.end_byte
-        if is_string:
-            end_gap = source[position - parent.start_byte : -1]
-            fields[-1] += end_gap.decode(errors="surrogateescape")
-            is_empty &= not end_gap
-        return [] if is_empty else fields
+        fields[-1] += self._source[position:end].decode(errors="surrogateescape")
+        return [] if is_empty and position == end else fields
 
     def _parameter(self, node: Node, *, is_quoted: bool) -> list[str]:
         """The values of `$NAME` and `${NAME…}`: several of an array."""
@@ -413,28 +399,28 @@ class _Script:
 
     # -- conditions and sums
 
-    def _test(self, node: Node, *, has_patterns: bool) -> bool | None:
+    def _test(self, node: Node) -> bool | None:
         """Evaluate a condition. None: it depends on the machine, or on an unknown value."""
         children = node.children
-        symbol = _text(children[1 if node.type == "binary_expression" else 0]) if children else ""
-        if node.type == "parenthesized_expression":
-            return self._test(children[1], has_patterns=has_patterns)
-        if node.type == "unary_expression" and symbol == "!":
-            result = self._test(children[1], has_patterns=has_patterns)
+        if node.type not in ("unary_expression", "binary_expression"):
+            text = None if node.type == "parenthesized_expression" else _known_text(self._join(node))
+            return None if text is None else text != ""
+        symbol = _text(children[1 if node.type == "binary_expression" else 0])
+        if symbol == "!":
+            result = self._test(children[1])
             return None if result is None else not result
         if symbol in ("&&", "||", "-a", "-o"):
-            results = [self._test(side, has_patterns=has_patterns) for side in (children[0], children[2])]
+            results = [self._test(side) for side in (children[0], children[2])]
             decisive = symbol in ("||", "-o")
             return decisive if decisive in results else None if None in results else not decisive
-        operands = [node] if node.type not in ("unary_expression", "binary_expression") else node.named_children
-        texts = [_known_text(self._join(operand)) for operand in operands if operand.type != "test_operator"]
-        if None in texts or (node.type == "unary_expression" and symbol not in ("-n", "-z")):
+        operands = [child for child in node.named_children if child.type != "test_operator"]
+        texts = [_known_text(self._join(operand)) for operand in operands]
+        if None in texts:
             return None
-        if node.type != "binary_expression":
-            return (texts[0] != "") == (symbol != "-z")
+        if symbol in ("-n", "-z"):
+            return (texts[0] != "") == (symbol == "-n")
         if symbol in ("=", "==", "!="):
-            pattern = self._pattern(children[-1]) if has_patterns else glob.escape(texts[1] or "")
-            return fnmatchcase(texts[0] or "", pattern or "") == (symbol != "!=")
+            return fnmatchcase(texts[0] or "", self._pattern(children[-1]) or "") == (symbol != "!=")
         integers = [int(text) for text in texts if text and re.fullmatch(r"\s*-?\d{1,18}\s*", text)]
         is_comparison = symbol in _COMPARISONS and len(integers) == 2
         return bool(_COMPARISONS[symbol](*integers)) if is_comparison else None
@@ -483,10 +469,9 @@ def _text(node: Node) -> str:
     return (node.text or b"").decode(errors="surrogateescape")
 
 
-def _unquoted(node: Node) -> str:
-    """The text of a word, with `x` in place of its quoted fragments and its expansions."""
-    is_plain = ("word", "brace_expression")
-    return "".join(_text(child).replace("\\{", "x") if child.type in is_plain else "x" for child in node.children)
+def _unquoted_text(node: Node) -> str:
+    plain_texts = (_text(child) for child in node.children if child.type in ("word", "brace_expression"))
+    return "".join(plain_texts).replace("\\{", "")
 
 
 def _known_text(value: str) -> str | None:

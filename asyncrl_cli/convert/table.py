@@ -181,18 +181,15 @@ def convert(values: Mapping[str, Any], trainer: Trainer) -> Conversion:
                 origins = {name: config.values[name] for name in all_names if name in config.values}
                 converted.update(origins)
                 result.settings.append(Setting(key, value, origins, row.note, remarks))
-    for name in config.values.keys() - converted:
-        value, unsupported, loss = (
-            config.values[name],
-            _row_for(name, foreign.unsupported),
-            _row_for(name, foreign.lost),
-        )
+    for name, value in config.values.items():
+        if name in converted:
+            continue
+        unsupported, loss = _row_for(name, foreign.unsupported), _row_for(name, foreign.lost)
         if name in row_names or any(_is_off(value, entry.neutral) for entry in (unsupported, loss) if entry):
             result.needless.append(name)
-        elif unsupported or loss:
-            hint = next(entry.hint for entry in (unsupported, loss) if entry)
-            result.lost[hint].append(name)
-            config.unsupported += [f"{name} = {display_text(value)}: {hint}"] if unsupported else []
+        elif entry := unsupported or loss:
+            result.lost[entry.hint].append(name)
+            config.unsupported += [f"{name} = {display_text(value)}: {entry.hint}"] if unsupported else []
         else:
             is_needless = any(fnmatchcase(name, pattern) for pattern in foreign.needless)
             (result.needless if is_needless else result.unknown).append(name)

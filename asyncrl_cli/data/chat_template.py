@@ -189,7 +189,7 @@ class ChatTemplate:
         unread = min((name for name in names if known_names is not None and name not in known_names), default=None)
         if unread is None or known_names is None:
             return None
-        hint = f"it reads {', '.join(sorted(known_names))}" if known_names else "it reads no variables"
+        hint = f"it reads {', '.join(sorted(known_names))}" if known_names else "remove it: the template reads none"
         return unread, did_you_mean(unread, known_names, hint)
 
     def variables(self) -> frozenset[str] | None:

@@ -89,7 +89,7 @@ def _hub_folder(name: str, location: str) -> Path:
         raise ConfigError(
             f"the config of {name} is not on this machine, and the model hub does not answer: {one_line(error)}",
             location=location,
-            hint="save the model's config.json in a folder and name it by --model-config FOLDER"
+            hint="save the model's config.json in a folder, and name it with --set model.path=FOLDER"
             if location == "model.path"
             else "download the model, and name its folder",
         ) from None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 GB = 10**9
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
-UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12, "TIB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +44,6 @@ class Device:
 def nonzero_uses(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
     """Drop empty parts."""
     return tuple(use for use in uses if use.bytes)
-
-
-def memory_size(text: str) -> int:
-    """Return the bytes of a size such as `80GB`, `79.6 GiB` or `80` (GB). Raises ``ValueError``."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"{text!r} is not a size such as 80GB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def size_text(nbytes: int) -> str:

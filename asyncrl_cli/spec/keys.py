@@ -5,10 +5,9 @@ In a path, `*` stands for a user-defined name or a list index: `evaluation.sets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -35,11 +34,6 @@ class Key:
     def description(self) -> str:
         """The key's description in docs/spec.md."""
         return descriptions(self.holder).get(self.name, "")
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The words that the key takes; empty for other types."""
-        return tuple(_words(self.field.annotation))
 
     @property
     def follows(self) -> bool:
@@ -76,16 +70,6 @@ def general(path: str) -> str:
         section_key = keys().get(".".join(general_names))
         general_names.append("*" if section_key is not None and section_key.many else name)
     return ".".join(general_names)
-
-
-def _words(annotation: Any) -> Iterator[str]:
-    if annotation is bool:
-        yield from ("true", "false")
-    for argument in get_args(annotation):
-        if get_origin(annotation) is Literal:
-            yield str(argument)
-        else:
-            yield from _words(argument)
 
 
 def _opened(annotation: Any) -> tuple[type[Section] | None, bool]:

@@ -12,7 +12,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl_cli.core.suggest import closest
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.spec.base import NUL, Section
 from asyncrl_cli.spec.problems import Location, Problem
@@ -92,7 +91,7 @@ class Layers:
             return self._read_layers[path]
         if data is None:
             if not os.path.exists(path):
-                return refuse(f"{path} does not exist" if blame else "no such file", _similar(path))
+                return refuse(f"{path} does not exist" if blame else "no such file", "check the path")
             if not os.path.isfile(path):
                 has_spec = os.path.isfile(os.path.join(path, "spec.yaml"))
                 hint = f"name its spec: {os.path.join(path, 'spec.yaml')}" if has_spec else "name a YAML file"
@@ -222,14 +221,3 @@ def _child(node: YamlNode | None, *keys: str) -> YamlNode | None:
     for key in keys:
         node = node.value.get(key) if node is not None and isinstance(node.value, dict) else None
     return node
-
-
-def _similar(path: str) -> str:
-    folder, name = os.path.split(path)
-    try:
-        stems = {Path(file).stem: file for file in os.listdir(folder or ".") if Path(file).suffix in SUFFIXES}
-    except OSError:
-        return "check the path"
-    # Compare the names without their suffixes, which would make all of them similar.
-    close = closest(Path(name).stem, stems)
-    return f"did you mean `{os.path.join(folder, stems[close[0]])}`?" if close else "check the path"

@@ -28,11 +28,11 @@ from asyncrl_cli.spec.data_sources import files_of, names_a_file
 from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
-from asyncrl_cli.spec.problems import Problem, SpecError
+from asyncrl_cli.spec.problems import Location, Problem, SpecError
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.validation_errors import explain
-from asyncrl_cli.spec.yaml_nodes import MAX_VALUES, SCALARS, YamlNode
+from asyncrl_cli.spec.yaml_nodes import SCALARS, YamlNode, read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,24 +180,14 @@ def _too_large(root: YamlNode, spec: ExperimentSpec, references: Mapping[tuple[s
 
     A spec beyond a limit could not be loaded again, so the run could not be resumed.
     """
-    count, length = _measure(root.plain())
-    if length < MAX_BYTES // 32:  # Fits even if every character is written as an escape. Dumping would take time.
+    if len(str(root.plain())) < MAX_BYTES // 32:  # Fits even if every character is written as an escape.
         return ""
-    if length <= MAX_BYTES and count <= MAX_VALUES:
-        count, _ = _measure(_with_references(spec.model_dump(), path=(), references=references, text=_literal))
-        length = len(dump_spec(spec, references).encode()) if count <= MAX_VALUES else length
-    if count > MAX_VALUES:
-        return f"more than {MAX_VALUES:,} values"
-    return f"more than {MAX_BYTES:,} bytes" if length > MAX_BYTES else ""
-
-
-def _measure(value: Any) -> tuple[int, int]:
-    """The number of values, and a lower bound on their size in bytes."""
-    if not isinstance(value, (dict, list)):
-        return 1, len(str(value)) + 1
-    inner_measures = [_measure(inner) for inner in (value.values() if isinstance(value, dict) else value)]
-    keys_length = sum(map(len, value)) if isinstance(value, dict) else 0
-    return 1 + sum(count for count, _ in inner_measures), keys_length + sum(length for _, length in inner_measures)
+    text = dump_spec(spec, references)
+    if len(text.encode()) > MAX_BYTES:
+        return f"more than {MAX_BYTES:,} bytes"
+    problems: list[Problem] = []
+    read_yaml(text, Location("spec.yaml", 1, 1), problems)
+    return problems[0].message if problems else ""
 
 
 def _absolute(node: YamlNode, is_path: Callable[[str, str], bool]) -> YamlNode:

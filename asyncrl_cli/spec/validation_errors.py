@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -55,16 +55,16 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
     meant: set[str] = set()
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     trainer = next((CONVERTIBLE[str(d["loc"][0])] for d in unknown if str(d["loc"][0]) in CONVERTIBLE), "")
+    convert = f"this looks like a configuration of another trainer: asyncrl convert {trainer} FILE"
     for count, detail in enumerate(unknown):
-        for location in _foreign(detail["loc"], detail["input"]) if count < _SUGGESTED else [detail["loc"]]:
-            suggestions, hint = _suggestions(location) if count < _SUGGESTED else ([], "")
-            meant.update(suggestions[:1])
-            yield Problem(_dotted(location), "unknown key", hint), True
+        suggestions, hint = _suggestions(detail["loc"]) if count < _SUGGESTED else ([], "")
+        meant.update(suggestions[:1])
+        is_section = trainer and isinstance(detail["input"], dict) and not suggestions
+        yield Problem(_dotted(detail["loc"]), "unknown key", convert if is_section else hint), True
     for detail in details:
         path = _dotted(detail["loc"])
         if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
             if not partial and general(path) not in meant:
-                convert = f"this looks like a configuration of another trainer: asyncrl convert {trainer} FILE"
                 yield Problem(path, "missing", convert if trainer and path == "task" else _missing_hint(path)), True
         elif detail["type"] == "missing":
             yield Problem(_dotted(detail["loc"][:-1]), f"too few values: {_display_text(detail['input'])}"), False
@@ -98,19 +98,8 @@ def _is_leaf(location: KeyPath) -> bool:
     return key is not None and key.opens is None
 
 
-def _foreign(location: KeyPath, value: Any, *, inside: bool = False) -> list[KeyPath]:
-    """The keys to report for an unknown key: for another trainer's section, its keys that have a counterpart here;
-    otherwise the key itself."""
-    answered = any(elsewhere(*_parent(location)))
-    if not isinstance(value, dict) or answered or (not inside and _suggestions(location)[0]):
-        return [location] if not inside or answered or _suggestions(location)[0] else []
-    children = islice(value.items(), _SUGGESTED)
-    inner = [inner_key for key, child in children for inner_key in _foreign((*location, key), child, inside=True)]
-    return inner or ([] if inside else [location])
-
-
 def _suggestions(location: KeyPath) -> tuple[list[str], str]:
-    parent, key = _parent(location)
+    parent, key = _dotted(location[:-1]), str(location[-1])
     if instead := elsewhere(parent, key)[1]:
         return [], instead
     if suggestions := suggest(parent, key):
@@ -118,10 +107,6 @@ def _suggestions(location: KeyPath) -> tuple[list[str], str]:
     prefix = ".".join((*filter(None, [general(parent)]), ""))
     siblings = [path.removeprefix(prefix) for path in keys() if path.startswith(prefix)]
     return [], f"keys here: {', '.join(name for name in siblings if '.' not in name)}"
-
-
-def _parent(location: KeyPath) -> tuple[str, str]:
-    return _dotted(location[:-1]), str(location[-1])
 
 
 def _missing_hint(path: str) -> str:

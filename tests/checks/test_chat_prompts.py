@@ -230,7 +230,7 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     assert refused.value.hint == "did you mean `enable_thinking`?"
     with pytest.raises(ConfigError) as refused:
         check_template_kwargs(ChatTemplate(tokenizer(None)), {"x": 1})
-    assert refused.value.hint == "it reads no variables"
+    assert refused.value.hint == "remove it: the template reads none"
     check_template_kwargs(
         ChatTemplate(tokenizer("{% unknown_tag %}{{ x }}")), {"x": 1}
     )  # it is unknown whether it reads x

@@ -119,12 +119,6 @@ def test_every_command_has_help(asyncrl: Command, command: str, tmp_path: Path) 
     assert done.out.startswith(f"Usage: asyncrl {command} ")
 
 
-def test_an_unknown_command_is_refused(asyncrl: Command, tmp_path: Path) -> None:
-    done = asyncrl("trian")
-    assert done.code == 2
-    assert "No such command 'trian'" in done.err
-
-
 def test_command_modules_import_nothing_heavy() -> None:
     """One after the other in one process: the first module that imports a heavy one is named."""
     script = f"""
@@ -231,11 +225,6 @@ def test_a_run_that_died_took_as_long_as_its_processes_wrote_logs(
 
 
 # -- train, when it is refused
-
-
-def test_train_without_a_spec_file(asyncrl: Command, tmp_path: Path) -> None:
-    assert refused(asyncrl("train", "missing.yaml"), 2).endswith("check the path\n\n1 error")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_train_with_a_broken_spec(asyncrl: Command, tmp_path: Path) -> None:

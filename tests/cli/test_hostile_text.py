@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import asyncrl_cli
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.records.groups import Outcome
@@ -113,29 +110,6 @@ def test_console_draws_no_text_that_a_caller_forgot_to_clean() -> None:
     console.log(HOSTILE)
     assert [char for char in drawn.getvalue() if not char.isprintable() and char != "\n"] == []
     assert drawn.getvalue().count("[/nope]") == 4, "the table measured its cells before, so it cuts their ends off"
-
-
-def test_one_module_makes_the_texts_and_one_the_console() -> None:
-    made = {"plain_text": ("rich.text", "Text"), "PlainConsole": ("rich.console", "Console")}
-    package = Path(asyncrl_cli.__file__).parent
-    found = {
-        (file.relative_to(package).as_posix(), name)
-        for file in package.rglob("*.py")
-        if "rich." in (text := file.read_text())
-        for name in runtime_imports(ast.parse(text))
-        if name in made.values()
-    }
-    assert found == {("core/terminal.py", ("rich.text", "Text")), ("core/console.py", ("rich.console", "Console"))}
-
-
-def runtime_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Modules and names that a file imports at run time."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
-        yield from runtime_imports(node)
 
 
 @given(st.text())

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from asyncrl_cli.data.tokenizer import CHARACTERS, EOS, PAD, UNK
 from asyncrl_cli.inspect.decoding import Decoder
-from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
+from asyncrl_cli.inspect.pages import WIDTH
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.runs.directory import RunDirectory
@@ -142,15 +142,6 @@ def test_wrong_usage_is_refused_with_a_hint(run: RecordedRun, asyncrl: Any, argu
     code, out, err = asyncrl(*arguments.split())
     assert (code, out) == (2, "")
     assert err.startswith("Usage: asyncrl ")
-
-
-@pytest.mark.parametrize("number", [2**63, 10**30])
-def test_numbers_that_no_journal_can_hold(run: RecordedRun, asyncrl: Any, number: int) -> None:
-    assert asyncrl("inspect", "buffer", "--limit", str(number))[::2] == (0, "")
-    code, _, err = asyncrl("inspect", "buffer", "--group", str(number))
-    assert (code, err.startswith("error: there is no group")) == (2, True)
-    code, _, err = asyncrl("inspect", "buffer", "--rollout", f"{number}-0")
-    assert (code, err.startswith("error: there is no group")) == (2, True)
 
 
 def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
@@ -471,32 +462,3 @@ def test_decoding_drops_only_the_first_space() -> None:
     decoder = Decoder(tokenizer)
     assert decoder.token_texts([1, 2, 3, 1]) == ["7", " is", "x", " 7"]
     assert decoder.split_text([1, 2, 3, 1], [2, 4]) == ["7 is", "x 7"]
-
-
-def test_text_cannot_move_the_cursor() -> None:
-    assert paragraph("a\x1b[2Jb\tc\nd", "  ") == ["  a\\x1b[2Jb\\tc", "  d"]
-    assert paragraph("a  b " * 50, "  ")[0] == ("  " + "a  b " * 20)[:WIDTH].rstrip()
-    assert paragraph("") == [""]
-
-
-def test_numbers_are_shown_in_short_forms() -> None:
-    assert [duration(seconds) for seconds in (0, 9.94, 9.95, 59.4, 309.4, 3599.5, 7500, 200_000)] == [
-        "0.0 s",
-        "9.9 s",
-        "10 s",
-        "59 s",
-        "5 min 9 s",
-        "1 h 0 min",
-        "2 h 5 min",
-        "2 d 7 h",
-    ]
-    assert [number(value) for value in (0.0, 1.0, 0.12345, -2.5, 12345.6, 12345.0, float("inf"))] == [
-        "0",
-        "1",
-        "0.123",
-        "-2.5",
-        "12,346",
-        "12,345",
-        "inf",
-    ]
-    assert table(("a", "b"), [("xyz", "1"), ("x", "10")]) == ["a     b", "xyz   1", "x    10"]

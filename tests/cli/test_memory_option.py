@@ -44,7 +44,7 @@ def test_the_specs_of_gpus_fit_with_room_to_spare(name: str) -> None:
 
 
 def test_a_spec_that_does_not_fit_is_refused_with_a_remedy_in_three_lines() -> None:
-    answer = ask(str(ROOT / "specs/qwen3-4b-8gpu.yaml"), "--gpu-memory", "24GB")
+    answer = ask(str(ROOT / "specs/qwen3-4b-8gpu.yaml"), "--set", "cluster.gpu_memory_gb=24")
     assert answer.exit_code == 2
     error = answer.stderr[answer.stderr.index("error: ") :].strip().splitlines()
     assert len(error) == 3 and "does not fit" in error[0] and error[1].startswith(" --> ")
@@ -55,12 +55,6 @@ def test_a_missing_model_config_is_refused_with_a_hint(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("{model: {path: someone/unknown}, task: {use: chain_sum}, stop: {steps: 1}}")
     answer = ask(str(spec))
-    assert answer.exit_code == 2 and "--model-config" in answer.stderr
+    assert answer.exit_code == 2 and "--set model.path=FOLDER" in answer.stderr
     folder = ROOT / "asyncrl_cli/sizing/configs/Qwen--Qwen3-0.6B"
-    assert "0.60B weights" in ask(str(spec), "--model-config", str(folder)).stdout
-
-
-def test_the_options_of_memory_need_it() -> None:
-    answer = CliRunner().invoke(app, ["validate-spec", str(ROOT / "specs/quickstart.yaml"), "--gpu-memory", "80GB"])
-    assert answer.exit_code == 2 and "needs --memory" in answer.output
-    assert "not a size" in ask(str(ROOT / "specs/quickstart.yaml"), "--gpu-memory", "much").output
+    assert "0.60B weights" in ask(str(spec), "--set", f"model.path={folder}").stdout

@@ -20,8 +20,6 @@ from asyncrl_cli.cli.report import report
 from asyncrl_cli.cli.running import drive
 from asyncrl_cli.inspect.dashboard import Panel, RunView
 from asyncrl_cli.inspect.report import page
-from asyncrl_cli.journal.events import QUERIES
-from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
 from asyncrl_cli.orchestrator.launch import DriverStart, RunResult
@@ -109,15 +107,6 @@ def test_a_quiet_run_prints_its_id_and_problems(
     assert (run.path / "logs/driver.log").read_text() == "what a library prints\n"
 
 
-def test_a_quiet_view_prints_no_steps() -> None:
-    err = io.StringIO()
-    view: Any = QuietView(err)
-    view.status("starting")
-    view.stepped(1, 1, {})
-    view.evaluated(None)
-    assert err.getvalue() == ""
-
-
 def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = dict.fromkeys(("reward/mean", "response/tokens_mean", "staleness/groups_mean"), 0.5)
     metrics |= dict.fromkeys(("staleness/groups_max", "tokens/generated_per_s"), 1.0)
@@ -199,12 +188,6 @@ def test_the_table_of_keys_has_every_command_with_json() -> None:
 
     shown = {name.partition(" --")[0] for name in listed}
     assert set(with_json(typer.main.get_command(app), "")) <= shown
-
-
-def test_help_lists_every_kind_of_event(asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
-    assert asyncrl("events", "--help") == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"{', '.join(list(QUERIES)[:-1])} or {list(QUERIES)[-1]}" in text
 
 
 @pytest.mark.parametrize(

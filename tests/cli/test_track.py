@@ -125,9 +125,3 @@ def test_a_run_without_its_spec_is_refused_with_what_is_missing(
     assert (refused.code, refused.out) == (2, "")
     assert refused.err.startswith("error: the run's folder has no spec.yaml")
     assert "check the path" not in refused.err and "restore the file" in refused.err
-
-
-def test_track_without_a_run_is_refused(track: Track, tmp_path: Path) -> None:
-    refused = track()
-    assert refused.code == 2
-    assert "there is no run yet" in refused.err

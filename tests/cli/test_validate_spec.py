@@ -191,13 +191,6 @@ def test_a_spec_from_standard_input(asyncrl, tmp_path: Path, monkeypatch: pytest
     assert code == 2 and "standard input is closed" in err
 
 
-def test_resolved_in_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
-    code, out, _ = asyncrl("validate-spec", QUICKSTART, "--json", "--resolved", "--set", "seed=7")
-    document = json.loads(out)
-    assert (code, document["valid"], document["resolved"]["seed"]) == (0, True, 7)
-    assert document["resolved"]["pipeline"]["stall_minutes"] == 10.0
-
-
 def test_version(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("--version")[1].startswith("asyncrl ")
 
@@ -218,7 +211,6 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("sp/quikstart.yaml", "did you mean `sp/quickstart.yaml`?"),
         ("sp/another.yaml", "check the path"),
         ("sp/task", "name its spec: sp/task/spec.yaml"),
         ("sp/run-1", "asyncrl resume sp/run-1/"),

@@ -54,7 +54,6 @@ WRONG = [
     ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
     ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
     ("model.chat_template=./broken.jinja", "model.chat_template", "Jinja"),
-    (f"{CONFIG}.num_hidden_layers=100000", CONFIG, "lower it"),
     (f"{CONFIG}.hidden_size=100000000", CONFIG, "model.lora"),
     ("model.init={architecture: mamba, config: {num_hidden_layers: 2}}", "rollout.kv_cache_mb", "set"),
     ("model.max_length=2000000000", "model.max_length", "lower it"),
@@ -75,7 +74,6 @@ WRONG = [
     ),
     ("task={use: command, options: {command: [agent]}}", "task.options.command", "ASYNCRL_FOLDER"),
     ("task={use: command, options: {command: ' '}}", "task.options.command", "ASYNCRL_FOLDER"),
-    ("task.reward_memory_mb=1", "task.reward_memory_mb", ""),
     ("data.train={path: missing.jsonl}", "data.train.path", ""),
     ("data.train={path: no-prompt.jsonl}", "no-prompt.jsonl:1", ""),
     ("data.train={path: refused.jsonl}", "refused.jsonl:1", ""),
@@ -96,24 +94,12 @@ WRONG = [
     ("trainer.gpus_per_rank=1", "trainer.gpus_per_rank", "to 0 to run on CPU"),
     ("rollout.kv_cache_mb=1 & model.max_length=4096", "rollout.kv_cache_mb", "raise it"),
     ("rollout.kv_cache_mb=1000000000", "rollout.kv_cache_mb", "lower it"),
-    ("rollout.hang_seconds=0.001", "rollout.hang_seconds", ""),
-    ("rollout.gateway.host=not a host", "rollout.gateway.host", ""),
-    ("rollout.sampling.stop=['']", "rollout.sampling.stop", ""),
     # the objective
     ("algorithm.advantage=nosuch:advantage", "algorithm.advantage", "nosuch.py"),
     ("algorithm.loss=nosuch:loss", "algorithm.loss", "nosuch.py"),
     ("algorithm.advantage=own:two_arguments", "algorithm.advantage", "parameters"),
     ("algorithm.advantage=own:wrong_shape", "algorithm.advantage", ""),
     ("algorithm.loss=own:wrong_shape", "algorithm.loss", "parameters"),
-    ("algorithm.sapo_temperatures=[-1, -1]", "algorithm.sapo_temperatures", ""),
-    ("trainer.optimizer.learning_rate=10", "trainer.optimizer.learning_rate", ""),
-    ("trainer.optimizer.learning_rate=1e30", "trainer.optimizer.learning_rate", ""),
-    # the loop
-    ("pipeline.stall_minutes=1e-9", "pipeline.stall_minutes", ""),
-    ("pipeline.stall_minutes=1e300", "pipeline.stall_minutes", ""),
-    ("stop.steps=1000000000000000000000", "stop.steps", ""),
-    # tracking and clusters
-    ("cluster.address=not an address", "cluster.address", ""),
 ]
 """A setting, the location of its error, and a part of the hint."""
 
@@ -186,10 +172,6 @@ def test_validate_spec_fails_when_no_row_can_be_encoded() -> None:
     assert found.status == "failure" and "chat.jsonl:1" in found.found and "no system message" in found.hint
 
 
-def test_a_setting_without_effect_is_no_error(check: Callable[[str], None]) -> None:
-    check("pipeline.publish_every=20")
-
-
 @pytest.mark.parametrize(
     "override",
     ["model.max_length=4096", "model={max_length: 256, init: {architecture: mamba, config: {num_hidden_layers: 2}}}"],
@@ -219,7 +201,7 @@ def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
     written = []
 
     def run(command: list[str], *_: object) -> tuple[list[str], str]:
-        written.append(Path(command[5]).read_text())
+        written.append(Path(command[4]).read_text())
         return ['["fine"]'], ""
 
     monkeypatch.setattr(programs, "run_program", run)

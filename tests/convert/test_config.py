@@ -71,7 +71,7 @@ def test_a_file_that_would_need_much_work_is_refused(name: str, tmp_path: Path) 
 
 def test_a_pipe_is_refused_and_long_references_are(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         read_file(str(tmp_path / "pipe.yaml"))
     with pytest.raises(ConfigError, match="references"):
         ForeignConfig({f"a{n}": f"${{a{n + 1}}}" * 50 for n in range(8)} | {"a8": "x"}, {}, "", {})

@@ -50,14 +50,6 @@ def test_example_files_give_valid_specs_that_name_every_argument(file: Path, hom
     assert conversion.unknown == []
 
 
-def test_several_files_are_converted_together(home: Path, asyncrl: Command) -> None:
-    code, out, err = asyncrl("convert", "trl", *map(str, FILES), "--num_processes", "8", "-o", "specs")
-    assert code == 0, err
-    specs = sorted(map(str, Path("specs").iterdir()))
-    assert len(specs) == len(FILES) and "0 unknown" in out
-    assert all(load_spec(spec) for spec in specs)
-
-
 def test_the_command_line_of_trl(home: Path, asyncrl: Command) -> None:
     arguments = ["--reward_funcs", "accuracy_reward", "--learning_rate=2e-6", "--max_steps", "-1", "--use_peft"]
     code, out, err = asyncrl("convert", "trl", "trl", "grpo", *BASE, *arguments)
@@ -233,16 +225,6 @@ def test_lost_keys_are_marked_unless_they_are_off() -> None:
     conversion = converted("grpo", *BASE, "--top_p", "0.9", "--min_p", "null", "--load_in_4bit", "--my_own", "1")
     assert sorted(name for names in conversion.lost.values() for name in names) == ["load_in_4bit", "top_p"]
     assert "min_p" in conversion.needless and conversion.unknown == ["my_own"]
-
-
-def test_rewards_that_are_normalized_one_by_one_are_parts(home: Path) -> None:
-    rewards = ["--reward_funcs", "think_format_reward", "mine.answer", "--reward_weights", "0.5", "1"]
-    conversion = converted("grpo", *BASE, *rewards, "--multi_objective_aggregation", "normalize_then_sum")
-    text = spec_text(conversion, "test", Path())
-    algorithm = load_spec("spec.yaml", data=text.encode()).spec.algorithm
-    assert algorithm.reward_parts == {"think_format_reward": 0.5, "answer": 1.0} and algorithm.parts_apart
-    plain = load_spec("spec.yaml", data=spec_text(converted("grpo", *BASE, *rewards), "test", Path()).encode()).spec
-    assert plain.algorithm.reward_parts == {}, "the adapter adds them up"
 
 
 GKD = ["gkd", *BASE, "--lmbda", "1", "--beta", "1", "--teacher_model_name_or_path", "teacher/model"]

@@ -91,7 +91,6 @@ def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path)
         (["algorithm.advantage=spo"], "did you mean `running_baseline`"),
         (["algorithm.loss=vanilla"], "did you mean `clip`"),
         (["algorithm.spo={enable: true}"], "did you mean `algorithm.preset` or `rollout.group_size`"),
-        (["algorithm.spo={rho: {value: 0.9}}"], "did you mean `algorithm.baseline_half_life`"),
         (["algorithm.reward_parts={reward: 1.0, format: 0}"], "has no effect with weight 0"),
         (["algorithm.reward_aggregation=normalize_then_sum"], "has no effect without reward_parts"),
         ([*PARTS, "algorithm.advantage=turn_norm"], "and advantage turn_norm does not"),

@@ -75,9 +75,7 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
     [
         ("rollout", "group_sizes", "rollout.group_size"),
         ("trainer", "learning_rate", "trainer.optimizer.learning_rate"),
-        ("trainer.optimizer", "lr", "trainer.optimizer.learning_rate"),
         ("", "steps", "stop.steps"),
-        ("", "max_stalness", "pipeline.max_staleness"),
         ("", "extend", "extends"),
         ("rollout", "max_length", "model.max_length"),
         ("trainer", "num_generations", "rollout.group_size"),
@@ -89,24 +87,17 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
         ("algorithm", "adv_estimator", "algorithm.advantage"),
         ("algorithm.kl_ctrl", "kl_coef", "algorithm.kl_coef"),
         ("actor_rollout_ref.rollout", "n", "rollout.group_size"),
-        ("actor_rollout_ref.rollout", "temperature", "rollout.sampling.temperature"),
         ("actor_rollout_ref.rollout.val_kwargs", "temperature", "evaluation.temperature"),
         ("actor_rollout_ref.actor.optim", "lr", "trainer.optimizer.learning_rate"),
         ("actor_rollout_ref.model", "path", "model.path"),
         ("critic.optim", "lr", "algorithm.critic.learning_rate"),
         ("data", "train_files", "data.train.path"),
         ("data", "max_prompt_length", "rollout.max_prompt_tokens"),
-        ("data", "max_response_length", "rollout.max_response_tokens"),
         ("actor", "clip_ratio", "algorithm.clip_low"),
-        ("actor", "kl_loss_coef", "algorithm.kl_coef"),
         ("trainer", "save_freq", "checkpoints.every"),
         # TRL, OpenRLHF, prime-rl
         ("", "learning_rate", "trainer.optimizer.learning_rate"),
-        ("", "dataset_name", "data.train.path"),
-        ("", "output_dir", "runs_dir"),
         ("", "beta", "algorithm.kl_coef"),
-        ("", "n_samples_per_prompt", "rollout.group_size"),
-        ("", "eps_clip", "algorithm.clip_low"),
         ("", "max_async_level", "pipeline.max_staleness"),
         ("", "num_train_epochs", "stop.epochs"),
     ],
@@ -136,18 +127,6 @@ def test_keys_of_other_trainers_without_a_counterpart(write: Write, key: str, hi
 def test_counterparts_of_other_trainers_keys_exist() -> None:
     assert [name for name in (*other_names().keys, *other_names().hints) if name != name.lower()] == []
     assert {key for meant in other_names().keys.values() for key in meant} <= set(keys())
-
-
-def test_sections_of_other_trainers_are_answered_key_by_key(write: Write) -> None:
-    path = write(
-        f"{write().read_text()}actor_rollout_ref:\n  rollout:\n    n: 8\n    junk: 1\n"
-        "  actor: {optim: {lr: 1e-6}}\nforeign: {junk: {trash: 1}}\n"
-    )
-    assert [(p.path, p.line, p.hint) for p in mistakes(path)[:2]] == [
-        ("actor_rollout_ref.rollout.n", 6, "did you mean `rollout.group_size`?"),
-        ("actor_rollout_ref.actor.optim.lr", 8, "did you mean `trainer.optimizer.learning_rate`?"),
-    ]
-    assert [p.path for p in mistakes(path)[2:]] == ["foreign"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +191,6 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("stop.steps=true", "must be a whole number, not true"),
         ("stop.steps=2.5", "must be a whole number, not 2.5"),
         ("rollout.group_size=0", "must be at least 1, not 0"),
-        ("stop.epochs=1.5", "must be a whole number, not 1.5"),
         ("rollout.sampling.temperature=.inf", "must be a finite number, not inf"),
         ("rollout.sampling.temperature=0", "must be at least 0.01, not 0"),
         ("algorithm.clip_low=2", "must be at most 1, not 2"),
@@ -231,30 +209,17 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("stop.steps=2147483648", "must be at most 2147483647"),
         ("data.train.size=100000000000000000000000", "does not fit into 64 bits"),
         (f"runs_dir={'r' * 300}", "too long: a file name may have 255 bytes"),
-        (f"runs_dir={'r/' * 3000}", "too long"),
-        ("rollout.sampling.temperature=-1", "must be at least 0.01, not -1"),
-        ("rollout.sampling.temperature=1e-3", "must be at least 0.01"),
         ("rollout.sampling.stop=['']", "must not be empty"),
-        ("trainer.optimizer.learning_rate=10", "must be at most 1, not 10"),
-        ("pipeline.stall_minutes=1e-9", "must be at least 0.01"),
         ("pipeline.stall_minutes=1e300", "must be at most 525600"),
-        ("rollout.hang_seconds=1e300", "must be at most 31536000"),
-        ("task.reward_memory_mb=1", "must be at least 64"),
         ("algorithm.sapo_temperatures=[-1, 1]", "must be more than 0, not -1"),
-        ("algorithm.sapo_temperatures=['1', 1]", "must be a number, not '1'"),
         ("algorithm.loss=a..b:c", "or `module:function`, not 'a..b:c'"),
-        ("algorithm.loss=my/losses.py:f", "or `module:function`"),
         ("rollout.gateway.host=not a host", "must be a host name or an address, not 'not a host'"),
         ("cluster.address=not an address", "must be `auto` or `host:port`"),
-        ("cluster.address=head", "must be `auto` or `host:port`"),
-        ("tracking.experiment=''", "must not be empty"),
         ("model.path=''", "must not be empty"),
         ("stop.steps=1e3", "must be a whole number, not 1000.0 (write 1000)"),
         ("model.lora.target_modules=[]", "must have at least 1 item, not 0"),
         ("model.lora.target_modules=all", "must be `all-linear` or a list, not 'all'"),
-        ("model.lora.target_modules=[1]", "must be text, not 1"),
         ("journal.keep=none", "must be `all` or a whole number, not 'none'"),
-        ("journal.keep=0", "must be at least 1, not 0"),
         ("task.mix=3", "write a list of mappings with the keys name, weight, use"),
         ("evaluation.sets=3", "write names, each with a mapping with the keys data, task"),
         ("name={a: 1}", "must be text, not a mapping (default: 'run')"),
@@ -307,12 +272,6 @@ def test_paths_are_relative_to_their_file(write: Write, tmp_path: Path, monkeypa
     assert str(spec.runs_dir) == "runs"
 
 
-@pytest.mark.parametrize("path", ["", "nowhere.yaml", "."])
-def test_no_such_spec(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert len(mistakes(Path(path) if path else tmp_path / "x" / "y")) == 1
-
-
 def test_deep_nesting_has_a_line(write: Write) -> None:
     (problem,) = mistakes(write("name: x\na: " + "[" * 3000))
     assert "nested too deeply" in problem.message and problem.line == 2
@@ -328,11 +287,6 @@ def test_a_path_with_a_nul_is_refused(path: str, write: Write) -> None:
     for text in ("a\\0b", "/a\\0", "~\\0/b"):
         (problem,) = mistakes(write(), *overrides, f'{path}="{text}"')
         assert (problem.path, problem.message) == (path, "a path cannot contain a NUL character")
-
-
-def test_an_extended_file_with_a_nul_is_refused(write: Write) -> None:
-    problems = mistakes(write('extends: ["a\\0b"]\n'))
-    assert ("extends", "a path cannot contain a NUL character") in {(p.path, p.message) for p in problems}
 
 
 @pytest.mark.parametrize("assignment", ["\0", "a\0b=1", "runs_dir=a\0b", "model.path\0=x"])
