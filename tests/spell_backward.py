@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.tasks.base import Split
+from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.tasks.base import Split, Step
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 from asyncrl_cli.tasks.ready.gym import ROWS
 
@@ -66,3 +67,39 @@ class AnyResponse(SpellBackward):
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """Return one of five values between 0 and 1."""
         return len(response) % 5 / 4
+
+
+class Ranked(SpellBackward):
+    """Rewards the place of a response in its group, ordered by length."""
+
+    async def rewards(self, prompt: Prompt, responses: Sequence[str], finished: Sequence[bool]) -> list[float]:
+        """Return values from 0 up to 1."""
+        order = sorted(responses, key=len)
+        return [order.index(text) / len(order) for text in responses]
+
+
+class Repeated(SpellBackward):
+    """An episode of one to three turns; the length of each reply decides whether it goes on."""
+
+    def environment(self, prompt: Prompt) -> Repetition:
+        """Make the environment of one episode."""
+        return Repetition(str(prompt.content))
+
+
+@dataclass(slots=True)
+class Repetition:
+    """The environment of ``Repeated``."""
+
+    word: str
+    turns: list[str] = field(default_factory=list)
+
+    def reset(self) -> list[Message]:
+        """Return the first message."""
+        return [{"role": "user", "content": self.word}]
+
+    def step(self, reply: Message) -> Step:
+        """Answer a reply with the same message, at most twice."""
+        text = str(reply["content"])
+        self.turns.append(text)
+        done = len(self.turns) == 3 or len(text) % 3 == 0
+        return Step([{"role": "user", "content": self.word}], reward=len(text) % 5 / 4, done=done)

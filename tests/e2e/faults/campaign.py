@@ -1,8 +1,9 @@
 """The long fault campaign: `make faults`.
 
-    python -m tests.e2e.faults.campaign --kills 60 --seed 0
+    python -m tests.e2e.faults.campaign --kills 120 --seed 0
 
-Real runs of eight kinds, each with several faults. The journal of a complete run is audited and compared with every
+Real runs of fourteen kinds, each with several faults: killed and stopped processes, commands next to a run, and what
+users do between two drivers. The journal of a complete run is audited and compared with every
 snapshot that was taken during the run; its recorded batches are trained again and must give the same weights; and a run
 without staleness must equal a run without faults, bit for bit. Prints a line per kill and a table; exits with 1 if any
 check fails.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import json
 import os
 import random
 import shutil
@@ -21,13 +23,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import Runs, leftover_files
+from tests import small_models
+from tests.e2e.conftest import ROOT, Runs, leftover_files
 from tests.e2e.faults.audit import Audit
 from tests.e2e.faults.disturbed import DisturbedRun, Hung
+from tests.e2e.faults.incidents import inject
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
+from tests.spell_backward import SpellBackward
 
 STEPS = 200
 FAULTS_A_RUN = 5
@@ -37,6 +43,7 @@ LONG_SUMS: dict[str, Any] = {
     "journal": {"segment_seconds": 0.05},
 }
 """Longer responses, recorded often: at any moment many rollouts are unfinished, with some tokens in the journal."""
+RANDOM_WEIGHTS: dict[str, Any] = {**small_models.UNTRAINED, "max_length": 128}
 COMPARED = "no staleness"
 """Runs of this kind must equal a run without faults, bit for bit: without staleness the content of a batch does not
 depend on chance, and an interrupted rollout continues with the same random numbers (decision 0064)."""
@@ -67,6 +74,46 @@ KINDS: dict[str, dict[str, Any]] = {
         "checkpoints": {"every": 9},
     },
     "one step off": {"pipeline": {"mode": "one_step_off", "max_staleness": 1}, "checkpoints": {"every": 40}},
+    "images": {
+        "model": {"path": str(ROOT / "specs/models/shapes-vl-0.5M"), "max_images": 1, "max_length": 96},
+        "task": {"use": "shapes:Shapes"},
+        "rollout": {"max_prompt_tokens": 48, "max_response_tokens": 32},
+        "checkpoints": {"every": 10},
+    },
+    "group rewards": {
+        "model": RANDOM_WEIGHTS,
+        "task": {"use": "spell_backward:Ranked"},
+        "data": {"train": {"path": "words.jsonl"}, "eval": None},
+        "checkpoints": {"every": 10},
+    },
+    "turns": {
+        "model": RANDOM_WEIGHTS,
+        "task": {"use": "spell_backward:Repeated"},
+        "data": {"eval": {"size": 16}},
+        "rollout": {"max_response_tokens": 12},
+        "evaluation": {"every": 20},
+        "checkpoints": {"every": 10},
+    },
+    "supervised": {
+        "model": {
+            "warm_start": {
+                "data": {"path": "sums.jsonl"},
+                "response_column": "completion",
+                "epochs": 60,
+                "steps": 200,
+                "batch_size": 20,
+                "held_out_rows": 20,
+                "evaluate_every": 25,
+                "learning_rate": 1.0e-4,
+            }
+        },
+        "checkpoints": {"every": 8},
+    },
+    "uploads": {
+        "checkpoints": {"every": 4, "keep_best": 2, "upload": "file://…"},
+        "evaluation": {"every": 4, "prompts": 32, "fix_version": True},
+    },
+    "tracked": {"tracking": {"mlflow": True}, "checkpoints": {"every": 10}},
 }
 """What each kind of run changes in the base spec."""
 
@@ -82,8 +129,24 @@ FAULTS = (
     *("core settled", "core publish", "core publish", "core commit", "trainer settled, core soon", "core soon"),
     *("agent settled", "agent publish", "agent publish", "agent publish, engine soon", "agent settled, trainer soon"),
     *("scorer settled", "scorer commit", "scorer publish, scorer soon", "driver settled, scorer resume"),
+    *("engine settled, engine soon, engine soon", "trainer settled, trainer soon, trainer soon"),
+    *("driver around", "trainer around", "engine around", "agent around", "core around"),
+    *("stopped:driver settled", "stopped:trainer around", "stopped:engine settled", "stopped:core around"),
+    *("stopped:agent around", "stopped:scorer settled"),
+    *("beside:replay settled", "beside:evaluate settled", "beside:report settled", "beside:verify save"),
+    *("beside:resume settled", "beside:prune save"),
+    *("between:prune settled", "between:prune save", "between:two-resumes settled", "between:two-resumes publish"),
+    "between:read-only settled",
 )
 """Faults as `part moment`; faults joined by a comma follow each other in the same run."""
+FAULTS_OF_KIND: dict[str, tuple[str, ...]] = {
+    "group rewards": ("between:changed-rows settled",),
+    "turns": ("gateway settled", "player settled", "stopped:gateway settled", "stopped:player settled"),
+    "supervised": ("driver warming", "trainer warming", "driver warming"),
+    "uploads": ("driver save", "driver save, driver resume"),
+    "tracked": ("tracker settled", "stopped:tracker settled", "tracker soon"),
+}
+"""Faults that only some kinds of runs can have. Each of their runs has them, before the others."""
 
 
 @dataclass(slots=True)
@@ -106,7 +169,7 @@ class Campaign:
         late = 0
         try:
             run.start()
-            late = sum(not run.inject(*fault.split()) for follow in faults for fault in follow.split(", "))
+            late = sum(not inject(run, fault) for follow in faults for fault in follow.split(", "))
             run.finish()
             run.measure()
             verdict = judge(run, before)
@@ -121,7 +184,7 @@ class Campaign:
             self.kills += 1
             back = "-" if kill.back_s is None else f"{kill.back_s:.1f} s"
             self.say(
-                f"  kill {self.kills:3}  {kill.part:8} {kill.moment:8} at step {kill.step:3}, "
+                f"  kill {self.kills:3}  {kill.part:20} {kill.moment:8} at step {kill.step:3}, "
                 f"next step trained after {back}"
             )
         self.say(f"  {summary(run, found)}; {late} faults came too late; {time.monotonic() - started:.0f} s")
@@ -133,6 +196,9 @@ class Campaign:
     def _run(self, kind: str, seed: str) -> DisturbedRun:
         changes = {name: dict(section) for name, section in KINDS[kind].items()}
         changes["pipeline"] = {**changes.get("pipeline", {}), "max_restarts": 1000}
+        if "upload" in changes.get("checkpoints", {}):
+            changes["checkpoints"]["upload"] = f"file://{self.runs.folder}/uploads"
+        write_data(self.runs.folder)
         spec = self.runs.write_spec(stop={"steps": STEPS, "on_unhealthy": "never"}, **changes)
         return DisturbedRun(self.runs, spec, STEPS, random.Random(seed), self.say)
 
@@ -154,28 +220,32 @@ class Campaign:
                 counts[kill.part][kill.moment] += 1
                 if kill.back_s is not None:
                     back[kill.part].append(kill.back_s)
-        yield f"{'':8}" + "".join(f"{moment:>9}" for moment in moments) + f"{'kills':>9}{'median back':>13}"
+        yield f"{'':20}" + "".join(f"{moment:>9}" for moment in moments) + f"{'kills':>9}{'median back':>13}"
         for part, by_moment in sorted(counts.items()):
             times = sorted(back[part])
             median = f"{times[len(times) // 2]:.1f} s" if times else "-"
             cells = "".join(f"{by_moment[moment] or '':>9}" for moment in moments)
-            yield f"{part:8}{cells}{sum(by_moment.values()):>9}{median:>13}"
+            yield f"{part:20}{cells}{sum(by_moment.values()):>9}{median:>13}"
         yield f"{self.kills} kills over {totals([(run, verdict) for _, run, verdict in self.done])}"
 
 
 def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
     """Endless: the kinds of runs in turn, each with some faults in random order."""
     order = random.Random(seed)
-    left: list[str] = []
-    while True:
-        for kind in KINDS:
-            faults: list[str] = []
-            while len(faults) < FAULTS_A_RUN:
-                if not left:
-                    left = order.sample(FAULTS, len(FAULTS))
-                faults.append(left.pop())
-            # Faults at the moment `last` can only be the last ones of a run.
-            yield kind, sorted(faults, key=lambda fault: fault.endswith("last"))
+    faults = (fault for _ in cycle([None]) for fault in order.sample(FAULTS, len(FAULTS)))
+    for kind in cycle(KINDS):
+        # Faults at the moment `last` can only be the last ones of a run.
+        drawn = sorted(islice(faults, FAULTS_A_RUN), key=lambda fault: fault.endswith("last"))
+        yield kind, [*FAULTS_OF_KIND.get(kind, ()), *drawn]
+
+
+def write_data(folder: Path) -> None:
+    """Write the files that some kinds of runs read: a module, words, and sums for supervised steps."""
+    shutil.copy(ROOT / "specs/shapes.py", folder)
+    words = ({"uid": prompt.uid, "prompt": prompt.content} for prompt in SpellBackward().prompts("train", 2000))
+    sums = ({"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(10) for b in range(10))
+    for name, rows in (("words", words), ("sums", sums)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def own_folder(given: Path | None, prefix: str) -> Path:
@@ -211,7 +281,7 @@ def conclude(table: Iterable[str], done: Iterable[tuple[str, DisturbedRun, Verdi
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60, help="start no more runs after this many kills")
+    parser.add_argument("--kills", type=int, default=120, help="start no more runs after this many kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=list(KINDS), help="only runs of this kind")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")

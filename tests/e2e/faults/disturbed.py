@@ -34,6 +34,14 @@ class Hung(Exception):
     """A run that neither trains nor ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """A driver's process, and the file with its output."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+
 @dataclass(slots=True)
 class Kill:
     """One kill: ``at`` is its time in unix seconds, ``step`` the number of steps trained before it, ``back_s`` the
@@ -57,6 +65,7 @@ class DisturbedRun:
     say: Callable[[str], None] = print
     kills: list[Kill] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     resumes: int = 0
     evidence: Evidence = field(default_factory=Evidence)
     marks: set[str] = field(default_factory=set)
@@ -89,6 +98,15 @@ class DisturbedRun:
         """Start a new driver."""
         self.resumes += 1
         self._begin("resume", self.folder.name, "--runs-dir", self.runs.folder, *options)
+
+    def resume_beside(self) -> Driver:
+        """Start a new driver next to the present one, which may live."""
+        return self._start("resume", self.folder.name, "--runs-dir", self.runs.folder)
+
+    def follow(self, driver: Driver) -> None:
+        """Watch this driver from now on."""
+        self.resumes += 1
+        self._process, self._output = driver.process, driver.output
 
     def interrupt(self) -> None:
         """Press Ctrl-C. The driver must end, and say in one line how to resume the run."""
@@ -209,18 +227,28 @@ class DisturbedRun:
 
         Returns False if the run was complete before the moment. A driver that ends with an error meanwhile is resumed.
         """
+
+        def kill() -> None:
+            self.strike(part, moment, signal_number)
+            if part == "driver":
+                self.resume()
+
+        return self.insist(kill)
+
+    def insist(self, fault: Callable[[], None]) -> bool:
+        """Inject a fault. If the driver ends with an error before, resume the run and try again.
+
+        Returns False if the run was complete before.
+        """
         while True:
             try:
-                self.strike(part, moment, signal_number)
+                fault()
+                return True
             except Ended:
                 if self.code == 0:
                     return False
                 self.note_stop()
                 self.resume()
-                continue
-            if part == "driver":
-                self.resume()
-            return True
 
     def strike(self, part: str, moment: str, signal_number: int = signal.SIGKILL) -> None:
         """Kill one process of a part at a moment. Raises ``Ended`` if the driver ends before it."""
@@ -267,15 +295,20 @@ class DisturbedRun:
                 kill.back_s = None if at is None else at - kill.at
 
     def _begin(self, *arguments: str | Path) -> None:
-        self._output = self.runs.folder / f"driver-{len(list(self.runs.folder.glob('driver-*')))}.out"
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
+        driver = self._start(*arguments)
+        self._process, self._output = driver.process, driver.output
+
+    def _start(self, *arguments: str | Path) -> Driver:
+        path = self.runs.folder / f"driver-{len(list(self.runs.folder.glob('driver-*')))}.out"
+        with path.open("wb") as output:
+            process = subprocess.Popen(
                 self.runs.command(*arguments),
                 cwd=self.runs.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"COLUMNS": "120"},
+                env=os.environ | self.environment | {"COLUMNS": "120"},
             )
+        return Driver(process, path)
 
     def _watch(self, what: str) -> None:
         _ = self.mark  # read it now: it cannot be found once the driver is dead

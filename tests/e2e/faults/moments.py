@@ -8,6 +8,7 @@ operations that must be atomic: saving a checkpoint, a publish, a commit, a resu
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -72,6 +73,24 @@ def publish(run: Run) -> Iterator[None]:
     run.pause(train_s * run.random.uniform(0.9, 1.5))
 
 
+def around(run: Run) -> Iterator[None]:
+    """At any time in the two steps around a publish."""
+    _steps_on(run, 1)
+    yield
+    first = run.trained()
+    started = time.monotonic()
+    run.until(lambda: run.trained() > first, "a step", AIM_S)
+    run.pause(run.random.uniform(0, 2) * (time.monotonic() - started))
+
+
+def warming(run: Run) -> Iterator[None]:
+    """During the supervised steps before reinforcement learning."""
+    metrics = run.folder / "metrics.jsonl"
+    run.until(lambda: metrics.is_file() and '"warm_start/loss"' in metrics.read_text(), "a supervised step")
+    yield
+    run.pause(run.random.uniform(0, 3))
+
+
 def commit(run: Run) -> Iterator[None]:
     """The journal is being written."""
     _steps_on(run, 1)
@@ -94,7 +113,7 @@ def last(run: Run) -> Iterator[None]:
 
 
 MOMENTS: dict[str, Callable[[Any], Iterator[None]]] = {
-    moment.__name__: moment for moment in (settled, soon, resume, save, publish, commit, last)
+    moment.__name__: moment for moment in (settled, soon, resume, save, publish, around, warming, commit, last)
 }
 
 

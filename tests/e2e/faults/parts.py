@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from asyncrl_cli.system.reaper import marked_processes
-
-Part = Literal["driver", "scorer", "trainer", "engine", "core", "agent"]
 
 TITLES: dict[str, str] = {
     "scorer": "ray::RewardActor",
@@ -16,13 +13,15 @@ TITLES: dict[str, str] = {
     "core": "VLLM::EngineCore",
     "gateway": "ray::GatewayActor",
     "agent": "ray::HostAgent",
+    "player": "ray::EpisodeActor",
+    "tracker": "asyncrl_cli.monitors.mlflow.tracker",
 }
-"""How the command line of each part's processes begins. ``engine`` is the actor, ``core`` the process behind it."""
+"""Text in the command line of each part's processes. ``engine`` is the actor, ``core`` the process behind it."""
 
 
 def processes_of_part(mark: str, part: str) -> list[int]:
     """Living processes of one part of the run with this mark, in the order of their ids."""
-    return sorted(pid for pid in marked_processes(mark) if _title(pid).startswith(TITLES[part]))
+    return sorted(pid for pid in marked_processes(mark) if TITLES[part] in _title(pid))
 
 
 def _title(pid: int) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.spec.load import load_spec
-from tests.e2e.conftest import Runs, leftover_files, rows
+from asyncrl_cli.tasks.load import load_task
+from asyncrl_cli.tasks.prompts import load_prompts
+from tests.e2e.conftest import Runs, leftover_files, steps_of
 from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_snapshot
@@ -31,20 +33,20 @@ class Verdict:
 def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
     """Check a complete run. ``before``: leftover files that existed when it started."""
     spec = load_spec(run.folder / "spec.yaml").spec
-    task = spec.task.use.partition(":")[0]
-    uids = [f"{task}/train/{row}" for row in range(spec.data.train.size or 0)]
-    loader = PromptLoader(uids, spec.seed, spec.data.shuffle)  # type: ignore[arg-type]
-    given: list[str] = []
+    task = load_task(spec.task, run.runs.folder)
+    assert spec.data.train is not None
+    loader = PromptLoader(load_prompts("train", spec.data.train, task, run.runs.folder), spec.seed, spec.data.shuffle)
+    served_uids: list[str] = []
 
     def uid_of(serial: int) -> str:
-        while len(given) < serial:
-            given.append(str(loader.next()))
-        return given[serial - 1]
+        while len(served_uids) < serial:
+            served_uids.append(loader.next().uid)
+        return served_uids[serial - 1]
 
     with closing(open_for_reading(run.journal)) as connection:
         found = audit(connection, run.steps, uid_of)
     violations = [*found.violations, *run.evidence.contradictions]
-    reported = [row["step"] for row in rows(run.folder, "metrics.jsonl")]
+    reported = [row["step"] for row in steps_of(run.folder)]
     if reported != list(range(1, run.steps + 1)):
         violations.append(f"metrics.jsonl reports {len(reported)} steps, instead of each of {run.steps} once")
     if left := left_behind(run, before):
