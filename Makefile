@@ -60,9 +60,9 @@ $(VENV)-parity/.installed: requirements/parity.txt requirements/parity.sh $(STAM
 	bash requirements/parity.sh $(VENV) $(VENV)-parity
 	touch $@
 
-# Kills parts of real runs at random moments, sixty times and more (half an hour on two cores).
+# Kills, stops and disturbs parts of real runs, 120 times and more (hours on two cores).
 faults: install
-	$(BIN)/python -m tests.e2e.faults.campaign --kills 60 --seed 0
+	$(BIN)/python -m tests.e2e.faults.campaign --kills 120 --seed 0
 
 # Several hosts, made of namespaces on this machine (needs root), and a campaign that kills, cuts off, slows and adds hosts.
 cluster: install

@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py [--steps N] [--spec FILE] [--set KEY=VALUE ...] [--plot docs/soak.svg] [--folder DIR]
 
-Without `--spec`, the run is the quickstart's with steps of 2 groups of 2 short rollouts, so that 10,000 steps take half an
-hour on two cores. Memory is the proportional share of a process in anonymous and shared pages (`smaps_rollup`). Pages of
-files do not count: the kernel takes them back. The growth is a straight line through the second half of the samples.
+Without `--spec`, the run is the quickstart's with steps of 2 groups of 2 short rollouts, to take 10,000 steps within an
+hour on two cores. Memory is the proportional share of a process in anonymous and shared pages (`smaps_rollup`). Pages
+of files do not count: the kernel takes them back. The growth is a straight line through the second half of the samples.
 Samples go to DIR/memory.jsonl. Afterwards the commands that look at a run are timed, with their peak of memory.
 """
 
@@ -40,7 +40,7 @@ SAMPLES = 400
 """Samples of a run, at equal distances in steps."""
 LIMIT = 1024.0
 """Bytes per step that count as flat."""
-SPEC_COMMAND, RUN_COMMANDS = "train", (("inspect", "buffer"), ("inspect", "run"), ("staleness",), ("report",))
+RUN_COMMANDS = (("inspect", "buffer"), ("inspect", "run"), ("staleness",), ("report",))
 
 Series = Mapping[str, Sequence[tuple[int, int]]]
 """Samples (step, bytes) of each part of a run."""
@@ -69,7 +69,7 @@ def train(spec: Path, changes: Sequence[str], steps: int, folder: Path) -> Serie
     series: dict[str, list[tuple[int, int]]] = defaultdict(list)
     with (folder / "driver.out").open("wb") as output, (folder / "memory.jsonl").open("w") as samples:
         driver = subprocess.Popen(
-            [*ASYNCRL, SPEC_COMMAND, str(spec), *overrides(changes)], stdout=output, stderr=subprocess.STDOUT
+            [*ASYNCRL, "train", str(spec), *overrides(changes)], stdout=output, stderr=subprocess.STDOUT
         )
         started, next_step = time.monotonic(), 1
         while driver.poll() is None:
