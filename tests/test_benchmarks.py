@@ -33,6 +33,7 @@ SMALLEST = {
     "plan.py": "--steps 20 --only sync",
     "sandboxes.py": "--sandboxes 1 --commands 4",
     "shared_prefixes.py": "--prompts 10 --rounds 1 --models quickstart",
+    "soak.py": "--steps 4",
     "staleness.py": "--bounds 0 --seeds 1 --steps 4",
     "trainer.py": "--quick",
     "weight_updates.py": "--steps 6",
