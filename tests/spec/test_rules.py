@@ -166,6 +166,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["model.path=~/no/such"], "model.path", "is not a folder"),
         (["model.path=my model"], "model.path", "neither a folder nor a hub id"),
         (["model.chat_template=no/such.jinja"], "model.chat_template", "is not a file"),
+        (["task.use=regex"], "task.use", "the task `regex` left asyncrl"),
         (["task.use=my/tasks.py:reward"], "task.use", "`my.tasks:reward`"),
         (["task.use=nothing"], "task.use", "ready tasks are chain_sum, math"),
         (["task.use=null"], "task", "give task.use (one task) or task.mix (several)"),

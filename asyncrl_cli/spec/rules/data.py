@@ -40,6 +40,12 @@ SOURCES = (
     "`module:function`"
 )
 
+REMOVED_TASKS = {
+    "regex": "write a reward function: return float(bool(re.search(prompt['pattern'], response)))",
+    "shapes": "`asyncrl init vision` has it: use shapes:Shapes",
+}
+"""Former ready tasks, and what replaces them."""
+
 
 @rule
 def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
@@ -108,8 +114,8 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
         elif use not in READY_TASKS and not use.startswith(GYM):
             fallback_hint = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
             fallback_hint += " (`asyncrl init --list` has examples)"
-            if use == "shapes":
-                yield Problem(path, "the task `shapes` left asyncrl", "`asyncrl init vision` has it: use shapes:Shapes")
+            if use in REMOVED_TASKS:
+                yield Problem(path, f"the task `{use}` left asyncrl", REMOVED_TASKS[use])
                 continue
             if "." in use:
                 fallback_hint = f"yours is `{as_import(use)}`, module and name as in an import"
