@@ -20,7 +20,7 @@ from itertools import count
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import Session, SessionLimits
+from asyncrl_cli.gateway.session import Session, SessionLimits, SessionRecord
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest, OutsideClients, Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
@@ -271,10 +271,12 @@ class GatewayActor:
             limits=opening.limits,
             fixed_sampling=True,
             priority=opening.priority,
-            recorded=opening.recorded,
-            continues=opening.continues,
-            until_recorded=partial(self._transfer.until_recorded, opening.name) if opening.continues else None,
-            on_segments=partial(self._transfer.record, opening.session_number),
+            record=SessionRecord(
+                opening.recorded,
+                on_segments=partial(self._transfer.record, opening.session_number),
+                continues=opening.continues,
+                until_recorded=partial(self._transfer.until_recorded, opening.name) if opening.continues else None,
+            ),
         )
         self._sessions.open(session, opening.name)
         self._sessions_by_number[opening.session_number] = (opening.name, session)

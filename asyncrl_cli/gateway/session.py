@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -120,6 +120,21 @@ class Rendered:
         return branch if branch.extends(turn) else None
 
 
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """How a session's tokens are recorded, and what an earlier play of its rollout recorded."""
+
+    segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """Each sequence's recorded segments (0, 1, ...)."""
+    on_segments: OnSegments | None = None
+    """Gets the segments of all sequences, including context, as they grow."""
+    continues: bool = False
+    """The program did not begin again when the rollout did: recorded replies stay, and its next call has them in its
+    messages."""
+    until_recorded: Callable[[], Awaitable[None]] | None = None
+    """Returns when all reported tokens are on disk: a reply that the program has must be in the rollout."""
+
+
 class Session:
     """One rollout during its calls."""
 
@@ -133,20 +148,13 @@ class Session:
         *,
         fixed_sampling: bool,
         priority: int = 0,
-        recorded: Mapping[int, tuple[Segment, ...]] | None = None,
-        on_segments: OnSegments | None = None,
-        continues: bool = False,
-        until_recorded: Callable[[], Awaitable[None]] | None = None,
+        record: SessionRecord | None = None,
     ) -> None:
         """``fixed_sampling``: ``sampling`` sets temperature and seed and a call's own are ignored, because the recorded
         log-probs must belong to the sampled distribution. Each call's seed is derived from ``sampling.seed`` and the
         number of earlier calls. Otherwise a call's settings take precedence. Stop strings of both apply.
-
-        ``recorded``: each sequence's segments (0, 1, ...) from an earlier play of the rollout. ``on_segments`` gets the
-        segments of all sequences, including context, as they grow. ``continues``: the program did not begin again when
-        the rollout did, so the recorded replies stay, and its next call has them in its messages. ``until_recorded``
-        returns when all reported tokens are on disk: a reply that the program has must be in the rollout.
         """
+        record = record or SessionRecord()
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
         self.last_text = ""
@@ -157,11 +165,11 @@ class Session:
         self._sampling = sampling
         self._limits = limits
         self._priority = priority
-        self._until_recorded = until_recorded
+        self._until_recorded = record.until_recorded
         kept_replies = {
             index: replies
-            for index, segments in (recorded or {}).items()
-            if continues
+            for index, segments in record.segments.items()
+            if record.continues
             and (
                 replies := KeptReplies.from_tokens(
                     TokenSequence.join(segments), chat.end_tokens, limits.max_call_tokens
@@ -172,7 +180,7 @@ class Session:
         """Replies requested so far."""
         self.sampled_tokens = sum(replies.sampled_tokens for replies in kept_replies.values())
         """Tokens of all complete replies."""
-        self._transcript = Transcript(rollout_id, recorded or {}, on_segments, kept_replies)
+        self._transcript = Transcript(rollout_id, record.segments, record.on_segments, kept_replies)
         self._running: set[asyncio.Task[Rollout]] = set()
         self._closed = False
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
+from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits, SessionRecord
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest, OutsideClients
 from asyncrl_cli.records.generation import Rollout, Sampling
 from tests.gateway.conversation_stand_ins import HashModel, Record, ask_chat, character_chat
@@ -30,8 +30,7 @@ def session(model: HashModel, record: Record, **options: Any) -> Session:
         Sampling(temperature=1.0, max_tokens=300, seed=3),
         LIMITS,
         fixed_sampling=True,
-        on_segments=record.add,
-        **options,
+        record=SessionRecord(on_segments=record.add, **options),
     )
 
 
@@ -60,7 +59,7 @@ def test_a_program_continues_its_conversation_after_the_gateway_was_lost(turns: 
         for segments in record.recorded().values():
             again_record.add(list(segments))
         count = len(model.requests)
-        again = session(model, again_record, recorded=record.recorded(), continues=True)
+        again = session(model, again_record, segments=record.recorded(), continues=True)
         assert again.has_reply
         assert (again.calls, again.sampled_tokens) == (whole.calls, whole.sampled_tokens)
         assert ids_of(again.rollout()) == ids_of(whole.rollout()), "kept, whether or not the program calls again"
@@ -84,7 +83,7 @@ def test_a_program_that_changes_its_history_begins_a_branch_and_loses_no_recorde
         record, model = Record(), HashModel(CHAT)
         whole = session(model, record)
         messages = await talk(whole, [], 3)
-        again = session(model, Record(), recorded=record.recorded(), continues=True)
+        again = session(model, Record(), segments=record.recorded(), continues=True)
         changed = [*messages[:2], user("something else")]
         await ask_chat(again, changed, None, CallOptions())
         kept, branch = ids_of(again.rollout())
@@ -100,7 +99,7 @@ def test_a_repeated_call_gets_the_recorded_reply() -> None:
     async def test() -> None:
         record, model = Record(), HashModel(CHAT)
         (reply,) = await ask_chat(session(model, record), [user("hello")], None, CallOptions())
-        again = session(model, Record(), recorded=record.recorded(), continues=True)
+        again = session(model, Record(), segments=record.recorded(), continues=True)
         (repeated,) = await ask_chat(again, [user("hello")], None, CallOptions())
         assert repeated.token_ids == reply.token_ids
         assert len(model.requests) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
+from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits, SessionRecord
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
@@ -72,9 +73,10 @@ class Model:
         )
 
 
-def session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = True, **arguments: Any) -> Session:
+def session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = True, **record: Any) -> Session:
     limits = limits or SessionLimits(max_length=100, max_call_tokens=50)
-    return Session("3-1", CHAT, model.generate, SAMPLING, limits, fixed_sampling=fixed, priority=3, **arguments)
+    settings: dict[str, Any] = {"fixed_sampling": fixed, "priority": 3, "record": SessionRecord(**record)}
+    return Session("3-1", CHAT, model.generate, SAMPLING, limits, **settings)
 
 
 def run(work: Awaitable[Any]) -> Any:
@@ -346,7 +348,7 @@ def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens(
     run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
 
     other = Model("something else")
-    again = session(other, recorded=record.recorded(), on_segments=record.add)
+    again = session(other, segments=record.recorded(), on_segments=record.add)
     (same,) = run(ask_chat(again, HELLO, None, CallOptions()))
     assert same.token_ids == first.token_ids, "the whole reply, because the conversation continued after it"
     run(ask_chat(again, [*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
@@ -365,7 +367,13 @@ def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
     versions = np.asarray([CONTEXT] * 5 + [4] * 5, np.int32)
     parts = tuple(split_by_version("3-1", 0, ids, np.zeros(10, np.float32), [(CONTEXT, 0), (4, 5)]))
     one = Session(
-        "3-1", chat, Model().generate, SAMPLING, SessionLimits(100, 50), fixed_sampling=True, recorded={0: parts}
+        "3-1",
+        chat,
+        Model().generate,
+        SAMPLING,
+        SessionLimits(100, 50),
+        fixed_sampling=True,
+        record=SessionRecord({0: parts}),
     )
     (reply,) = run(ask_chat(one, HELLO, None, CallOptions()))
     assert (reply.text, reply.finish_reason) == ("done.", "stop")
@@ -380,7 +388,7 @@ def test_recorded_branches_are_found_in_any_order() -> None:
     replies = [run(ask_chat(one, chat, None, CallOptions()))[0] for chat in chats]
 
     again_model = HashModel(CHAT)
-    again = session(again_model, recorded=record.recorded(), on_segments=record.add)
+    again = session(again_model, segments=record.recorded(), on_segments=record.add)
     for chat, reply in reversed(list(zip(chats, replies, strict=True))):
         assert run(ask_chat(again, chat, None, CallOptions()))[0].token_ids == reply.token_ids
     assert again_model.sampled == []
@@ -448,7 +456,7 @@ THINKING = (
 
 def test_history_by_the_template_drops_earlier_reasoning_and_trains_every_token_once() -> None:
     """The template keeps the reasoning of replies after the last user message, and drops it in earlier ones."""
-    tokenizer = byte_tokenizer()
+    tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.chat_template = THINKING
     chat = ChatFormat(tokenizer, reasoning_parser_name="qwen3", renders_history=True)
     model = Model(*(f"<think>{thought}</think>{reply}" for thought, reply in ("ab", "cd", "ef")), chat=chat)
