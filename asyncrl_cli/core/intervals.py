@@ -18,11 +18,11 @@ Interval = tuple[float, float]
 Clusters = Sequence[Sequence[float]]
 
 
-def wilson(share: float, count: float, z: float = Z) -> Interval:
+def wilson(share: float, count: float) -> Interval:
     """Wilson's score interval of a share measured on ``count`` independent cases (at least 1)."""
     n = max(1.0, count)
-    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    middle = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
