@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,9 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
-    shutil.rmtree(folder, ignore_errors=True)  # a process that has just been killed may still write
+    # After multiprocessing has removed its own folder in it (priority -100). A process that has just been killed may
+    # still write, so errors are ignored.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
 
 
 @pytest.fixture(scope="module", autouse=True)

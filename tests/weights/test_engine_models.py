@@ -16,7 +16,7 @@ from tests.small_models import ARCHITECTURES, IMAGE_MODELS
 
 pytestmark = pytest.mark.stack
 
-LIMIT_S = 280.0
+LIMIT_S = 1000.0
 OFTEN = ("qwen3_moe", "gemma3_text")
 """They cover fused experts (loaded in the pause), dense layers (prepared), a tied and an untied head."""
 TORCHVISION = find_spec("torchvision") is not None
