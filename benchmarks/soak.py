@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import tempfile
 import time
@@ -157,12 +156,7 @@ def print_commands(folder: Path) -> None:
         _, status, used = os.wait4(child.pid, 0)
         seconds = time.perf_counter() - started
         failed = f" (exit {os.waitstatus_to_exitcode(status)})" if status else ""
-        print(row(" ".join(command) + failed, f"{seconds:.1f}", f"{peak_mib(used):,.0f}"))
-
-
-def peak_mib(used: resource.struct_rusage) -> float:
-    """Return the peak of a process's resident memory."""
-    return used.ru_maxrss / 1024
+        print(row(" ".join(command) + failed, f"{seconds:.1f}", f"{used.ru_maxrss / 1024:,.0f}"))
 
 
 def plot(series: Series, file: Path) -> None:

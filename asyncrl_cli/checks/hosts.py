@@ -293,8 +293,8 @@ async def connection_problem(target: Host) -> str:
     except TimeoutError:
         return f"gave no answer within {CONNECT_S:.0f} s"
     except (OSError, ValueError) as error:
-        number = getattr(error, "errno", None)  # asyncio's own text does not give the reason
-        return f"cannot be reached: {os.strerror(number) if number else error}"
+        error_number = getattr(error, "errno", None)  # asyncio's own text does not give the reason
+        return f"cannot be reached: {os.strerror(error_number) if error_number else error}"
     finally:
         if writer is not None:
             writer.transport.abort()

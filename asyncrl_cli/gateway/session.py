@@ -580,13 +580,13 @@ def _joined_reply(continued_message: Message | None, message: Message) -> Messag
     return {**continued_message, **message, "content": continued_message["content"] + (message["content"] or "")}
 
 
-async def gathered(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gathered(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Wait for all results. The first error cancels the other coroutines and is raised."""
-    if len(work) == 1:
-        return [await work[0]]
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in work]
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

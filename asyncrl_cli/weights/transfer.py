@@ -30,7 +30,7 @@ from asyncrl_cli.weights.replica import Replica
 CONNECT_S = 5.0
 """Seconds to connect."""
 SILENCE_S = 10.0
-"""Seconds that the other end may pause within a transfer, and in which a client must show the token."""
+"""Longest pause of the other end within a transfer, and the time limit for a client to show the token, in seconds."""
 IDLE_S = 60.0
 """Seconds that a connection with the token is kept without a request, or without taking more of an answer."""
 CONNECTIONS = 512

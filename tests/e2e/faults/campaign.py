@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ class Campaign:
 def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
     """Endless: the kinds of runs in turn, each with some faults in random order."""
     order = random.Random(seed)
-    faults = (fault for _ in cycle([None]) for fault in order.sample(FAULTS, len(FAULTS)))
+    faults = chain.from_iterable(order.sample(FAULTS, len(FAULTS)) for _ in count())
     for kind in cycle(KINDS):
         # Faults at the moment `last` can only be the last ones of a run.
         drawn = sorted(islice(faults, FAULTS_A_RUN), key=lambda fault: fault.endswith("last"))

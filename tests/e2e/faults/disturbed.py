@@ -65,7 +65,6 @@ class DisturbedRun:
     say: Callable[[str], None] = print
     kills: list[Kill] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
     resumes: int = 0
     evidence: Evidence = field(default_factory=Evidence)
     marks: set[str] = field(default_factory=set)
@@ -306,7 +305,7 @@ class DisturbedRun:
                 cwd=self.runs.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self.environment | {"COLUMNS": "120"},
+                env=os.environ | {"COLUMNS": "120"},
             )
         return Driver(process, path)
 

@@ -21,7 +21,7 @@ STOPPED_S = 30.0
 PRUNES = 3
 """Processes of `checkpoint prune` that are killed one after another."""
 SECOND_DRIVER_S = 300.0
-"""Seconds in which one of two drivers must have refused to start."""
+"""Time limit for one of two drivers to refuse its start, in seconds."""
 
 
 def inject(run: DisturbedRun, fault: str) -> bool:
@@ -34,7 +34,7 @@ def inject(run: DisturbedRun, fault: str) -> bool:
 
 
 def stop_process(run: DisturbedRun, part: str, moment: str) -> None:
-    """Stop one process of a part with SIGSTOP, and continue it later, if it has not been replaced meanwhile."""
+    """Stop one process of a part with SIGSTOP, and continue it later if it is still alive."""
     _await(run, moment)
     pid = run.random.choice(run.until(lambda: run.pids(part), f"a process of the {part}"))
     _record(run, f"stopped:{part}", moment)
@@ -86,7 +86,7 @@ def kill_prune(run: DisturbedRun) -> None:
 
 
 def resume_twice(run: DisturbedRun) -> None:
-    """Resume with two drivers at once: exactly one of them goes on."""
+    """Start two drivers of the same run: exactly one goes on."""
     drivers = [run.resume_beside() for _ in range(2)]
     deadline = time.monotonic() + SECOND_DRIVER_S
     while all(driver.process.poll() is None for driver in drivers):
@@ -101,7 +101,7 @@ def resume_twice(run: DisturbedRun) -> None:
 
 
 def resume_read_only(run: DisturbedRun) -> None:
-    """Try to resume a run whose folder is on a read-only file system."""
+    """Try to resume a run from a read-only folder."""
     resume = shlex.join(run.runs.command("resume", run.folder))
     folder = shlex.quote(str(run.folder))
     mount = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}"
