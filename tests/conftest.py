@@ -186,6 +186,17 @@ def orphans_are_not_adopted() -> Iterator[None]:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def user_modules_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A file's tests import modules from their folders. Those of later files may have the same name."""
+    before = set(sys.modules)
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(temporary):
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """Fail if a process outlives the tests. The first session fixture to start is the last one to end."""

@@ -52,7 +52,10 @@ def computed(model: Any) -> tuple[torch.Tensor, ...]:
 
 def replaced_modules(architecture: str) -> dict[str, int]:
     """Compare a model before and after ``fuse_kernels``; returns the number of its fused modules by name."""
+    torch.manual_seed(0)
     model = small_model(architecture)
+    for tensor in model.state_dict().values():
+        tensor.mul_(0.1)  # with weights around 1, attention saturates, and a rounding error grows a thousandfold
     expected = computed(model)
     fuse_kernels(model)
     for fused, original in zip(computed(model), expected, strict=True):
