@@ -146,9 +146,7 @@ def shown_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Result:
         end = json.dumps(text[SHOWN_CHARACTERS:][-SHOWN_END:], ensure_ascii=False)
         summary += f" … {end} ({len(text):,} characters)"
     if tools:
-        names = [str(tool["function"]["name"]) for tool in tools]
-        hidden = "" if all(name in text for name in names) else ", which the chat template does not show"
-        summary += f"\ntools{hidden}: {', '.join(names)}"
+        summary += f"\ntools: {', '.join(str(tool['function']['name']) for tool in tools)}"
     for image_number, image in enumerate(encoded.images, start=1):
         width, height = image.image.decoded().size
         summary += f"\nimage {image_number}: {width} x {height} pixels, {image.length} tokens, {image.image.digest}"

@@ -21,7 +21,7 @@ from asyncrl_cli.checks.hosts import examine_cluster, refuse
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
 from asyncrl_cli.checks.memory import check_memory_estimate, rank_bytes, resolve_microbatch, resolve_rollouts
 from asyncrl_cli.checks.programs import check_engine
-from asyncrl_cli.checks.trial import Trial, try_tasks
+from asyncrl_cli.checks.trial import try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.terminal import counted
@@ -238,8 +238,6 @@ class StartChecks:
         }
         for location, (name, rows, split) in splits.items():
             if split is None or name in experiment.episodic:  # then the task writes the model's prompts
-                if self._thorough and location == "data.train" and self._takes_data and len(rows):
-                    yield Check("first prompt", partial(self._opening, experiment, rows), ("chat template",))
                 continue
             if location == "data.train" and not self._takes_data:
                 continue
@@ -264,14 +262,6 @@ class StartChecks:
             self._spec,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
         )
-
-    def _opening(self, experiment: Experiment, rows: Sequence[Prompt]) -> Result:
-        spec = self._spec
-        trial = Trial(experiment.tasks[""], spec.task, self._search_path, location="task")
-        opening = trial.opening_prompt(rows[0])
-        if opening is None:
-            return "the agent writes it"
-        return prompts.shown_prompt([opening], PromptEncoder.of(spec, self._tokenizer, openings=True))
 
     def _first_prompt(self, rows: Sequence[Prompt]) -> Result:
         return prompts.shown_prompt(rows, PromptEncoder.of(self._spec, self._tokenizer))

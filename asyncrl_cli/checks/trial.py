@@ -24,7 +24,7 @@ from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, scores_groups, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
 from asyncrl_cli.workers.actors import BLOCKED_S
-from asyncrl_cli.workers.messages import Load, Played, Role
+from asyncrl_cli.workers.messages import Load, Role
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 
@@ -133,22 +133,6 @@ class Trial:
             async with _process(self._load(Role.EPISODES)) as process:
                 for prompt in episodes:
                     _refuse((await process.play(prompt, None)).score, self._location, "called with an empty reply")
-
-    async def _play(self, prompt: Prompt) -> Played:
-        async with _process(self._load(Role.EPISODES)) as process:
-            return await process.play(prompt, None)
-
-    def opening_prompt(self, prompt: Prompt) -> Prompt | None:
-        """Return what the policy reads first in an episode of a row, as a row with messages and tools; None if an agent
-        writes it. Raises ``TaskError`` if the environment fails."""
-        member, row = task_of(self._task, prompt)
-        if isinstance(member, OneCall):
-            return member.opening(row)
-        if isinstance(member, AgentTask):
-            return None
-        result = asyncio.run(self._play(prompt))
-        _refuse(result.score, self._location, "called with an empty reply")
-        return result.opening
 
     def _load(self, role: Role) -> Load:
         return Load(self._spec, search_path=self._search_path, role=role, blocked_s=BLOCKED_S)

@@ -60,7 +60,7 @@ class ArrowPrompts(LazyPrompts):
         self._hidden = {field.name for field in table.schema if _has_bytes(field.type) and field.name not in readable}
         super().__init__(len(self._table), self._row)
         row_numbers: dict[Any, int] = {}
-        for row_number, uid in enumerate(self.field(form.uid_column), start=1):
+        for row_number, uid in enumerate(self.uids(), start=1):
             if isinstance(uid, str | int) and row_numbers.setdefault(uid, row_number) != row_number:
                 form.refuse_twins(uid, row_numbers[uid], row_number)
 
@@ -76,12 +76,12 @@ class ArrowPrompts(LazyPrompts):
                 values[column] = _without_nulls(values[column])
         return self._form.with_read_images(self._form.prompt(values, row + 1), row + 1)
 
-    def field(self, name: str) -> list[Any]:
-        if name in self._table.column_names:
-            return list(self._table.column(name).to_pylist())
-        if (root := name.partition(".")[0]) not in self._table.column_names:
-            return [None] * len(self)
-        return [value_at(row, name, None) for row in self._table.select([root]).to_pylist()]
+    def uids(self) -> list[Any]:
+        """The column of uids; None for each row without one."""
+        name, columns = self._form.uid_column, self._table.column_names
+        column = name if name in columns else name.partition(".")[0]
+        rows = self._table.select([column]).to_pylist() if column in columns else [{}] * len(self)
+        return [value_at(row, name, None) for row in rows]
 
 
 def _has_bytes(arrow_type: Any) -> bool:

@@ -39,32 +39,28 @@ class PromptEncoder:
         apply_chat_template: bool = True,
         template: ChatTemplate | None = None,
         images: ImageTokens | None = None,
-        shows_all: bool = True,
     ) -> None:
         """``episodic``: rollouts are episodes, so the task writes the model's input. ``apply_chat_template``: render
         texts with the template if there is one. ``template``: by default the tokenizer's, without variables.
-        ``images`` encodes prompts with images. ``shows_all``: refuse a prompt with parts that the template leaves
-        out."""
+        ``images`` encodes prompts with images."""
         self.tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
         self.template = template or ChatTemplate(tokenizer)
         self._images = images or ImageTokens("", 0, 0)
-        self._shows_all = shows_all
         self.sees_images = self._images.max_images > 0
 
     @classmethod
-    def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False, openings: bool = False) -> PromptEncoder:
-        """The encoder of a run's prompts. ``openings``: encode episodes' first prompts as the gateway does."""
+    def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False) -> PromptEncoder:
+        """The encoder of a run's prompts."""
         return cls(
             tokenizer,
-            spec.model.max_length if openings else spec.rollout.max_prompt_tokens,
+            spec.rollout.max_prompt_tokens,
             episodic,
             apply_chat_template=spec.data.apply_chat_template,
             template=ChatTemplate.from_spec(spec, tokenizer),
             images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
-            shows_all=not openings,
         )
 
     @cached_property
@@ -114,7 +110,7 @@ class PromptEncoder:
         templated = self.is_templated(prompt)
         if templated:
             text = self.template.with_variables(variables).text(messages, tools, reply=True)
-            lost = self.template.abilities().lost if self._shows_all else {}
+            lost = self.template.abilities().lost
             if feature := next((feature for feature in _features(messages, tools) if feature in lost), None):
                 raise ChatError(f"the row has {feature}, which the chat template does not show")
         elif tools or variables:

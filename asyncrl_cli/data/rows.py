@@ -57,10 +57,6 @@ class LazyPrompts(Sequence[Prompt]):
             raise IndexError(f"row {index} of {self._size} prompts") from None
         return self._make(row)
 
-    def field(self, name: str) -> Sequence[Any]:
-        """Return one field's values, in the order of rows; None for each row without it."""
-        return [value_at(prompt.fields, name, None) for prompt in self]
-
 
 def value_at(row: Mapping[str, Any], name: str, *default: Any) -> Any:
     """Return a column, or the value at the path ``outer.inner`` through objects and JSON texts of objects.
@@ -90,13 +86,6 @@ def paths_in(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from paths_in(value, f"{prefix}{name}.")
 
 
-def field_of(prompts: Sequence[Prompt], name: str) -> Sequence[Any]:
-    """Like ``LazyPrompts.field``, for any sequence of prompts."""
-    if isinstance(prompts, LazyPrompts):
-        return prompts.field(name)
-    return [value_at(prompt.fields, name, None) for prompt in prompts]
-
-
 class JoinedPrompts(LazyPrompts):
     """The prompts of several files, one file after another."""
 
@@ -109,9 +98,6 @@ class JoinedPrompts(LazyPrompts):
         """Return the number of a row's file, and the row's number in the file, all from 0."""
         file = bisect_right(self._ends, row)
         return file, row - self._ends[file] + len(self.files[file])
-
-    def field(self, name: str) -> Sequence[Any]:
-        return [value for prompts in self.files for value in field_of(prompts, name)]
 
     def _in_file(self, row: int) -> Prompt:
         file, row = self.place(row)
@@ -299,9 +285,6 @@ class CollectedPrompts(LazyPrompts):
         self.rows = rows
         self.row_numbers = row_numbers
         super().__init__(len(rows), lambda row: form.with_read_images(rows[row], row_numbers[row]))
-
-    def field(self, name: str) -> Sequence[Any]:
-        return field_of(self.rows, name)
 
 
 def json_value(value: Any, binary: bool = False) -> Any:

@@ -22,7 +22,7 @@ from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_table
 from asyncrl_cli.data.rows import CollectedPrompts, JoinedPrompts, RowForm, type_name
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, files_of, kind_of, names_a_file
+from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, files_of, names_a_file, source_type_of
 from asyncrl_cli.spec.inputs import SplitSpec
 
 
@@ -34,7 +34,7 @@ def read_source(
     ``split`` is passed to a user function; ``check`` is the task's check of each prompt. Raises ``DataError``.
     """
     forms = _forms_of(spec, base, check)
-    match kind_of(forms[0].source):
+    match source_type_of(forms[0].source):
         case "hub":
             return _read_data_set(spec, forms[0])
         case "function":
@@ -72,7 +72,7 @@ def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | Non
     return [
         RowForm(
             source=source,
-            unit="line" if kind_of(source) in ("jsonl", "json") else "row",
+            unit="line" if source_type_of(source) in ("jsonl", "json") else "row",
             prompt_column=spec.prompt_column,
             uid_column=spec.uid_column,
             template=spec.template,
@@ -90,7 +90,7 @@ def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
     with suppress(OSError):  # reading reports it
         if is_pointer(Path(form.source)):
             form.refuse(None, "is a Git LFS pointer, not the file itself", LFS_HINT)
-    match kind_of(form.source):
+    match source_type_of(form.source):
         case "parquet" | "csv":
             return read_table(Path(form.source), size, form)
         case "jsonl" | "json":
@@ -107,7 +107,7 @@ def _refuse_twins(forms: Sequence[RowForm], files: Sequence[Sequence[Prompt]]) -
     sources: dict[str, str] = {}  # by uid
     for form, prompts in zip(forms, files, strict=False):
         rows = prompts.rows if isinstance(prompts, CollectedPrompts) else prompts
-        uids = prompts.field(form.uid_column) if isinstance(prompts, ArrowPrompts) else [prompt.uid for prompt in rows]
+        uids = prompts.uids() if isinstance(prompts, ArrowPrompts) else [prompt.uid for prompt in rows]
         file_uids = {str(uid) for uid in uids if uid is not None}
         if twins := file_uids & sources.keys():
             uid = min(twins)
@@ -126,7 +126,7 @@ def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
     with _opened(form) as file:
         is_list = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     with _opened(form) as file:
-        if is_list and kind_of(form.source) == "json":
+        if is_list and source_type_of(form.source) == "json":
             for row_number, row in enumerate(_parsed(form, 1, file.read()), start=1):
                 yield row_number, form.prompt(_object(form, row_number, row), row_number)
             return

@@ -21,23 +21,31 @@ REASONING = ("reasoning_content", "reasoning")
 """The keys under which servers send and accept a message's reasoning."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reasoning:
+    """A message's reasoning, linked to the ``earlier`` one: a conversation's turns share their digests. ``count``: the
+    number of keys up to the message."""
+
+    count: int
+    digest: str
+    earlier: Reasoning | None
+
+
 @dataclass(frozen=True, slots=True)
 class ConversationKey:
     """A conversation up to some message. Its keys are chained digests of the tools and of each message: ``count`` is
-    their number, and ``key`` depends on all of them. ``reasoning``: digests with the number of keys up to their
-    message."""
+    their number, and ``key`` depends on all of them. ``reasoning``: the newest message's with reasoning."""
 
     count: int
     key: str
-    reasoning: tuple[tuple[int, str], ...] = ()
+    reasoning: Reasoning | None = None
 
     def then(self, message: Message) -> ConversationKey:
         canonical = normalized(message)
         count = self.count + 1
-        reasoning = canonical.get("reasoning_content")
-        digests = ((count, _digest(reasoning)),) if reasoning else ()
-        key = _chained(self.key, canonical_json(_spoken(canonical)))
-        return ConversationKey(count, key, (*self.reasoning, *digests))
+        text = canonical.get("reasoning_content")
+        reasoning = Reasoning(count, _digest(text), self.reasoning) if text else self.reasoning
+        return ConversationKey(count, _chained(self.key, canonical_json(_spoken(canonical))), reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +82,25 @@ class Conversation:
         """The number of keys that an earlier history covers; None if the conversation does not begin with it."""
         if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.key:
             return None
-        earlier_digests = dict(history.reasoning)
-        same_reasoning = all(
-            earlier_digests.get(count) == digest for count, digest in self.reasoning.items() if count <= history.count
-        )
-        return history.count if same_reasoning else None
+        recorded = history.reasoning
+        for count in reversed([count for count in self.reasoning if count <= history.count]):
+            while recorded is not None and recorded.count > count:
+                recorded = recorded.earlier
+            if recorded is None or (recorded.count, recorded.digest) != (count, self.reasoning[count]):
+                return None
+        return history.count
 
     def after(self, history: ConversationKey | None, continues: bool = False) -> ConversationKey:
         """The history of all messages, or of all but the last if the reply ``continues`` it. ``history``: the earlier
         conversation that this one continues, if any; its reasoning is taken over."""
-        covered, reasoning = (0, ()) if history is None else (history.count, history.reasoning)
+        covered, reasoning = (0, None) if history is None else (history.count, history.reasoning)
         end = len(self.keys) - continues
-        new_reasoning = [(count, digest) for count, digest in self.reasoning.items() if count > covered]
-        digests = tuple((count, digest) for count, digest in (*reasoning, *new_reasoning) if count <= end)
-        return ConversationKey(end, self.keys[end - 1], digests)
+        while reasoning is not None and reasoning.count > end:
+            reasoning = reasoning.earlier
+        for count, digest in self.reasoning.items():
+            if covered < count <= end:
+                reasoning = Reasoning(count, digest, reasoning)
+        return ConversationKey(end, self.keys[end - 1], reasoning)
 
 
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:

@@ -172,12 +172,12 @@ class Transcript:
 
         ``covers`` returns how much of the prompt a turn covers, or None if the prompt does not begin with it.
         """
-        candidates = [
-            (covered, branch.extends(turn), -branch.index, branch, turn)
-            for branch in self._branches
-            for turn in branch.turns
-            if (covered := covers(branch, turn)) is not None
-        ]
+        candidates = []
+        for branch in self._branches:
+            for turn in reversed(branch.turns):  # a later turn of a branch covers more
+                if (covered := covers(branch, turn)) is not None:
+                    candidates.append((covered, branch.extends(turn), -branch.index, branch, turn))
+                    break
         return max(candidates, key=lambda candidate: candidate[:3])[3:] if candidates else None
 
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:

@@ -1,4 +1,4 @@
-"""Tells the kind of a split's source from the text of its ``path``, and finds the columns that a template needs.
+"""Tells the type of a split's source from the text of its ``path``, and finds the columns that a template needs.
 
 hf:owner/name       a data set of the Hugging Face hub
 module:function     a Python function that yields rows
@@ -19,21 +19,21 @@ from typing import Literal
 
 HUB = "hf:"
 """Prefix of a hub id: ``hf:owner/name``, or ``hf:owner/name@revision``."""
-Kind = Literal["hub", "function", "jsonl", "json", "parquet", "csv"]
-SUFFIXES: dict[str, Kind] = {
+SourceType = Literal["hub", "function", "jsonl", "json", "parquet", "csv"]
+SUFFIXES: dict[str, SourceType] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
     ".parquet": "parquet",
     ".csv": "csv",
 }
-TEXTS: tuple[Kind, ...] = ("jsonl", "json", "csv")
-"""Kinds of text files, which may be compressed."""
+TEXTS: tuple[SourceType, ...] = ("jsonl", "json", "csv")
+"""Types of text files, which may be compressed."""
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-def kind_of(path: str) -> Kind | None:
-    """Return the kind of a source, or None for a file with an unknown suffix."""
+def source_type_of(path: str) -> SourceType | None:
+    """Return the type of a source, or None for a file with an unknown suffix."""
     if path.startswith(HUB):
         return "hub"
     if FUNCTION.fullmatch(path):
@@ -47,7 +47,7 @@ def kind_of(path: str) -> Kind | None:
 
 def names_a_file(path: str) -> bool:
     """True if the text is the path of a file (not a hub id or a function)."""
-    return kind_of(path) not in ("hub", "function")
+    return source_type_of(path) not in ("hub", "function")
 
 
 def files_of(path: str) -> list[str]:

@@ -140,19 +140,10 @@ class OneCall:
                 return None
             if tools:
                 raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")
-            environment = self._environment(replace(prompt, content=messages))
+            row = replace(prompt, content=messages)
+            environment = ToolEnvironment(row, (), judge=lambda *_: 0.0, servers=self._servers)
             result, _ = await play(environment, model, http, variables=variables, images=prompt.images)
             return ScoreLater(result.metrics)
-
-    def opening(self, prompt: Prompt) -> Prompt:
-        """Return what the policy reads first: the row, with the servers' tools."""
-        if self._servers is None:
-            return prompt
-        tools = self._environment(prompt).tools
-        return replace(prompt, fields={**prompt.fields, "tools": tools})
-
-    def _environment(self, prompt: Prompt) -> ToolEnvironment:
-        return ToolEnvironment(prompt, (), judge=lambda *_: 0.0, servers=self._servers)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         return self.task.reward(prompt, response, finished)

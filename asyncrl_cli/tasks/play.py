@@ -9,7 +9,6 @@ runs in threads, because a slow step must not stop other episodes.
 from __future__ import annotations
 
 import asyncio
-import base64
 import concurrent.futures
 import inspect
 from collections import Counter
@@ -115,38 +114,17 @@ async def play(
     return RewardResult(sum(scored, 0.0), metrics), tuple(map(Turn, scored))
 
 
-def try_environment(environment: Environment, prompt: Prompt) -> tuple[RewardResult, Prompt]:
-    """Reset the environment and take one step with an empty reply, which a model may give. Returns the step's reward,
-    and what the policy reads first. Raises what ``play`` would raise."""
+def try_environment(environment: Environment, prompt: Prompt) -> RewardResult:
+    """Reset the environment and take one step with an empty reply, which a model may give. Returns the step's reward.
+    Raises what ``play`` would raise."""
     try:
-        opening = opening_prompt(environment, prompt)
+        _tools(environment)
+        with_data_urls(_reset(environment), prompt.images)
         step, reward = _step(environment, {"role": "assistant", "content": ""})
-        return RewardResult(reward, step.metrics), opening
+        return RewardResult(reward, step.metrics)
     finally:
         if (close := getattr(environment, "close", None)) is not None:
             close()
-
-
-def opening_prompt(environment: Environment, prompt: Prompt) -> Prompt:
-    """Reset the environment; returns what the policy reads first, as a row with messages, tools and images. Raises
-    ``TypeError``."""
-    tools = _tools(environment)
-    images: dict[str, Image] = {}
-
-    def with_digest(content: Any) -> Any:
-        if content.get("type") != "image_url":
-            return content
-        image = Image.from_bytes(base64.b64decode(content["image_url"]["url"].partition(",")[2]))
-        images[image.digest] = image
-        return {"type": "image", "image": image.digest}
-
-    messages = [
-        {**message, "content": list(map(with_digest, message["content"]))}
-        if isinstance(message.get("content"), list | tuple)
-        else message
-        for message in with_data_urls(_reset(environment), prompt.images)
-    ]
-    return Prompt(prompt.uid, tuple(messages), {"tools": list(tools)} if tools else {}, tuple(images.values()))
 
 
 def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:

@@ -103,14 +103,12 @@ class Cancel:
 class Played:
     """The result of playing an episode. With None or ``ScoreLater`` as ``score``, the task's ``reward`` scores it.
 
-    ``stuck``: a part of the episode still runs in its process and cannot be stopped. ``opening``: what the policy reads
-    first, if the environment was only tried.
+    ``stuck``: a part of the episode still runs in its process and cannot be stopped.
     """
 
     score: Scored | RewardFailure | ScoreLater | None
     retry: Retry = Retry.NONE
     stuck: bool = False
-    opening: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from asyncrl_cli.checks.finding import Finding, findings_of
-from asyncrl_cli.checks.prompts import shown_prompt
 from asyncrl_cli.checks.start import StartChecks
 from asyncrl_cli.checks.trial import Trial
 from asyncrl_cli.core.errors import ConfigError, TaskError
-from asyncrl_cli.data.prompt_encoder import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.load import load_spec
@@ -22,8 +19,6 @@ from asyncrl_cli.tasks.load import load_task
 from tests.doc_examples import code_blocks
 
 pytestmark = pytest.mark.slow
-
-TEMPLATES = Path(__file__).parents[2] / "templates"
 
 SOURCE = """
 from asyncrl_cli.tasks.base import Step
@@ -95,8 +90,7 @@ def test_working_rewards_and_environments_are_counted(folder: Path, capfd: pytes
     assert capfd.readouterr().out == "", "what rewards print would be between the checks"
 
 
-def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -> None:
-    """The example in docs/agents.md; a row that MCP servers give tools to is in tests/tasks/test_mcp.py."""
+def test_the_tools_in_the_documentation_are_tried(folder: Path) -> None:
     (source,), (row,), (spec,) = (
         code_blocks("agents.md", "## Tools", language) for language in ("python", "json", "yaml")
     )
@@ -105,28 +99,10 @@ def test_the_first_prompt_of_an_episode_shows_tools_and_messages(folder: Path) -
     (folder / "spec.yaml").write_text(spec)
     task_spec = load_spec(folder / "spec.yaml").spec.task
     prompts = [Prompt("a", json.loads(row)["prompt"], json.loads(row))]
-    opening = trial(folder, task_spec).opening_prompt(prompts[0])
-    assert opening is not None
-    tokenizer = AutoTokenizer.from_pretrained(TEMPLATES / "saved-model/model")
-    encoder = PromptEncoder(tokenizer, max_tokens=1000)
-    shown = str(shown_prompt([opening], encoder))
-    for text in (
-        "Noon temperature in degrees Celsius.",
-        "days from today",
-        "tomorrow at noon?",
-        "\ntools: temperature",
-    ):
-        assert text in shown
-    no_tools = PromptEncoder(tokenizer, max_tokens=1000, shows_all=False)
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    assert str(shown_prompt([opening], no_tools)).endswith(
-        "\ntools, which the chat template does not show: temperature"
-    )
-    broken = TaskSpec(use="tried_task:Broken")
-    with pytest.raises(TaskError, match="NameError"):
-        trial(folder, broken).opening_prompt(ROWS[0])
-    agent = TaskSpec(use="tried_task:agent")
-    assert trial(folder, agent).opening_prompt(ROWS[0]) is None
+    assert trial(folder, task_spec).run([prompts], thorough=True) == "called on the first rows: environments (1)"
+    task = load_task(task_spec, folder)
+    definition = json.dumps(task.environment(prompts[0]).tools)
+    assert "Noon temperature in degrees Celsius." in definition and "days from today" in definition
 
 
 def test_parts_of_the_reward_that_no_response_has_are_refused(folder: Path) -> None:

@@ -21,10 +21,10 @@ from pyarrow import parquet
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.rows import JoinedPrompts, field_of
+from asyncrl_cli.data.rows import JoinedPrompts
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.data_sources import kind_of
+from asyncrl_cli.spec.data_sources import source_type_of
 from asyncrl_cli.spec.inputs import SplitSpec
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def read(path: str, folder: Path, **keys: Any) -> Sequence[Prompt]:
 @kinds
 def test_all_kinds_give_the_same_prompts(write: Callable[[Rows, Path], str], tmp_path: Path) -> None:
     path = write(QUESTIONS, tmp_path)
-    assert kind_of(path) == next(kind for kind, one in KINDS.items() if one is write).partition(".")[0]
+    assert source_type_of(path) == next(kind for kind, one in KINDS.items() if one is write).partition(".")[0]
     named = read(path, tmp_path, prompt_column="question", uid_column="id")
     assert list(named) == [Prompt(row["id"], row["question"], {"answer": row["answer"]}) for row in QUESTIONS]
     templated = read(path, tmp_path, template="Q: {question}\nA{{}}:", system="Be brief.", size=2)
@@ -121,7 +121,6 @@ def test_keys_may_name_paths_into_objects(write: Callable[[Rows, Path], str], as
     assert [prompt.content for prompt in named] == [row["question"] for row in QUESTIONS]
     assert [prompt.uid for prompt in named] == ["a", "b", "c"]
     assert [prompt.fields for prompt in named] == rows
-    assert list(field_of(named, "extra.more.id")) == ["a", "b", "c"]
     templated = read(path, tmp_path, template="Q: {extra.question}", uid_column="extra.more.id")
     assert [prompt.content for prompt in templated] == [f"Q: {row['question']}" for row in QUESTIONS]
     assert [prompt.fields for prompt in templated] == rows
@@ -168,7 +167,6 @@ def test_rows_read_on_demand_equal_those_of_a_file_read_completely(
     for index in (0, -1, len(table) // 2):
         assert lazy[index] == list(lazy)[index]
     assert lazy[1:5:2] == list(lazy)[1:5:2]
-    assert lazy.field("level") == [prompt.fields["level"] for prompt in eager]
     with pytest.raises(IndexError):
         lazy[len(table)]
     if size <= len(table):
@@ -367,7 +365,7 @@ def test_a_missing_package_or_file_is_reported(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_a_path_decides_its_kind(path: str, kind: str | None) -> None:
-    assert kind_of(path) == kind
+    assert source_type_of(path) == kind
 
 
 TEXTS = st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4)
@@ -396,7 +394,6 @@ def test_several_files_are_one_after_another(
     assert len({prompt.uid for prompt in prompts}) == len(expected)
     assert prompts[-1].content == expected[-1]
     assert isinstance(prompts, JoinedPrompts)
-    assert list(prompts.field("level")) == [prompt.fields["level"] for prompt in prompts]
     alone = read("0.json", folder)
     assert [prompt.uid for prompt in prompts][: len(files[0])] == [prompt.uid for prompt in alone][:size]
 

@@ -233,8 +233,6 @@ def test_an_episode_that_is_stopped_ends_its_program(scored: Any) -> None:
 def test_a_task_with_a_reward_becomes_an_episode(scored: Any, folder: Path) -> None:
     assert isinstance(scored, AgentTask) and isinstance(scored, PromptTask)
     assert scored.reward(*(scored.prompts("train", 1)[0], "#", True)) == 0.0
-    opening = scored.opening(scored.prompts("train", 1)[0])  # type: ignore[attr-defined]
-    assert "surroundings" in [tool["function"]["name"] for tool in opening.fields["tools"]]
     plain = load_task(TaskSpec.model_validate({"use": "exact", "tools": {"mcp": {"local": STDIO}}}), folder)
     assert not isinstance(plain, AgentTask), "rewards are loaded without the servers"
 

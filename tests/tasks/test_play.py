@@ -487,19 +487,6 @@ def test_a_wrong_environment_is_refused_with_the_reason(answer: dict[str, Any], 
     assert environment.closed == 1
 
 
-def test_the_opening_of_an_episode_has_the_images_that_the_environment_sends() -> None:
-    from PIL import Image as Pillow
-
-    environment = Count(1)
-    parts = [{"type": "image", "image": Pillow.new("RGB", (2, 3), "red")}, {"type": "text", "text": "What is it?"}]
-    vars(environment).update(reset=lambda: [{"role": "user", "content": parts}])
-    _, opening = try_environment(environment, Prompt("a", "2+2=", {"answer": "4"}))
-    (image,) = opening.images
-    assert image.decoded().size == (2, 3)
-    assert opening.messages[0]["content"] == [{"type": "image", "image": image.digest}, parts[1]]
-    assert not opening.fields, "the row's fields are the task's, not the policy's"
-
-
 def test_a_tool_returns_images_and_an_image_that_is_none_is_refused() -> None:
     from PIL import Image as Pillow
 

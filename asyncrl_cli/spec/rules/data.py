@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.user_code import as_import
 from asyncrl_cli.spec.base import MODULE_NAME
-from asyncrl_cli.spec.data_sources import HUB, kind_of, names_a_file, template_columns
+from asyncrl_cli.spec.data_sources import HUB, names_a_file, source_type_of, template_columns
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
@@ -185,8 +185,8 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
 
 def _source_fault(path: str, several: bool) -> str:
     """The mistake in one source of a split, or empty text. ``several``: the split has several sources."""
-    source_kind = kind_of(path)
-    if several and source_kind in ("hub", "function"):
+    source_type = source_type_of(path)
+    if several and source_type in ("hub", "function"):
         return f"only files can be joined, and {path} is not a file; task.mix joins any sources"
     if not names_a_file(path):
         return ""
@@ -194,7 +194,7 @@ def _source_fault(path: str, several: bool) -> str:
         return f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
     if os.path.isdir(path):
         return f"{path} is a folder; name its files, such as *.parquet (Dataset.to_parquet writes one)"
-    return f"unknown kind of file: {os.path.basename(path)}" if source_kind is None else ""
+    return f"unknown kind of file: {os.path.basename(path)}" if source_type is None else ""
 
 
 @rule
@@ -202,23 +202,23 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
     """A split's `template` names columns. Only data sets have `config` and `split`, and a hub id needs a `split`."""
     for key, split in all_splits(spec):
         first_path = next(iter(split.paths), None)
-        source_kind = None if first_path is None else kind_of(first_path)
+        source_type = None if first_path is None else source_type_of(first_path)
         if split.template is not None:
             try:
                 template_columns(split.template)
             except ValueError as error:
                 hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
                 yield Problem(f"{key}.template", f"invalid template: {error}", hint)
-        if source_kind == "hub" and not HUB_ID.fullmatch(first_path or ""):
+        if source_type == "hub" and not HUB_ID.fullmatch(first_path or ""):
             yield Problem(f"{key}.path", f"`{first_path}` is not a hub id", "write it as hf:owner/name")
-        if source_kind == "hub" and split.split is None:
+        if source_type == "hub" and split.split is None:
             yield Problem(f"{key}.split", "missing: a hub data set needs a split", "set it, for example to `train`")
-        if source_kind != "hub" and split.config is not None:
+        if source_type != "hub" and split.config is not None:
             yield Problem(f"{key}.config", "only hub data sets (`hf:owner/name`) have a config", "remove it")
         is_task_split = key.startswith("evaluation.") and split.path is None
         if is_task_split and split.split not in (None, "train", "eval"):
             yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
-        elif not is_task_split and source_kind != "hub" and split.split is not None:
+        elif not is_task_split and source_type != "hub" and split.split is not None:
             yield Problem(f"{key}.split", "only hub data sets have splits", "remove it")
 
 
