@@ -57,7 +57,6 @@ def rewards(rollouts: Tensor) -> StepRewards:
         metrics={},
         lengths=torch.ones_like(exact).long(),
         uniform=torch.zeros(len(exact), dtype=torch.bool),
-        baseline=torch.zeros_like(exact),
     )
 
 
