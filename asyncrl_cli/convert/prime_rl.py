@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.convert.config import ForeignConfig, display_text, options_of, read_file, typed_options
-from asyncrl_cli.convert.shared import ASSUMED_STEPS, ATTENTION, Devices, model_path, run_name
+from asyncrl_cli.convert.config import ForeignConfig, options_of, read_file, typed_options
+from asyncrl_cli.convert.shared import ASSUMED_STEPS, Devices, model_path, run_name
 from asyncrl_cli.convert.table import Trainer, table
 from asyncrl_cli.core.errors import ConfigError
 
@@ -90,11 +90,6 @@ def _tasks(c: ForeignConfig) -> dict[str, Any]:
 
 def settings(c: ForeignConfig) -> dict[str, Any]:
     """Return the values by key of the spec. None: the key is not written."""
-    algorithm = c.get("$algo.type")
-    if algorithm not in ("grpo", "opd"):
-        text = f"orchestrator.algo.type = {display_text(algorithm)}: grpo and opd have a counterpart"
-        c.unsupported.append(text)
-
     per_engine, group_size = c.count(f"{VLLM}tensor_parallel_size", minimum=1), c.count("$group_size", minimum=1)
     node_gpus = c.count("deployment.gpus_per_node") if c.get("deployment.type") == "multi_node" else 0
     generating = c.count("deployment.num_infer_nodes") * node_gpus * c.count("deployment.num_infer_replicas")
@@ -110,16 +105,11 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     if not 0 < response < length:
         c.check("half_response")
         response = length // 2
-    has_lora, expert_parallel = c.section("trainer.model.lora.") is not None, c.count("trainer.model.ep")
-    schedule, rate = str(c.get("trainer.scheduler.type")), c.number("trainer.optim.lr")
-    final_fraction = c.number("trainer.scheduler.min_lr") / rate if rate else None
-    if c.count("trainer.model.cp") > 1 and c.get("trainer.model.cp_style") == "ring":
-        c.check("no_ring")
+    has_lora, rate = c.section("trainer.model.lora.") is not None, c.number("trainer.optim.lr")
+    decays = rate and c.get("trainer.scheduler.type") != "constant"
     step_limits = c.matching("*max_steps")
     if c.get(*step_limits) is None:
         c.check("no_end", steps=ASSUMED_STEPS)
-    attention = str(c.get("trainer.model.attn")).replace("fa4", "flash_attention_4")
-    attention = attention if attention in ATTENTION else "varlen"
     path = c.get("trainer.model.name", "$model.name", f"{VLLM}model", "model.name")
     return {
         "name": run_name(c.get("run.name", *c.matching("*monitors.wandb.name"))),
@@ -133,13 +123,9 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "rollout.max_prompt_tokens": length - response,
         "rollout.max_response_tokens": response,
         "trainer.ranks": devices.ranks,
-        "trainer.schedule.warmup_updates": c.count("trainer.scheduler.warmup_steps") if schedule != "constant" else 0,
-        "trainer.schedule.final_fraction": final_fraction if schedule != "constant" else None,
+        "trainer.schedule.final_fraction": c.number("trainer.scheduler.min_lr") / rate if decays else None,
         "trainer.tokens_per_microbatch": length,
-        "trainer.attention": attention if c.get(f"{VLLM}dtype") != "float32" else "sdpa",
-        "trainer.expert_parallel": expert_parallel if expert_parallel > 1 else None,
         "pipeline.groups_per_step": groups,
-        "checkpoints.every": c.get(*c.matching("*ckpt.interval")) or 0,
         "stop.steps": c.get(*step_limits) or ASSUMED_STEPS,
     }
 

@@ -12,8 +12,6 @@ from asyncrl_cli.convert.table import table
 ASSUMED_STEPS = 100
 """Assumed number of steps if a run counts epochs and another number is a share of the steps: a configuration does not
 have the number of prompts."""
-ATTENTION = ("sdpa", "varlen", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Values of `trainer.attention`."""
 _IMAGE_MODEL = re.compile(
     r"[-_.]VL\b|VL\d|\dV\b|MiniCPM-[ov]|Qwen3\.5|gemma-?3|pixtral|llava|vision|multimodal", re.IGNORECASE
 )

@@ -14,13 +14,11 @@ import glob
 import operator
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from tree_sitter import Language, Node, Parser
 
@@ -56,29 +54,29 @@ Branch = tuple[bool | None, Sequence[Node]]
 """Whether the condition of a branch holds (None: unknown), and its commands."""
 
 
-def trainer_command(
-    path: str, script_text: bytes, arguments: Sequence[str], *, is_argument: Callable[[str], Any]
-) -> list[str]:
-    """Return the words of the script's command that starts a program with such arguments, and the further arguments.
+def command_words(arguments: Sequence[str], argument_pattern: str) -> list[str]:
+    """Return the words of a command line, or of the command in a shell script, which is then the first argument.
 
-    `NAME=VALUE` in ``arguments`` sets a variable of the script. Raises ``ConfigError`` unless there is exactly one such
-    command, and if the script has arguments outside of it.
+    Further arguments are added to the command, except `NAME=VALUE`, which sets a variable of the script. Raises
+    ``ConfigError`` unless the script has exactly one command with arguments that match ``argument_pattern``, and if it
+    has such arguments outside of a command.
     """
-    variables = dict(word.split("=", 1) for word in arguments if _ASSIGNMENT.match(word))
-    script = _Script(path, variables)
+    if not arguments or Path(arguments[0]).suffix not in SHELL_SCRIPTS:
+        return list(arguments)
+    path, *further_arguments = arguments
+    is_argument = re.compile(argument_pattern).match
+    script = _Script(path, dict(word.split("=", 1) for word in further_arguments if _ASSIGNMENT.match(word)))
     try:
-        script.evaluate(script_text)
+        script.evaluate(content(path, MAX_SCRIPT_BYTES))
     except RecursionError:
         raise ConfigError("the script is nested too deeply", location=path, hint=PASTE) from None
     commands = []
     for line, words in script.calls:
-        location = f"{path}:{line}"
         if words and is_argument(words[0]):
-            message = (
-                f"`{without_marks(words[0])[:60]}` is not part of the command: the line before does not continue it"
-            )
+            argument = without_marks(words[0])[:60]
+            message = f"`{argument}` is not part of the command: the line before does not continue it"
             hint = "end each line of the command with a backslash, without empty lines and comments between them"
-            raise ConfigError(message, location=location, hint=hint)
+            raise ConfigError(message, location=f"{path}:{line}", hint=hint)
         if any(map(is_argument, words[launched(words) or len(words) :])):
             commands.append(words)
     if len(commands) != 1:
@@ -91,25 +89,7 @@ def trainer_command(
             message = f"`{without_marks(word)[:60]}` is not known without running the script: {fragments[0].reason}"
             hint = f"add `{fragments[0].variable or 'NAME'}=VALUE` after the script"
             raise ConfigError(message, location=fragments[0].location, hint=hint)
-    return [*commands[0], *(word for word in arguments if not _ASSIGNMENT.match(word))]
-
-
-def command_words(arguments: Sequence[str], argument_pattern: str) -> list[str]:
-    """Return the words of a command line, which may also be a single quoted argument or a shell script.
-
-    ``argument_pattern`` matches the arguments of the command in a script. Raises ``ConfigError``.
-    """
-    if arguments and Path(arguments[0]).suffix in SHELL_SCRIPTS:
-        text = content(arguments[0], MAX_SCRIPT_BYTES)
-        return trainer_command(arguments[0], text, arguments[1:], is_argument=re.compile(argument_pattern).match)
-    if len(arguments) != 1 or os.path.exists(arguments[0]) or not re.search(r"\s", arguments[0].strip()):
-        return list(arguments)
-    try:
-        line = shlex.split(arguments[0].replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ConfigError(f"the command line cannot be read: {error}", location=arguments[0][:60]) from None
-    # An override may have spaces, too: `data.train_files=[a, b]`.
-    return list(arguments) if re.match(argument_pattern, line[0]) and "=" in line[0] else line
+    return [*commands[0], *(word for word in further_arguments if not _ASSIGNMENT.match(word))]
 
 
 def launched(line: Sequence[str], *programs: str) -> int:
@@ -140,9 +120,6 @@ class _Script:
 
         parser = Parser(Language(tree_sitter_bash.language()))
         root = parser.parse(text).root_node
-        while (separated_text := _separated(root, text)) != text:
-            text = separated_text
-            root = parser.parse(text).root_node
         self._source = text
         if root.has_error or b"\0" in text:
             raise self._refusal("the script cannot be read as bash", "check it with `bash -n`, or paste its command")
@@ -254,6 +231,11 @@ class _Script:
         return None if is_doubtful else True
 
     def _command(self, node: Node) -> bool | None:
+        for child, sibling in pairwise(child for child in node.children if child.type != "comment"):
+            gap = self._source[child.end_byte : sibling.start_byte]
+            if child.type == "variable_assignment" and re.search(rb"(?<!\\)\n", gap):
+                # The grammar takes a line of several assignments for the environment of the next line's command.
+                raise self._refusal("several assignments in a line are not followed", "write a line for each")
         name_node = node.child_by_field_name("name")
         assert name_node is not None
         words = self._fields(name_node.children[0])
@@ -447,22 +429,6 @@ def _integer(node: ast.expr) -> int:
             if abs(result) < 2**63:
                 return result
     raise ValueError("not a sum of whole numbers")
-
-
-def _separated(root: Node, text: bytes) -> bytes:
-    """The text with `;` after lines of several assignments, which the grammar adds to the command that follows them."""
-    ends, pending = [], [root]
-    while pending:
-        node = pending.pop()
-        children = [child for child in node.children if child.type != "comment"]
-        pending += children
-        for child, sibling in pairwise(children) if node.type == "command" else ():
-            gap = text[child.end_byte : sibling.start_byte]
-            if child.type == "variable_assignment" and re.search(rb"(?<!\\)\n", gap):
-                ends.append(child.end_byte)
-    for end in sorted(ends, reverse=True):
-        text = text[:end] + b";" + text[end:]
-    return text
 
 
 def _text(node: Node) -> str:

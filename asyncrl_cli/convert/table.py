@@ -53,7 +53,8 @@ class Row(BaseModel):
     when: str = ""
     """The condition under which the row holds, as in ``ForeignConfig.holds``."""
     cases: tuple[tuple[str, Any], ...] = ()
-    """Conditions, as in ``when``, with the spec's values: the first that holds decides. `=name` is that key's value."""
+    """Conditions, as in ``when``, with the spec's values: the first that holds decides. `=name` is that key's value, to
+    which ``values`` apply."""
     values: ByText = {}
     """The spec's value for each value of the other trainer; `*` is any other value."""
     fallback: Any = Field(None, alias="else")
@@ -81,6 +82,8 @@ class Table(BaseModel):
     lost: tuple[Lost, ...] = ()
     unsupported: tuple[Lost, ...] = ()
     """Keys of runs that would train something else here."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Conditions of such runs, each with the reason."""
     needless: Words = ()
     """Patterns of keys that a spec does not need."""
     checks: dict[str, tuple[str, ...]] = {}
@@ -167,6 +170,7 @@ def convert(values: Mapping[str, Any], trainer: Trainer) -> Conversion:
     for key, text, *condition in foreign.checks.values():
         if condition and config.holds(condition[0]):
             config.remark(key, text)
+    config.unsupported += [reason for condition, reason in foreign.refused if config.holds(condition)]
     result = Conversion(trainer, config)
     row_names: set[str] = set()
     converted: set[str] = set()
@@ -204,14 +208,17 @@ def _value(config: ForeignConfig, key: str, row: Row, names: Sequence[str]) -> A
         return [config.get(name) for name in row.names]
     for condition, case_value in row.cases:
         if not condition or config.holds(condition):
-            is_name = isinstance(case_value, str) and case_value.startswith("=")
-            return config.get(case_value[1:]) if is_name else case_value
-    value = config.get(*names, *row.names)
+            if not str(case_value).startswith("="):
+                return case_value
+            names = [case_value[1:]]
+            break
+    value = config.get(*names)
     text = str(value).lower()
     if text in row.checks:
         config.remark(key, row.checks[text])
-    if text not in row.values and row.fallback is not None and value is not None:
-        config.remark(key, f"{names[0]}={value} has no counterpart: `{row.fallback}` is used instead")
+    if text not in row.values and "fallback" in row.model_fields_set and value is not None:
+        replacement = "" if row.fallback is None else f": `{row.fallback}` is used instead"
+        config.remark(key, f"{names[0]}={value} has no counterpart{replacement}")
         return row.fallback
     return row.values.get(text, row.values.get("*", value) if row.values else value)
 

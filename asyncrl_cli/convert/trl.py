@@ -17,7 +17,6 @@ from asyncrl_cli.convert.config import (
     MAX_BYTES,
     ForeignConfig,
     content,
-    display_text,
     options_of,
     read_file,
     typed_options,
@@ -59,7 +58,6 @@ INSTEAD = (
 )
 PROMPT_TOKENS = 1024
 """`rollout.max_prompt_tokens` if TRL has no limit."""
-CORRECTION = "vllm_importance_sampling_"
 BUILT_IN_REWARDS = (
     "accuracy_reward",
     "reasoning_accuracy_reward",
@@ -116,39 +114,28 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 def read_program(path: str) -> Arguments:
     """Read the literals of the calls that configure a Python program's training, without running it: `GRPOConfig` or a
-    similar class, its trainer, `LoraConfig` and `load_dataset`. Names of constants and functions in the program count
-    as literals.
+    similar class, its trainer, `LoraConfig` and `load_dataset`. Names of the program's constants count as literals.
 
-    A value that only a run gives is refused if it decides a key of the spec. Raises ``ConfigError``.
+    Another value is refused with its line if it decides a key of the spec. Raises ``ConfigError``.
     """
     try:
         tree = ast.parse(content(path, MAX_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"the program is not Python: {error}", location=path[-60:], hint=INSTEAD) from None
-    constants, rewards = dict[str, ast.expr](), dict[str, str]()
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            constants |= {target.id: statement.value for target in statement.targets if isinstance(target, ast.Name)}
-        elif isinstance(statement, ast.FunctionDef):
-            rewards[statement.name] = f"{PurePath(path).stem}.{statement.name}"
-        elif isinstance(statement, ast.ImportFrom):
-            rewards |= {alias.asname or alias.name: f"{statement.module}.{alias.name}" for alias in statement.names}
+    constants = {ast.unparse(line.targets[0]): line.value for line in tree.body if isinstance(line, ast.Assign)}
 
     def literal(node: ast.expr) -> Any:
+        node = constants.get(ast.unparse(node), node)
         try:
-            return ast.literal_eval(constants.get(node.id, node) if isinstance(node, ast.Name) else node)
+            return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            reason = f"line {node.lineno} computes it"
-            return unknown_fragment(ast.unparse(node), reason, location=f"{path}:{node.lineno}")
-
-    def reward_names(node: ast.expr) -> list[str]:
-        functions = constants.get(node.id, node) if isinstance(node, ast.Name) else node
-        names = map(ast.unparse, functions.elts if isinstance(functions, ast.List) else [functions])
-        return [rewards.get(name, name) for name in names]
+            location = f"{path}:{node.lineno}"
+            return unknown_fragment(ast.unparse(node), f"line {node.lineno} computes it", location=location)
 
     method, values = "", dict[str, Any]()
-    for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(tree)):
-        assert isinstance(call, ast.Call)
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
         class_name = ast.unparse(call.func).rpartition(".")[2]
         arguments = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if class_name in METHODS.values():
@@ -160,8 +147,10 @@ def read_program(path: str) -> Arguments:
             split = {"dataset_train_split": arguments["split"]} if "split" in arguments else {}
             arguments = dict(zip(("dataset_name", "dataset_config"), call.args, strict=False)) | split
         elif class_name.replace("Trainer", "Config") in METHODS.values():
-            if "reward_funcs" in arguments:
-                values["reward_funcs"] = reward_names(arguments["reward_funcs"])
+            if functions := arguments.get("reward_funcs"):
+                functions = constants.get(ast.unparse(functions), functions)
+                names = functions.elts if isinstance(functions, ast.List) else [functions]
+                values["reward_funcs"] = [ast.unparse(name) for name in names]
             arguments = {"model_name_or_path": arguments["model"]} if "model" in arguments else {}
         else:
             continue
@@ -181,7 +170,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "model.chat_template_kwargs": c.section("chat_template_kwargs."),
         **_task(c),
         **_data(c),
-        **_correction(c),
         **_sizes(c),
         **tracking,
         "tracking.wandb.entity": c.get("wandb_entity") if tracking["tracking.wandb.project"] else None,
@@ -290,45 +278,25 @@ def _interval(c: ForeignConfig, key: str, prefix: str, *, steps: int, updates: i
 
 def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
     """The keys of `algorithm` that need arithmetic. ``updates``: optimizer updates per step."""
-    is_ppo = c.get("variant") == "ppo"
     if c.get("variant") == "rloo" and updates > 1:
         c.check("sequence_ratios")
-    clip = c.number("cliprange" if is_ppo else "epsilon")
-    clip_high = clip if is_ppo or c.get("epsilon_high") is None else c.number("epsilon_high")
-    if c.get("loss_type") == "cispo":  # `epsilon_high` is the upper edge itself.
-        if clip_high <= 1:
-            c.check("low_edge")
-        clip_high = clip_high - 1 if clip_high > 1 else 4.0
     reference_steps = multiple(c.number("ref_model_sync_steps"), updates) // updates
-    return {
-        "algorithm.clip_high": clip_high,
-        "algorithm.reference_update_every": reference_steps if c.flag("sync_ref_model") else 0,
-    }
+    values: dict[str, Any] = {"algorithm.reference_update_every": reference_steps if c.flag("sync_ref_model") else 0}
+    if c.get("loss_type") == "cispo":  # `epsilon_high` is the upper edge itself.
+        edge = c.number("epsilon_high", "epsilon")
+        if edge <= 1:
+            c.check("low_edge")
+        values["algorithm.clip_high"] = edge - 1 if edge > 1 else 4.0
+    return values
 
 
 def _distillation(c: ForeignConfig) -> dict[str, Any]:
     """GKD with λ = 1 and β = 1, the reverse KL divergence. The student's samples estimate the sum over the vocabulary
     that TRL computes."""
-    for name in ("lmbda", "beta"):
-        if c.number(name) != 1.0:
-            text = f"{name} = {display_text(c.get(name))}: preset: distill is GKD with lmbda 1 and beta 1"
-            c.unsupported.append(text)
-    teacher = c.get("teacher_model_name_or_path")
-    if teacher is None:
-        c.unsupported.append("teacher_model_name_or_path: without one the teacher is the model itself, with no effect")
     c.remarks.pop("task.use", None)
     unclipped = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"))  # a step has one update
+    teacher = c.get("teacher_model_name_or_path")
     return DISTILLATION | unclipped | {"task.use": "prompts", "algorithm.reference_path": teacher}
-
-
-def _correction(c: ForeignConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"preset": "decoupled"} | dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
-    if c.get("variant") != "ppo" and c.flag(f"{CORRECTION}correction"):
-        values["level"], _, mode = str(c.get(f"{CORRECTION}mode")).partition("_")
-        high = c.number(f"{CORRECTION}clip_max", f"{CORRECTION}cap") or None
-        values["mask_low"] = c.number(f"{CORRECTION}clip_min") or None
-        values["mask_high" if mode == "mask" else "cap"] = high
-    return {f"algorithm.correction.{key}": value for key, value in values.items()}
 
 
 def _task(c: ForeignConfig) -> dict[str, Any]:

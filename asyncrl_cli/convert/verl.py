@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.convert.config import ForeignConfig, display_text
+from asyncrl_cli.convert.config import ForeignConfig
 from asyncrl_cli.convert.shared import (
     ASSUMED_STEPS,
     DISTILLATION,
@@ -33,7 +33,6 @@ OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg.",
     "reward_model.overlong_buffer.",
 )
-KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 INSTEAD = (
     "convert the shell script that starts it, or have Hydra print its configuration, `bash run.sh --cfg job > "
     "config.yaml`, and convert that file (docs/from-verl.md)"
@@ -108,7 +107,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         **_reward_parts(c, estimator),
         # Ratios are never negative, so a clip_low above 1 has no effect.
         "algorithm.clip_low": min(c.number("$actor.clip_ratio_low", "$actor.clip_ratio"), 1.0),
-        **_kl(c),
         **_correction(c),
         "algorithm.overlong_penalty": (c.number(f"{overlong}penalty_factor") or 1.0) if overlong else 0.0,
         "algorithm.overlong_buffer": min(c.number(f"{overlong}len") / max(response_tokens, 1), 1) if overlong else None,
@@ -246,26 +244,10 @@ def _data_path(c: ForeignConfig, key: str, path: object) -> str | list[str] | No
     return files if len(files) > 1 else files[0] if files else None
 
 
-def _kl(c: ForeignConfig) -> dict[str, Any]:
-    is_reward = c.flag("algorithm.use_kl_in_reward") and not c.flag("$actor.use_kl_loss")
-    name = "algorithm.kl_penalty" if is_reward else "$actor.kl_loss_type"
-    estimator_name = str(c.get(name))
-    if estimator_name.endswith("+"):
-        c.check("straight_through_kl", name=estimator_name)
-    elif (is_reward or c.flag("$actor.use_kl_loss")) and estimator_name not in KL_ESTIMATORS:
-        c.check("other_kl_estimator", name=estimator_name)
-    estimator = "k2" if estimator_name.endswith("+") else KL_ESTIMATORS.get(estimator_name, "k3")
-    return {"algorithm.kl_estimator": estimator}
-
-
 def _distillation(c: ForeignConfig) -> dict[str, Any]:
     """Distillation by policy gradient. The sampled token's advantage is minus k1, as with `preset: distill`."""
     if not c.flag("distillation.enabled"):
         return dict.fromkeys(("algorithm.reference_path", "algorithm.reward_coef"))
-    for name, required in {"use_policy_gradient": True, "loss_mode": "k1", "use_task_rewards": False}.items():
-        if (value := c.get(f"{LOSS}{name}")) != required:
-            text = f"{LOSS}{name} = {display_text(value)}: preset: distill is verl's distillation with {required}"
-            c.unsupported.append(text)
     if limit := c.number(f"{LOSS}loss_max_clamp"):
         c.check("limited_kl", limit=limit)
     teachers = [c.values[name] for name in c.matching(TEACHERS) if c.values[name]]
@@ -289,25 +271,14 @@ def _distillation(c: ForeignConfig) -> dict[str, Any]:
 
 
 def _correction(c: ForeignConfig) -> dict[str, Any]:
-    """Weights and rejection. In bypass mode the clipped ratio is the correction."""
-    is_bypassed = c.flag(f"{CORRECTION}bypass_mode")
-    values: dict[str, Any] = dict.fromkeys(("level", "cap", "mask_low", "mask_high"))
-    values |= dict.fromkeys(("reject_by", "reject_over", "reject_low", "reject_high"))
-    values["preset"] = "off" if is_bypassed else "decoupled"
-    level, rejection = c.get(f"{CORRECTION}rollout_is"), str(c.get(f"{CORRECTION}rollout_rs") or "")
-    if not is_bypassed and level in ("token", "sequence"):
-        low, high = _bounds(c, f"{CORRECTION}rollout_is_threshold")
-        values["level"] = level
-        values |= {"cap": high} if low is None else {"mask_low": low, "mask_high": high if low else None}
-    elif not is_bypassed and level is not None:
-        c.check("other_level", level=level)
-    match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", rejection)
-    if match and not is_bypassed:
-        low, high = _bounds(c, f"{CORRECTION}rollout_rs_threshold")
-        values |= {"reject_by": match[2], "reject_over": match[1].replace("seq_", "sequence_")}
-        values |= {"reject_low": low, "reject_high": high}
-    elif rejection and not is_bypassed:
-        c.check("other_rejection", rejection=rejection)
+    """Bounds of weights and of rejection. In bypass mode the clipped ratio is the correction."""
+    values: dict[str, Any] = dict.fromkeys(("cap", "mask_low", "mask_high", "reject_low", "reject_high"))
+    if not c.flag(f"{CORRECTION}bypass_mode"):
+        if c.get(f"{CORRECTION}rollout_is") in ("token", "sequence"):
+            low, high = _bounds(c, f"{CORRECTION}rollout_is_threshold")
+            values |= {"cap": high} if low is None else {"mask_low": low, "mask_high": high if low else None}
+        if re.fullmatch(r"(token|seq_(sum|mean|max))_k[123]", str(c.get(f"{CORRECTION}rollout_rs"))):
+            values["reject_low"], values["reject_high"] = _bounds(c, f"{CORRECTION}rollout_rs_threshold")
     return {f"algorithm.correction.{key}": value for key, value in values.items()}
 
 

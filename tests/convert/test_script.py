@@ -23,7 +23,7 @@ PROGRAM = "python3 -m verl.trainer.main_ppo"
 
 SCRIPTS = {
     "plain": f"set -x\n{PROGRAM} a.b=1 \\\n    c.d='x y' e.f=\"$HOME/data\" $@\n",
-    "variables": f'export A=3\nB="$A-${{A}}" C=\'$A\'\nreadonly D=${{E:-"$A x"}}\nF=$D\n'
+    "variables": f'export A=3\nB="$A-${{A}}"; C=\'$A\'\nreadonly D=${{E:-"$A x"}}\nF=$D\n'
     f'{PROGRAM} a.b=$A$B c.d="$C" e.f="$D" g.h="$F"\n',
     "arrays": f'R=(a.b=1 "c.d=x y") # one\nR+=(\n  e.f=$((2 * (3 + 4) / 5))  # two\n  g.h=2\n)\n'
     f'{PROGRAM} "${{R[@]}}" "$@"\n',
@@ -119,7 +119,7 @@ STATEMENTS = st.recursive(
 @settings(max_examples=60, deadline=None)
 def test_assignments_and_conditions_of_known_values_have_the_values_of_bash(programs: Path, lines: list[str]) -> None:
     script = Path(os.environ["PYTEST_CURRENT_TEST_FOLDER"]) / "known.sh"
-    script.write_text("A=1 B='' C=gpu\n" + "\n".join(lines) + f'\n{PROGRAM} a.a="$A" b.b="$B" c.c="$C"\n')
+    script.write_text("A=1; B=''; C=gpu\n" + "\n".join(lines) + f'\n{PROGRAM} a.a="$A" b.b="$B" c.c="$C"\n')
     assert command_words([str(script)], ARGUMENT)[1:] == words_of_bash(script, programs)
 
 
@@ -248,6 +248,7 @@ def test_a_value_that_only_a_run_would_give_is_refused(text: str, problem: str, 
         f"while read N; do true; done <values\n{PROGRAM} trainer.n=${{N:-8}}",
         f"N=1\n((N++))\n{PROGRAM} trainer.n=$N",
         f"N=(1 2)\nN[0]=3\n{PROGRAM} trainer.n=${{N[0]}}",
+        f"N=1 M=2 # both\n{PROGRAM} trainer.n=$N",
     ],
 )
 def test_a_script_that_may_set_variables_in_another_way_is_refused_with_its_line(text: str, tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def test_a_script_that_may_set_variables_in_another_way_is_refused_with_its_line
     script.write_text(f"{text}\n")
     with pytest.raises(ConfigError) as refused:
         command_words([str(script)], ARGUMENT)
-    assert re.fullmatch(rf"{script}:\d+", refused.value.location) and "paste the command" in refused.value.hint
+    assert re.fullmatch(rf"{script}:\d+", refused.value.location) and refused.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "echo a.b=1\n", f"{PROGRAM} a.b=1\n{PROGRAM} a.b=2\n"])

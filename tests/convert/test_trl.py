@@ -84,7 +84,7 @@ def test_arguments_are_read_as_trl_reads_them() -> None:
     ],
 )
 def test_launchers_and_scripts_are_skipped(line: str, expected: tuple[object, ...]) -> None:
-    assert parse(line.split()) == parse([line]) == expected
+    assert parse(line.split()) == expected
 
 
 def test_models_for_images_and_dropout_are_not_ignored() -> None:
@@ -282,7 +282,7 @@ def test_literals_of_a_program_are_read(home: Path) -> None:
     (remark,) = converted("train.py", "--bf16", "True").config.remarks["task.use"]
     assert "(brief, 1.0), (think_format_reward, 1.0)" in remark
     Path("train.py").write_text(PROGRAM.replace("reward_funcs=functions", "reward_funcs=brief"))
-    assert spec_of("train.py", "--bf16", "True")["task.use"] == "train:brief"
+    assert spec_of("train.py", "--bf16", "True")["task.use"] == "my_rewards:brief"
     Path("train.py").write_text(PROGRAM)
     with pytest.raises(ConfigError, match=r"torch\.ok") as refused:
         spec_of("train.py")

@@ -277,11 +277,6 @@ def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
     assert converted(GRPO).unsupported == []
 
 
-def test_a_whole_script_may_be_an_argument() -> None:
-    script = "#!/bin/bash\n# verl's example\nset -x\npython3 -m verl.trainer.main_ppo \\\n  a=1 \\\n  b='[x, y]' $@\n"
-    assert read_command_line(command_words([script], ARGUMENT)) == ("verl.trainer.main_ppo", ["a=1", "b=[x, y]"])
-
-
 def test_columns_of_a_complete_configuration_are_no_video_and_no_audio() -> None:
     """Each complete configuration has them, also if its data has none."""
     conversion = converted([], next(file for file in FILES if file.stem == "ppo_trainer"))
@@ -351,7 +346,6 @@ def test_epochs_stay_epochs(home: Path) -> None:
 )
 def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) -> None:
     assert read_command_line(line.split())[1] == kept
-    assert read_command_line(command_words([line], ARGUMENT))[1] == kept
 
 
 @pytest.mark.parametrize("line", ["--config-name=mine a=1", "--multirun a=1", "train.py"])
