@@ -1,12 +1,11 @@
 """Adds and removes engines while the run continues.
 
 The pool requests missing engines from Ray in the background, so nothing waits for them. A new engine loads and proves
-the current weights before it serves. An engine leaves because its node is gone, or because somebody asks: Ray's drain
-notice for its node, or SIGTERM to its process. Before an engine that was asked leaves, its requests move to other
-engines with all their tokens. Then the pool requests another engine.
+the current weights before it serves. An engine leaves when its node is gone: its requests continue on other engines
+from the tokens that it reported, and the pool requests another engine.
 
-Invariants: at most ``target`` engines stay. An engine that leaves gets no more requests
-(``GenerationClient.withdraw``). An engine that is lost with its node does not count as a restart (decision 0039).
+Invariants: there are at most ``target`` engines. An engine that is lost with its node does not count as a restart
+(decision 0039).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count, islice
 
 from asyncrl_cli.core.errors import UserError
@@ -28,21 +26,9 @@ from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 LOOK_S = 1.0
-"""Seconds between two checks of draining nodes and of missing engines."""
-LEAVE_S = 30.0
-"""Seconds that an engine may take to return its requests. Preemption notices often give no more."""
+"""Seconds between two checks for missing engines."""
 RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
 """First and longest delay in seconds after a failed attempt to add an engine; the delay doubles with each failure."""
-SIGTERM = "its process got SIGTERM"
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    name: str
-    engine: EngineState | None = None  # once it has started
-    task: asyncio.Task[None] | None = None
-    leaving: str = ""  # the reason, if it leaves
-    shortage: str = ""  # the resources that Ray lacks to start it
 
 
 class EnginePool:
@@ -65,11 +51,12 @@ class EnginePool:
         self._target = target
         self._make = make
         self._client = client
-        self._keeper = EngineKeeper(client, weights, gpu_turn=gpu_turn, joined=self._joined, why_left=self._why_left)
+        self._keeper = EngineKeeper(client, weights, gpu_turn=gpu_turn, joined=self._joined, why_left=_why_left)
         self._buffer = buffer
         self._budget = budget
         self._reporter = reporter
-        self._members = {engine.name: _Member(engine.name, engine) for engine in client.engines}
+        self._shortages = {engine.name: "" for engine in client.engines}
+        """What Ray lacks to start an engine, by the names that are in use; empty if it has started."""
         self._tasks = asyncio.TaskGroup()
         self._changed = asyncio.Event()
         self._reported_counts = (-1, -1, "")
@@ -80,12 +67,11 @@ class EnginePool:
     async def run(self) -> None:
         """Never ends. Raises ``RunError`` after too many restarts of engines."""
         async with self._tasks:
-            for member in self._members.values():
-                member.task = self._tasks.create_task(self._keep(member))
+            for engine in self._client.engines:
+                self._tasks.create_task(self._keep(engine))
             while True:
                 self._changed.clear()
                 self._request_missing()
-                await self._leave_on_notice()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
@@ -98,50 +84,36 @@ class EnginePool:
 
     def _request_missing(self) -> None:
         if time.monotonic() >= self._retry_at:
-            staying = sum(not member.leaving for member in self._members.values())
-            # An engine that leaves keeps its name until it has ended: two must not share a log file.
-            free_names = (name for index in count() if (name := f"engine-{index}") not in self._members)
-            for name in islice(free_names, self._target - staying):
-                self._members[name] = member = _Member(name)
-                member.task = self._tasks.create_task(self._join(member))
+            free_names = (name for index in count() if (name := f"engine-{index}") not in self._shortages)
+            for name in islice(free_names, self._target - len(self._shortages)):
+                self._shortages[name] = ""
+                self._tasks.create_task(self._join(name))
         counts = (len(self._client.serving()), self._target, self._first_shortage())
         if counts != self._reported_counts:
             self._reported_counts = counts
             self._reporter.engines(*counts)
 
-    async def _leave_on_notice(self) -> None:
-        draining = await asyncio.to_thread(nodes.draining_nodes)
-        for member in list(self._members.values()):
-            if member.engine is not None:
-                if deadline := draining.get(member.engine.process.node):
-                    self._leave(member, f"its node is being drained{deadline}")
-                elif member.engine.asked_to_leave:
-                    self._leave(member, SIGTERM)
-
     def _first_shortage(self) -> str:
-        return next((member.shortage for member in self._members.values() if member.shortage), "")
+        return next(filter(None, self._shortages.values()), "")
 
-    # -- joining
-
-    async def _join(self, member: _Member) -> None:
+    async def _join(self, name: str) -> None:
         def report_shortage(text: str) -> None:
-            member.shortage = text
+            self._shortages[name] = text
             if not self._reported_shortage:
                 self._reported_shortage = True
                 self._reporter.warn(text)
 
-        process = self._make(member.name)
+        process = self._make(name)
         try:
             await process.join(report_shortage)
         except UserError as error:  # the other engines serve, so the run continues without it (decision 0039)
-            self._forget(member)
+            self._free(name)
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-            await self._budget.note("engine", member.name, f"it could not join: {error.message}")
+            await self._budget.note("engine", name, f"it could not join: {error.message}")
             return
-        member.shortage = ""
-        member.engine = self._client.add(process)
-        await self._keep(member)
+        self._shortages[name] = ""
+        await self._keep(self._client.add(process))
 
     def _joined(self, engine: EngineState) -> None:
         self._reported_shortage, self._retry_s = False, RETRY_S
@@ -149,44 +121,18 @@ class EnginePool:
         self._client.room.set()
         self._changed.set()
 
-    # -- leaving
-
-    async def _keep(self, member: _Member) -> None:
-        assert member.engine is not None
-        reason = await self._keeper.keep(member.engine)
-        if not member.leaving:
-            member.leaving = reason
-            self._reporter.warn(f"{member.name} is lost: {reason}")
-            await self._end(member, member.engine)
-
-    async def _why_left(self, engine: EngineState, unreachable: bool) -> str:
-        member = self._members[engine.name]
-
-        def why() -> str:
-            return member.leaving or (SIGTERM if engine.asked_to_leave else "") or nodes.why_gone(engine.process.node)
-
-        return await nodes.why_lost(why, unreachable)
-
-    def _leave(self, member: _Member, reason: str) -> None:
-        if not member.leaving:
-            member.leaving = reason  # before the withdrawal: ``_why_left`` must not have it restarted
-            self._tasks.create_task(self._withdraw(member))
-
-    async def _withdraw(self, member: _Member) -> None:
-        assert member.engine is not None and member.task is not None
-        self._reporter.warn(f"{member.name} leaves: {member.leaving}")
-        await self._client.withdraw(member.engine, LEAVE_S)
-        member.task.cancel()
-        await asyncio.wait([member.task])
-        await self._end(member, member.engine)
-
-    async def _end(self, member: _Member, engine: EngineState) -> None:
-        """End an engine, and free its name. In this order: a new engine must not get the name while this one runs."""
+    async def _keep(self, engine: EngineState) -> None:
+        reason = await self._keeper.keep(engine)
+        self._reporter.warn(f"{engine.name} is lost: {reason}")
         self._client.remove(engine)
         await engine.process.end()
-        self._forget(member)
-        await self._buffer.engine_changed(member.name, "leave", member.leaving)
+        self._free(engine.name)  # only now: two engines must not share a log file
+        await self._buffer.engine_changed(engine.name, "leave", reason)
 
-    def _forget(self, member: _Member) -> None:
-        del self._members[member.name]
+    def _free(self, name: str) -> None:
+        del self._shortages[name]
         self._changed.set()
+
+
+async def _why_left(engine: EngineState, unreachable: bool) -> str:
+    return await nodes.why_lost(lambda: nodes.why_gone(engine.process.node), unreachable)

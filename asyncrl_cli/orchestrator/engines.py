@@ -216,9 +216,7 @@ class EngineKeeper:
                     await self._weights.bring_up(engine)
                     self._joined(engine)
                 await self._client.collect(engine)
-                if why := await self._why_left(engine, False):
-                    return why
-                continue  # withdrawn but alive: it serves again when its host has the weights
+                continue  # withdrawn: it serves again when its host has the weights
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
                 reasons = (lost, lost.__cause__)

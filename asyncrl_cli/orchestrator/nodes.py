@@ -1,6 +1,6 @@
 """The nodes of a Ray cluster: which nodes a part of the run may use, and whether its actors fit on them.
 
-``live_nodes``, ``draining_nodes`` and ``why_gone`` ask Ray, and may block; the other functions are pure.
+``live_nodes`` and ``why_gone`` ask Ray, and may block; the other functions are pure.
 """
 
 from __future__ import annotations
@@ -63,23 +63,9 @@ def live_nodes() -> tuple[Node, ...]:
     return tuple(sorted(nodes, key=lambda node: (numbers_of(node.address), node.node_id)))
 
 
-def draining_nodes() -> dict[str, str]:
-    """The deadlines as text of nodes that are being drained, by id. A drain notice comes from `ray drain-node`, an
-    autoscaler that scales down, or a node where `ray start --block` got SIGTERM."""
-    from ray._private.state import state  # Ray has no public call for this
-
-    return {
-        node: f", until {time.strftime('%H:%M:%S', time.localtime(ms / 1000))}" if ms else " without a deadline"
-        for node, ms in state.get_draining_nodes().items()
-    }
-
-
 def why_gone(node_id: str) -> str:
-    """Why an actor is lost with its node; empty while the node lives. A node that is being drained counts as gone."""
-    if node_id not in {node.node_id for node in live_nodes()}:
-        return "its node is gone"
-    deadline = draining_nodes().get(node_id)
-    return "" if deadline is None else f"its node is being drained{deadline}"
+    """Why an actor is lost with its node; empty while the node lives."""
+    return "" if node_id in {node.node_id for node in live_nodes()} else "its node is gone"
 
 
 async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:

@@ -342,7 +342,6 @@ class Delivery:
     segments: list[Segment] = field(default_factory=list)  # new tokens of unfinished rollouts
     activity: EngineActivity = field(default_factory=EngineActivity)
     aborted: list[str] = field(default_factory=list)  # ids aborted on command; all their tokens are in segments
-    leaving: bool = False  # the engine's process got SIGTERM
     placements: list[Placement] = field(default_factory=list)  # all requests that vLLM has returned
 
 

@@ -128,12 +128,9 @@ class GenerationClient:
         return result
 
     def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd, on_segments: OnSegments | None = None) -> None:
-        """Queue requests, to be sent in the event loop's next turn. A request replaces an open one with the same id.
-
-        ``on_segments`` gets new tokens of unfinished rollouts.
-        """
+        """Queue requests, to be sent in the event loop's next turn. ``on_segments`` gets new tokens of unfinished
+        rollouts."""
         for request in requests:
-            self._drop(request.rollout_id)
             self._add(request, on_end, on_segments)
 
     async def cancel(self, rollout_ids: Iterable[str]) -> None:
@@ -193,11 +190,11 @@ class GenerationClient:
         self.engines.append(EngineState(process))
         return self.engines[-1]
 
-    async def withdraw(self, engine: EngineState, limit_s: float) -> bool:
+    async def withdraw(self, engine: EngineState, limit_s: float) -> None:
         """Take an engine out of service; its requests continue on other engines with all their tokens.
 
-        ``collect`` must be running for it. Returns False when the engine was lost or did not return all requests within
-        ``limit_s`` seconds: they then continue from the tokens that it had reported. It may serve again later.
+        ``collect`` must be running for it. If the engine does not return all requests within ``limit_s`` seconds, they
+        continue from the tokens that it had reported. It may serve again later.
         """
         # Not serving before the abort is sent: the requests that it returns must go to other engines.
         engine.to_abort, engine.leaving, engine.serving = engine.serving, True, False
@@ -214,16 +211,13 @@ class GenerationClient:
             # If it serves again later, it must not go on with requests that other engines have by then.
             engine.to_cancel.update(engine.pending)
             self._continue(list(engine.pending.values()), RequestEnding.LOST)
-            engine.leaving = False
             self._dispatch_soon()
-        returned, engine.leaving = engine.leaving, False
-        return returned
+        engine.leaving = False
 
     def remove(self, engine: EngineState) -> None:
         """Forget an engine; requests that it still has continue on others."""
-        if engine in self.engines:
-            self.engines.remove(engine)
-            self._removed += engine.activity
+        self.engines.remove(engine)
+        self._removed += engine.activity
         self.reclaim(engine)
         self._engine_of = OrderedDict(
             (key, engine_state) for key, engine_state in self._engine_of.items() if engine_state is not engine
@@ -241,7 +235,6 @@ class GenerationClient:
             engine.activity += delivery.activity
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
-            engine.asked_to_leave |= delivery.leaving
             # Before ``_settle``: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
             received_at = time.time()
@@ -330,7 +323,7 @@ class GenerationClient:
         """Send an engine everything pending, one call after another: only then is the calls' order certain."""
         actor = engine.process.actor
         while (engine.serving or engine.leaving) and engine.process.actor is actor:
-            # Cancel before submit: a request that replaces an open one has the same id.
+            # Cancel before submit: a request that another engine returned has the same id as before.
             if engine.to_cancel:
                 ids, engine.to_cancel = sorted(engine.to_cancel), set()
                 await self._send(engine, actor.cancel.remote(ids))

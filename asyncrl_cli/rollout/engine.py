@@ -103,7 +103,6 @@ class Engine:
         # cache salt, chosen when a request is submitted, names the version that it starts under (decision 0005).
         self._slots = PrioritySemaphore(spec.rollout.running_rollouts)
         self._loading = True
-        self._draining = False  # an update waits for running requests
         self._aborts = 0
         self._changed = asyncio.Condition()  # notified when _loading, _aborts or _version has changed
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
@@ -140,10 +139,6 @@ class Engine:
 
     async def abort(self) -> None:
         """Make every running or waiting request raise ``Aborted``. On return, none of them is being generated."""
-        # A draining update holds the lock until these requests have ended by themselves. An engine that has to leave
-        # cannot wait for that: its node may be gone first, with all unrecorded tokens. ``_load`` resumes vLLM.
-        while self._draining and self._occupancy.requests:
-            await self._abort_in_vllm()
         async with self._scheduler:
             # First the requests that wait for a slot or a version: none of them may reach vLLM during the abort.
             self._aborts += 1
@@ -151,15 +146,12 @@ class Engine:
             await self._wake()
             try:
                 while self._occupancy.requests:  # repeated: a request may have been on its way (decision 0005)
-                    await self._abort_in_vllm()
+                    await self._vllm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(ABORT_POLL_S):
+                            await self._all_returned.wait()
             finally:
                 await self._vllm.engine_core.resume_scheduler_async()
-
-    async def _abort_in_vllm(self) -> None:
-        await self._vllm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ABORT_POLL_S):
-                await self._all_returned.wait()
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
         """Return new tokens of running rollouts: from index ``since[rollout_id]`` on. Other rollouts are skipped.
@@ -275,11 +267,7 @@ class Engine:
         # Before the pause: a request submitted from now on must wait, or its salt would name the old version.
         self._loading = True
         if policy == "drain":
-            self._draining = True
-            try:
-                await core.pause_scheduler_async(mode="wait", clear_cache=True)
-            finally:
-                self._draining = False
+            await core.pause_scheduler_async(mode="wait", clear_cache=True)
         else:
             await core.pause_scheduler_async(mode="keep", clear_cache=policy == "recompute")
         started = time.monotonic()

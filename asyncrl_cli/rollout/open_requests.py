@@ -58,7 +58,6 @@ class EngineState:
     activity: EngineActivity = field(default_factory=EngineActivity)  # the sum over the run
     serving: bool = False
     leaving: bool = False  # is returning its requests
-    asked_to_leave: bool = False  # its process got SIGTERM
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last request has left
     dead_because: str = ""  # why its process was killed
     sender: asyncio.Task[None] | None = None

@@ -9,8 +9,7 @@ Requests are submitted and results collected in bulk: the cost of remote calls d
 rollouts (decision 0006).
 
 Deliveries also carry tokens of unfinished rollouts, which then survive this process: at every weight update, every
-``journal.segment_seconds``, when a rollout failed or was aborted, and every ``STREAM_S`` for streamed rollouts. After a
-SIGTERM the next delivery says so; the driver takes the rollouts back and ends the process (decision 0039).
+``journal.segment_seconds``, when a rollout failed or was aborted, and every ``STREAM_S`` for streamed rollouts.
 
 Invariant: for each rollout in ``_tokens``, the segments delivered so far and those that wait here hold each token from
 the end of its request's prefix to the end of ``_tokens[rollout_id]`` exactly once.
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -37,7 +35,6 @@ from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.logs import redirect_output
-from asyncrl_cli.system.main_thread import handle_in_main_thread
 from asyncrl_cli.weights.layout import TensorSlot
 
 COALESCE_S = 0.05
@@ -66,9 +63,6 @@ class RolloutWorker:
         self._deliverable = asyncio.Event()
         self._urgent = asyncio.Event()
         self._clock = ActivityClock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._got_sigterm = False
-        handle_in_main_thread(signal.SIGTERM, self._on_sigterm)
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
@@ -106,7 +100,6 @@ class RolloutWorker:
         if version is not None:
             await self._engine.serve_own(version)
             await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails here
-        self._loop = asyncio.get_running_loop()
         return str(ray.get_runtime_context().get_node_id()), cache_bytes
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
@@ -173,7 +166,6 @@ class RolloutWorker:
             failures=[] if dead else delivery.failures,
             segments=segments,
             activity=activity,
-            leaving=self._got_sigterm,
             placements=self._engine.placements(),
         )
 
@@ -217,15 +209,6 @@ class RolloutWorker:
         """Stop the engine and its processes."""
         if hasattr(self, "_engine"):
             self._engine.shutdown()
-
-    def _on_sigterm(self, *_: object) -> None:
-        """Signal handler, run in the main thread. Only the first SIGTERM of a started engine is reported to the driver;
-        any other ends the process immediately, as in Ray."""
-        if self._loop is None or self._got_sigterm:
-            raise SystemExit(128 + signal.SIGTERM)
-        self._got_sigterm = True
-        for event in (self._deliverable, self._urgent):
-            self._loop.call_soon_threadsafe(event.set)
 
     @property
     def _segments_due(self) -> float:

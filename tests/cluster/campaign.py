@@ -3,11 +3,10 @@
     python -m tests.cluster.campaign --events 30 --seed 0
 
 Real runs on test hosts: the head with the driver and rank 0, a host with rank 1, a host with two engines, and
-another host for an engine that joins and leaves. During a run, hosts are killed, partitioned and slowed down, and
-engines join and are drained. A complete run is checked like the runs of `make faults`: its journal is audited and
-compared with all snapshots that were taken during the run, and its recorded batches are trained again. A run without
-staleness must equal a run without faults, bit for bit. Prints a line per event and a table; exits with 1 if any check
-fails.
+another host for an engine that joins. During a run, hosts are killed, partitioned and slowed down, and engines
+join. A complete run is checked like the runs of `make faults`: its journal is audited and compared with all
+snapshots that were taken during the run, and its recorded batches are trained again. A run without staleness must
+equal a run without faults, bit for bit. Prints a line per event and a table; exits with 1 if any check fails.
 """
 
 from __future__ import annotations

@@ -103,14 +103,10 @@ def _nothing(site: Site, run: HostedRun) -> None:
     pass
 
 
-def _guest_serves(site: Site, run: HostedRun) -> None:
-    if not site.guest.alive:
-        _engine_added(site, run)
-
-
 def _guest_is_off(site: Site, run: HostedRun) -> None:
     if site.guest.alive:
-        _engine_drained(site, run)
+        site.guest.kill()
+        run.pause(10)
 
 
 def _engines_killed(site: Site, run: HostedRun) -> None:
@@ -145,12 +141,6 @@ def _engine_added(site: Site, run: HostedRun) -> None:
     run.until(lambda: run.ask(JOINS) > joined, "that engine to serve")
 
 
-def _engine_drained(site: Site, run: HostedRun) -> None:
-    site.cluster.drain(site.guest)
-    run.until(lambda: not site.guest.processes_titled(ENGINE), "the engine to leave the host that is drained")
-    site.guest.kill()
-
-
 def _trainer_killed(site: Site, run: HostedRun) -> None:
     site.second.kill()
     run.pause(run.random.uniform(0, 10))
@@ -162,15 +152,11 @@ EVENTS: dict[str, Callable[[Site, HostedRun], None]] = {
     "engines partitioned": _engines_partitioned,
     "engines at 5 MB/s": _engines_slow,
     "engine added": _engine_added,
-    "engine drained": _engine_drained,
     "trainer killed": _trainer_killed,
 }
-PREPARED: dict[str, Callable[[Site, HostedRun], None]] = {
-    "engine added": _guest_is_off,
-    "engine drained": _guest_serves,
-}
+PREPARED: dict[str, Callable[[Site, HostedRun], None]] = {"engine added": _guest_is_off}
 ALL = tuple(EVENTS)
 WITHOUT_EFFECT = ("engines killed", "engines without power", "engines at 5 MB/s", "engine added", "trainer killed")
 """Events that do not change the result of a run without staleness. Unfinished rollouts' tokens are not recorded, so
-these rollouts are generated again with the same random numbers. A drained engine hands over its tokens, and
+these rollouts are generated again with the same random numbers. After a partition an engine hands over its tokens, and
 another engine continues them with other random numbers (docs/decisions/0010-segments.md)."""

@@ -108,11 +108,3 @@ class RayCluster:
         """The ids of the living nodes, by address. Empty while the head starts."""
         answer = self.head.python(NODES, self.address, check=False)
         return dict(line.split()[1:] for line in answer.splitlines() if line.startswith("node "))
-
-    def drain(self, host: Host, seconds: int = 30) -> None:
-        """Tell Ray that the host will be removed in this many seconds, like a cloud that reclaims a machine."""
-        self.head.run(
-            *("ray", "drain-node", f"--address={self.address}", f"--node-id={self.nodes()[host.address]}"),
-            *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"),
-            f"--deadline-remaining-seconds={seconds}",
-        )

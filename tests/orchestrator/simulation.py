@@ -131,14 +131,13 @@ class Fate:
 
 
 class Engine(Actor):
-    """Generates a few tokens of some rollouts at a time. It may die, also with its node, and may be asked to leave."""
+    """Generates a few tokens of some rollouts at a time. It may die, also with its node."""
 
     def __init__(self, fate: Fate, hosts: StandInHosts, node: str) -> None:
         super().__init__()
         self._fate = fate
         self._hosts = hosts
         self._node = node
-        self._got_sigterm = False
         self._version, self._weights = -1, ("none",)
         self._running: dict[str, tuple[RolloutRequest, Rollout]] = {}
         self._reported: dict[str, int] = {}
@@ -234,8 +233,7 @@ class Engine(Actor):
         silent = self._fate.strikes("engine", 0.01)
         self._fate.overlapped |= after > before and self._fate.training > 0
         activity = EngineActivity(after - before, 0.0, 0.0, 1.0, silent_s=1e9 if silent else 0.0)
-        self._got_sigterm |= self._fate.strikes("sigterm", 0.02)
-        return Delivery(ended, [], segments, activity, list(aborted), self._got_sigterm)
+        return Delivery(ended, [], segments, activity, list(aborted))
 
     def _grow(self, rollout_id: str) -> None:
         request, rollout = self._running[rollout_id]
@@ -283,7 +281,7 @@ class Process(StandInProcess):
 
 
 class Cluster:
-    """A cluster with room for more engines, each on its own node. It reclaims nodes."""
+    """A cluster with room for more engines, each on its own node."""
 
     def __init__(self, fate: Fate, make: Callable[[str, str, bool], Process]) -> None:
         """``make(name, node, started)``: an engine on a node."""
@@ -291,18 +289,10 @@ class Cluster:
         self._make = make
         # The first engine is on the node of rank 0, the others are on nodes without ranks.
         self._nodes = (f"host-{9 * number}" for number in count())
-        self._processes: list[Process] = []
 
     def engine(self, name: str, started: bool = False) -> Process:
         """A new engine."""
-        process = self._make(name, next(self._nodes), started)
-        self._processes.append(process)
-        return process
-
-    def draining(self) -> dict[str, str]:
-        if self._fate.strikes("drain", 0.02):
-            return {self._fate.random.choice(self._processes).node: ", until noon"}
-        return {}
+        return self._make(name, next(self._nodes), started)
 
     def why_gone(self, node: str) -> str:
         return "its node is gone" if node in self._fate.gone else ""
@@ -512,7 +502,7 @@ class Simulation:
         self.fate.driver.clear()
         before = asyncio.all_tasks()
         orchestrator = await self._start(start)
-        nodes.draining_nodes, nodes.why_gone = self._cluster.draining, self._cluster.why_gone
+        nodes.why_gone = self._cluster.why_gone
         running = asyncio.create_task(orchestrator.run())
         dying = asyncio.create_task(self.fate.driver.wait())
         await asyncio.wait([running, dying], return_when=asyncio.FIRST_COMPLETED)
@@ -644,8 +634,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.engine_pool.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.nodes.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.RETRY_S", 0.0),
-        patch("asyncrl_cli.orchestrator.nodes.draining_nodes"),  # each driver sets them
-        patch("asyncrl_cli.orchestrator.nodes.why_gone"),
+        patch("asyncrl_cli.orchestrator.nodes.why_gone"),  # each driver sets it
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.core.files.sync", lambda path: None),
     ):

@@ -195,7 +195,6 @@ class StandInEngine(Actor):
         segments: Iterable[Segment] = (),
         activity: EngineActivity | None = None,
         aborted: Iterable[str] = (),
-        told_to_leave: bool = False,
         placements: Iterable[Placement] = (),
     ) -> None:
         """Queue results for delivery, without their prompts, like a worker."""
@@ -203,10 +202,9 @@ class StandInEngine(Actor):
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
         activity = activity or EngineActivity()
-        delivery = Delivery(
-            rollouts, failures, list(segments), activity, list(aborted), told_to_leave, list(placements)
+        self._deliveries.put_nowait(
+            Delivery(rollouts, failures, list(segments), activity, list(aborted), list(placements))
         )
-        self._deliveries.put_nowait(delivery)
 
     async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
         """Deliver results, and wait until the caller of ``collect`` has processed them."""

@@ -37,7 +37,6 @@ class Scene:
         self.messages: list[str] = []
         self.room = asyncio.Semaphore(room)
         self.failing = 0
-        self.drained: dict[str, str] = {}
         self.gone: set[str] = set()
         self.budget = self.notes.budget(max_restarts)
         processes = [self.process(f"engine-{index}") for index in range(started)]
@@ -106,10 +105,7 @@ class Scene:
 async def pooled(started: int, target: int, room: int = 10, max_restarts: int = 0) -> AsyncIterator[Scene]:
     """A running pool with its first engines."""
     scene = Scene(started, target, room, max_restarts)
-    with (
-        patch("asyncrl_cli.orchestrator.nodes.draining_nodes", lambda: scene.drained),
-        patch("asyncrl_cli.orchestrator.nodes.why_gone", scene.why_gone),
-    ):
+    with patch("asyncrl_cli.orchestrator.nodes.why_gone", scene.why_gone):
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(scene.pool.run())
             await scene.until(lambda: len(scene.client.serving()) >= started)
@@ -137,30 +133,6 @@ async def test_engines_join_when_there_is_room_and_the_wait_is_reported_once() -
         assert [(name, change) for name, change, _ in scene.changes] == [(f"engine-{n}", "join") for n in range(4)]
 
 
-async def test_an_engine_that_leaves_moves_its_rollouts_with_their_tokens_to_others() -> None:
-    async with pooled(1, 2, room=1) as scene:
-        await scene.until(lambda: len(scene.serving) == 2)
-        await scene.ask("a", "b")
-        stays, leaves = scene.engine("engine-0"), scene.engine("engine-1")
-        assert (stays.ids, leaves.ids) == (["a"], ["b"])
-        scene.drained = {"node of engine-1": ", until noon"}
-        await scene.until(lambda: leaves.aborts)
-        scene.drained = {}
-        assert scene.serving == ["engine-0"], "no request is sent to it from the start"
-        await scene.ask("c")
-        assert stays.ids == ["a", "c"]
-        leaves.put(segments=[segment("b", 0, 3)], aborted=["b"])
-        await scene.until(lambda: leaves.dead)
-        assert stays.ids == ["a", "c", "b"]
-        assert [(part.start, part.end) for part in stays.submitted[-1].prefix] == [(0, 3)]
-        assert (stays.aborts, stays.cancelled) == (0, []), "the other one is not disturbed"
-        reason = "its node is being drained, until noon"
-        await scene.until(lambda: scene.changes[-1] == ("engine-1", "leave", reason))
-        assert not scene.notes, "no restart is counted"
-        scene.room.release()
-        await scene.until(lambda: scene.serving == ["engine-0", "engine-2"])
-
-
 async def test_a_dead_engine_is_started_again_while_another_continues_its_requests() -> None:
     async with pooled(2, 2, max_restarts=1) as scene:
         await scene.ask("a", "b")
@@ -174,22 +146,6 @@ async def test_a_dead_engine_is_started_again_while_another_continues_its_reques
         assert scene.notes == [("engine", "engine-0", "the process died")]
         await scene.ask("c")
         assert scene.engine("engine-0").ids == ["c"]
-
-
-async def test_an_engine_that_gets_sigterm_is_replaced() -> None:
-    async with pooled(1, 1) as scene:
-        await scene.ask("a")
-        leaves = scene.engine("engine-0")
-        leaves.put(told_to_leave=True)
-        await scene.until(lambda: leaves.aborts)
-        await scene.until(lambda: scene.serving == ["engine-1"])
-        leaves.put(segments=[segment("a", 0, 5)], aborted=["a"])
-        await scene.until(lambda: leaves.dead)
-        await turns()
-        (asked,) = scene.engine("engine-1").submitted
-        assert (asked.rollout_id, asked.generated) == ("a", 5)
-        assert "SIGTERM" in next(reason for _, change, reason in scene.changes if change == "leave")
-        assert not scene.notes
 
 
 async def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
@@ -222,7 +178,8 @@ async def test_an_engine_that_cannot_join_is_requested_again_and_the_run_continu
 async def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
     async with pooled(1, 1, room=0) as scene:
         assert scene.pool.shortage() == ""
-        scene.engine("engine-0").put(told_to_leave=True)
+        scene.gone.add("node of engine-0")
+        scene.engine("engine-0").die()
         await scene.until(lambda: scene.pool.shortage().endswith("no room"))
         assert scene.pool.shortage() == "no engine serves; engine-0 waits until Ray has room for it: no room"
         await scene.until(lambda: scene.counts[-1] == (0, 1))

@@ -198,7 +198,7 @@ specs = st.builds(
     ),
     data=st.sampled_from([{}, {"shuffle": True}]),
 )
-VICTIMS = ("engine", "trainer", "driver", "agent", "node", "sigterm", "drain", "join")
+VICTIMS = ("engine", "trainer", "driver", "agent", "node", "join")
 fates = st.builds(
     lambda seed, faults, victims: (seed, faults, victims),
     seed=st.integers(0, 2**32),

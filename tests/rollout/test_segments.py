@@ -244,31 +244,6 @@ def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, loops:
     assert set(loops.run(generate()).versions.tolist()) == {14}
 
 
-def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Bench, loops: asyncio.Runner) -> None:
-    """As when an engine must leave during a publish: its requests return with their present tokens."""
-
-    async def check() -> None:
-        await bench.publish(40, "keep", endless=True)
-        names = ["40-0", "40-1"]
-        running: list[asyncio.Task[Rollout]] = []
-
-        async def begin() -> None:
-            running.extend(asyncio.create_task(bench.engine.generate(greedy(name))) for name in names)
-            await until(lambda: begun(bench, names))
-
-        updating = asyncio.create_task(bench.publish(41, "drain", endless=True, prepared=begin))
-        await until(lambda: bench.engine._draining)
-        await bench.engine.abort()
-        for ended in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(ended, Aborted), ended
-            (segment,) = ended.segments
-            assert (segment.start, segment.version) == (0, 40) and 0 < segment.end < LONG
-        await updating
-        assert len((await bench.engine.generate(greedy("40-0", tokens=TOKENS))).ids) == TOKENS, "it generates again"
-
-    loops.run(check())
-
-
 def test_nothing_is_generated_with_weights_that_did_not_load(
     bench: Bench, loops: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,15 +107,13 @@ def rollout(rollout_id: str, tokens: int = 3) -> Rollout:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
-    """A worker with a stand-in engine; pytest's output and signal handlers are restored after the test."""
+    """A worker with a stand-in engine; pytest's output is restored after the test."""
     saved = os.dup(1), os.dup(2)
-    handler = signal.getsignal(signal.SIGTERM)
     try:
         worker = RolloutWorker("engine-0", SPEC, str(tmp_path))
         worker._engine = StandInEngine()  # type: ignore[assignment]
         yield worker
     finally:
-        signal.signal(signal.SIGTERM, handler)
         for target, descriptor in enumerate(saved, start=1):
             os.dup2(descriptor, target)
             os.close(descriptor)
@@ -331,20 +328,3 @@ async def test_an_awaited_end_is_delivered_at_once(worker: RolloutWorker, monkey
     assert not collecting.done(), "it is delivered together with others"
     engine.waiting["1-2/0"].set_result(rollout("1-2/0"))
     assert ids(await asyncio.wait_for(collecting, 60.0)) == ["1-0", "1-2/0"]
-
-
-async def test_a_sigterm_comes_with_the_next_delivery_and_the_second_ends_the_process(worker: RolloutWorker) -> None:
-    with pytest.raises(SystemExit):
-        os.kill(os.getpid(), signal.SIGTERM)  # before it has started, no caller would be notified
-    worker._loop = asyncio.get_running_loop()
-    await worker.submit([request("a")])
-    waiting = asyncio.create_task(worker.collect(60.0))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert (await waiting).leaving
-    worker._engine.tokens = {"a": 3}  # type: ignore[attr-defined]
-    await worker.abort()
-    delivery = await worker.collect(60.0)
-    assert (delivery.leaving, delivery.aborted, bounds(delivery)) == (True, ["a"], [("a", 0, 3)])
-    with pytest.raises(SystemExit):
-        os.kill(os.getpid(), signal.SIGTERM)
