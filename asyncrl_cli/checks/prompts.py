@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
@@ -57,7 +57,7 @@ def check_prompts(
     special: list[str] = []
     unusable: list[tuple[int, DataError]] = []
     start_s = time.monotonic()
-    for row in _spread(len(prompts)):
+    for row in _tried_rows(len(prompts), limit_s):
         try:
             prompt = prompts[row]
             long_count += encoder.encode(prompt) is None
@@ -68,12 +68,9 @@ def check_prompts(
             error.location = location
             raise
         tried_count += 1
-        seconds = time.monotonic() - start_s
-        if seconds > limit_s:
-            break
     summary = f"{len(prompts):,} prompts"
     if tried_count < len(prompts):
-        summary += f", {tried_count:,} of them tried in {seconds:.1f} s"
+        summary += f", {tried_count:,} of them tried in {time.monotonic() - start_s:.1f} s"
     if long_count + len(unusable) == tried_count and tried_count >= min(ENOUGH, len(prompts)):
         if unusable:
             row, fault = unusable[0]
@@ -105,15 +102,12 @@ def check_rows(rows: Rows, encoder: RowEncoder, spec: ExperimentSpec, limit_s: f
     Raises ``DataError`` for a row that cannot be encoded, with its location, and if all rows tried are too long.
     """
     tried_count = long_count = max_reply = 0
-    start_s = time.monotonic()
-    for index in _spread(len(rows.prompts)):
+    for index in _tried_rows(len(rows.prompts), limit_s):
         row = encode_row(rows, index, encoder)
         replies = (len(list(tokens)) for is_learned, tokens in groupby(row.learned) if is_learned)
         max_reply = max(max_reply, *replies)
         tried_count += 1
         long_count += len(row.ids) > spec.model.max_length
-        if time.monotonic() - start_s > limit_s:
-            break
     summary = f"{len(rows.prompts):,} rows, {tried_count:,} of them tried, replies of up to {max_reply:,} tokens"
     if long_count:
         summary += f"; {long_count:,} are longer than model.max_length and skipped"
@@ -175,7 +169,7 @@ def check_template(
     if tokenizer.chat_template is None and not episodic:
         return ""
     try:
-        trial = template.abilities()
+        trial = template.abilities
         if required and Feature.USER in trial.lost:
             raise ChatError(f"the chat template does not show a user's message{_because(trial.lost[Feature.USER])}")
     except ChatError as error:
@@ -208,7 +202,7 @@ def check_turns(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) ->
         "texts": (Feature.USER, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "Why?"}),
         "tool calls": (Feature.RESULTS, call_message(0, "find", {"city": "Oslo"}), result_message(0, "cold")),
     }
-    lost_features = template.abilities().lost
+    lost_features = template.abilities.lost
     branching = []
     for name, (feature, reply, answer) in turns.items():
         for end in ends if feature not in lost_features else ():
@@ -267,7 +261,10 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
     return Warned(f"{summary}, and the chat template ends a reply with {end!r}", hint)
 
 
-def _spread(count: int) -> Iterator[int]:
-    """All row indices, in passes that are each spread evenly over the rows."""
-    step = max(1, count // SPREAD)
-    return (row for first in range(step) for row in range(first, count, step))
+def _tried_rows(count: int, limit_s: float) -> Iterator[int]:
+    """Yield row indices until the time is over or there are no more, in passes that are each spread evenly."""
+    deadline, step = time.monotonic() + limit_s, max(1, count // SPREAD)
+    for row in chain.from_iterable(range(first, count, step) for first in range(step)):
+        yield row
+        if time.monotonic() > deadline:
+            return

@@ -42,7 +42,7 @@ from asyncrl_cli.sizing.config import load_config
 from asyncrl_cli.sizing.host import version_bytes
 from asyncrl_cli.sizing.microbatch import is_auto
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.inputs import SandboxSpec, SplitSpec, WarmStart
+from asyncrl_cli.spec.inputs import SandboxSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
 from asyncrl_cli.tasks.episode_sandbox import check_images
@@ -241,17 +241,17 @@ class StartChecks:
                 continue
             if location == "data.train" and not self._takes_data:
                 continue
-            yield Check(location, partial(self._prompts, location, rows, split), ("chat template",))
+            yield Check(location, partial(self._prompts, location, rows), ("chat template",))
             if self._thorough and location == "data.train" and len(rows):
                 yield Check("first prompt", partial(self._first_prompt, rows), (location,))
 
-    def _prompts(self, location: str, rows: Sequence[Prompt], split: SplitSpec) -> Result:
+    def _prompts(self, location: str, rows: Sequence[Prompt]) -> Result:
         return prompts.check_prompts(
             rows,
             PromptEncoder.of(self._spec, self._tokenizer),
             location=location,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
-            locate=partial(row_location, split, self._search_path, location, rows),
+            locate=partial(row_location, location, rows),
         )
 
     def _supervised_rows(self, warm_start: WarmStart) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.data.chat_template import MEDIA, VARIABLES, media_hint
-from asyncrl_cli.data.rows import LazyPrompts, RowForm, value_at
+from asyncrl_cli.data.rows import RowForm, SourcePrompts, value_at
 from asyncrl_cli.records.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def read_table(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
     """Return the prompts of the first ``size`` rows (None: all) of a Parquet or CSV file. All values of a CSV file are
     texts; it may be compressed, and has column names in the first line.
 
-    Raises ``DataError`` if the file cannot be read, or has fewer rows than ``size``.
+    Raises ``DataError`` if the file cannot be read, or has no rows.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -45,40 +45,33 @@ def read_table(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
-    return ArrowPrompts(table, size, form)
+    return ArrowPrompts(table.slice(0, size), form)
 
 
-class ArrowPrompts(LazyPrompts):
-    """The first ``size`` rows of a table as prompts. Columns of bytes are dropped, except images: fields are JSON."""
+class ArrowPrompts(SourcePrompts):
+    """A table's rows as prompts; wrong rows are found when they are used. Columns of bytes are dropped, except images:
+    fields are JSON."""
 
-    def __init__(self, table: pa.Table, size: int | None, form: RowForm) -> None:
-        """Raises ``DataError`` for two equal uids. Other wrong rows are found when they are used."""
-        form.check_size(len(table), size)
-        self._form = form
-        self._table = table.slice(0, size)
+    def __init__(self, table: pa.Table, form: RowForm) -> None:
+        self._table = table
         readable = {form.prompt_column, form.image_column}
         self._hidden = {field.name for field in table.schema if _has_bytes(field.type) and field.name not in readable}
-        super().__init__(len(self._table), self._row)
-        row_numbers: dict[Any, int] = {}
-        for row_number, uid in enumerate(self.uids(), start=1):
-            if isinstance(uid, str | int) and row_numbers.setdefault(uid, row_number) != row_number:
-                form.refuse_twins(uid, row_numbers[uid], row_number)
+        super().__init__(form, range(1, len(table) + 1), self._row)
 
     def _row(self, row: int) -> Prompt:
         values = self._table.slice(row, 1).to_pylist()[0]
         for name in self._hidden:
             if values.pop(name) and name in MEDIA:
-                self._form.refuse(row + 1, f"the row has `{name}`, which the model does not get", media_hint(name))
+                self.form.refuse(row + 1, f"the row has `{name}`, which the model does not get", media_hint(name))
         # Arrow gives each message the keys of all messages, each tool call the arguments of all calls, and each row the
         # template variables of all rows, with nulls for the missing values.
-        for column in (self._form.prompt_column.partition(".")[0], "tools", VARIABLES):
+        for column in (self.form.prompt_column.partition(".")[0], "tools", VARIABLES):
             if isinstance(values.get(column), (list, dict)):
                 values[column] = _without_nulls(values[column])
-        return self._form.with_read_images(self._form.prompt(values, row + 1), row + 1)
+        return self.form.with_read_images(self.form.prompt(values, row + 1), row + 1)
 
     def uids(self) -> list[Any]:
-        """The column of uids; None for each row without one."""
-        name, columns = self._form.uid_column, self._table.column_names
+        name, columns = self.form.uid_column, self._table.column_names
         column = name if name in columns else name.partition(".")[0]
         rows = self._table.select([column]).to_pylist() if column in columns else [{}] * len(self)
         return [value_at(row, name, None) for row in rows]

@@ -111,8 +111,6 @@ class ChatTemplate:
         self.values: Mapping[str, Any] = variables or {}
         self._today = today
         self._reads_special = reads_special
-        self._abilities: tuple[object, Abilities] | None = None  # with the template that was tried
-        self._variables: tuple[object, frozenset[str] | None] | None = None
 
     @classmethod
     def from_spec(cls, spec: ExperimentSpec, tokenizer: Any) -> ChatTemplate:
@@ -140,7 +138,7 @@ class ChatTemplate:
         if not self._reads_special:
             tools = self._special.mark(tools)
             messages = [self._special_in(message).mark(message) for message in messages]
-        return self._rendered(self.abilities().fitted(messages), tools, reply, continues=continues)
+        return self._rendered(self.abilities.fitted(messages), tools, reply, continues=continues)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize renderings, or parts of them. Raises ``ChatError`` if the tokenizer cannot write a special token as
@@ -167,7 +165,7 @@ class ChatTemplate:
     def _special_in(self, message: Message) -> SpecialTokens:
         """The special tokens that stay text in a message. A model may write any token, so its messages may have those
         that do not structure turns, such as marks around reasoning."""
-        turn_tokens = self.abilities().turn_tokens if message["role"] == "assistant" else None
+        turn_tokens = self.abilities.turn_tokens if message["role"] == "assistant" else None
         return self._special if turn_tokens is None else special_tokens_of(turn_tokens)
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
@@ -176,7 +174,7 @@ class ChatTemplate:
             return self
         if unread := self.unread_variable(variables.keys() - self.values.keys()):
             raise ChatError(f"the chat template does not read {unread[0]!r}: {unread[1]}")
-        self.abilities()  # tried just once, with the model's own variables
+        _ = self.abilities  # tried just once, with the model's own variables
         template = copy(self)
         if not self._reads_special:
             variables = self._special.mark(variables)
@@ -185,27 +183,32 @@ class ChatTemplate:
 
     def unread_variable(self, names: Iterable[str]) -> tuple[str, str] | None:
         """Return one of ``names`` that the template does not read, and a hint. Jinja ignores such variables."""
-        known_names = self.variables()
+        known_names = self.variables
         unread = min((name for name in names if known_names is not None and name not in known_names), default=None)
         if unread is None or known_names is None:
             return None
         hint = f"it reads {', '.join(sorted(known_names))}" if known_names else "remove it: the template reads none"
         return unread, did_you_mean(unread, known_names, hint)
 
+    @cached_property
     def variables(self) -> frozenset[str] | None:
-        """Return the variables that the template reads, except ``STANDARD_VARIABLES``; None if they cannot be
-        determined."""
-        source = self._tokenizer.chat_template
-        if self._variables is None or self._variables[0] != source:
-            self._variables = source, _variables_of(self._tokenizer)
-        return self._variables[1]
+        """The variables that the template reads, except ``STANDARD_VARIABLES``; None if they cannot be determined."""
+        from jinja2 import TemplateError, meta, nodes
 
+        if self._tokenizer.chat_template is None:
+            return frozenset()
+        try:
+            tree = syntax_tree(self._tokenizer.get_chat_template())
+            # Jinja counts a variable as undeclared even if a branch of the template sets it.
+            assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+            return frozenset(meta.find_undeclared_variables(tree)) - assigned - STANDARD_VARIABLES
+        except TemplateError:
+            return None
+
+    @cached_property
     def abilities(self) -> Abilities:
-        """Try the template, once."""
-        source = self._tokenizer.chat_template
-        if self._abilities is None or self._abilities[0] != source:
-            self._abilities = source, _Trial(self).abilities()
-        return self._abilities[1]
+        """What the template can show. Found by trying it."""
+        return _Trial(self).abilities()
 
     def _canonical(self, message: Message) -> Message:
         canonical = normalized(message)
@@ -338,20 +341,6 @@ def syntax_tree(template: str) -> Any:
     # `generation` is transformers' own tag, which marks an assistant's tokens.
     text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-
-
-def _variables_of(tokenizer: Any) -> frozenset[str] | None:
-    from jinja2 import TemplateError, meta, nodes
-
-    if tokenizer.chat_template is None:
-        return frozenset()
-    try:
-        tree = syntax_tree(tokenizer.get_chat_template())
-        # Jinja counts a variable as undeclared even if a branch of the template sets it.
-        assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-        return frozenset(meta.find_undeclared_variables(tree)) - assigned - STANDARD_VARIABLES
-    except TemplateError:
-        return None
 
 
 def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[str, Any]]:

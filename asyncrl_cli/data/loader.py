@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.seeds import derive_fraction
 from asyncrl_cli.records.prompt import Prompt
 
 
-@runtime_checkable
-class Stratified(Protocol):
-    """Rows of several kinds: ``strata`` has each row's kind. Shuffling keeps the order of kinds."""
-
-    strata: Sequence[int]
-
-
 class PromptLoader:
     """``next()`` returns prompts without end. For one caller at a time."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
-        """Raises ``DataError`` without prompts."""
+        """``prompts`` may have an attribute ``strata``, the task of each row. Shuffling keeps the order of tasks.
+
+        Raises ``DataError`` without prompts.
+        """
         if not prompts:
             raise DataError("there are no prompts to train on", hint="set data.train.size, or name a file with rows")
         self._prompts = prompts
@@ -86,9 +81,9 @@ class PromptLoader:
         indices = list(range(len(self)))
         # A resumed run must draw the same order again: it knows only its position in the epoch (decision 0009).
         random.Random(f"{self._seed}/{self._epoch}").shuffle(indices)
-        if not isinstance(self._prompts, Stratified):
+        strata: Sequence[int] | None = getattr(self._prompts, "strata", None)
+        if strata is None:
             return indices
-        strata = self._prompts.strata
         shuffled: dict[int, list[int]] = {}
         for row in reversed(indices):
             shuffled.setdefault(int(strata[row]), []).append(row)

@@ -110,7 +110,7 @@ class PromptEncoder:
         templated = self.is_templated(prompt)
         if templated:
             text = self.template.with_variables(variables).text(messages, tools, reply=True)
-            lost = self.template.abilities().lost
+            lost = self.template.abilities.lost
             if feature := next((feature for feature in _features(messages, tools) if feature in lost), None):
                 raise ChatError(f"the row has {feature}, which the chat template does not show")
         elif tools or variables:
@@ -133,7 +133,7 @@ class PromptEncoder:
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
         first_role = None if isinstance(content, str) else content[0]["role"]
-        if first_role == "system" and Feature.SYSTEM in self.template.abilities().lost:
+        if first_role == "system" and Feature.SYSTEM in self.template.abilities.lost:
             return "the template takes no system message: remove `system`, and put its text into the user's message"
         return "fix the row or remove it, or use another chat template (model.chat_template)"
 

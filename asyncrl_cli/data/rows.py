@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NoReturn, overload
@@ -84,24 +84,6 @@ def paths_in(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from paths_in(value, f"{prefix}{name}.")
-
-
-class JoinedPrompts(LazyPrompts):
-    """The prompts of several files, one file after another."""
-
-    def __init__(self, files: Sequence[Sequence[Prompt]]) -> None:
-        self.files = files
-        self._ends = list(accumulate(map(len, files)))
-        super().__init__(self._ends[-1], self._in_file)
-
-    def place(self, row: int) -> tuple[int, int]:
-        """Return the number of a row's file, and the row's number in the file, all from 0."""
-        file = bisect_right(self._ends, row)
-        return file, row - self._ends[file] + len(self.files[file])
-
-    def _in_file(self, row: int) -> Prompt:
-        file, row = self.place(row)
-        return self.files[file][row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,32 +191,6 @@ class RowForm:
                 ) from error
         return prompt
 
-    def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> CollectedPrompts:
-        """Return the first ``size`` prompts (None: all) of numbered ``rows``.
-
-        Raises ``DataError`` without prompts, with fewer than ``size``, or if two have the same uid.
-        """
-        prompts: list[Prompt] = []
-        number_by_uid: dict[str, int] = {}
-        for row_number, prompt in islice(rows, size):
-            if prompt.uid in number_by_uid:
-                self.refuse_twins(prompt.uid, number_by_uid[prompt.uid], row_number)
-            number_by_uid[prompt.uid] = row_number
-            prompts.append(prompt)
-        self.check_size(len(prompts), size)
-        return CollectedPrompts(prompts, list(number_by_uid.values()), self)
-
-    def refuse_twins(self, uid: object, row_number: int, twin: int) -> NoReturn:
-        """Raise ``DataError`` for two rows with the same uid."""
-        self.refuse(twin, f"the uid {str(uid)!r} is also the uid of {self.unit} {row_number}", "make uids unique")
-
-    def check_size(self, rows: int, size: int | None) -> None:
-        """Raise ``DataError`` if there are no rows, or fewer than ``size`` in the only source."""
-        if not rows:
-            self.refuse(None, "no rows", "write one row per prompt")
-        if self.file_index is None and size is not None and rows < size:
-            self.refuse(None, f"fewer rows ({rows}) than size {size}", "lower or remove size")
-
     def _messages(self, row: Mapping[str, Any], row_number: int) -> str | tuple[Message, ...]:
         """Content of the prompt column: text, or messages, which may be JSON text, as in CSV files."""
         value = row[self.prompt_column]
@@ -278,13 +234,63 @@ class _ColumnFormatter(Formatter):
         return super().get_field(field_name, args, kwargs)
 
 
-class CollectedPrompts(LazyPrompts):
-    """Prompts of rows in memory, with the rows' lines or numbers. Image files are read at each access."""
+class SourcePrompts(LazyPrompts):
+    """The prompts of one source. ``row_numbers`` has each row's line or number."""
 
-    def __init__(self, rows: Sequence[Prompt], row_numbers: Sequence[int], form: RowForm) -> None:
-        self.rows = rows
+    def __init__(self, form: RowForm, row_numbers: Sequence[int], make: Callable[[int], Prompt]) -> None:
+        """Raises ``DataError`` without rows."""
+        if not row_numbers:
+            form.refuse(None, "no rows", "write one row per prompt")
+        self.form = form
         self.row_numbers = row_numbers
-        super().__init__(len(rows), lambda row: form.with_read_images(rows[row], row_numbers[row]))
+        super().__init__(len(row_numbers), make)
+
+    def uids(self) -> Sequence[Any]:
+        """Each row's uid; None for a row that is named by its number."""
+        raise NotImplementedError
+
+    def location(self, row: int) -> str:
+        """Source and line, or source and number, of a row (from 0)."""
+        return f"{self.form.source}:{self.row_numbers[row]}"
+
+
+class CollectedPrompts(SourcePrompts):
+    """Prompts of rows in memory. Image files are read at each access."""
+
+    def __init__(self, form: RowForm, rows: Iterator[tuple[int, Prompt]], size: int | None) -> None:
+        """Take the first ``size`` prompts (None: all) of numbered ``rows``."""
+        numbered = list(islice(rows, size))
+        self._rows = [prompt for _, prompt in numbered]
+        row_numbers = [row_number for row_number, _ in numbered]
+        super().__init__(form, row_numbers, lambda row: form.with_read_images(self._rows[row], row_numbers[row]))
+
+    def uids(self) -> Sequence[Any]:
+        return [prompt.uid for prompt in self._rows]
+
+
+class JoinedPrompts(LazyPrompts):
+    """The prompts of several files, one file after another."""
+
+    def __init__(self, files: Sequence[SourcePrompts]) -> None:
+        """Raises ``DataError`` if two rows have the same uid."""
+        self._files = files
+        self._ends = list(accumulate(map(len, files)))
+        super().__init__(self._ends[-1], lambda row: self._place(row)[0][self._place(row)[1]])
+        first_rows: dict[str, int] = {}
+        for row, uid in enumerate(chain.from_iterable(prompts.uids() for prompts in files)):
+            if uid is not None and (first_row := first_rows.setdefault(str(uid), row)) != row:
+                fault = f"the uid {str(uid)!r} is also the uid of {self.location(first_row)}"
+                raise DataError(fault, location=self.location(row), hint="make uids unique over all rows")
+
+    def location(self, row: int) -> str:
+        """As in ``SourcePrompts``."""
+        prompts, row = self._place(row)
+        return prompts.location(row)
+
+    def _place(self, row: int) -> tuple[SourcePrompts, int]:
+        """Return a row's file, and its index in the file."""
+        prompts = self._files[file := bisect_right(self._ends, row)]
+        return prompts, row - self._ends[file] + len(prompts)
 
 
 def json_value(value: Any, binary: bool = False) -> Any:

@@ -20,7 +20,7 @@ from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.files import LFS_HINT, is_pointer
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_table
-from asyncrl_cli.data.rows import CollectedPrompts, JoinedPrompts, RowForm, type_name
+from asyncrl_cli.data.rows import CollectedPrompts, JoinedPrompts, RowForm, SourcePrompts, type_name
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, files_of, names_a_file, source_type_of
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -33,40 +33,25 @@ def read_source(
 
     ``split`` is passed to a user function; ``check`` is the task's check of each prompt. Raises ``DataError``.
     """
-    forms = _forms_of(spec, base, check)
-    match source_type_of(forms[0].source):
-        case "hub":
-            return _read_data_set(spec, forms[0])
-        case "function":
-            return _read_function(spec, forms[0], base=base, split=split)
-    if len(forms) == 1:
-        return _read_file(forms[0], spec.size)
-    files: list[Sequence[Prompt]] = []
+    files: list[SourcePrompts] = []
     missing_rows = spec.size
-    for form in forms:
-        if missing_rows == 0:
-            break
-        files.append(_read_file(form, missing_rows))
-        missing_rows = None if missing_rows is None else missing_rows - len(files[-1])
+    for form in _forms_of(spec, base, check):
+        if missing_rows != 0:
+            files.append(_read(form, spec, missing_rows, base=base, split=split))
+            missing_rows = None if missing_rows is None else missing_rows - len(files[-1])
+    joined = JoinedPrompts(files)
     if missing_rows:
-        fault = f"{len(forms)} files have fewer rows ({sum(map(len, files))}) than size {spec.size}"
-        forms[-1].refuse(None, fault, "lower or remove size")
-    _refuse_twins(forms, files)
-    return JoinedPrompts(files)
+        files[-1].form.refuse(None, f"fewer rows ({len(joined)}) than size {spec.size}", "lower or remove size")
+    return files[0] if len(files) == 1 else joined
 
 
-def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt], row: int) -> str:
+def row_location(key: str, prompts: Sequence[Prompt], row: int) -> str:
     """Return the location of row ``row`` (from 0) of a split's ``prompts`` for messages: source and line, or source and
     row (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
-    if spec.path is None:
-        return f"{key}:{row + 1}"
-    file, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
-    file_prompts = prompts.files[file] if isinstance(prompts, JoinedPrompts) else prompts
-    row_number = file_prompts.row_numbers[row] if isinstance(file_prompts, CollectedPrompts) else row + 1
-    return f"{_forms_of(spec, base)[file].source}:{row_number}"
+    return prompts.location(row) if isinstance(prompts, SourcePrompts | JoinedPrompts) else f"{key}:{row + 1}"
 
 
-def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
+def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None) -> list[RowForm]:
     paths = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in spec.path_list]
     sources = [file for path in paths for file in files_of(path)]
     return [
@@ -86,33 +71,26 @@ def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | Non
     ]
 
 
-def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
+def _read(form: RowForm, spec: SplitSpec, size: int | None, *, base: Path, split: str) -> SourcePrompts:
+    source_type = source_type_of(form.source)
+    if source_type == "hub":
+        return _read_data_set(spec, form)
+    if source_type == "function":
+        return _read_function(form, size, base=base, split=split)
     with suppress(OSError):  # reading reports it
         if is_pointer(Path(form.source)):
             form.refuse(None, "is a Git LFS pointer, not the file itself", LFS_HINT)
-    match source_type_of(form.source):
+    match source_type:
         case "parquet" | "csv":
             return read_table(Path(form.source), size, form)
         case "jsonl" | "json":
             try:
-                return form.collect(_json_rows(form), size)
+                return CollectedPrompts(form, _json_rows(form), size)
             except (OSError, EOFError, zlib.error) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
     suffixes = ", ".join(SUFFIXES)
     raise DataError("unknown kind of file", location=form.source, hint=f"give it one of the suffixes {suffixes}")
-
-
-def _refuse_twins(forms: Sequence[RowForm], files: Sequence[Sequence[Prompt]]) -> None:
-    sources: dict[str, str] = {}  # by uid
-    for form, prompts in zip(forms, files, strict=False):
-        rows = prompts.rows if isinstance(prompts, CollectedPrompts) else prompts
-        uids = prompts.uids() if isinstance(prompts, ArrowPrompts) else [prompt.uid for prompt in rows]
-        file_uids = {str(uid) for uid in uids if uid is not None}
-        if twins := file_uids & sources.keys():
-            uid = min(twins)
-            form.refuse(None, f"the uid {uid!r} is also a uid of {sources[uid]}", "make uids unique over all files")
-        sources |= dict.fromkeys(file_uids, form.source)
 
 
 def _opened(form: RowForm) -> IO[bytes]:
@@ -170,14 +148,13 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
         fault = f"cannot be loaded: {type(error).__name__}: {reason}"
         hint = "check name, config, split and the network; without one, name a Parquet file (Dataset.to_parquet)"
         raise DataError(fault, location=form.source, hint=hint) from error
-    return ArrowPrompts(data_set.with_format("arrow")[: spec.size], spec.size, form)
+    return ArrowPrompts(data_set.with_format("arrow")[: spec.size], form)
 
 
-def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Sequence[Prompt]:
+def _read_function(form: RowForm, size: int | None, *, base: Path, split: str) -> CollectedPrompts:
     """Collect the first ``size`` prompts (None: all) that a function yields as mappings or ``Prompt``s. It must yield
     the same rows in every call, because a resumed run calls it again."""
-    target, size = form.source, spec.size
-
+    target = form.source
     hint = "name a function f(split, size) that yields rows"
     function = import_named(target, base, location=target, hint=hint, error_type=DataError)
 
@@ -195,7 +172,7 @@ def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Se
         rows = function(split, size)
         if not isinstance(rows, Iterable):
             form.refuse(None, f"the function returned {type_name(rows)}", "yield one mapping or Prompt per row")
-        return form.collect(prompts(rows), size)
+        return CollectedPrompts(form, prompts(rows), size)
     except DataError:
         raise
     except Exception as error:

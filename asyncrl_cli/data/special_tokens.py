@@ -56,10 +56,8 @@ class SpecialTokens:
         return value
 
 
-@lru_cache(maxsize=8)
-def special_tokens_of(tokens: frozenset[str]) -> SpecialTokens:
-    """Return the ``SpecialTokens`` with these texts."""
-    return SpecialTokens(tokens)
+special_tokens_of = lru_cache(maxsize=8)(SpecialTokens)
+"""Return the ``SpecialTokens`` with these texts."""
 
 
 def special_texts(tokenizer: Any) -> frozenset[str]:

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     def from_spec(cls, warm_start: WarmStart, base: Path) -> Rows:
         """Read the rows of ``warm_start.data``; paths and modules are relative to ``base``. Raises ``DataError``."""
         prompts = read_source(warm_start.data, "train", base)
-        return cls(prompts, partial(row_location, warm_start.data, base, DATA, prompts))
+        return cls(prompts, partial(row_location, DATA, prompts))
 
 
 class _Reply(NamedTuple):

@@ -149,7 +149,7 @@ class ChatFormat:
         turn_end = _text_after(reply_text, _FIXED_REPLY)
         if calls := (normalized(reply) if reply else {}).get("tool_calls"):
             placeholder_reply = placeholder_reply | {
-                "tool_calls": calls[:1] if self._template.abilities().one_call else calls
+                "tool_calls": calls[:1] if self._template.abilities.one_call else calls
             }
             reply_text = text([question, placeholder_reply], tools)
             if not reply_text.endswith(turn_end) and last_token is not None and last_token in self.end_tokens:

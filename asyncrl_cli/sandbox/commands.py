@@ -56,6 +56,8 @@ class CommandResult:
     """The text printed on both streams, in order, without the middle of a long text."""
     stopped: Stopped = ""
     """The limit that stopped it, if any. ``disk``: no space left, or too many files."""
+    errors: str = ""
+    """The text on standard error, if it was to be kept apart from ``output``."""
 
 
 @asynccontextmanager
@@ -168,20 +170,27 @@ class ShellSandbox:
         return socket.socket(fileno=descriptors[0])
 
     async def run(
-        self, command: str, *, time_s: float | None = None, env: Mapping[str, str] = NO_VARIABLES
+        self,
+        command: str,
+        *,
+        time_s: float | None = None,
+        env: Mapping[str, str] = NO_VARIABLES,
+        errors_apart: bool = False,
     ) -> CommandResult:
         """Run a command in a new shell (bash if installed) in the work folder, and end processes that it left running.
+        ``errors_apart``: keep the two streams apart.
 
         Commands run one at a time; others wait. A cancelled command is stopped. Raises ``SandboxError`` once the
         sandbox has ended.
         """
         time_s = self._settings.time_s if time_s is None else time_s
-        order = [word.encode(errors="replace") for word in ("run", command, str(time_s), json.dumps(dict(env)))]
-        answer = await self._ask(order, time_s + GRACE_S)
+        words = ("run", command, str(time_s), json.dumps(dict(env)), "2" if errors_apart else "1")
+        answer = await self._ask([word.encode(errors="replace") for word in words], time_s + GRACE_S)
         try:
-            status, stopped, output = answer
+            status, stopped, *outputs = answer
+            output, errors = [*(text.decode(errors="replace") for text in outputs), ""][:2]
             limit = cast("Stopped", stopped.decode())
-            return CommandResult(None if limit else int(status), output.decode(errors="replace"), limit)
+            return CommandResult(None if limit else int(status), output, limit, errors)
         except ValueError as error:
             raise SandboxError(f"an invalid answer from the sandbox: {error}") from error
 

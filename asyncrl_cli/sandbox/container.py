@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -58,9 +58,9 @@ FIRST_PROCESS = (
 ENTER_WORK_FOLDER = f'[ "$PWD" != / ] || cd {WORK_FOLDER}; '
 """Enter the work folder: the image's working folder, if it has one."""
 RUN_COMMAND = (
-    f"exec 2>/dev/null; {ENTER_WORK_FOLDER}shell=/bin/sh; [ ! -x /bin/bash ] || shell=/bin/bash; "
+    f"exec 3>&2 2>/dev/null; {ENTER_WORK_FOLDER}shell=/bin/sh; [ ! -x /bin/bash ] || shell=/bin/bash; "
     # `kill -1` reaches all processes but the first and this one.
-    '"$shell" -c "$(cat)" </dev/null 2>&1; status=$?; kill -9 -1; exit $status'
+    '"$shell" -c "$(cat)" </dev/null 2>&ERRORS 3>&-; status=$?; kill -9 -1; exit $status'
 )
 WRITE_FILE = ENTER_WORK_FOLDER + 'case "$1" in */*) mkdir -p "${1%/*}/" || exit 1;; esac; cat >"$1"'
 READ_FILE = (
@@ -75,17 +75,6 @@ def engine() -> str:
         if path := shutil.which(program):
             return path
     raise SandboxError("neither podman nor docker is installed")
-
-
-def engine_state() -> str:
-    """Name the engine, and why it does not answer."""
-    try:
-        program = engine()
-    except SandboxError as error:
-        return str(error)
-    result = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
-    message = f" does not answer: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
-    return os.path.basename(program) + (message if result.returncode else "")
 
 
 def image_problem(image: str) -> str:
@@ -184,7 +173,7 @@ class ContainerSupervisor(supervisor.Supervisor):
             return [b"done", data]
         return super()._answer(action, fields)
 
-    def _started(self, command: str, environment: dict[str, str], output: int) -> int:
+    def _started(self, command: str, environment: dict[str, str], outputs: Sequence[int]) -> int:
         if "\0" in command:
             raise ValueError("embedded null byte")
         # Through standard input: other users of this machine can read the arguments of its processes.
@@ -192,8 +181,10 @@ class ContainerSupervisor(supervisor.Supervisor):
         self._counts, self._next_size_s = self._limit_counts(), time.monotonic() + SIZE_INTERVAL_S
         script = file_of((exports + command).encode(errors="surrogateescape"))
         try:
-            words = [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", RUN_COMMAND]
-            return supervisor.spawned(words, dict(os.environ), output, source=script)
+            # One stream is joined inside, because the engine does not keep the order of two.
+            line = RUN_COMMAND.replace("ERRORS", "1" if len(outputs) == 1 else "3")
+            words = [*self._engine, "exec", "--interactive", self._name, "/bin/sh", "-c", line]
+            return supervisor.spawned(words, dict(os.environ), outputs, source=script)
         finally:
             os.close(script)
 

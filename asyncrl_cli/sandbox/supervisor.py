@@ -9,7 +9,6 @@ Invariant: between two commands no other process lives in the sandbox.
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import select
@@ -17,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl_cli.sandbox import confine, processes, work_files
@@ -56,16 +56,11 @@ class Output:
     def text(self) -> bytes:
         """The output in UTF-8. If bytes were omitted, a line in the middle says how many.
 
-        Characters cut there are omitted as a whole; bytes that are not UTF-8 become U+FFFD.
+        Bytes that are not UTF-8, and parts of characters that were cut there, become U+FFFD.
         """
-        if self._total == len(self._head) + len(self._tail):
-            return (self._head + self._tail).decode(errors="replace").encode()
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        head = decoder.decode(self._head)
-        cut_bytes, _ = decoder.getstate()  # the beginning of a character
-        tail = self._tail.lstrip(bytes(range(0x80, 0xC0)))
-        omitted = self._total - (len(self._head) - len(cut_bytes)) - len(tail)
-        return f"{head}\n[{omitted} bytes omitted]\n{tail.decode(errors='replace')}".encode()
+        omitted = self._total - len(self._head) - len(self._tail)
+        middle = b"\n[%d bytes omitted]\n" % omitted if omitted else b""
+        return (self._head + middle + self._tail).decode(errors="replace").encode()
 
 
 class Supervisor:
@@ -128,8 +123,9 @@ class Supervisor:
 
     def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
         if action == b"run":
-            command, time_s, variables = fields
-            return self._run(os.fsdecode(command), float(time_s), self._environment | json.loads(variables))
+            command, time_s, variables, stream_count = fields
+            environment = self._environment | json.loads(variables)
+            return self._run(os.fsdecode(command), float(time_s), environment, int(stream_count))
         if action == b"write":
             work_files.write(self._folder, os.fsdecode(fields[0]), fields[1])
             return [b"done"]
@@ -137,37 +133,38 @@ class Supervisor:
             return [b"done", work_files.read(self._folder, os.fsdecode(fields[0]))]
         return []  # a stop that arrived after its command had ended
 
-    def _run(self, command: str, time_s: float, environment: dict[str, str]) -> list[bytes]:
-        output_reader, output_writer = os.pipe()
-        os.set_blocking(output_reader, False)
-        output = Output()
+    def _run(self, command: str, time_s: float, environment: dict[str, str], stream_count: int) -> list[bytes]:
+        """Run a command. ``stream_count``: 2 for an output and an error output, 1 for both in one."""
+        readers, writers = zip(*(os.pipe() for _ in range(stream_count)), strict=True)
+        outputs = {reader: Output() for reader in readers}
+        for reader in readers:
+            os.set_blocking(reader, False)
         status, stopped = CANNOT_RUN, b""
         full_before = processes.full(self._disks)  # before the start: a quick command could fill it first
         try:
-            pid = self._started(command, environment, output_writer)
+            pid = self._started(command, environment, writers)
         except (OSError, ValueError) as error:  # the command is too long, or contains a NUL
-            output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
-            os.close(output_writer)
+            outputs[readers[-1]].add(f"{os.path.basename(self._shell)}: {error}\n".encode())
+            for writer in writers:
+                os.close(writer)
         else:
-            os.close(output_writer)
-            status, stopped = self._watch(
-                pid,
-                output_reader=output_reader,
-                output=output,
-                deadline=time.monotonic() + time_s,
-                full_before=full_before,
-            )
+            for writer in writers:
+                os.close(writer)
+            deadline = time.monotonic() + time_s
+            status, stopped = self._watch(pid, outputs, deadline=deadline, full_before=full_before)
             # Before the rest of the output is read: a background process could keep writing.
             self._end_all(pid)
             stopped = stopped or self._exceeded_at_end()
-            while chunk := _read_available(output_reader):
-                output.add(chunk)
+            for reader, output in outputs.items():
+                while chunk := _read_available(reader):
+                    output.add(chunk)
         finally:
-            os.close(output_reader)
-        return [b"done", b"%d" % status, stopped, output.text()]
+            for reader in outputs:
+                os.close(reader)
+        return [b"done", b"%d" % status, stopped, *(output.text() for output in outputs.values())]
 
-    def _started(self, command: str, environment: dict[str, str], output: int) -> int:
-        return spawned([self._shell, "-c", command], environment, output)
+    def _started(self, command: str, environment: dict[str, str], outputs: Sequence[int]) -> int:
+        return spawned([self._shell, "-c", command], environment, outputs)
 
     def _exceeded(self) -> bytes:
         """Return the limit that the current command has reached, or b"". Without a namespace there is none but time."""
@@ -187,21 +184,22 @@ class Supervisor:
             kill_descendants()
 
     def _watch(
-        self, pid: int, output_reader: int, output: Output, deadline: float, *, full_before: bool
+        self, pid: int, outputs: Mapping[int, Output], *, deadline: float, full_before: bool
     ) -> tuple[int, bytes]:
-        """Wait until a command ends or reaches a limit; return its exit status, 0 in the latter case, and the limit."""
+        """Wait until a command ends or reaches a limit; return its exit status, 0 in the latter case, and the limit.
+        ``outputs`` by the descriptors to read them from."""
         poll = select.poll()
-        for descriptor in (self._child_ended, output_reader, self._control.fileno()):
+        for descriptor in (self._child_ended, *outputs, self._control.fileno()):
             poll.register(descriptor, select.POLLIN)
         next_check = time.monotonic() + WATCH_S
         while True:
             remaining_s = max(0.0, min(next_check, deadline) - time.monotonic())
             ready = {descriptor for descriptor, _ in poll.poll(1000 * remaining_s)}
-            if output_reader in ready:
-                if chunk := _read_available(output_reader):
-                    output.add(chunk)
+            for reader in ready & outputs.keys():
+                if chunk := _read_available(reader):
+                    outputs[reader].add(chunk)
                 else:
-                    poll.unregister(output_reader)
+                    poll.unregister(reader)
             if self._control.fileno() in ready:
                 self._message()
                 return 0, CANCELLED
@@ -219,8 +217,9 @@ class Supervisor:
                 next_check = time.monotonic() + WATCH_S
 
 
-def spawned(command: list[str], environment: dict[str, str], output: int, source: int | None = None) -> int:
-    """Start a command in a new session; ``source``: descriptor of its standard input. Returns its PID."""
+def spawned(command: list[str], environment: dict[str, str], outputs: Sequence[int], source: int | None = None) -> int:
+    """Start a command in a new session; ``source``: descriptor of its standard input, ``outputs``: of its output and
+    its error output, or of both in one. Returns its PID."""
     standard_input = (
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0) if source is None else (os.POSIX_SPAWN_DUP2, source, 0)
     )
@@ -228,7 +227,11 @@ def spawned(command: list[str], environment: dict[str, str], output: int, source
         command[0],
         command,
         environment,
-        file_actions=[standard_input, *((os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2))],
+        file_actions=[
+            standard_input,
+            (os.POSIX_SPAWN_DUP2, outputs[0], 1),
+            (os.POSIX_SPAWN_DUP2, outputs[-1], 2),
+        ],
         setsid=True,
         setsigmask=(),
         setsigdef=CHANGED_BY_PYTHON,

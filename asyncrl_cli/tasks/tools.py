@@ -128,8 +128,8 @@ class ToolEnvironment:
 class Tool:
     """A function or method as a tool. ``definition`` is in OpenAI's format.
 
-    The docstring's first paragraph describes the tool. It may also describe parameters: by lines ``name: text``, as in
-    Google's style, or in Sphinx's style. A parameter without an annotation takes any JSON value.
+    The docstring's first paragraph describes the tool. It may also describe parameters, by lines ``name: text`` as in
+    Google's style. A parameter without an annotation takes any JSON value.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -163,8 +163,7 @@ class Tool:
         """Call the function. An image (Pillow's, or an ``Image``) or a list with images becomes the parts of a message.
         Other results become text; dataclasses and pydantic's models become JSON.
 
-        Raises pydantic's ``ValueError`` for arguments that do not fit, ``TypeError`` for a result without a text, and
-        the function's exceptions.
+        Raises pydantic's ``ValueError`` for arguments that do not fit, and the function's exceptions.
         """
         result = awaited(self._call.validate_json(arguments or "{}"))
         values = result if isinstance(result, list | tuple) else [result]
@@ -185,16 +184,7 @@ def _as_text(value: Any) -> str:
 
     if isinstance(value, bytes | bytearray):
         value = value.decode()
-    return (
-        value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=_text), ensure_ascii=False)
-    )
-
-
-def _text(value: Any) -> str:
-    """The text of a value that JSON does not have."""
-    if re.search(r" at 0x[0-9a-f]+>$", text := str(value)):
-        raise TypeError(f"the tool's result has a value of type {type(value).__name__}, which has no text")
-    return text
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
 
 
 def _with_types(function: Callable[..., Any]) -> Any:
@@ -213,8 +203,8 @@ def _refused(function: Callable[..., Any], problem: str, hint: str) -> TaskError
     return TaskError(problem, location=defined_at(function) or "task.use", hint=hint)
 
 
-_PARAMETER_LINE = re.compile(r"(\s*)(?::param (?:[^:]* )?)?(\w+)(?: *\(.*?\))? *:(.*)")
-_SECTION = re.compile(r"\s*(:\w+|(Args|Arguments|Parameters|Returns|Raises):$)")
+_PARAMETER_LINE = re.compile(r"(\s*)(\w+)(?: *\(.*?\))? *:(.*)")
+_SECTION = re.compile(r"\s*(Args|Arguments|Parameters|Returns|Raises):$")
 
 
 def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:

@@ -16,7 +16,6 @@ Invariant: a hash of a repository's module decides its split (``is_held_out``). 
 from __future__ import annotations
 
 import ast
-import asyncio
 import functools
 import os
 import random
@@ -27,12 +26,11 @@ from typing import Any
 from repository import BUG_KINDS, EXAMPLES, MODULE, README, BugKind, Repository, Shape, edits, make_repository
 
 from asyncrl_cli.records.prompt import Message, Prompt
-from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult, ShellSandbox
+from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult
 from asyncrl_cli.sandbox.judge import Check, Limits, SandboxError, SandboxKind, run
 from asyncrl_cli.sandbox.trial import check_judge
-from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
+from asyncrl_cli.tasks.base import RewardResult, Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.command import CWD, Command
 from asyncrl_cli.tasks.tools import ToolTask, call_message, result_message
 
 INSTRUCTION = (
@@ -216,37 +214,6 @@ def demonstrations(split: Split, size: int, clean: bool = False) -> Iterator[dic
     bugfix, rng = Bugfix(**TINY), random.Random(0)
     for _ in range(size):
         yield {"messages": bugfix.demonstration(rng, clean)}
-
-
-class BugfixByCommand:
-    """The same task for a third-party agent: a command, as in the ready task ``command``.
-
-    It starts in the sandbox, in the folder with the repository. Invariant: the command gets only the row's first
-    message, because the row also has the hidden tests. For the same reason the sandbox hides the spec's folder, which
-    may have the rows.
-    """
-
-    def __init__(self, command: str, env: Mapping[str, str] | None = None, **options: Any) -> None:
-        """``command`` and ``env``: as for ``Command``; ``options``: as for ``Bugfix``."""
-        self._command = Command(command, env=env)
-        self._bugfix = Bugfix(**options)
-        self.name = self._command.name
-        self.prompts = self._bugfix.prompts
-        self.check_prompt = self._bugfix.check_prompt
-
-    async def run(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> RewardResult:
-        """Play one episode. Raises ``CommandFailed`` if the command ends with an error, and ``SandboxError``."""
-        files = prompt.fields["files"]
-        for name, text in files.items():
-            await sandbox.write_file(f"{CWD}/{name}", text.encode())
-        await self._command.play(Prompt(prompt.uid, prompt.content, {}), model, sandbox)
-        blocking = BlockingSandbox(sandbox, asyncio.get_running_loop())
-
-        def judge() -> RewardResult:
-            left = left_in(lambda name: blocking.read_file(f"{CWD}/{name}"), files)
-            return self._bugfix.judge_files(prompt, left)
-
-        return await asyncio.to_thread(judge)
 
 
 def shown(result: CommandResult) -> str:

@@ -202,7 +202,7 @@ def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: P
     path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n' if name == "rows.jsonl" else 'prompt,x\n"a\nb",1\nc,2\n')
     split = SplitSpec(path=str(path), system="Be brief.")
     prompts = read_source(split, "train", tmp_path)
-    locate = partial(row_location, split, tmp_path, "data.train", prompts)
+    locate = partial(row_location, "data.train", prompts)
     numbers = (2, 4) if name == "rows.jsonl" else (1, 2)
     assert [locate(row) for row in range(2)] == [f"{path}:{number}" for number in numbers]
     with pytest.raises(DataError) as refused:
@@ -215,14 +215,13 @@ def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: P
     assert error.hint.startswith("the template takes no system message: remove `system`")
 
 
-def test_rows_without_a_file_are_named_by_the_key(tmp_path: Path) -> None:
-    assert row_location(SplitSpec(size=3), tmp_path, "data.eval", [], 1) == "data.eval:2"
-    assert row_location(SplitSpec(path="hf:a/b"), tmp_path, "data.eval", [], 1) == "hf:a/b:2"
+def test_rows_without_a_file_are_named_by_the_key() -> None:
+    assert row_location("data.eval", [], 1) == "data.eval:2"
 
 
 def test_variables_that_the_template_does_not_read_are_refused() -> None:
     loaded = tokenizer()
-    assert ChatTemplate(loaded).variables() == {"enable_thinking"}
+    assert ChatTemplate(loaded).variables == {"enable_thinking"}
     check_template_kwargs(ChatTemplate(loaded), {"enable_thinking": False})
     with pytest.raises(ConfigError, match="does not read 'enable_thinkin'") as refused:
         check_template_kwargs(ChatTemplate(loaded), {"enable_thinkin": False})
@@ -235,7 +234,7 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
         ChatTemplate(tokenizer("{% unknown_tag %}{{ x }}")), {"x": 1}
     )  # it is unknown whether it reads x
     marked = "{% generation %}{{ x }}{%- endgeneration -%}{% for m in messages %}{% break %}{% endfor %}"
-    assert ChatTemplate(tokenizer(marked)).variables() == {"x"}
+    assert ChatTemplate(tokenizer(marked)).variables == {"x"}
 
 
 def test_a_template_that_cannot_continue_a_conversation_is_a_warning() -> None:

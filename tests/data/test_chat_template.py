@@ -101,7 +101,7 @@ def called(*calls: dict[str, Any], content: str | None = None) -> dict[str, Any]
     ],
 )
 def test_abilities_of_template_families(text: str, form: dict[str, Any], lost: set[Feature]) -> None:
-    found = template(text).abilities()
+    found = template(text).abilities
     assert found.lost.keys() - {Feature.REASONING} == lost
     assert replace(found, lost={}) == Abilities(**form)
     if text is NO_SYSTEM:

@@ -62,6 +62,8 @@ def test_commands_and_files_of_a_container(settings: SandboxSpec) -> None:
     async def body(sandbox: ShellSandbox) -> None:
         result = await sandbox.run('pwd; echo error >&2; echo "$A"; exit 7', env={"A": "it's $HOME\n\u00e4"})
         assert (result.status, result.output) == (7, "/sandbox\nerror\nit's $HOME\n\u00e4\n")
+        result = await sandbox.run("echo reason >&2; echo 1; exit 3", errors_apart=True)
+        assert (result.status, result.output, result.errors) == (3, "1\n", "reason\n")
         assert (await sandbox.run("sleep 1000 & echo started")).output == "started\n"
         assert (await sandbox.run("ps | grep -c 'sleep 1000$'")).output == "0\n"
         data = bytes(range(256)) * 1000

@@ -91,6 +91,13 @@ def test_the_last_line_is_the_reward(printed: str, reward: object, tmp_path: Pat
     assert play(f"cat {tmp_path / 'out'}; head -c 3000000 /dev/zero >&2") == reward
 
 
+def test_endless_errors_of_a_command_take_no_disk() -> None:
+    written_kb = 'yes | head -c 100000000 >&2; du -sk "$ASYNCRL_SCRATCH" | cut -f 1'
+    assert play(written_kb) < 1000
+    with pytest.raises(CommandFailed, match="status 3: the last line"):
+        play("yes | head -c 1000000 >&2; echo the last line >&2; exit 3")
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

@@ -35,12 +35,10 @@ from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, R
 from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 
-KEPT_BYTES = 2**16
-"""Bytes at the end of standard error that are searched for the reason of a failure."""
 LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel's limit is 128 KiB."""
-ROW_FILE, ERRORS = "prompt.json", "errors.txt"
-"""Files in a command's folder: the prompt's row, and its standard error."""
+ROW_FILE = "prompt.json"
+"""File in a command's folder with the prompt's row."""
 CWD = "cwd"
 """The subfolder in which the command starts."""
 
@@ -106,16 +104,16 @@ class Command:
             await sandbox.write_file(os.path.join(sandbox.scratch, name), text.encode())
         prepare = f"mkdir -p {CWD} && pwd" if not sandbox.scratch else f"echo {sandbox.scratch}"
         where = (await sandbox.run(prepare, time_s=YEAR_S)).output.strip()
-        cwd, errors_file = (shlex.quote(os.path.join(where, name)) for name in (CWD, ERRORS))
-        enter = "" if sandbox.scratch else f"cd {cwd} && "  # an image's working folder has the task's files
-        line = f"{enter}exec /bin/sh -c {shlex.quote(self._command)} 2>{errors_file}"
+        # An image's working folder has the task's files.
+        enter = "" if sandbox.scratch else f"cd {shlex.quote(os.path.join(where, CWD))} && "
+        line = f"{enter}exec /bin/sh -c {shlex.quote(self._command)}"
         variables = {**environment, **_variables(row, where, model), **self._env}
-        result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has its own limit
+        # The episode has its own limit. Errors stay apart, because the last line of the output is the reward.
+        result = await sandbox.run(line, time_s=YEAR_S, env=variables, errors_apart=True)
         if result.stopped:
             raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
         if result.status != 0:
-            errors = (await sandbox.read_file(os.path.join(sandbox.scratch, ERRORS)))[-KEPT_BYTES:]
-            last_line = _last_line(errors.decode(errors="replace")) or _last_line(result.output)
+            last_line = _last_line(result.errors) or _last_line(result.output)
             raise CommandFailed(f"it ended with status {result.status}: {last_line or 'it printed nothing'}")
         return result.output
 
