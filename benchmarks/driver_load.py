@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -61,6 +62,8 @@ STALENESS = 8
 TEXT = "four" * 2**18
 """Responses are parts of this text, with four characters per token."""
 ENGINES_PER_PROCESS = 8
+MAX_PROCESSES = 16
+"""Of simulated engines; with more of them, a process has more engines."""
 LATE_S = 0.02
 NEVER_S = 3600.0
 
@@ -259,15 +262,15 @@ class Driver:
         factory = ActorFactory(spec, folder / "logs", Path(__file__).parent)
         budget = RestartBudget(0, self._no_record, print)
         count = spec.rollout.max_engines
+        shared_by = max(ENGINES_PER_PROCESS, math.ceil(count / MAX_PROCESSES))
         hosts = [
             ray.remote(EngineHost)
             .options(num_cpus=0)
-            .remote(min(ENGINES_PER_PROCESS, count - first), spec, str(folder), load.slots, load.rate, load.tokens)
-            for first in range(0, count, ENGINES_PER_PROCESS)
+            .remote(min(shared_by, count - first), spec, str(folder), load.slots, load.rate, load.tokens)
+            for first in range(0, count, shared_by)
         ]
         engines = [
-            EngineOfHost(hosts[index // ENGINES_PER_PROCESS], index % ENGINES_PER_PROCESS, f"engine-{index}")
-            for index in range(count)
+            EngineOfHost(hosts[index // shared_by], index % shared_by, f"engine-{index}") for index in range(count)
         ]
         encoder = PromptEncoder(character_tokenizer(spec.model.max_length), spec.rollout.max_prompt_tokens)
         prompts = LazyPrompts(100_000, lambda row: Prompt(str(row), f"{row} ".ljust(load.prompt_tokens, "?")))

@@ -9,7 +9,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, Step, add
 from asyncrl_cli.cli.output import echo, show
-from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.core.errors import ConfigError, RunArgumentError, RunError
 from asyncrl_cli.runs.catalogue import find_run
 from asyncrl_cli.runs.directory import WARM_START, RunDirectory
 
@@ -147,14 +147,14 @@ def prune(
 
 
 def _checkpoints(run: RunDirectory, step: int | None) -> list[Checkpoint]:
-    """All checkpoints, or one step's checkpoint. Raises ``RunError`` if there is none."""
+    """All checkpoints, or one step's checkpoint. Raises ``RunArgumentError`` if there is none."""
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
 
     if step is not None:
         return [checkpoint_of(run, step)]
     checkpoints = complete_checkpoints(run.path / "checkpoints")
     if not checkpoints:
-        raise RunError(
+        raise RunArgumentError(
             "the run has no checkpoint", location=run.run_id, hint="set checkpoints.every, or let the run finish"
         )
     return checkpoints

@@ -143,7 +143,7 @@ def test_list_without_a_journal_and_without_checkpoints(asyncrl: Any, run: RunDi
     assert asyncrl("list") == (0, f"{run.run_id} has no checkpoint yet\n", "")
     for command in ("verify", "export --to there"):
         code, out, error = asyncrl(*command.split())
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert error.startswith(f"error: the run has no checkpoint\n --> {run.run_id}\nhint: ")
 
 
