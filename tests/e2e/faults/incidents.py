@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], frozenset[int]]] = {
     "report": (("report",), frozenset({0})),
     "verify": (("checkpoint", "verify"), frozenset({0, 2})),
     "resume": (("resume",), frozenset({2})),
-    "prune": (("checkpoint", "prune", "--keep-last", "1"), frozenset({2})),
+    "prune": (("checkpoint", "prune", "--keep-last", "1"), frozenset({1})),
 }
 """Commands on the run's folder during a run, with their allowed exit codes."""
 
