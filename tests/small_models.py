@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,31 +73,21 @@ def small_model(architecture: str) -> Any:
     return model
 
 
-LANGUAGE: dict[str, Any] = {
-    "hidden_size": 96,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 14}
-IMAGE_MODELS: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "text_config": {**LANGUAGE, "sliding_window": 16},
-        "vision_config": {**VISION_SIZES, "image_size": 56, "patch_size": 14},
-        "mm_tokens_per_image": 4,
-    },
-    "qwen2_5_vl": {
-        "tie_word_embeddings": True,
-        "text_config": {**LANGUAGE, "rope_parameters": MROPE},
-        "vision_config": {**TOWER, "fullatt_block_indexes": [1], "window_size": 56},
-    },
-    "qwen3_vl": {
-        # Only vLLM reads the last key. transformers knows that this architecture has it.
-        "text_config": {**LANGUAGE, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-        "vision_config": {**TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-    },
-}
-"""`model.init.config` of small vision-language models, by architecture. An image token stands for 28 × 28 pixels."""
+IMAGE_FOLDERS = Path(__file__).parent / "fixtures/image_models"
+"""Config, tokenizer and processor of small vision-language models. An image token stands for 28 × 28 pixels."""
+IMAGE_MODELS = ("gemma3", "qwen2_5_vl", "qwen3_vl")
+"""The architectures in ``IMAGE_FOLDERS``."""
+
+
+def write_image_model(architecture: str, folder: Path, seed: int = 0) -> None:
+    """Write a model of ``IMAGE_FOLDERS`` with random weights, which depend only on the seed, to a folder."""
+    from safetensors.torch import load_file, save_file
+
+    from asyncrl_cli.train.model.initial import write_weights
+
+    shutil.copytree(IMAGE_FOLDERS / architecture, folder, dirs_exist_ok=True)
+    write_weights(folder, seed)
+    if architecture == "gemma3":  # vLLM requires the names on the hub, which transformers gives only a loaded model
+        weights = load_file(folder / "model.safetensors")
+        renamed = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): weights[name] for name in weights}
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})

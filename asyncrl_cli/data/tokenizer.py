@@ -7,9 +7,8 @@ text of printable ASCII and newlines. Nothing is merged, added, normalised or cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,36 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclass(frozen=True, slots=True)
-class VisionTokens:
-    """An architecture's tokens for images."""
-
-    names: Mapping[str, str]
-    """Special tokens by their names in the processor; with `_id` appended, these are the names in the config."""
-    mark: str
-    """Stands for an image in a chat template's text. The processor replaces it with the image's placeholders."""
-
-
-_QWEN = VisionTokens(
-    {
-        "vision_start_token": "<|vision_start|>",
-        "vision_end_token": "<|vision_end|>",
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-    },
-    mark="<|vision_start|><|image_pad|><|vision_end|>",
-)
-GEMMA = "gemma3"
-VISION_TOKENS = {
-    GEMMA: VisionTokens(
-        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
-        mark="<start_of_image>",
-    ),
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-}
-"""By architecture, as in ``spec.rules.model.VISION_LANGUAGE``."""
-
+IMAGE_MARKS = ("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+"""Stand for an image in the chat templates of Qwen's models and of Gemma 3. A processor replaces them with the image's
+placeholders."""
 TEMPLATE_BYTES = 2**20
 """Larger files of chat templates are refused."""
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
@@ -84,9 +56,8 @@ def image_template(mark: str) -> str:
     return CHAT_TEMPLATE.replace("{{ message['content'] }}", content).replace("{{ message['content'] or '' }}", content)
 
 
-def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII, followed by the
-    tokens of ``images``."""
+def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -102,8 +73,7 @@ def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> 
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
         padding_side="right",
-        chat_template=CHAT_TEMPLATE if images is None else image_template(images.mark),
-        **({} if images is None else {"extra_special_tokens": dict(images.names)}),
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -149,7 +119,7 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
 
 def templates_texts(tokenizer: Any) -> bool:
     """True if the tokenizer's chat template adds anything to a user's text; ``CHAT_TEMPLATE`` adds nothing."""
-    plain = {CHAT_TEMPLATE, *(image_template(tokens.mark) for tokens in VISION_TOKENS.values())}
+    plain = {CHAT_TEMPLATE, *map(image_template, IMAGE_MARKS)}
     return tokenizer.chat_template is not None and tokenizer.chat_template not in plain
 
 

@@ -69,7 +69,7 @@ def _trace(config: Any, layers: int, microbatch: TracedMicrobatch) -> int:
 
     from asyncrl_cli.train.deepspeed_engine import recompute_activations
     from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
-    from asyncrl_cli.train.model.image_models import model_class
+    from asyncrl_cli.train.model.saving import model_class
 
     with FakeTensorMode(), _experts_without_routing(), torch.random.fork_rng(devices=[]):
         model: Any = model_class(microbatch.images).from_config(

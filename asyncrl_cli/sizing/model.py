@@ -60,8 +60,8 @@ def without_weights(config: Any, settings: ModelSpec) -> Any:
     be built."""
     import torch
 
-    from asyncrl_cli.train.model.image_models import model_class
     from asyncrl_cli.train.model.images import freeze
+    from asyncrl_cli.train.model.saving import model_class
 
     with torch.device("meta"):
         model = model_class(settings.max_images > 0).from_config(config, attn_implementation="eager")

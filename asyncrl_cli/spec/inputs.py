@@ -30,12 +30,10 @@ class ModelInit(Section):
     """A model built from an architecture's config, with random weights."""
 
     architecture: Text
-    """A transformers model type with a causal language model, such as `qwen3` or `llama`, or a type that also sees
-    images: `gemma3`, `qwen2_5_vl`, `qwen3_vl`."""
+    """A transformers model type with a causal language model for text, such as `qwen3` or `llama`."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the architecture's transformers config. `vocab_size` and the special token ids come from the
-    tokenizer. A model for images has its language model's arguments in `text_config`, and its vision tower's in
-    `vision_config`."""
+    tokenizer."""
     tokenizer: Annotated[Text, SystemPath] = CHARACTERS
     """`characters` makes a tokenizer with one token for each printable ASCII character. Any other text is the path of a
     saved tokenizer (relative to this file)."""

@@ -17,10 +17,10 @@ from asyncrl_cli.train.model.adapter_folder import load_adapter
 from asyncrl_cli.train.model.attention import ENVIRONMENT, install_attention, why_not_varlen
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.gpu_kernels import check_attention, fuse_kernels
-from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.train.model.images import Vision, freeze
 from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
+from asyncrl_cli.train.model.saving import model_class
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
 from asyncrl_cli.train.prefix_trees import why_separate

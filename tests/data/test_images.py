@@ -30,10 +30,9 @@ from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptSource
 from asyncrl_cli.records.images import Image, ImageCache, PixelError, data_url
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from, to_json
-from asyncrl_cli.spec.inputs import ModelInit, SplitSpec
-from asyncrl_cli.train.model.initial import write_model_stub
+from asyncrl_cli.spec.inputs import SplitSpec
 from tests.data.pictures import picture
-from tests.small_models import IMAGE_MODELS
+from tests.small_models import IMAGE_FOLDERS, IMAGE_MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -205,11 +204,9 @@ def test_marks_are_replaced_in_order_and_texts_are_kept(pieces: list[str], as_me
 
 
 @pytest.fixture(scope="module", params=IMAGE_MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Config, tokenizer and processor of a small model."""
-    folder = tmp_path_factory.mktemp("model")
-    write_model_stub(ModelInit(architecture=request.param, config=IMAGE_MODELS[request.param]), 256, folder)
-    return str(folder)
+def model(request: pytest.FixtureRequest) -> str:
+    """Folder with config, tokenizer and processor of a small model."""
+    return str(IMAGE_FOLDERS / request.param)
 
 
 def encoder(model: str, max_images: int = 2, max_pixels: int = 10**6, max_tokens: int = 500) -> PromptEncoder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,13 +15,11 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import session_url
 from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.tasks.base import ModelAccess, Step
 from asyncrl_cli.tasks.play import play
-from asyncrl_cli.train.model.initial import write_model_stub
 from tests.data.pictures import picture
 from tests.gateway.gateway_stand_ins import MODEL, Engine, key_of, served
-from tests.small_models import IMAGE_MODELS
+from tests.small_models import IMAGE_FOLDERS
 
 pytestmark = [pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing"), pytest.mark.slow]
 
@@ -74,9 +71,8 @@ CALLS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
-    folder: Path = tmp_path_factory.mktemp("model")
-    write_model_stub(ModelInit(architecture="qwen2_5_vl", config=IMAGE_MODELS["qwen2_5_vl"]), 512, folder)
+def chat() -> ChatFormat:
+    folder = IMAGE_FOLDERS / "qwen2_5_vl"
     tokenizer = load_tokenizer(folder, None)
     tokenizer.chat_template = TEMPLATE
     return ChatFormat(tokenizer, images=ImageTokens(str(folder), max_images=2, max_pixels=2**20))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl_cli.data.images import ImageTokens
-from asyncrl_cli.data.tokenizer import VISION_TOKENS, character_tokenizer
+from asyncrl_cli.data.tokenizer import IMAGE_MARKS
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.rollout.priority_semaphore import Aborted
@@ -23,7 +23,7 @@ from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from tests.data.pictures import picture
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
-from tests.small_models import IMAGE_MODELS
+from tests.small_models import write_image_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing")]
 
@@ -38,9 +38,9 @@ class VisionBench(Bench):
     def build(self) -> None:
         from transformers import AutoConfig, AutoProcessor
 
-        super().build()
         self.processor = AutoProcessor.from_pretrained(self._folder)
         self.placeholder = AutoConfig.from_pretrained(self._folder).image_token_id
+        self.mark = next(mark for mark in IMAGE_MARKS if mark in self.processor.tokenizer.chat_template)
         self.tokens = ImageTokens(str(self._folder), max_images=2, max_pixels=2**20)
 
     def _load(self) -> Any:
@@ -49,8 +49,7 @@ class VisionBench(Bench):
         return AutoModelForImageTextToText.from_pretrained(self._folder, dtype=torch.float32).eval()
 
     def request(self, name: str, *images: Image, seed: int = 0, tokens: int = TOKENS) -> RolloutRequest:
-        text = TEXT.replace("@", VISION_TOKENS[self._spec.model.init.architecture].mark)
-        ids, places = self.tokens.encode(text, images)
+        ids, places = self.tokens.encode(TEXT.replace("@", self.mark), images)
         return RolloutRequest(name, tuple(ids), Sampling(1.0, tokens, seed), images=places)
 
     def layout(self, model: Any) -> tuple[TensorSlot, ...]:
@@ -94,11 +93,8 @@ class VisionBench(Bench):
 
 
 def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBench:
-    tokens = character_tokenizer(256, VISION_TOKENS[architecture])
-    tokens.add_tokens(["\n" * count for count in (2, 3, 4)])  # vLLM's processor of Gemma 3 asks for them
-    tokens.save_pretrained(folder / "tokenizer")
-    init = {"architecture": architecture, "config": IMAGE_MODELS[architecture], "tokenizer": str(folder / "tokenizer")}
-    model = {"init": init, "path": None, "max_length": 256, "max_images": 2}
+    write_image_model(architecture, folder / "model")
+    model = {"path": str(folder / "model"), "max_length": 256, "max_images": 2}
     spec = load_spec(Runs(folder).write_spec(model=model, rollout={"max_running_rollouts": 8})).spec
 
     async def start() -> VisionBench:

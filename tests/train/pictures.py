@@ -10,8 +10,8 @@ import numpy as np
 
 from asyncrl_cli.records.generation import TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
-from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.train.packing import TrainingRow
+from tests.small_models import write_image_model
 
 IMAGE_TOKENS = 4
 """Placeholders of ``picture``, in every model of ``IMAGE_MODELS``."""
@@ -27,16 +27,12 @@ def picture(seed: int, width: int = 56, height: int = 56) -> Image:
     return Image.from_bytes(written.getvalue())
 
 
-def saved_model(architecture: str, folder: Path, max_length: int = 256) -> None:
+def saved_model(architecture: str, folder: Path) -> None:
     """A model of ``IMAGE_MODELS`` with random weights, whose results depend on the image."""
     import torch
     from transformers import AutoModelForImageTextToText
 
-    from asyncrl_cli.train.model.initial import build_initial_model
-    from tests.small_models import IMAGE_MODELS
-
-    init = ModelInit(architecture=architecture, config=IMAGE_MODELS[architecture])
-    build_initial_model(init, max_length=max_length, seed=0, directory=folder)
+    write_image_model(architecture, folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.flops import GPU_FLOPS, Amounts, ModelFlops, causal_pairs, peak_flops
 from asyncrl_cli.train.model.images import tower_parameters
 from asyncrl_cli.train.model.lora import add_adapters
-from tests.small_models import ARCHITECTURES, IMAGE_MODELS, SMALL
+from tests.small_models import ARCHITECTURES, IMAGE_FOLDERS, SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
 def test_a_tower_is_not_counted() -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("qwen3_vl", **IMAGE_MODELS["qwen3_vl"]))
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(IMAGE_FOLDERS / "qwen3_vl"))
     flops = ModelFlops.of(model)
     for parameter in tower_parameters(model):
         parameter.requires_grad_(False)

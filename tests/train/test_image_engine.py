@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 import torch
 from ranks import assert_equal, train_ranks
 
-from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.train.model.initial import build_initial_model
-from tests.small_models import IMAGE_MODELS
+from tests.small_models import IMAGE_MODELS, write_image_model
 
 pytestmark = pytest.mark.stack
 
@@ -43,8 +40,10 @@ def trained(folder: Path, ranks: int, settings: Mapping[str, tuple[str, ...]], *
     words = []
     for name, setting in settings.items():
         architecture = name if name in IMAGE_MODELS else "qwen2_5_vl"
-        init = {"architecture": architecture, "config": IMAGE_MODELS[architecture]}
-        words.append((*IMAGES, f"model.init={json.dumps(init)}", f"trainer.ranks={ranks}", *setting, *more))
+        model = folder.with_name(architecture)
+        if not model.exists():
+            write_image_model(architecture, model)
+        words.append((*IMAGES, "model.init=null", f"model.path={model}", f"trainer.ranks={ranks}", *setting, *more))
     return dict(zip(settings, train_ranks(folder, *words), strict=True))
 
 
@@ -68,8 +67,7 @@ def test_a_frozen_tower_keeps_its_weights_on_ranks_that_share_it(
 ) -> None:
     from transformers import AutoModelForImageTextToText
 
-    init = ModelInit(architecture="qwen2_5_vl", config=IMAGE_MODELS["qwen2_5_vl"])
-    build_initial_model(init, max_length=128, seed=0, directory=tmp_path)
+    write_image_model("qwen2_5_vl", tmp_path)
     before = dict(AutoModelForImageTextToText.from_pretrained(tmp_path).named_parameters())
     plain = results["plain"]["weights"]
     for name, weight in results["frozen tower"]["weights"].items():

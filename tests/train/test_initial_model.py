@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.data.tokenizer import VISION_TOKENS, character_tokenizer
+from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.spec.rules.model import VISION_LANGUAGE
 from asyncrl_cli.train.model.initial import (
     build_initial_model,
     write_model_stub,
     write_weights,
 )
-from tests.small_models import IMAGE_MODELS, INIT, LANGUAGE
+from tests.small_models import INIT
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +94,7 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
     ("init", "message"),
     [
         (ModelInit(architecture="qwen33"), "did you mean `qwen3`"),
+        (ModelInit(architecture="gemma3"), "gemma3 is a model for images"),
         (ModelInit(architecture="vit"), "no causal language model of type 'vit'"),
         (qwen3(hiden_size=16), "did you mean `hidden_size`"),
         (qwen3(vocab_size=100), "vocab_size: follows from the tokenizer"),
@@ -122,52 +122,3 @@ def test_settings_that_only_the_model_code_rejects_are_refused(tmp_path: Path) -
     write_model_stub(qwen3(hidden_act="nonsense"), 64, tmp_path)
     with pytest.raises(ConfigError, match="cannot build this qwen3"):
         write_weights(tmp_path, 0)
-
-
-@pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))
-def test_vision_language_models_load_with_their_processor_and_see_images(tmp_path: Path, architecture: str) -> None:
-    from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    from asyncrl_cli.data.tokenizer import load_tokenizer, templates_texts
-
-    config = IMAGE_MODELS[architecture]
-    build_initial_model(ModelInit(architecture=architecture, config=config), 128, 0, tmp_path)
-    processor: Any = AutoProcessor.from_pretrained(tmp_path)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    if architecture == "gemma3":  # transformers starts its projector at 0
-        model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()
-    tokenizer = load_tokenizer(tmp_path, None)
-    assert not templates_texts(tokenizer)
-    parts = [{"type": "image", "image": "a1"}, {"type": "text", "text": "how many?"}]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
-    logits = []
-    for colour in ("red", "blue"):
-        inputs = processor(text=[text], images=[Image.new("RGB", (56, 56), colour)], return_tensors="pt")
-        assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 4
-        with torch.no_grad():
-            logits.append(model(**inputs).logits[0, -1])
-    assert len(tokenizer) == model.config.get_text_config().vocab_size == len(logits[0])
-    assert not torch.equal(*logits)
-
-
-def test_the_rules_know_the_vision_language_models_that_can_be_made() -> None:
-    assert tuple(sorted(VISION_TOKENS)) == VISION_LANGUAGE
-
-
-def test_config_keys_of_vision_language_models_are_checked_at_their_place(tmp_path: Path) -> None:
-    config = IMAGE_MODELS["qwen2_5_vl"]
-    for changed, location in (
-        ({"image_token_id": 3}, r"model\.init\.config\.image_token_id"),
-        ({"text_config": {"vocab_size": 9}}, r"model\.init\.config\.text_config\.vocab_size"),
-        ({"vision_config": {"dept": 2}}, r"model\.init\.config\.vision_config: .* no 'dept' .*depth"),
-        ({"text_config": 3}, r"model\.init\.config\.text_config: must be a mapping"),
-        ({"text_config": {**LANGUAGE, "num_attention_heads": 7}}, r"text_config\.num_key_value_heads|hidden_size"),
-    ):
-        init = ModelInit(architecture="qwen2_5_vl", config={**config, **changed})
-        if "7" in str(changed):
-            init.config["text_config"].update(num_key_value_heads=2)
-        with pytest.raises(ConfigError, match=location):
-            write_model_stub(init, 64, tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.init\.config\.boi_token_index"):
-        write_model_stub(ModelInit(architecture="gemma3", config={"boi_token_index": 3}), 64, tmp_path)

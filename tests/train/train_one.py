@@ -125,11 +125,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     numa.get_numa_cores = no_numactl
-    models = [spec.model.model_dump_json(include={"init", "max_length"}) for spec in specs]
+    models = [spec.model.path or spec.model.model_dump_json(include={"init", "max_length"}) for spec in specs]
     folders = {model: Path(f"{out}.model-{models.index(model)}") for model in models}
     for spec, model in zip(specs, models, strict=True):  # before ranks join: afterwards only rank 0 would write it
-        assert spec.model.init is not None
-        if not folders[model].exists():
+        if spec.model.init is None:
+            folders[model] = Path(model)
+        elif not folders[model].exists():
             build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folders[model])
     join_process_group(int(rank), specs[0].trainer.ranks, "127.0.0.1", int(port), gpu=False)
     results = [train(spec, str(folders[model]), int(rank)) for spec, model in zip(specs, models, strict=True)]

@@ -131,7 +131,7 @@ def compared(architecture: str, worker: Worker) -> dict[str, Any]:
 def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, Any]:
     torch.manual_seed(0)
     if architecture in IMAGE_MODELS:
-        saved_model(architecture, folder / "model", max_length=2 * POSITION)
+        saved_model(architecture, folder / "model")
         model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     else:
         model = small_model(architecture)

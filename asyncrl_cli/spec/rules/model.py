@@ -22,23 +22,19 @@ SIZES = (
     "max_position_embeddings",
 )
 """Config keys that the rules read. Most architectures have them."""
-TEXT_CONFIG = "text_config"
-"""The key of a vision-language config that holds the language model's keys."""
+CONFIG = "model.init.config"
 HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 
 
 def _sizes(spec: ExperimentSpec) -> dict[str, int]:
     """The valid values of ``SIZES`` in `model.init.config`."""
-    config, _ = _text_config(spec)
+    config = _init_config(spec)
     sizes = {name: config.get(name) for name in SIZES}
     return {name: size for name, size in sizes.items() if type(size) is int and 1 <= size <= LARGEST}
 
 
-def _text_config(spec: ExperimentSpec) -> tuple[Mapping[str, Any], str]:
-    """The keys of the language model in `model.init.config`, and their path."""
-    config, path = spec.model.init.config if spec.model.init else {}, "model.init.config"
-    text = config.get(TEXT_CONFIG)
-    return (text, f"{path}.{TEXT_CONFIG}") if isinstance(text, Mapping) else (config, path)
+def _init_config(spec: ExperimentSpec) -> Mapping[str, Any]:
+    return spec.model.init.config if spec.model.init else {}
 
 
 @rule
@@ -106,26 +102,17 @@ def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """transformers has a causal language model of the type `model.init.architecture`."""
     name, architectures = spec.model.init.architecture if spec.model.init else "", _architectures()
-    if spec.model.init and architectures and name not in {*architectures, *VISION_LANGUAGE}:
+    if spec.model.init and architectures and name not in architectures:
         hint = did_you_mean(name, architectures, "for a small model, use `qwen3` or `llama`")
         yield Problem("model.init.architecture", f"transformers has no causal language model of type `{name}`", hint)
 
 
-VISION_LANGUAGE = ("gemma3", "qwen2_5_vl", "qwen3_vl")
-"""Architectures with images that `model.init` can make."""
-
-
 @rule
-def architecture_sees_images(spec: ExperimentSpec) -> Iterator[Problem]:
-    """With `model.max_images`, `model.init.architecture` is `gemma3`, `qwen2_5_vl` or `qwen3_vl`; these architectures
-    need it."""
-    name = spec.model.init.architecture if spec.model.init else ""
-    if name and spec.model.max_images and name not in VISION_LANGUAGE:
-        hint = f"use {', '.join(VISION_LANGUAGE)}, or set it to 0"
-        yield Problem("model.max_images", f"`{name}` sees no images", hint)
-    if name in VISION_LANGUAGE and not spec.model.max_images:
-        hint = "set it to 1 or more, or use an architecture for text only"
-        yield Problem("model.max_images", f"`{name}` is a model for images", hint)
+def images_need_a_saved_model(spec: ExperimentSpec) -> Iterator[Problem]:
+    """With `model.max_images`, `model.path` names a saved model: `model.init` makes models for text."""
+    if spec.model.max_images and spec.model.init is not None:
+        hint = "name a saved model in model.path (`asyncrl init vision` has a small one), or set it to 0"
+        yield Problem("model.max_images", "model.init makes models for text", hint)
 
 
 @rule
@@ -187,12 +174,12 @@ def _architectures() -> frozenset[str]:
 def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
     """Sizes in `model.init.config` (`hidden_size`, `num_hidden_layers`, heads, `head_dim`, `max_position_embeddings`)
     are whole numbers from 1."""
-    (config, path), sizes = _text_config(spec), _sizes(spec)
+    config, sizes = _init_config(spec), _sizes(spec)
     for name in SIZES:
         # Some architectures read null as "follows from the others".
         if config.get(name) is not None and name not in sizes:
             message = f"must be a whole number from 1 to {LARGEST}"
-            yield Problem(f"{path}.{name}", message, "write digits without quotes, such as 64")
+            yield Problem(f"{CONFIG}.{name}", message, "write digits without quotes, such as 64")
 
 
 @rule
@@ -200,7 +187,7 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `model.init.config`, the heads divide the hidden size (or `head_dim` is given), the key-value heads divide the
     heads, and `trainer.sequence_parallel` divides the heads."""
     sizes = _sizes(spec)
-    yield from head_problems(sizes, _text_config(spec)[1])
+    yield from head_problems(sizes, CONFIG)
     if "num_attention_heads" in sizes:
         heads = sizes["num_attention_heads"]
         kv_heads = sizes.get("num_key_value_heads", heads)

@@ -25,23 +25,15 @@ from asyncrl_cli.core.files import atomic_folder, read_regular
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.data.tokenizer import (
     CHAT_TEMPLATE,
-    GEMMA,
     TEMPLATE_BYTES,
-    VISION_TOKENS,
     character_tokenizer,
     load_tokenizer,
     with_chat_template,
 )
 from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec
-from asyncrl_cli.spec.rules.model import SIZES, TEXT_CONFIG, head_problems, position_problems
+from asyncrl_cli.spec.rules.model import SIZES, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.model.image_models import (
-    model_class,
-    name_tower,
-    save_processor,
-    set_image_tokens,
-)
-from asyncrl_cli.train.model.saving import copy_generation_config, copy_processor, save_model
+from asyncrl_cli.train.model.saving import copy_generation_config, copy_processor, model_class, save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -122,20 +114,13 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
     path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that do not
     fit, and an invalid chat template.
     """
-    images = VISION_TOKENS.get(init.architecture)
-    if init.tokenizer == CHARACTERS:
-        tokenizer = with_chat_template(character_tokenizer(max_length, images), chat_template)
-    else:
-        tokenizer = with_chat_template(_saved_tokenizer(init.tokenizer), chat_template)
+    is_new = init.tokenizer == CHARACTERS
+    tokenizer = character_tokenizer(max_length) if is_new else _saved_tokenizer(init.tokenizer)
+    tokenizer = with_chat_template(tokenizer, chat_template)
     special = {name: getattr(tokenizer, name) for name in FROM_TOKENIZER[1:]}
     config = _config(init, max_length, {"vocab_size": len(tokenizer), **special})
-    if images is not None:
-        set_image_tokens(config, tokenizer)
-
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
-    if images is not None:
-        save_processor(config, tokenizer, directory)
     config.save_pretrained(directory)
     generation = {name: value for name, value in special.items() if value is not None}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -166,7 +151,7 @@ def write_weights(directory: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = model_class(images=config.model_type in VISION_TOKENS).from_config(config, dtype=torch.float32)
+            model = model_class(images=hasattr(config, "vision_config")).from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
@@ -174,8 +159,6 @@ def write_weights(directory: Path, seed: int) -> None:
                 hint="change the sizes in model.init.config",
             ) from error
     save_model(model, directory, directory)
-    if config.model_type == GEMMA:
-        name_tower(directory / "model.safetensors")
 
 
 def _saved_tokenizer(path: str) -> Any:
@@ -202,12 +185,7 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto import modeling_auto
 
-    images = init.architecture in VISION_TOKENS
-    names: dict[str, str] = dict(
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        if images
-        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    )
+    names: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if init.architecture not in names or init.architecture not in CONFIG_MAPPING:
         raise ConfigError(
             f"transformers has no causal language model of type {init.architecture!r}",
@@ -215,18 +193,14 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
             hint=did_you_mean(init.architecture, names, "for a small model, use qwen3 or llama"),
         )
     config_class = CONFIG_MAPPING[init.architecture]
+    if "vision_config" in config_class.sub_configs:
+        raise ConfigError(
+            f"{init.architecture} is a model for images, and model.init makes models for text",
+            location="model.init.architecture",
+            hint="name a saved model in model.path; `asyncrl init vision` has a small one",
+        )
     _check_keys(init.config, config_class)
-    length = {"max_position_embeddings": max_length}
-    if images:
-        tied = {name: init.config[name] for name in ("tie_word_embeddings",) if name in init.config}
-        text = length | tied | init.config.get(TEXT_CONFIG, {}) | from_tokenizer  # vLLM reads both configs
-        settings = {**init.config, TEXT_CONFIG: text}
-        vision = {"vision_use_head": False} if init.architecture == GEMMA else {}  # vLLM has no such head
-        if "out_hidden_size" in vars(config_class.sub_configs["vision_config"]) and "hidden_size" in text:
-            vision["out_hidden_size"] = text["hidden_size"]
-        settings["vision_config"] = vision | init.config.get("vision_config", {})
-    else:
-        settings = {**length, **init.config, **from_tokenizer}
+    settings = {"max_position_embeddings": max_length, **init.config, **from_tokenizer}
     try:
         config = AutoConfig.for_model(init.architecture, **settings, architectures=[names[init.architecture]])
     except Exception as error:
@@ -240,37 +214,28 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     return config
 
 
-def _check_keys(
-    settings: Mapping[str, Any], config_class: type[PreTrainedConfig], location: str = "model.init.config"
-) -> None:
+def _check_keys(settings: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> None:
     """Refuse keys that the config class does not know: it would accept and ignore them."""
     known_keys = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     known_keys.add("head_dim")  # some classes do not declare it, although the model's code reads it (Qwen3-MoE)
-    image_tokens = VISION_TOKENS.get(config_class.model_type)
-    derived_keys = {*FROM_TOKENIZER, *(f"{name}_id" for name in (image_tokens.names if image_tokens else ()))}
-    for key, value in settings.items():
-        if key in derived_keys or config_class.attribute_map.get(key, key) in map(
-            config_class.attribute_map.get, derived_keys
+    for key in settings:
+        if key in FROM_TOKENIZER or config_class.attribute_map.get(key, key) in map(
+            config_class.attribute_map.get, FROM_TOKENIZER
         ):
-            raise ConfigError("follows from the tokenizer", location=f"{location}.{key}", hint="remove it")
+            raise ConfigError("follows from the tokenizer", location=f"model.init.config.{key}", hint="remove it")
         if key not in known_keys and key not in OLDER_NAMES:
             raise ConfigError(
                 f"{config_class.__name__} has no {key!r}",
-                location=location,
+                location="model.init.config",
                 hint=did_you_mean(key, known_keys, "remove it or correct its name"),
             )
-        if image_tokens is not None and (sub_config := config_class.sub_configs.get(key)) is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError("must be a mapping", location=f"{location}.{key}", hint="give the config's keys")
-            _check_keys(value, sub_config, f"{location}.{key}")
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
     """Apply the spec's rules to the config with the architecture's defaults: a trainer or an engine would fail later,
     and less clearly."""
-    text = config.get_text_config()
-    where = "model.init.config" if text is config else f"model.init.config.{TEXT_CONFIG}"
-    sizes = {name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(text, name, None), int)}
+    where, names = "model.init.config", (*SIZES, "intermediate_size")
+    sizes = {name: size for name in names if isinstance(size := getattr(config, name, None), int)}
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{size} is less than 1", location=f"{where}.{name}", hint="raise it")

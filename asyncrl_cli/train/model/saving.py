@@ -20,7 +20,6 @@ from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.checkpoints import reading_tensors
-from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.weights.layout import TensorSlot
 
 if TYPE_CHECKING:
@@ -35,6 +34,13 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9
 """Largest size of a file of weights. A single tensor may be larger."""
+
+
+def model_class(images: bool) -> Any:
+    """Return the transformers class that loads or builds a language model, or one that also sees images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
 
 
 def save_model(model: Any, source: str | Path, folder: str | Path, **options: Any) -> None:
