@@ -34,9 +34,7 @@ def create_app(service: Service) -> FastAPI:
         _check_key(bearer, header, session_key(service.secret, session_id))
 
     async def session_by_name(session_id: str) -> Session:
-        if service.clients is None:
-            return service.sessions.get(session_id)
-        return await service.sessions.when_open(session_id)
+        return service.sessions.get(session_id)
 
     responses_by_session: WeakKeyDictionary[Session, KeptResponses] = WeakKeyDictionary()
     app.include_router(
