@@ -300,15 +300,12 @@ class StartChecks:
 
         This is the last check, because the memory that hosts need depends on the model.
         """
-        if self._spec.cluster.address is not None:
-            spec = self._spec
+        spec = self._spec
+        if spec.cluster.address is not None:
+            replica_bytes = version_bytes(spec, self._sized) if self._sized is not None else 0
             yield from examine_cluster(
-                self._spec.cluster.address, spec=spec, runs_dir=spec.runs_dir, replica_bytes=self._replica_bytes
+                spec.cluster.address, spec=spec, runs_dir=spec.runs_dir, replica_bytes=replica_bytes
             )
-
-    @property
-    def _replica_bytes(self) -> int:
-        return version_bytes(self._spec, self._sized) if self._sized is not None else 0
 
 
 def _rows_with_images(experiment: Experiment) -> list[tuple[SandboxSpec, list[Sequence[Prompt]], str]]:

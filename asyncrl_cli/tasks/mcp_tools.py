@@ -56,7 +56,7 @@ class McpServers:
 
         Raises ``TaskError`` below ``location`` if a server cannot be used, or if two tools have the same name.
         """
-        self._specs, self._folder, self._location = specs, folder.resolve(), location
+        self.specs, self._folder, self._location = specs, folder.resolve(), location
         self.definitions: dict[str, tuple[str, dict[str, Any]]] = {}
         """Each tool's server and OpenAI definition, by the tool's name."""
         for server in specs:
@@ -73,7 +73,7 @@ class McpServers:
 
     def _allowed_tools(self, server: str) -> list[Any]:
         async def listed(printed: TextIO) -> dict[str, Any]:
-            async with asyncio.timeout(self.limit_s(server)), self.connected(server, printed) as client:
+            async with asyncio.timeout(self.specs[server].timeout_s), self.connected(server, printed) as client:
                 page = await client.list_tools()
                 tools = list(page.tools)
                 while page.next_cursor:
@@ -89,22 +89,18 @@ class McpServers:
                 printed.seek(0)
                 last_line = " ".join(printed.read().splitlines()[-1:])
                 timed_out = isinstance(first_cause(error), TimeoutError)
-                lost = f"the MCP server {server!r} did not list its tools within {self.limit_s(server):g} s"
+                lost = f"the MCP server {server!r} did not list its tools within {self.specs[server].timeout_s:g} s"
                 problem = (lost if timed_out else str(_lost(server, error))) + (
                     f"; it printed: {last_line:.200}" if last_line else ""
                 )
                 hint = "correct its command or url, or start it"
                 hint = "pip install 'asyncrl[mcp]'" if isinstance(error, ImportError) else hint
                 raise TaskError(problem, location=key, hint=hint) from error
-        allowed_names = self._specs[server].allowed_tools or list(tools)
+        allowed_names = self.specs[server].allowed_tools or list(tools)
         for name in set(allowed_names) - tools.keys():
             hint = did_you_mean(name, tools, f"it has {', '.join(tools)}")
             raise TaskError(f"{server} has no tool {name!r}", location=f"{key}.allowed_tools", hint=hint)
         return [tools[name] for name in allowed_names]
-
-    def limit_s(self, server: str) -> float:
-        """Seconds to connect, and for each call."""
-        return self._specs[server].timeout_s
 
     @asynccontextmanager
     async def connected(self, server: str, printed: TextIO) -> AsyncIterator[Any]:
@@ -114,7 +110,7 @@ class McpServers:
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        spec = self._specs[server]
+        spec = self.specs[server]
         async with AsyncExitStack() as stack:
             if spec.url is not None:
                 timeout = httpx2.Timeout(spec.timeout_s, read=None)  # streams may be silent; each call has a limit
@@ -184,7 +180,7 @@ class McpSession:
         if server not in self._clients:
             self._clients[server] = asyncio.get_running_loop().create_future()
             self._holders.append(asyncio.create_task(self._hold(server, self._clients[server])))
-        limit_s = self._servers.limit_s(server)
+        limit_s = self._servers.specs[server].timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 client = await asyncio.shield(self._clients[server])

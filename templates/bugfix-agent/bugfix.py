@@ -80,7 +80,6 @@ class Bugfix(ToolTask):
         kinds: Sequence[BugKind] = BUG_KINDS,
         terse: bool = False,
         instruction: str | None = None,
-        partial: bool = False,
         time_s: float = 10.0,
         sandbox: SandboxKind = "bubblewrap",
     ) -> None:
@@ -91,7 +90,6 @@ class Bugfix(ToolTask):
             kinds: kinds of bugs, out of ``operator``, ``comparison``, ``constant``, ``name`` and ``swap``.
             terse: no docstrings, one-letter arguments, and neither README nor examples: for tiny models.
             instruction: the first message; the default instructs a general model.
-            partial: the reward is the share of fixed bugs, if all other tests pass; otherwise 1.0 or 0.0.
             time_s: seconds for the hidden tests.
             sandbox: sandbox for the hidden tests, as in ``unit_tests``.
 
@@ -106,7 +104,6 @@ class Bugfix(ToolTask):
             bugs="one function returns" if bugs == 1 else f"{bugs} functions return",
             readme="" if terse else README_HINT,
         )
-        self._partial = partial
         self._limits = Limits(time_s)
         check_judge(sandbox)
         self._kind = sandbox
@@ -161,15 +158,10 @@ class Bugfix(ToolTask):
         before = {name: text for name, text in prompt.fields["files"].items() if _is_module(name)}
         if left is None or left == before:  # unchanged modules fail their tests, as make_repository checked
             return RewardResult(0.0, {"changed": float(left != before)})
-        tests, broken = prompt.fields["tests"], prompt.fields["broken"]
-        passed = dict.fromkeys(tests, False)
-        if all(len(text) <= MOST_CHARACTERS for text in left.values()):
-            results = _passing(tuple(left.items()), tuple(tests.values()), limits=self._limits, kind=self._kind)
-            passed = dict(zip(tests, results, strict=True))
-        if self._partial:
-            kept = all(right for name, right in passed.items() if name not in broken)
-            return RewardResult(kept * sum(passed[name] for name in broken) / len(broken), {"changed": 1.0})
-        return RewardResult(float(all(passed.values())), {"changed": 1.0})
+        tests = tuple(prompt.fields["tests"].values())
+        readable = all(len(text) <= MOST_CHARACTERS for text in left.values())
+        passes = readable and all(_passing(tuple(left.items()), tests, limits=self._limits, kind=self._kind))
+        return RewardResult(float(passes), {"changed": 1.0})
 
     def demonstration(self, rng: random.Random, clean: bool) -> list[Message]:
         """A conversation about a repository of the train split, up to the reply that it teaches.

@@ -21,7 +21,6 @@ from pyarrow import parquet
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.rows import JoinedPrompts
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import source_type_of
@@ -363,7 +362,6 @@ def test_several_files_are_one_after_another(
     assert [prompt.content for prompt in prompts] == expected
     assert len({prompt.uid for prompt in prompts}) == len(expected)
     assert prompts[-1].content == expected[-1]
-    assert isinstance(prompts, JoinedPrompts)
     alone = read("0.json", folder)
     assert [prompt.uid for prompt in prompts][: len(files[0])] == [prompt.uid for prompt in alone][:size]
 

@@ -50,6 +50,12 @@ def test_reasoning_that_was_omitted_once_is_compared_when_it_is_sent_again() -> 
         assert (asked.covered_by(later) == 5) is continues
 
 
+def test_turns_share_the_digests_of_their_conversations_reasoning() -> None:
+    first = Conversation.of([QUESTION], None).after(None).then(THOUGHTFUL)
+    second = Conversation.of([QUESTION, SPOKEN, QUESTION], None).after(first).then(THOUGHTFUL)
+    assert second.reasoning is not None and second.reasoning.earlier is first.reasoning is not None
+
+
 def test_reasoning_that_a_client_adds_to_a_message_is_another_conversation() -> None:
     history = Conversation.of([QUESTION, SPOKEN, QUESTION], None).after(None).then(SPOKEN)
     assert Conversation.of([QUESTION, SPOKEN, QUESTION, SPOKEN], None).covered_by(history) == 5

@@ -18,6 +18,7 @@ from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, Publi
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
+from tests.journal.buffer_stand_ins import SETTINGS
 
 STARTED = 1_790_000_000.0
 TRAIN_S, PUBLISH_S = 4.0, 1.0
@@ -33,16 +34,7 @@ METRICS = {
 
 def settings(**changes: object) -> BufferSettings:
     """Two groups of two rollouts per step, a version every step, a staleness of at most 1."""
-    usual = {
-        "groups_per_step": 2,
-        "publish_every": 1,
-        "max_staleness": 1,
-        "on_stale": "wait",
-        "total_steps": 1000,
-        "group_size": 2,
-        "reject_uniform": False,
-    }
-    return BufferSettings(**(usual | changes))  # type: ignore[arg-type]
+    return replace(SETTINGS, **({"reject_uniform": False} | changes))  # type: ignore[arg-type]
 
 
 class RecordedRun:

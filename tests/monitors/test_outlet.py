@@ -130,18 +130,15 @@ with outlet.run_terminal(Path(sys.argv[1])) as screen:
 """
 
 
-def test_a_reader_that_is_gone_leaves_standard_error_as_it_was(tmp_path: Path) -> None:
-    writer = gone_reader()
-    process = subprocess.run([sys.executable, "-c", ENDED, str(tmp_path)], check=False, stdout=writer, stderr=-1)
-    os.close(writer)
-    assert (process.returncode, process.stderr) == (1, b"out of memory\n")
-
-
-def test_a_full_disk_below_the_logs_does_not_hide_how_the_run_ended(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", ENDED, str(tmp_path), "full"]
-    process = subprocess.run(program, check=False, capture_output=True, text=True)
+@pytest.mark.parametrize("fault", ["gone reader", "full disk"])
+def test_output_that_cannot_be_written_does_not_hide_how_the_run_ended(tmp_path: Path, fault: str) -> None:
+    words, writer = (["full"], subprocess.PIPE) if fault == "full disk" else ([], gone_reader())
+    program = [sys.executable, "-c", ENDED, str(tmp_path), *words]
+    process = subprocess.run(program, check=False, stdout=writer, stderr=subprocess.PIPE, text=True)
+    if fault == "gone reader":
+        os.close(writer)
     assert (process.returncode, process.stderr) == (1, "out of memory\n")
-    assert process.stdout.startswith("step 1\n")
+    assert fault == "gone reader" or process.stdout.startswith("step 1\n")
 
 
 def test_on_a_stopped_terminal_lines_are_counted_and_frames_are_not() -> None:

@@ -69,12 +69,6 @@ def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
     assert reporter.accuracy_before == RunDirectory(run.path).state.accuracy_before == {"greedy": 0.125}
 
 
-def test_warnings_reach_the_screen(tmp_path: Path) -> None:
-    out = io.StringIO()
-    Reporter(Recorder(RunDirectory(tmp_path), pytest.fail), PlainView(10, out)).warn("engine-0: the process died")
-    assert out.getvalue().endswith("! engine-0: the process died\n")
-
-
 def test_findings_reach_the_screen_and_the_state_until_they_end(tmp_path: Path) -> None:
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     recorder = Recorder(run, pytest.fail)

@@ -217,14 +217,6 @@ def test_right_code_is_rewarded_and_the_bug_is_not() -> None:
     assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
 
 
-def test_partial_credit_is_for_bugs_that_are_gone() -> None:
-    task = Bugfix(partial=True)
-    two = {**ADD.fields, "tests": ADD.fields["tests"] | {"calc.sub": "assert calc.sub(2, 3) == 6\n"}}
-    prompt = Prompt("two", "Fix calc.py.", {**two, "broken": ["calc.add", "calc.sub"]})
-    assert task.judge_files(prompt, {"calc.py": RIGHT}).reward == 0.5
-    assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
-
-
 def test_modules_that_import_each_other_are_judged_together() -> None:
     files = {"calc.py": "import stock\n\n\ndef add(a, b):\n    return stock.plus(a, b)\n", "stock.py": "plus = max\n"}
     fields = {"files": files, "tests": {"calc.add": "assert calc.add(2, 3) == 5\n"}, "broken": ["calc.add"]}
