@@ -19,8 +19,9 @@ from functools import partial
 from itertools import count
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.session import Session, SessionLimits
-from asyncrl_cli.gateway.sessions import ClientAnswer, ClientRequest, OutsideClients, Sessions
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.session import Session, SessionLimits, SessionRecord
+from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest, OutsideClients, Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.open_requests import OnSegments
@@ -44,6 +45,7 @@ class SessionOpening:
     session_number: int = -1
     priority: int = 0
     recorded: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,12 @@ class Transfer:
             ):
                 self._incoming.gone_clients.append(request_number)
                 self._has_incoming.set()
+
+    async def until_recorded(self, session_name: str) -> None:
+        """Return when the driver has the session's reported tokens on disk. Raises ``ApiError`` if the run stops."""
+        answer = await self.ask(ClientRequest(Action.COMMIT, session_name))
+        if answer.code is not None:
+            raise ApiError(answer.status, answer.body["message"], code=answer.code)
 
     def record(self, session: int, segments: list[Segment]) -> None:
         self._incoming.segments.append((session, segments))
@@ -263,8 +271,12 @@ class GatewayActor:
             limits=opening.limits,
             fixed_sampling=True,
             priority=opening.priority,
-            recorded=opening.recorded,
-            on_segments=partial(self._transfer.record, opening.session_number),
+            record=SessionRecord(
+                opening.recorded,
+                on_segments=partial(self._transfer.record, opening.session_number),
+                continues=opening.continues,
+                until_recorded=partial(self._transfer.until_recorded, opening.name) if opening.continues else None,
+            ),
         )
         self._sessions.open(session, opening.name)
         self._sessions_by_number[opening.session_number] = (opening.name, session)

@@ -34,7 +34,9 @@ def create_app(service: Service) -> FastAPI:
         _check_key(bearer, header, session_key(service.secret, session_id))
 
     async def session_by_name(session_id: str) -> Session:
-        return service.sessions.get(session_id)
+        if service.clients is None:
+            return service.sessions.get(session_id)
+        return await service.sessions.when_open(session_id)
 
     responses_by_session: WeakKeyDictionary[Session, KeptResponses] = WeakKeyDictionary()
     app.include_router(

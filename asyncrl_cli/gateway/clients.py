@@ -1,4 +1,4 @@
-"""The paths for programs outside of the run (`task.use: external`): they open sessions and reward them.
+"""The paths for programs outside of the run (`task.use: external`): they open sessions, reward them, or give up.
 
 The driver answers (orchestrator/outside_sessions.py). Here requests get their form and their key: the run's token opens
 a session, and a session's own key does everything else.
@@ -70,6 +70,10 @@ def clients_router(service: Service, clients: OutsideClients, check_token: Check
                 has_reply=session is None or session.has_reply,
             )
         return _response(await clients.ask(client_request))
+
+    @router.delete("/sessions/{session_id:path}", dependencies=[Depends(check_key)])
+    async def give_up(session_id: str) -> Response:
+        return _response(await clients.ask(ClientRequest(Action.GIVE_UP, session_id)))
 
     return router
 

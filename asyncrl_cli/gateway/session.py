@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.history import Conversation, ConversationKey
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.reply_stream import FieldStream, ReplyPart
-from asyncrl_cli.gateway.transcript import Branch, Call, ReplyEnd, Transcript
+from asyncrl_cli.gateway.transcript import Branch, Call, KeptReplies, ReplyEnd, Transcript
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message
@@ -120,6 +120,21 @@ class Rendered:
         return branch if branch.extends(turn) else None
 
 
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """How a session's tokens are recorded, and what an earlier play of its rollout recorded."""
+
+    segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """Each sequence's recorded segments (0, 1, ...)."""
+    on_segments: OnSegments | None = None
+    """Gets the segments of all sequences, including context, as they grow."""
+    continues: bool = False
+    """The program did not begin again when the rollout did: recorded replies stay, and its next call has them in its
+    messages."""
+    until_recorded: Callable[[], Awaitable[None]] | None = None
+    """Returns when all reported tokens are on disk: a reply that the program has must be in the rollout."""
+
+
 class Session:
     """One rollout during its calls."""
 
@@ -133,16 +148,13 @@ class Session:
         *,
         fixed_sampling: bool,
         priority: int = 0,
-        recorded: Mapping[int, tuple[Segment, ...]] | None = None,
-        on_segments: OnSegments | None = None,
+        record: SessionRecord | None = None,
     ) -> None:
         """``fixed_sampling``: ``sampling`` sets temperature and seed and a call's own are ignored, because the recorded
         log-probs must belong to the sampled distribution. Each call's seed is derived from ``sampling.seed`` and the
         number of earlier calls. Otherwise a call's settings take precedence. Stop strings of both apply.
-
-        ``recorded``: each sequence's segments (0, 1, ...) from an earlier play of the rollout. ``on_segments`` gets the
-        segments of all sequences, including context, as they grow.
         """
+        record = record or SessionRecord()
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
         self.last_text = ""
@@ -153,11 +165,22 @@ class Session:
         self._sampling = sampling
         self._limits = limits
         self._priority = priority
-        self.calls = 0
+        self._until_recorded = record.until_recorded
+        kept_replies = {
+            index: replies
+            for index, segments in record.segments.items()
+            if record.continues
+            and (
+                replies := KeptReplies.from_tokens(
+                    TokenSequence.join(segments), chat.end_tokens, limits.max_call_tokens
+                )
+            )
+        }
+        self.calls = sum(replies.replies for replies in kept_replies.values())
         """Replies requested so far."""
-        self.sampled_tokens = 0
+        self.sampled_tokens = sum(replies.sampled_tokens for replies in kept_replies.values())
         """Tokens of all complete replies."""
-        self._transcript = Transcript(rollout_id, recorded or {}, on_segments)
+        self._transcript = Transcript(rollout_id, record.segments, record.on_segments, kept_replies)
         self._running: set[asyncio.Task[Rollout]] = set()
         self._closed = False
 
@@ -209,7 +232,10 @@ class Session:
             )
             replies.append(reply)
         try:
-            return await gathered(replies)
+            complete_replies = await gathered(replies)
+            if self._until_recorded is not None:
+                await self._until_recorded()
+            return complete_replies
         finally:
             for call in calls:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # does nothing if the call has ended
@@ -350,6 +376,50 @@ class Session:
         assistant message at the end. ``images``: the messages' images, by digest. Raises ``ApiError`` for messages that
         cannot be rendered.
         """
+        template_variables = {**self._chat.template_kwargs, **(variables or {})}
+        if self._transcript.restorable:
+            for count, message in enumerate(messages):
+                if count and message["role"] == "assistant":
+                    rendered = await self._render_chat(
+                        messages[:count], tools, render, variables=variables, images=images
+                    )
+                    self._restore(rendered, messages[: count + 1], template_variables)
+        return await self._render_chat(messages, tools, render, variables=variables, continues=continues, images=images)
+
+    def _restore(self, rendered: Rendered, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
+        """Make the last message a turn if it is a kept reply, and calls continue its exact tokens. ``rendered``: the
+        messages before it."""
+        # Without an await until ``begin``: another call must not restore the same reply.
+        tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids)
+        if tokens is None or rendered.chat is None or rendered.history is None:
+            return
+        ids = tuple(tokens.ids.tolist())
+        reply = rendered.chat.parse(rendered.prompt_ids, token_ids=ids, tools=rendered.tools, stop=self._sampling.stop)
+        history = rendered.history.then(reply)
+        with _chat_errors():
+            if Conversation.of(messages, rendered.tools, variables).covered_by(history) is None:
+                return
+        call = self._transcript.begin(rendered.branch, rendered.prompt_ids, rendered.images)
+        text = self._chat.decode(ids)
+        turn = ReplyEnd(
+            end=call.prompt_length + len(ids),
+            last_token=ids[-1],
+            messages=history,
+            stopped=cut(text, self._sampling.stop) != text,
+        )
+        finish: FinishReason = "stop" if ids[-1] in self._chat.end_tokens else "length"
+        self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
+
+    async def _render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        render: Render,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
+        images: Mapping[str, Image] | None = None,
+    ) -> Rendered:
         self._refuse_if_ended()
         tools = tools or None
         with _chat_errors():

@@ -5,10 +5,12 @@ Each session's key is derived from the run's secret and the session's name, and 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,6 +19,8 @@ from urllib.parse import quote
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.session import Session, session_ended
 
+REOPENING_S = 90.0
+"""Seconds that a call waits for its session after a restart. Most clients wait longer for an answer."""
 MAX_ENDED_IDS = 10_000
 """Number of ended sessions to remember: late calls to them get 410 instead of 404."""
 
@@ -26,6 +30,9 @@ class Action(StrEnum):
 
     OPEN = "open"
     REWARD = "reward"
+    GIVE_UP = "give up"
+    COMMIT = "commit"
+    """The gateway's own request: answer when the session's tokens are on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class Sessions:
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
         self._ended_ids: OrderedDict[str, None] = OrderedDict()
+        self._next_opening = asyncio.Event()
 
     def open(self, session: Session, session_id: str | None = None) -> None:
         """Start to serve a session under its rollout's id or another id. Raises ``ValueError`` if the id is in use."""
@@ -79,6 +87,8 @@ class Sessions:
             raise ValueError(f"session {session_id} is open already")
         self._ended_ids.pop(session_id, None)
         self._open[session_id] = session
+        self._next_opening.set()
+        self._next_opening = asyncio.Event()
 
     def get(self, session_id: str) -> Session:
         """Return an open session. Raises ``ApiError``: 410 if it has ended, 404 if it never existed."""
@@ -87,6 +97,15 @@ class Sessions:
         if session_id in self._ended_ids:
             raise session_ended(session_id)
         raise ApiError(404, f"there is no session {session_id}", code="session_not_found")
+
+    async def when_open(self, session_id: str) -> Session:
+        """As ``get``, but wait for a session that is unknown: a program calls on while its run or its gateway
+        restarts."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REOPENING_S):
+                while session_id not in self._open and session_id not in self._ended_ids:
+                    await self._next_opening.wait()
+        return self.get(session_id)
 
     def open_session(self, session_id: str) -> Session | None:
         """Return a session if it is open."""

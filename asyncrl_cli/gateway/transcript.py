@@ -11,11 +11,15 @@ Invariants (decision 0017):
 
 A branch may also know tokens beyond its end: tokens recorded in an earlier play, or sampled by a call that was
 abandoned. A call with the same prompt gets them; another prompt replaces them.
+
+A program outside of the run does not begin again when the run does: it has the earlier replies. For it, complete
+recorded replies stay in the rollout whether or not a call repeats them (``kept_replies``), and another prompt begins
+another branch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,6 +58,7 @@ class Branch:
     busy: bool = False
     finish: FinishReason = "length"
     images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt
+    kept_end: int = 0  # as in ``Transcript``
 
     def images_until(self, end: int) -> tuple[PlacedImage, ...]:
         """The images in the first ``end`` tokens."""
@@ -62,6 +67,37 @@ class Branch:
     def extends(self, turn: ReplyEnd) -> bool:
         """True if a call may continue the turn in this branch."""
         return not self.busy and turn is self.turns[-1]
+
+    @property
+    def trained_length(self) -> int:
+        """Number of tokens up to the end of the last complete reply, whether it was sampled or recorded."""
+        return max(self.length, min(self.kept_end, self.prefix.end))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReplies:
+    """The complete replies that a branch had when the run stopped: they end before token ``end``."""
+
+    end: int
+    finish: FinishReason
+    replies: int = 0
+    sampled_tokens: int = 0
+
+    @classmethod
+    def from_tokens(cls, tokens: TokenSequence, end_tokens: Container[int], max_call_tokens: int) -> KeptReplies | None:
+        """The complete replies in recorded tokens. The last one is complete if context follows it, it ends with one of
+        ``end_tokens``, or it has ``max_call_tokens``. None without a complete reply."""
+        kept_replies, start = None, 0
+        while start < len(tokens.ids):
+            is_sampled = tokens.versions[start] != CONTEXT
+            length = _run_length(tokens.versions[start:], is_sampled)
+            end = start + length
+            has_end_token = int(tokens.ids[end - 1]) in end_tokens
+            if is_sampled and (end < len(tokens.ids) or has_end_token or length >= max_call_tokens):
+                replies, count = (kept_replies.replies, kept_replies.sampled_tokens) if kept_replies else (0, 0)
+                kept_replies = cls(end, "stop" if has_end_token else "length", replies + 1, count + length)
+            start = end
+        return kept_replies
 
 
 @dataclass(slots=True, eq=False)
@@ -95,19 +131,41 @@ class Transcript:
         rollout_id: str,
         recorded: Mapping[int, Sequence[Segment]],
         on_segments: OnSegments | None,
+        kept_replies: Mapping[int, KeptReplies] | None = None,
     ) -> None:
-        """``recorded``: each branch's segments from an earlier play of the rollout."""
+        """``recorded``: each branch's segments from an earlier play of the rollout. ``kept_replies``: by branch, the
+        recorded replies that stay in the rollout."""
         self._rollout_id = rollout_id
         self._on_segments = on_segments
         self._branches: list[Branch] = []
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
         # By branch number: tokens of recorded branches that no call has begun yet.
         self._recorded = {index: TokenPrefix(segments) for index, segments in recorded.items()}
+        self._kept_replies = dict(kept_replies or {})
+        # New branches get other numbers than kept ones: the journal has the kept tokens under these.
+        self._next_index = 1 + max(self._kept_replies, default=-1)
 
     @property
     def has_reply(self) -> bool:
         """True if the rollout has a complete reply."""
-        return bool(self._replies)
+        return bool(self._replies or self._kept_replies)
+
+    @property
+    def restorable(self) -> bool:
+        """True if kept replies are not yet the turns of a conversation."""
+        return bool(self._kept_replies) or any(branch.kept_end > branch.length for branch in self._branches)
+
+    def recorded_reply(self, branch: Branch | None, prompt_ids: Sequence[int]) -> TokenSequence | None:
+        """The kept reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
+        prompt = np.asarray(prompt_ids, np.int32)
+        start = 0 if branch is None else branch.length
+        candidates = [self._recorded[index] for index in self._kept_replies] if branch is None else [branch.prefix]
+        for prefix in candidates:
+            if _begins_with_prompt(prefix.tokens, start, prompt):
+                tokens = prefix.tokens
+                end = len(prompt) + _run_length(tokens.versions[len(prompt) :])
+                return tokens.slice(len(prompt), end) if end > len(prompt) else None
+        return None
 
     def longest_turn(self, covers: Callable[[Branch, ReplyEnd], int | None]) -> tuple[Branch, ReplyEnd] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
@@ -125,6 +183,12 @@ class Transcript:
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:
         """Begin a call. ``prompt_ids`` begin with all tokens of ``branch``; without a branch, the call begins one."""
         prompt = np.asarray(prompt_ids, np.int32)
+        if (
+            branch is not None
+            and branch.kept_end > branch.length
+            and not _begins_with_prompt(branch.prefix.tokens, branch.length, prompt)
+        ):
+            branch = None  # the recorded tokens stay, for a call that continues them
         if branch is None:
             branch = self._new(prompt)
         end, prompt_length = branch.length, len(prompt)
@@ -133,7 +197,7 @@ class Transcript:
             self._add(branch, TokenSequence.context(prompt[end:]).segments(self._name(branch), end))
         branch.busy, branch.images = True, images
         tokens = branch.prefix.tokens
-        reply_end = prompt_length + _sampled_length(tokens.versions[prompt_length:])
+        reply_end = prompt_length + _run_length(tokens.versions[prompt_length:])
         return Call(
             branch,
             prompt_ids=tuple(prompt_ids),
@@ -172,6 +236,9 @@ class Transcript:
         branch.busy = False
         if not keep:
             branch.prefix.cut(branch.length)
+        if branch.kept_end > branch.length == 0:
+            self._branches.remove(branch)
+            self._kept_replies[branch.index] = KeptReplies(branch.kept_end, branch.finish)
         if branch.length == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
             self._recorded[branch.index] = branch.prefix
 
@@ -179,24 +246,30 @@ class Transcript:
         """All branches with a reply, in the order they began; None if there are none."""
         rollouts = [
             Rollout(
-                *branch.prefix.tokens.slice(0, branch.length).arrays,
+                *branch.prefix.tokens.slice(0, branch.trained_length).arrays,
                 rollout_id=branch_id(self._rollout_id, index),
                 prompt_ids=(),
-                text=decode(branch.prefix.tokens.ids[: branch.length].tolist()),
+                text=decode(branch.prefix.tokens.ids[: branch.trained_length].tolist()),
                 finish_reason=branch.finish,
                 images=branch.images_until(branch.length),
             )
-            for index, branch in enumerate(self._replied_branches())
+            for index, branch in enumerate(self._trained_branches())
         ]
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
 
-    def _replied_branches(self) -> list[Branch]:
-        return [branch for branch in self._branches if branch.length]
+    def _trained_branches(self) -> list[Branch]:
+        kept_branches = [
+            Branch(index, self._recorded[index], kept_end=replies.end, finish=replies.finish)
+            for index, replies in self._kept_replies.items()
+        ]
+        branches = [branch for branch in self._branches if branch.trained_length]
+        return sorted([*branches, *kept_branches], key=lambda branch: branch.index)
 
     def replies(self) -> tuple[tuple[int, int], ...]:
         """For each complete reply, in order: the index of its sequence in ``rollout``, and the index after its last
         token."""
-        indices = {id(branch): index for index, branch in enumerate(self._replied_branches())}
+        replied = self._trained_branches()
+        indices = {id(branch): index for index, branch in enumerate(replied)}
         return tuple((indices[id(branch)], end) for branch, end in self._replies)
 
     def _new(self, prompt: NDArray[np.int32]) -> Branch:
@@ -204,13 +277,17 @@ class Transcript:
         unused = (branch for branch in self._branches if branch.length == 0 and not branch.busy)
         branch = next(unused, None)
         if branch is None:
-            branch = Branch(len(self._branches))
+            branch = Branch(self._next_index)
+            self._next_index += 1
             self._branches.append(branch)
         branch.prefix = TokenPrefix()
         # First the recorded branch with the same number, which is the right one unless the order of calls has changed.
         for index in sorted(self._recorded, key=lambda index: (index != branch.index, index)):
             if _begins_with_prompt(self._recorded[index].tokens, 0, prompt):
                 recorded = self._recorded.pop(index)
+                if index in self._kept_replies:  # the same number, under which the journal has them
+                    replies = self._kept_replies.pop(index)
+                    branch.index, branch.kept_end, branch.finish = index, replies.end, replies.finish
                 if index == branch.index:
                     branch.prefix = recorded
                 else:
@@ -240,7 +317,7 @@ def _begins_with_prompt(tokens: TokenSequence, start: int, prompt: NDArray[np.in
     )
 
 
-def _sampled_length(versions: NDArray[np.int32]) -> int:
-    """Number of sampled tokens before the next context token."""
-    context_positions = np.flatnonzero(versions == CONTEXT)
-    return int(context_positions[0]) if len(context_positions) else len(versions)
+def _run_length(versions: NDArray[np.int32], is_sampled: bool = True) -> int:
+    """Number of sampled tokens before the next context token, or of context tokens before the next sampled token."""
+    run_ends = np.flatnonzero((versions != CONTEXT) != is_sampled)
+    return int(run_ends[0]) if len(run_ends) else len(versions)

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.file import Statement
-from asyncrl_cli.journal.rollout_rows import reduced_key
+from asyncrl_cli.journal.rollout_rows import RolloutOutcome, reduced_key, rollout_outcome
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
 from asyncrl_cli.records.groups import (
@@ -165,6 +165,20 @@ class Buffer:
         self._changed.set()
         await self._commit(urgent=False)
         return settled
+
+    async def handed_out(self, rollout_id: str) -> None:
+        """Record that a rollout without tokens belongs to a program outside of the run from now on."""
+        self._book.journal.handed_out(rollout_id)
+        await self._commit()
+
+    async def flush(self) -> None:
+        """Return once everything that was recorded is on disk."""
+        await self._commit(urgent=False)
+
+    async def outcome(self, rollout_id: str) -> RolloutOutcome | None:
+        """Read how a rollout and its group have ended; None if the run has no such group."""
+        await self._commit()
+        return await self._disk.run(self._book.journal.read, rollout_outcome, rollout_id)
 
     def note_request(self, request: EngineRequest) -> None:
         """Note a request that has left its engine. It is written with the next commit, and nothing waits for it."""

@@ -22,12 +22,13 @@ from asyncrl_cli.records.generation import (
     Segment,
     TokenSequence,
     branch_id,
+    group_and_index,
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import Candidate, Group
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from
-from asyncrl_cli.records.rewards import Turn
+from asyncrl_cli.records.rewards import Scored, Turn
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 PROMPT = -1
@@ -191,6 +192,26 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
     ):
         rollouts[index] = _checked(group_id, index=index, crc=crc, columns=columns)
     return rollouts
+
+
+class RolloutOutcome(NamedTuple):
+    """The state of a rollout's group with its reason, and the rollout's score; None without a score."""
+
+    group_state: str
+    reason: str
+    score: Scored | None
+
+
+def rollout_outcome(connection: sqlite3.Connection, rollout_id: str) -> RolloutOutcome | None:
+    """Read how a rollout has ended; None if there is no such group. Raises ``sqlite3.DatabaseError`` for damage."""
+    group_id, index = group_and_index(rollout_id)
+    group = connection.execute("SELECT state, reason FROM groups WHERE id = ?", (group_id,)).fetchone()
+    if group is None:
+        return None
+    row = read_rollouts(connection, group_id).get(index)
+    score = Scored(row.reward, row.decoded_metrics()) if row is not None and row.judged else None
+    group_state, reason = group
+    return RolloutOutcome(group_state, reason, score)
 
 
 def _checked(group_id: int, index: int, crc: int | None, columns: Sequence[Any]) -> RolloutRow:

@@ -198,6 +198,11 @@ class Journal(JournalFile):
             count = sum(len(row.ids) for row in sampled)
             self._note_rollout((group_id, index, count, None, *UNJUDGED, lowest, highest), None, time_s)
 
+    def handed_out(self, rollout_id: str) -> None:
+        """Note that a rollout belongs to a program outside of the run from now on: a row without tokens."""
+        group_id, index = group_and_index(rollout_id)
+        self._note_rollout((group_id, index, 0, None, *UNJUDGED, None, None), None, time.time())
+
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """Note a finished rollout with all its sequences, and with its outcome if it is known."""
         time_s = time.time()

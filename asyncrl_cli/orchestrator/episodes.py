@@ -88,6 +88,9 @@ class EpisodeWorker(SupervisedActor):
 class EpisodeWorkers:
     """All workers of one task, and their slots for episodes."""
 
+    continues_programs = False
+    """Episodes do not outlive the loss of the gateway or the driver: they begin again, and repeat their calls."""
+
     def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
         """``make_actor(name)`` creates a worker's Ray actor. ``name`` is the prefix of the workers' names."""
         limit_s = spec.timeout_s + START_S + ACTOR_S
@@ -178,6 +181,7 @@ class Episodes:
         """
         prefixes = {branch: TokenPrefix(segments) for branch, segments in (recorded or {}).items()}
         attempts, restarts, isolated = 0, 0, False
+        continues = self._workers.continues_programs
         self._open += 1
         try:
             while True:
@@ -185,12 +189,13 @@ class Episodes:
                 if seed is not None and restarts:
                     seed = derive_seed(seed, "attempt", restarts)  # the same tokens would fail again
                 opening = SessionOpening(
-                    name=f"{rollout_id}~{attempts}" if attempts else rollout_id,
+                    name=f"{rollout_id}~{attempts}" if attempts and not continues else rollout_id,
                     rollout_id=rollout_id,
                     sampling=replace(sampling, seed=seed),
                     limits=replace(self._limits, max_call_tokens=sampling.max_tokens),
                     priority=priority,
                     recorded={branch: tuple(prefix.segments) for branch, prefix in prefixes.items()},
+                    continues=continues,
                 )
                 on_segments = partial(_add_tokens, rollout_id, prefixes, record)
                 played, end = await self._attempt(opening, on_segments, prompt=prompt, isolated=isolated)

@@ -46,12 +46,13 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.nodes import why_gone
-from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
+from asyncrl_cli.orchestrator.outside_sessions import ClientPrompts, OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.warm_start import CHECKPOINTS, WarmStart, recorded_updates, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
+from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
@@ -266,6 +267,12 @@ async def _start(
             spec.task.episode.timeout_s,
             group_size=spec.rollout.group_size,
             has_prompts=spec.data.train.path is not None,
+            hand_out=buffer.handed_out,
+            flush=buffer.flush,
+            outcome=buffer.outcome,
+            handed_out={
+                training_rollout_id(group.group_id, index) for group in opening.groups for index in group.prefixes
+            },
         )
     tasks = TaskActors(experiment, factory, budget, outside, run.outside_access)
     closing += [tasks.stop, stop_engines]
@@ -304,7 +311,11 @@ async def _start(
     prompt_filter = None
     if (settings := spec.data.filter) is not None:
         prompt_filter = PromptFilter(settings.solved_streak, settings.revisit_fraction, spec.seed)
-    prompts = PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn, outside)
+    prompts = (
+        PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn)
+        if outside is None
+        else ClientPrompts(outside, loader, encoder=encoder, unused_prompts=opening.waiting, warn=reporter.warn)
+    )
     await tasks.connect(client, model_dir, watchdog.progress)
     held_out = partial(tasks.held_out, tokenizer=tokenizer, warn=reporter.warn)
     evaluator = Evaluator(

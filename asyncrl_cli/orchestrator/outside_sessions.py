@@ -5,13 +5,12 @@ An outside session is an episode that the run does not start:
     a program asks -> a group is admitted -> its rollouts are offered -> handed out -> rewarded -> recorded -> answered
 
 ``OutsideSessions`` takes the place of the episode workers. Groups, staleness, the journal and the recording of tokens
-are the same as for other episodes. When the gateway or the driver is lost, its sessions end, and their rollouts are
-offered again: a program that makes the same calls gets the recorded replies.
+are the same as for other episodes.
 
 Invariants:
 
-- A session is handed out at most once, and its reward counts for no other session.
-- A reward is answered with success only after its commit.
+- A rollout is handed out at most once, also over several drivers: the journal has it before the program has it.
+- A reward is answered with success only after its commit, and a call of the model only after its tokens' commit.
 - A group is admitted only when a program waits for it, so prompts do not get old while nobody plays them.
 """
 
@@ -19,15 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.prompt_encoder import Encoded, PromptEncoder
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
+from asyncrl_cli.journal.rollout_rows import RolloutOutcome
+from asyncrl_cli.journal.schema import JournalError
+from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
@@ -41,10 +46,20 @@ IDLE_S = 10.0
 """Seconds between two signs of progress while no program wants anything from the run."""
 MASKED = Scored(None)
 """The result of a session that nobody rewards: its rollout is masked."""
-MAX_RESULTS = 10_000
-"""Number of recorded results to remember, for rewards that are repeated."""
+ENDINGS = {
+    "requeued": "its group was abandoned, because its weights are too old (pipeline.on_stale)",
+    "rejected": "its group was rejected",
+}
+"""Why a session without a reward has ended, by the group's state."""
+LEFT_TEXT = "its deadline is over, or its program gave up"
+
+
 OWN_UID_PREFIX = "outside/"
 """Prefix of the uids of programs' own prompts."""
+
+
+UNKNOWN = Prompt("unknown", "")
+"""The prompt of an earlier driver's session until its episode begins again."""
 
 
 class ProgramGone(Exception):
@@ -61,16 +76,15 @@ class Refusal(Exception):
 
 @dataclass(slots=True, eq=False)
 class OutsideSession:
-    """One attempt at a rollout, from its offer to its end."""
+    """One rollout from its offer to its end."""
 
-    name: str
-    prompt: Prompt
-    access: ModelAccess
+    prompt: Prompt = UNKNOWN
+    access: ModelAccess | None = None
     handed_out: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     result: asyncio.Future[Scored] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     recorded: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """True once the journal has the result; False if the group has ended without it."""
-    deadline: float = 0.0  # unix time, once it is handed out
+    deadline: float = 0.0  # unix time; 0: the episode has not begun
 
 
 @dataclass(slots=True, eq=False)
@@ -90,22 +104,36 @@ class OutsideSessions:
         timeout_s: seconds from the handing out of a session to its deadline.
         group_size: rollouts of a group.
         has_prompts: the run has prompts (`data.train.path`).
+        hand_out: records that a rollout is handed out.
+        flush: returns when all recorded tokens are on disk.
+        outcome: reads how a rollout has ended.
+        handed_out: the rollouts that an earlier driver handed out.
         counts: numbers of sessions and refusals, by metric.
     """
 
     timeout_s: float
     group_size: int
     has_prompts: bool
+    hand_out: Callable[[str], Awaitable[None]]
+    flush: Callable[[], Awaitable[None]]
+    outcome: Callable[[str], Awaitable[RolloutOutcome | None]]
+    handed_out: Collection[str] = ()
     on_demand: Callable[[], None] = lambda: None
     """Called when a program begins to wait for a group."""
     on_progress: Callable[[], None] = lambda: None
     counts: Counter[str] = field(default_factory=Counter)
-    _sessions: dict[str, OutsideSession] = field(default_factory=dict)  # by rollout
-    _results: OrderedDict[str, Scored] = field(default_factory=OrderedDict)  # recorded results, by session
+    continues_programs: bool = True
+    """Programs outlive the loss of the gateway or the driver: they keep their address, key and replies."""
+    _sessions: dict[str, OutsideSession] = field(default_factory=dict)
     _offers: list[str] = field(default_factory=list)  # rollouts that no program has yet, oldest first
     _callers: list[Caller] = field(default_factory=list)
     _opening: int = 0  # rollouts that will be offered soon
     _idling: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        for rollout_id in self.handed_out:  # now: a reward may come before the episode begins again
+            self._sessions[rollout_id] = OutsideSession()
+            self._sessions[rollout_id].handed_out.set_result(None)
 
     # -- in place of episode workers
 
@@ -133,17 +161,20 @@ class OutsideSessions:
 
     async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
         """Offer the session ``key`` and wait for its result: a reward, or ``MASKED`` at its deadline."""
-        rollout_id = _rollout_of(key)
-        self.conclude(rollout_id, False)  # an earlier attempt, whose gateway was lost after its reward
-        session = self._sessions[rollout_id] = OutsideSession(key, prompt, access)
-        self._offers.append(rollout_id)
+        if key not in self._sessions:
+            self._sessions[key] = OutsideSession()
+            self._offers.append(key)
+        session = self._sessions[key]
+        session.prompt, session.access = prompt, access
+        if session.handed_out.done() and not session.deadline:  # by an earlier driver
+            session.deadline = time.time() + self.timeout_s
         self._opening -= 1
         try:
             self._match()
             if self._callers:  # this rollout is not for them
                 self.on_demand()
-            if rollout_id in self._offers and not self._is_awaited(prompt):
-                self._drop(rollout_id)
+            if key in self._offers and not self._is_awaited(prompt):
+                self._drop(key)
             try:
                 await asyncio.shield(session.handed_out)
             except ProgramGone:
@@ -156,10 +187,6 @@ class OutsideSessions:
                     self.counts["sessions/expired"] += 1
                     session.result.set_result(MASKED)
                 return Played(session.result.result())
-        except asyncio.CancelledError:  # such as when the gateway is lost
-            if self._sessions.get(rollout_id) is session:
-                self.conclude(rollout_id, False)
-            raise
         finally:
             self._opening += 1
 
@@ -167,10 +194,6 @@ class OutsideSessions:
         """A rollout has ended. ``recorded``: the journal has its result."""
         if (session := self._sessions.pop(rollout_id, None)) is not None:
             session.recorded.set_result(recorded)
-            if recorded and session.result.done():
-                self._results[session.name] = session.result.result()
-                if len(self._results) > MAX_RESULTS:
-                    self._results.popitem(last=False)
         if rollout_id in self._offers:
             self._offers.remove(rollout_id)
 
@@ -219,10 +242,17 @@ class OutsideSessions:
     async def answer(self, request: ClientRequest) -> ClientAnswer:
         """Answer a request. A cancelled call means that the program is gone."""
         try:
-            handle = self._open if request.action is Action.OPEN else self._end
-            return ClientAnswer(200, await handle(request))
+            if request.action is Action.OPEN:
+                return ClientAnswer(200, await self._open(request))
+            if request.action is Action.COMMIT:
+                # The link has handled the session's tokens before this request (``actor.Incoming``).
+                await self.flush()
+                return ClientAnswer(200, {})
+            return ClientAnswer(200, await self._end(request))
         except Refusal as refusal:
             return refusal.answer
+        except JournalError:  # the run is ending
+            return ClientAnswer(503, {"message": "the run is stopping"}, "server_stopping")
 
     async def _open(self, request: ClientRequest) -> Mapping[str, Any]:
         caller = Caller(self._prompt_of(request), asyncio.get_running_loop().create_future())
@@ -247,12 +277,16 @@ class OutsideSessions:
                 self._drop(rollout_id)
         if (session := self._sessions.get(rollout_id)) is None:
             raise Refusal(503, "no_session", "the group of this session has just ended; ask again")
-        session.deadline = time.time() + self.timeout_s
-        session.handed_out.set_result(None)
-        self.counts["sessions/handed_out"] += 1
+        try:
+            await self.hand_out(rollout_id)
+        finally:  # if the program is gone, too: the journal may have it
+            session.deadline = time.time() + self.timeout_s
+            session.handed_out.set_result(None)
+            self.counts["sessions/handed_out"] += 1
         access = session.access
+        assert access is not None, "the session was offered"
         return {
-            "session": session.name,
+            "session": rollout_id,
             "base_url": access.base_url,
             "anthropic_base_url": access.base_url.removesuffix("/v1"),
             "api_key": access.api_key,
@@ -276,43 +310,77 @@ class OutsideSessions:
         return Prompt(f"{OWN_UID_PREFIX}{prompt.uid}", prompt.content, prompt.fields, prompt.images)
 
     async def _end(self, request: ClientRequest) -> Mapping[str, Any]:
-        """End a session with its reward; ``MASKED`` needs no reply of the model."""
-        name = request.session
-        session = self._sessions.get(_rollout_of(name))
-        result = RewardResult(request.reward, request.metrics)
-        score = checked(result, name="the program", prompt=Prompt(name, "") if session is None else session.prompt)
+        """End a session with its reward, or with ``MASKED`` if its program gives up."""
+        name, gives_up = request.session, request.action is Action.GIVE_UP
+        session = self._sessions.get(name)
+        score: Scored | RewardFailure = MASKED
+        if not gives_up:
+            result = RewardResult(request.reward, request.metrics)
+            prompt = UNKNOWN if session is None else session.prompt
+            score = checked(result, name=f"the program of session {name}", prompt=prompt)
         if isinstance(score, RewardFailure):
             raise Refusal(400, "invalid_reward", score.reason)
-        if session is None or session.name != name or not session.handed_out.done():
-            return self._repeated(name, score)
+        if session is None or not session.handed_out.done():
+            return await self._ended_with(name, score)
         if not session.result.done():
-            if not (request.has_reply or score == MASKED):
+            if not (gives_up or request.has_reply):
                 raise Refusal(409, "no_reply", "the model has completed no reply in this session")
+            if gives_up:
+                self.counts["sessions/given_up"] += 1
             session.result.set_result(score)
+        elif session.result.result() is MASKED and not gives_up:
+            raise self._late_refusal(name, LEFT_TEXT)
         elif session.result.result() != score:
-            raise self._other_result(name, session.result.result())
+            raise _second_reward(name)
+        if gives_up:
+            return {"session": name, "status": "given up"}
         if not await asyncio.shield(session.recorded):
-            return self._repeated(name, score)
+            return await self._ended_with(name, score)
         return {"session": name, "status": "recorded"}
 
-    def _repeated(self, name: str, score: Scored) -> Mapping[str, Any]:
-        """The answer about a session that has ended: its first answer may have been lost."""
-        if (recorded := self._results.get(name)) is None:
-            self.counts["sessions/late"] += 1
-            reason = "its group was abandoned or rejected, or the gateway was lost"
-            raise Refusal(410, "session_ended", f"session {name} has ended: {reason}")
-        if recorded != score:
-            raise self._other_result(name, recorded)
-        return {"session": name, "status": "recorded"}
+    async def _ended_with(self, name: str, score: Scored) -> Mapping[str, Any]:
+        """The answer about a session that has ended, perhaps under an earlier driver."""
+        outcome = await self.outcome(name)
+        if outcome is None:
+            raise Refusal(404, "session_not_found", f"there is no session {name}")
+        if outcome.score == score:  # a repeated request: its first answer was lost
+            return {"session": name, "status": "recorded"}
+        if outcome.score is not None and outcome.score != MASKED:
+            raise _second_reward(name)
+        raise self._late_refusal(name, ENDINGS.get(outcome.group_state, LEFT_TEXT))
 
-    def _other_result(self, name: str, recorded: Scored) -> Refusal:
-        if recorded != MASKED:
-            return Refusal(409, "reward_exists", f"session {name} has another reward already")
+    def _late_refusal(self, name: str, reason: str) -> Refusal:
         self.counts["sessions/late"] += 1
-        reason = "its deadline is over, or its program masked it"
         return Refusal(410, "session_ended", f"session {name} has ended: {reason}")
 
 
-def _rollout_of(session_name: str) -> str:
-    """The rollout of a session; later attempts have a number at the end of their name."""
-    return session_name.partition("~")[0]
+def _second_reward(name: str) -> Refusal:
+    return Refusal(409, "reward_exists", f"session {name} has another reward already")
+
+
+class ClientPrompts(PromptSource):
+    """The prompts of a run with outside sessions: as many as programs wait for, their own ones first."""
+
+    def __init__(
+        self,
+        sessions: OutsideSessions,
+        loader: PromptLoader,
+        encoder: PromptEncoder,
+        unused_prompts: Iterable[Prompt],
+        warn: Callable[[str], None],
+    ) -> None:
+        super().__init__(loader, encoder, unused_prompts, warn=warn)
+        self._sessions = sessions
+
+    @property
+    def wanted_groups(self) -> int:
+        return self._sessions.wanted_groups
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {**super().metrics, **self._sessions.counts}
+
+    def candidate(self) -> Candidate:
+        if (prompt := self._sessions.own_prompt()) is None:
+            return super().candidate()
+        return self._numbered(prompt, Encoded(()))

@@ -73,7 +73,7 @@ class TaskActors:
         answer, port = None, 0
         if self._outside is not None and self._access_file is not None:
             token, port = _known_access(self._access_file)
-            setup = replace(setup, client_token=token)
+            setup = replace(setup, client_token=token, secret=token.encode())
             self._outside.on_progress, self._outside.on_demand = on_progress, client.room.set
             answer = self._outside.answer
         self._gateway = GatewayClient(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.session import CallOptions, Reply, Session, SessionLimits
+from asyncrl_cli.gateway.session import CallOptions, Reply, Session, SessionLimits, SessionRecord
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from tests.gateway.conversation_stand_ins import (
     CALC,
@@ -143,8 +143,7 @@ def play(
     session = Session(
         *("7-2", chat, model.generate, SAMPLING, LIMITS),
         fixed_sampling=True,
-        recorded=recorded,
-        on_segments=reported.extend,
+        record=SessionRecord(recorded or {}, reported.extend),
     )
     harness = Harness(session, chat)
     asyncio.run(harness.play(rounds))

@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits
+from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits, SessionRecord
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
@@ -75,7 +75,7 @@ class Model:
 
 def session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = True, **record: Any) -> Session:
     limits = limits or SessionLimits(max_length=100, max_call_tokens=50)
-    settings: dict[str, Any] = {"fixed_sampling": fixed, "priority": 3, **record}
+    settings: dict[str, Any] = {"fixed_sampling": fixed, "priority": 3, "record": SessionRecord(**record)}
     return Session("3-1", CHAT, model.generate, SAMPLING, limits, **settings)
 
 
@@ -348,7 +348,7 @@ def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens(
     run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
 
     other = Model("something else")
-    again = session(other, recorded=record.recorded(), on_segments=record.add)
+    again = session(other, segments=record.recorded(), on_segments=record.add)
     (same,) = run(ask_chat(again, HELLO, None, CallOptions()))
     assert same.token_ids == first.token_ids, "the whole reply, because the conversation continued after it"
     run(ask_chat(again, [*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
@@ -373,7 +373,7 @@ def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
         SAMPLING,
         SessionLimits(100, 50),
         fixed_sampling=True,
-        recorded={0: parts},
+        record=SessionRecord({0: parts}),
     )
     (reply,) = run(ask_chat(one, HELLO, None, CallOptions()))
     assert (reply.text, reply.finish_reason) == ("done.", "stop")
@@ -388,7 +388,7 @@ def test_recorded_branches_are_found_in_any_order() -> None:
     replies = [run(ask_chat(one, chat, None, CallOptions()))[0] for chat in chats]
 
     again_model = HashModel(CHAT)
-    again = session(again_model, recorded=record.recorded(), on_segments=record.add)
+    again = session(again_model, segments=record.recorded(), on_segments=record.add)
     for chat, reply in reversed(list(zip(chats, replies, strict=True))):
         assert run(ask_chat(again, chat, None, CallOptions()))[0].token_ids == reply.token_ids
     assert again_model.sampled == []

@@ -351,3 +351,20 @@ async def test_a_closed_journal_is_one_file_and_answers_no_call(tmp_path: Path) 
     assert len(opening_of(tmp_path).groups) == 2
     with pytest.raises(JournalError, match="the journal is closed"):
         await buffer.failed("engine", "engine-0", "went away")
+
+
+async def test_a_rollout_that_was_handed_out_is_known_to_the_next_driver(tmp_path: Path) -> None:
+    """A row without tokens stands for the program that has the rollout."""
+    buffer = await opened(tmp_path)
+    (group,) = await buffer.admit(candidates(1, 1))
+    await buffer.handed_out(f"{group.group_id}-1")
+    assert dict(opening_of(tmp_path).groups[0].prefixes) == {1: {}}
+    await buffer.record(segments=pieces(rollout(f"{group.group_id}-1")))
+    assert list(opening_of(tmp_path).groups[0].prefixes[1]) == [0], "its tokens follow"
+    assert await buffer.outcome(f"{group.group_id}-1") == ("running", "", None)
+    await buffer.record(group_rollouts(group.group_id), outcomes=group_outcomes(group.group_id))
+    state, _, score = await buffer.outcome(f"{group.group_id}-1") or ("", "", None)
+    assert state == "finished"
+    assert score == group_outcomes(group.group_id)[1].score
+    assert await buffer.outcome("99-0") is None
+    await buffer.close()

@@ -73,6 +73,8 @@ class Model:
 class Harness:
     """Episodes with attempts that use these agents, one after another."""
 
+    continues_programs = False
+
     def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
         self.agents = list(agents)
         self.model = Model()

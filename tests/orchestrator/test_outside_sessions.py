@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
+from asyncrl_cli.journal.rollout_rows import RolloutOutcome
 from asyncrl_cli.orchestrator.outside_sessions import MASKED, OWN_UID_PREFIX, OutsideSessions
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -22,7 +23,10 @@ class Run:
         group_size: int = 2,
         timeout_s: float = 60.0,
         has_prompts: bool = True,
+        handed_out: Sequence[str] = (),
     ) -> None:
+        self.journal: dict[str, RolloutOutcome] = {}
+        self.handed_out: list[str] = []
         self.commits = asyncio.Event()  # rewards reach the journal while it is set
         self.commits.set()
         self.admits = True
@@ -33,8 +37,18 @@ class Run:
             timeout_s,
             group_size=group_size,
             has_prompts=has_prompts,
+            hand_out=self._hand_out,
+            flush=self.commits.wait,  # type: ignore[arg-type]
+            outcome=self._outcome,
             on_demand=self.admit,
+            handed_out=handed_out,
         )
+
+    async def _hand_out(self, rollout_id: str) -> None:
+        self.handed_out.append(rollout_id)
+
+    async def _outcome(self, rollout_id: str) -> RolloutOutcome | None:
+        return self.journal.get(rollout_id)
 
     def admit(self) -> None:
         while self.admits and self.sessions.wanted_groups:
@@ -44,13 +58,16 @@ class Run:
             self.groups += 1
 
     def play(self, name: str, prompt: Prompt) -> None:
+        self.journal[name] = RolloutOutcome("running", "", None)
         self.sessions._opening += 1  # as in ``slot``, which a task enters a moment later
         self.played[name] = asyncio.create_task(self._play(name, prompt))
 
     async def _play(self, name: str, prompt: Prompt) -> Played:
         played = await self.sessions.play(name, prompt, ModelAccess("http://run/v1", f"key {name}", "policy"), False)
         await self.commits.wait()
-        self.sessions.conclude(name.partition("~")[0], True)
+        score = played.score if isinstance(played.score, Scored) else None
+        self.journal[name] = RolloutOutcome("running" if score else "rejected", "", score)
+        self.sessions.conclude(name, True)
         return played
 
     async def open(self, **request: Any) -> ClientAnswer:
@@ -58,6 +75,9 @@ class Run:
 
     async def reward(self, session: str, reward: Any, **request: Any) -> ClientAnswer:
         return await self.sessions.answer(ClientRequest(Action.REWARD, session, reward=reward, **request))
+
+    async def give_up(self, session: str) -> ClientAnswer:
+        return await self.sessions.answer(ClientRequest(Action.GIVE_UP, session))
 
 
 def in_run(test: Callable[[], Awaitable[None]]) -> None:
@@ -75,6 +95,7 @@ def test_a_groups_sessions_go_to_the_callers_as_they_come() -> None:
         names = [str(answer.body["session"]) for answer in answers]
         assert len(set(names)) == 64
         assert run.groups == 16, "no more groups than callers need"
+        assert sorted(run.handed_out) == sorted(names), "recorded before the answer"
         assert all(
             answer.body["prompt"] == {"uid": f"row {name.split('-')[0]}", "prompt": "1+1="}
             for answer, name in zip(answers, names, strict=True)
@@ -90,16 +111,17 @@ def test_a_reward_is_answered_after_its_commit_and_repeated_without_effect() -> 
         run = Run()
         name = (await run.open()).body["session"]
         run.commits.clear()
+        committing = asyncio.create_task(run.sessions.answer(ClientRequest(Action.COMMIT, name)))
         rewarding = [asyncio.create_task(run.reward(name, 1.0, metrics={"turns": 2.0})) for _ in range(2)]
         await run.sessions._sessions[name].result
-        assert not any(task.done() for task in rewarding)
+        assert not any(task.done() for task in [committing, *rewarding])
         assert (await run.reward(name, 0.0)).code == "reward_exists"
         run.commits.set()
-        assert [(await task).status for task in rewarding] == [200, 200]
+        assert [(await task).status for task in [committing, *rewarding]] == [200, 200, 200]
         assert (await run.played[name]).score == Scored(1.0, {"turns": 2.0})
-        assert (await run.reward(name, 1.0, metrics={"turns": 2.0})).status == 200, "its first answer may be lost"
+        assert (await run.reward(name, 1.0, metrics={"turns": 2.0})).status == 200, "known from the journal"
         assert (await run.reward(name, 0.5)).status == 409
-        assert (await run.reward(name, None)).status == 409
+        assert (await run.give_up(name)).status == 409
 
     in_run(test)
 
@@ -117,6 +139,7 @@ def test_bad_rewards_are_refused_and_leave_the_session_open() -> None:
         ):
             assert (await run.reward(name, reward, metrics=metrics)).code == "invalid_reward"
         assert (await run.reward(name, 1.0, has_reply=False)).code == "no_reply"
+        assert (await run.reward("99-0", 1.0)).code == "session_not_found"
         assert (await run.reward("0-1", 1.0)).status == 410, "nobody has it yet"
         assert (await run.reward(name, None)).status == 200
         assert (await run.played[name]).score == MASKED
@@ -137,11 +160,11 @@ def test_a_session_that_nobody_rewards_is_masked_at_its_deadline() -> None:
     in_run(test)
 
 
-def test_a_session_without_a_reply_can_be_masked() -> None:
+def test_a_session_that_is_given_up_is_masked() -> None:
     async def test() -> None:
         run = Run()
         name = (await run.open()).body["session"]
-        assert [(await run.reward(name, None, has_reply=False)).status for _ in range(2)] == [200, 200]
+        assert [(await run.give_up(name)).status for _ in range(2)] == [200, 200]
         assert (await run.played[name]).score == MASKED
         assert (await run.reward(name, 1.0)).status == 410
 
@@ -156,27 +179,40 @@ def test_a_reward_for_an_abandoned_group_is_refused_with_the_reason() -> None:
         rewarding = asyncio.create_task(run.reward(name, 1.0))
         await run.sessions._sessions[name].result
         run.played[name].cancel()
+        run.journal[name] = RolloutOutcome("requeued", "", None)
         run.sessions.conclude(name, False)
         answer = await rewarding
         assert (answer.status, answer.code) == (410, "session_ended")
-        assert "abandoned" in answer.body["message"]
+        assert "on_stale" in answer.body["message"]
 
     in_run(test)
 
 
-def test_a_lost_gateway_ends_its_sessions_and_their_rollouts_are_offered_again() -> None:
+def test_an_earlier_drivers_sessions_are_not_handed_out_again() -> None:
     async def test() -> None:
-        run = Run(group_size=1)
-        assert (await run.open()).body["session"] == "0-0"
-        run.played["0-0"].cancel()  # as ``Episodes`` does when the gateway is lost
-        await asyncio.wait([run.played["0-0"]])
+        run = Run(handed_out=["0-0"])
         run.admits = False
-        run.play("0-0~1", Prompt("row 0", "1+1="))
-        assert (await run.open()).body["session"] == "0-0~1"
-        assert (await run.reward("0-0", 0.5)).code == "session_ended", "it is another program's rollout by now"
-        assert (await run.reward("0-0~1", 1.0)).status == 200
-        assert (await run.reward("0-0", 1.0)).code == "session_ended"
-        assert (await run.played["0-0~1"]).score == Scored(1.0)
+        early = asyncio.create_task(run.reward("0-0", 1.0))  # before the episode begins again
+        await asyncio.sleep(0)
+        for index in range(2):
+            run.play(f"0-{index}", Prompt("row 0", "1+1="))
+        assert (await run.open()).body["session"] == "0-1"
+        assert (await early).status == 200
+        assert (await run.played["0-0"]).score == Scored(1.0)
+
+    in_run(test)
+
+
+def test_a_lost_gateway_keeps_sessions_and_rewards() -> None:
+    async def test() -> None:
+        run = Run()
+        name = (await run.open()).body["session"]
+        run.played[name].cancel()  # as ``Episodes`` does when the gateway is lost
+        await asyncio.wait([run.played[name]])
+        run.play(name, Prompt("row 0", "1+1="))
+        await asyncio.sleep(0)
+        assert (await run.reward(name, 1.0)).status == 200
+        assert run.handed_out == [name]
 
     in_run(test)
 

@@ -3,7 +3,7 @@
     python -m tests.e2e.gateway.outside_programs RUN/sessions.json LOG --sessions 64
 
 plays that many sessions at a time until the run ends. Each session has up to three calls. A call that the run did not
-answer is repeated, also while the run is down, and so is a reward. A session that the driver's death has ended is left.
+answer is repeated, also while the run is down, and so is a reward.
 
 ``audit`` checks that every token is accounted for: a rewarded session's rollout has the program's reward and exactly
 the sampled tokens that the program received, each reply once and unchanged.
@@ -69,21 +69,22 @@ class Program:
 
     async def play(self, session: dict[str, Any]) -> None:
         name, key = session["session"], session["api_key"]
-        names = {"session": name, "key": key}  # a resumed run uses the name again, with another key
-        self.note(**names, event="opened")
+        self.note(session=name, event="opened")
         messages = [{"role": "user", "content": session["prompt"]["prompt"]}]
         for turn in range(random.randint(1, 3)):
             body = {"model": session["model"], "messages": messages, "return_token_ids": True}
             answer = await self.ask("POST", f"{session['base_url']}/chat/completions", key, body)
             if answer.status_code != 200:
-                self.note(**names, event="refused", status=answer.status_code, text=answer.text)
+                self.note(session=name, event="refused", status=answer.status_code, text=answer.text)
                 return
             choice = answer.json()["choices"][0]
-            self.note(**names, event="reply", prompt=answer.json()["prompt_token_ids"], sampled=choice["token_ids"])
+            self.note(
+                session=name, event="reply", prompt=answer.json()["prompt_token_ids"], sampled=choice["token_ids"]
+            )
             messages += [choice["message"], {"role": "user", "content": f"turn {turn}>"}]
         reward = random.random()
         answer = await self.ask("POST", f"{self.access['url']}/sessions/{name}/reward", key, {"reward": reward})
-        self.note(**names, event="rewarded", reward=reward, status=answer.status_code, text=answer.text)
+        self.note(session=name, event="rewarded", reward=reward, status=answer.status_code, text=answer.text)
 
 
 async def play_sessions(access_file: Path, log: Path, sessions: int) -> None:
@@ -110,24 +111,24 @@ class Audit:
 def audit(run: Path, log: Path) -> Audit:
     """Compare the programs' log with the journal of a run."""
     audited = Audit()
-    by_session: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    by_session: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in log.read_text().splitlines():
         event = json.loads(line)
-        by_session[event["session"], event["key"]].append(event)
+        by_session[event["session"]].append(event)
     with snapshot(run / FILE) as journal:
         groups = [group for (group,) in journal.execute("SELECT id FROM groups ORDER BY id").fetchall()]
         rollouts = {item.rollout_id: item for group in groups for item in group_record(journal, group).rollouts}
         trained = {group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'").fetchall()}
         audited.counts["versions"] = journal.execute("SELECT count(*) FROM publishes").fetchone()[0]
         audited.counts["starts"] = journal.execute("SELECT count(*) FROM starts").fetchone()[0]
-    for (name, _), events in by_session.items():
+    for name, events in by_session.items():
         audited.counts["sessions"] += 1
         audited.counts["handed out twice"] += sum(event["event"] == "opened" for event in events) - 1
         rewards = [event for event in events if event["event"] == "rewarded" and event["status"] == 200]
         if not rewards:
             audited.counts["sessions without an accepted reward"] += 1
             continue
-        rollout = rollouts[name.partition("~")[0]]
+        rollout = rollouts[name]
         if rollout.reward != rewards[0]["reward"]:
             audited.problems.append(f"{name}: reward {rollout.reward}, but {rewards[0]['reward']} was accepted")
         ids: defaultdict[str, list[int]] = defaultdict(list)

@@ -24,7 +24,7 @@ def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> Non
     assert not audited.problems, f"{audited}\n" + "\n".join(audited.problems)
     assert audited.counts["rewarded sessions in trained groups"] >= 5 * 8 * 2
     assert audited.counts["starts"] == 2
-    assert audited.counts["branches"] == 0, "each program had one conversation"
+    assert audited.counts["branches"] == 0, "each program had one conversation, before and after the kill"
 
 
 def test_programs_bring_their_own_prompts(tmp_path: Path) -> None:
