@@ -6,7 +6,7 @@ Response lengths have a long tail (long_tail.py) and do not change, because the 
 training loop is timed, without start-up. One engine and one trainer rank have one thread each.
 
 Every step has 128 rollouts. `--group-sizes 8 1` shows the cost of waiting for a group's slowest rollout: groups of
-one are trained with `preset: reinforce_pp`.
+one are trained with `preset: single_rollout`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def spec(runs_dir: Path, mode: str, steps: int, group_size: int = GROUP_SIZE) ->
             "max_prompt_tokens": 8,
             "max_response_tokens": 256,
         },
-        "algorithm": {"preset": "reinforce_pp"} if group_size == 1 else {"uniform_groups": "train"},
+        "algorithm": {"preset": "single_rollout"} if group_size == 1 else {"uniform_groups": "train"},
         "trainer": {"optimizer": {"learning_rate": 1.0e-6}, "tokens_per_microbatch": 2048},
         "pipeline": {"groups_per_step": ROLLOUTS // group_size, **MODES[mode]},
         "tracking": {"mlflow": False},

@@ -233,7 +233,7 @@ class DurableLedger:
 
     def batch(self, step: int) -> TrainingBatch:
         """Return a step's batch for the trainer. Call it in the journal's thread. Raises as ``Journal.batch``."""
-        return self.journal.batch(step)
+        return self.journal.batch(step, self._settings.earlier_results)
 
     def publish(self, record: PublishRecord) -> None:
         """Note that a version is published; again for an earlier version replaces its record.

@@ -127,10 +127,10 @@ class JournalFile:
         with explained(self._path):
             return query(self._connection, *arguments, **keywords)
 
-    def batch(self, step: int) -> TrainingBatch:
+    def batch(self, step: int, earlier: bool = False) -> TrainingBatch:
         """Read a step's batch as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
         with sound(self._path):
-            return self.read(read_batch, step)
+            return self.read(read_batch, step, earlier)
 
     def _newest_start(self) -> int:
         (start,) = self._row("SELECT coalesce(max(id), 0) FROM starts")

@@ -29,7 +29,7 @@ from asyncrl_cli.records.groups import Candidate, Group
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from
 from asyncrl_cli.records.rewards import Scored, Turn
-from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
+from asyncrl_cli.records.training import MOST_VISITS, TrainingBatch, TrainingGroup
 
 PROMPT = -1
 """Marks rows that belong to the prompt: as ``start`` in ``experts``, as ``rollout_index`` in ``image_places``."""
@@ -79,11 +79,11 @@ def reduced_key(step: int) -> str:
     return f"tokens_per_microbatch/{step}"
 
 
-def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
+def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False) -> TrainingBatch:
     """Read a step's batch as it was taken. Raises ``LookupError`` if there is none or its tokens are pruned, and
     ``sqlite3.DatabaseError`` for damage.
 
-    Texts stay empty: training needs none.
+    ``earlier``: fill in ``TrainingGroup.earlier``; groups have one rollout. Texts stay empty: training needs none.
     """
     batch = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
     if batch is None:
@@ -99,8 +99,27 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
         _training_group(connection, step=step, group_id=group_id, size=size, image_cache=image_cache)
         for group_id in ids
     ]
+    if earlier:
+        results = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
+        groups = [replace(group, earlier=results[group.uid]) for group in groups]
     tokens = connection.execute("SELECT value FROM meta WHERE key = ?", (reduced_key(step),)).fetchone()
     return TrainingBatch(step, batch[0], tuple(groups), tokens_per_microbatch=json.loads(tokens[0]) if tokens else None)
+
+
+def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tuple[Scored, ...]:
+    """Read ``TrainingGroup.earlier`` for a prompt's group in the batch of ``step``.
+
+    Only earlier batches count. They are committed before this batch is taken, and their results are never pruned, so
+    a resume and a replay read the same results.
+    """
+    # Order by id, as the index by uid does: then the query stops at its limit.
+    rows = connection.execute(
+        f"SELECT group_id, r.crc, {_ROLLOUT_COLUMNS} FROM groups g JOIN rollouts r ON group_id = g.id "
+        "WHERE g.uid = ? AND g.step < ? ORDER BY g.id DESC LIMIT ?",
+        (uid, step, MOST_VISITS),
+    )
+    checked_rows = (_checked(group_id, index=0, crc=crc, columns=columns) for group_id, crc, *columns in rows)
+    return tuple(Scored(row.reward, row.decoded_metrics()) for row in checked_rows)
 
 
 def _training_group(

@@ -24,6 +24,7 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import WARM_START, RunDirectory
+from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
@@ -101,7 +102,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         for step in range(checkpoint.step if checkpoint else 0, plan.end_step):
             try:
                 with explained(run.path / FILE):
-                    batch = read_batch(connection, step)
+                    batch = read_batch(connection, step, earlier=spec.algorithm.advantage == RUNNING_BASELINE)
             except LookupError as error:
                 raise RunError(
                     str(error.args[0]),

@@ -11,6 +11,7 @@ from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 OnStale = Literal["wait", "requeue", "train"]
@@ -52,6 +53,8 @@ class BufferSettings:
     """Weights of the reward's parts that ``reject_uniform`` compares; empty: it compares only the reward."""
     parts_apart: bool = False
     """Compare each part instead of the weighted sum."""
+    earlier_results: bool = False
+    """Fill ``TrainingGroup.earlier`` in batches."""
 
     @classmethod
     def from_spec(cls, spec: ExperimentSpec) -> BufferSettings:
@@ -69,6 +72,7 @@ class BufferSettings:
             ahead=pipeline.ahead,
             reward_parts=algorithm.reward_parts,
             parts_apart=algorithm.parts_apart,
+            earlier_results=algorithm.advantage == RUNNING_BASELINE,
         )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.images import PlacedImage
-from asyncrl_cli.records.rewards import Turn
+from asyncrl_cli.records.rewards import Scored, Turn
 
 CORRECT = 1.0
 """The smallest reward that counts as correct in accuracies."""
@@ -20,6 +20,8 @@ REWARD_TOLERANCE = 1e-9
 """Rewards that differ by at most this, absolutely or relative to the larger one, are equal: 0.1 + 0.2 and 0.3."""
 FEWEST_SCORED = 2
 """A group with fewer rewards has no baseline and is rejected, unless all its rollouts have a reward."""
+MOST_VISITS = 32
+"""Largest number of results in ``TrainingGroup.earlier``."""
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
@@ -56,6 +58,8 @@ class TrainingGroup:
     metrics: tuple[Mapping[str, float], ...] = ()
     turns: tuple[tuple[Turn, ...], ...] = ()
     """The turns of each rollout, if the task is an environment; empty otherwise."""
+    earlier: tuple[Scored, ...] = ()
+    """For a running baseline: the results of the prompt's groups in earlier batches, newest admission first."""
 
     @property
     def known_rewards(self) -> list[float]:

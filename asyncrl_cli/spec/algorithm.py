@@ -39,10 +39,13 @@ AlgorithmName = Literal[
     "sapo",
     "ppo",
     "distill",
+    "single_rollout",
 ]
 CorrectionName = Literal["truncated", "sequence_truncated", "icepop", "geometric", "decoupled", "off"]
 GAE = "gae"
 """The advantage estimator that needs a critic."""
+RUNNING_BASELINE = "running_baseline"
+"""The advantage estimator that compares a rollout with its prompt's earlier rollouts; for groups of one."""
 GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
 """Advantage estimators that compare a rollout with its group's other rollouts; 0 in a group with equal rewards."""
 TURN_BASELINES = ("turn_norm", "turn_mean")
@@ -66,6 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "distill": _ALL_GROUPS_TEACH
     | {"advantage": "none", "whiten_advantages": True, "gamma": 0.0, "reward_coef": 0.0}
     | {"kl_coef": 1.0, "kl_estimator": "k1", "kl_placement": "reward"},
+    "single_rollout": _ALL_GROUPS_TEACH | {"advantage": RUNNING_BASELINE},
 }
 """The keys that each algorithm preset sets; every other key has its field's default."""
 
@@ -163,14 +167,17 @@ class AlgorithmSpec(Section):
 
     preset: AlgorithmName = "grpo"
     """The algorithm. `ppo` has a critic. `distill` (on-policy distillation) needs a teacher in `reference_path`: the
-    reverse KL divergence to the teacher replaces the reward."""
-    advantage: Annotated[str, _Named(*GROUP_BASELINES, *TURN_BASELINES, "none", GAE)] = _algorithm(
+    reverse KL divergence to the teacher replaces the reward. `single_rollout` needs `rollout.group_size: 1`."""
+    advantage: Annotated[str, _Named(*GROUP_BASELINES, *TURN_BASELINES, RUNNING_BASELINE, "none", GAE)] = _algorithm(
         "advantage", "group_norm"
     )
     """The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `turn_norm` and
-    `turn_mean` (rewards from an environment's turn onwards, compared with the group's), `none` (the rewards that
-    follow), `gae` (by a critic), or `module:function` of rewards, and of lengths and metrics if it has parameters with
-    these names."""
+    `turn_mean` (rewards from an environment's turn onwards, compared with the group's), `running_baseline` (a single
+    rollout, compared with the prompt's earlier rewards, normalized over the step), `none` (the rewards that follow),
+    `gae` (by a critic), or `module:function` of rewards, and of lengths and metrics if it has parameters with these
+    names."""
+    baseline_half_life: Positive = 5.0
+    """With `running_baseline`: number of later visits to a prompt after which one of its rewards weighs half."""
     reward_parts: dict[Text, float] = Field(default_factory=dict)
     """Weights of a rollout's metrics by name; the reward is their weighted sum. `reward` is the task's own reward.
     Default: the task's own reward alone. Accuracies and evaluations always use the task's own reward."""

@@ -9,9 +9,7 @@ from asyncrl_cli.convert.table import table
 from asyncrl_cli.spec.keys import keys
 
 VALUES = {
-    "spo": ("reinforce_pp",),
-    "single_rollout": ("reinforce_pp",),
-    "running_baseline": ("none",),
+    "spo": ("single_rollout", "running_baseline"),
     "reinforce_plus_plus": ("reinforce_pp",),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline",),
     "vanilla": ("clip",),

@@ -161,7 +161,7 @@ def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -
     if algorithm.parts_apart:
         of_rollouts = advantages_of_parts(rewards.reward_parts, list(algorithm.reward_parts.values()))
     else:
-        optional_inputs = {"lengths": rewards.lengths, "metrics": rewards.metrics}
+        optional_inputs = {"lengths": rewards.lengths, "metrics": rewards.metrics, "baseline": rewards.baseline}
         requested_inputs = {name: optional_inputs[name] for name in objective.asks}
         of_rollouts = of_scored(objective.advantage, rewards.rollouts - penalties.sum(dim=2), requested_inputs)
     return of_rollouts[..., None].expand(penalties.shape)

@@ -13,6 +13,7 @@ import time
 import torch
 
 from asyncrl_cli.records.training import StepReport, TrainingBatch
+from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
@@ -56,6 +57,9 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics["train/reduced_microbatch_tokens"] = float(tokens)
     if spec.algorithm.reward_parts:
         metrics["train/missing_parts"] = float(rewards.missing_parts)
+    if spec.algorithm.advantage == RUNNING_BASELINE:
+        metrics["train/baseline_groups"] = float(sum(bool(group.earlier) for group in batch.groups))
+        metrics["train/baseline_error"] = (rewards.rollouts - rewards.baseline).abs().mean().item()
     is_first = True
     for minibatch in minibatches * trainer.epochs:
         total_updates = (trainer.schedule.steps or spec.stop.total) * per_step

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl_cli.records.rewards import REWARD, part_of_reward, unknown_metric
+from asyncrl_cli.records.rewards import REWARD, part_of_reward, unknown_metric, weighted_reward
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.algorithms.advantages import overlong_penalty, uniform_groups
+from asyncrl_cli.train.algorithms.advantages import overlong_penalty, running_means, uniform_groups
 from asyncrl_cli.train.packing import longest_response
 
 
@@ -41,6 +41,9 @@ class StepRewards:
     """int64 [groups, group_size]: sampled tokens in all sequences of a rollout."""
     uniform: Tensor
     """bool [groups]: a group's rewards are equal, or each of their parts is if parts are normalized one by one."""
+    baseline: Tensor
+    """[groups, group_size]: running means of the prompts' earlier rewards (``running_means``). Without groups of one,
+    just the step's mean."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, spec: ExperimentSpec) -> StepRewards:
@@ -66,6 +69,7 @@ class StepRewards:
             )
             buffer = max(1, round(algorithm.overlong_buffer * max_tokens))
             rewards -= algorithm.overlong_penalty * overlong_penalty(longest_responses, max_tokens, buffer)
+        earlier = [[weighted_reward(weights, scored) for scored in group.earlier] for group in groups]
         return cls(
             rollouts=rewards,
             turns=_turns(batch, rewards, weight=weights.get(REWARD, 0.0)),
@@ -75,6 +79,7 @@ class StepRewards:
             uniform=torch.stack(
                 [uniform_groups(compared) for compared in (reward_parts if algorithm.parts_apart else rewards[None])]
             ).all(dim=0),
+            baseline=running_means(rewards, earlier, algorithm.baseline_half_life),
         )
 
     @property

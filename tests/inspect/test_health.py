@@ -171,7 +171,7 @@ GOOD: dict[str, tuple[dict[str, Any], Callable[[int], Changes]]] = {
     ),
     "critic": (GAE, lambda step: rewards(rising(step), uniform=1.0) | (IDLE if step <= 4 else {})),
     "single rollouts": (
-        spec(algorithm={"advantage": "none", "uniform_groups": "train"}, rollout={"group_size": 1}),
+        spec(algorithm={"advantage": "running_baseline", "uniform_groups": "train"}, rollout={"group_size": 1}),
         lambda step: rewards(0.3 + 0.1 * (step % 3), uniform=1.0),
     ),
     "small batches": (

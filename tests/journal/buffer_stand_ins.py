@@ -128,6 +128,7 @@ def content(batch: TrainingBatch) -> tuple[Any, ...]:
             tuple(map(contents, group.rollouts)),
             group.rewards,
             group.metrics,
+            group.earlier,
         )
         for group in batch.groups
     )

@@ -6,11 +6,16 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 from buffer_stand_ins import (
     SETTINGS,
+    candidates,
     commit,
     content,
     contents,
@@ -18,8 +23,11 @@ from buffer_stand_ins import (
     finish,
     one_step,
     pieces,
+    publish_record,
     rollout,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import file as journal_file
@@ -31,7 +39,8 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, SCHEMA, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import Outcome, PublishRecord
-from asyncrl_cli.records.rewards import RewardFailure
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
 from tests.conftest import not_writable
 
@@ -53,15 +62,50 @@ def book_with_steps(path: Path, steps: int) -> DurableLedger:
     return book
 
 
-def batch_in(path: Path, step: int) -> TrainingBatch:
+def batch_in(path: Path, step: int, earlier: bool = False) -> TrainingBatch:
     """Read a batch through a read-only connection."""
     with closing(open_for_reading(path)) as connection:
-        return read_batch(connection, step)
+        return read_batch(connection, step, earlier)
 
 
 def count(connection: sqlite3.Connection, table: str) -> int:
     (rows,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()
     return int(rows)
+
+
+SINGLE = replace(SETTINGS, group_size=1, reject_uniform=False, max_staleness=2, earlier_results=True)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_a_group_of_one_has_the_results_of_its_prompt_in_earlier_batches(data: st.DataObject) -> None:
+    """Groups finish in any order, and a batch may have the same prompt several times."""
+    names = st.sampled_from("abc")
+    trained: list[tuple[int, str, Scored]] = []  # group, uid, result
+    with TemporaryDirectory() as folder, patch("asyncrl_cli.journal.rollout_rows.MOST_VISITS", 3):
+        path = Path(folder) / FILE
+        book = DurableLedger(path, SINGLE)
+        book.opening()
+        batches = []
+        for step in range(data.draw(st.integers(1, 7))):
+            while book.take(step) is not None:
+                admitted = candidates(book.journal.read(newest_serial) + 1, book.ledger.room())
+                book.admit([replace(one, prompt=Prompt(data.draw(names), "")) for one in admitted])
+                commit(book)
+                group_id = data.draw(st.sampled_from(book.ledger.running))
+                result = Scored(data.draw(st.floats(-1, 1)), {"format": 1.0})
+                book.record([rollout(f"{group_id}-0")], [Outcome(f"{group_id}-0", result)])
+            book.publish(publish_record(step + 1, step + 1))
+            commit(book)
+            batches.append(content(book.batch(step)))
+        for step, batch in enumerate(batches):  # when later batches are there, and after a restart
+            found = batch_in(path, step, earlier=True).groups
+            assert content(batch_in(path, step, earlier=True)) == batch
+            for group in found:
+                known = [one for one in sorted(trained, reverse=True, key=itemgetter(0)) if one[1] == group.uid]
+                assert group.earlier == tuple(result for *_, result in known[:3])
+            trained += [(one.group_id, one.uid, Scored(one.rewards[0], one.metrics[0])) for one in found]
+        book.journal.close()
 
 
 # -- commits

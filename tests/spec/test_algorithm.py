@@ -20,7 +20,7 @@ from asyncrl_cli.spec.problems import SpecError
 
 QUICKSTART = "specs/quickstart.yaml"
 PARTS = ("algorithm.reward_parts={reward: 1.0, format: 0.5}", "algorithm.reward_aggregation=normalize_then_sum")
-SINGLE = ("algorithm.preset=reinforce_pp", "rollout.group_size=1", "pipeline.groups_per_step=256")
+SINGLE = ("algorithm.preset=single_rollout", "rollout.group_size=1", "pipeline.groups_per_step=256")
 TEACHER = ("algorithm.preset=distill", "algorithm.reference_path=./specs")
 
 
@@ -45,8 +45,8 @@ def test_a_correction_sets_its_keys(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_valid_without_a_warning(name: str) -> None:
-    teacher = ["algorithm.reference_path=./specs"] if name == "distill" else []
-    loaded = load_spec(QUICKSTART, [f"algorithm.preset={name}", *teacher])
+    more = {"distill": ["algorithm.reference_path=./specs"], "single_rollout": SINGLE}.get(name, [])
+    loaded = load_spec(QUICKSTART, [f"algorithm.preset={name}", *more])
     assert loaded.warnings == ()
 
 
@@ -83,10 +83,12 @@ def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path)
         (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
         (["rollout.group_size=1"], "compares the rollouts of a group"),
         (["rollout.group_size=1", "algorithm.advantage=turn_mean"], "advantage turn_mean compares the rollouts"),
+        (["algorithm.preset=single_rollout"], "earlier ones, and a group has 8"),
+        ([*SINGLE, "pipeline.groups_per_step=1"], "normalized over the groups of a step, and 1 is too few"),
         ([*SINGLE, "algorithm.uniform_groups=skip"], "skip excludes every group"),
-        (["algorithm.preset=single_rollout"], "did you mean `reinforce_pp`"),
-        (["algorithm.advantage=running_baseline"], "did you mean `none`"),
-        (["algorithm.baseline_half_life=2"], "use algorithm.preset reinforce_pp"),
+        ([*SINGLE, *PARTS], "and advantage running_baseline does not"),
+        (["algorithm.preset=spo"], "did you mean `single_rollout`"),
+        (["algorithm.advantage=spo"], "did you mean `running_baseline`"),
         (["algorithm.loss=vanilla"], "did you mean `clip`"),
         (["algorithm.spo={enable: true}"], "did you mean `algorithm.preset` or `rollout.group_size`"),
         (["algorithm.reward_parts={reward: 1.0, format: 0}"], "has no effect with weight 0"),
@@ -123,7 +125,7 @@ def test_choices_that_contradict_each_other_are_refused(overrides: list[str], wo
         load_spec(QUICKSTART, overrides)
 
 
-@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp"])
+@pytest.mark.parametrize("preset", ["ppo", "reinforce_pp", "single_rollout"])
 def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
     load_spec(QUICKSTART, ["rollout.group_size=1", f"algorithm.preset={preset}"])
 
@@ -141,6 +143,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.reference_update_every=5"], "has no effect without kl_coef"),
         (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "without loss: clip or gspo"),
+        (["algorithm.baseline_half_life=2"], "without advantage: running_baseline"),
         ([*SINGLE, "data.filter={}"], "after a single correct rollout"),
         (["algorithm.gae_lambda=0.9"], "without advantage: gae"),
         (["algorithm.sequence_divisor=64"], "without aggregation: sequence_sum"),

@@ -17,6 +17,8 @@ from asyncrl_cli.train.algorithms.advantages import (
     check_advantages,
     of_scored,
     overlong_penalty,
+    running_baseline,
+    running_means,
     turn_advantages,
     uniform_groups,
 )
@@ -81,6 +83,32 @@ def test_matches_the_formula(name: str, rewards: np.ndarray) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(uniform_groups(torch.from_numpy(rewards)).numpy(), uniform)
     assert not found[torch.from_numpy(uniform)].any()
+
+
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32) | st.just(0.0), min_size=1, max_size=6),
+    half_life=st.floats(0.5, 50),
+    data=st.data(),
+)
+def test_running_mean_follows_its_recursion_and_advantages_are_normalized_over_the_step(
+    rewards: list[float], half_life: float, data: st.DataObject
+) -> None:
+    visits = st.lists(st.floats(-10, 10, width=32), max_size=8)
+    earlier = data.draw(st.lists(visits, min_size=len(rewards), max_size=len(rewards)))
+    mean, keep = np.mean(rewards), 2 ** (-1 / half_life)
+    expected = []
+    for known in earlier:
+        total, weight = 0.0, 0.0
+        for reward in reversed(known):  # each visit multiplies the weights of earlier visits
+            total, weight = keep * total + reward, keep * weight + 1.0
+        expected.append((mean + total) / (1.0 + weight))
+    given_rewards = torch.tensor(rewards, dtype=torch.float64)[:, None]
+    found = running_means(given_rewards, earlier, half_life)
+    np.testing.assert_allclose(found[:, 0].numpy(), expected, rtol=1e-9, atol=1e-9)
+    advantages = of_scored(running_baseline, given_rewards, {"baseline": found})[:, 0].numpy()
+    differences = np.array(rewards) - found[:, 0].numpy()
+    even = np.isclose(differences, differences[0], rtol=1e-9, atol=1e-9).all()
+    np.testing.assert_allclose(advantages, np.zeros_like(differences) if even else group_norm(differences), atol=1e-6)
 
 
 def test_a_users_advantages_are_checked() -> None:

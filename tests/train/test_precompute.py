@@ -57,6 +57,7 @@ def rewards(rollouts: Tensor) -> StepRewards:
         metrics={},
         lengths=torch.ones_like(exact).long(),
         uniform=torch.zeros(len(exact), dtype=torch.bool),
+        baseline=torch.zeros_like(exact),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id
-from asyncrl_cli.records.rewards import Turn
+from asyncrl_cli.records.rewards import Scored, Turn
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.packing import pad_rows, training_rows
@@ -96,6 +96,16 @@ def test_a_rollout_without_turns_has_one_and_a_masked_one_none() -> None:
     assert found.turns.nan_to_num(-1).tolist() == [[[-1], [0.75], [0.5]]]
     assert found.rollouts.isnan().tolist() == [[True, False, False]]
     assert found.lengths.tolist() == [[2, 3, 3]]
+
+
+def test_earlier_rewards_have_the_weights_of_the_parts() -> None:
+    weights, length = {"reward": 1.0, "format": 0.5}, [(0, 10, 1.0)]
+    earlier = (Scored(1.0, {"format": 1.0}), Scored(0.5))
+    new, old = (group_of(length, rewards=[0.0], metrics=({"format": 2.0},), earlier=visits) for visits in ((), earlier))
+    spec = spec_of(reward_parts=weights, overlong_penalty=0.25, reward_coef=2.0, baseline_half_life=1.0)
+    found = StepRewards.of(TrainingBatch(5, 3, (new, old)), spec)
+    assert found.rollouts.tolist() == [[1.75], [1.75]]
+    assert found.baseline.tolist() == [[1.75], [(1.75 + 3.0 + 1.0 / 2) / 2.5]]
 
 
 METRICS = ({"format": 1.0, "steps": 3.0}, {"format": 0.5}, {"format": 1.0, "steps": 1.0})

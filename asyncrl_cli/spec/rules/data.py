@@ -146,7 +146,7 @@ def external_task(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem(key, "programs of `external` run elsewhere", "remove it")
     if spec.data.train.path is None and spec.rollout.group_size > 1:
         message = f"{spec.rollout.group_size}, and programs bring their own prompts, each for one rollout"
-        hint = "set it to 1 with algorithm.preset reinforce_pp, or give the run prompts in data.train.path"
+        hint = "set it to 1 with algorithm.preset single_rollout, or give the run prompts in data.train.path"
         yield Problem("rollout.group_size", message, hint)
     if spec.data.filter is not None:
         yield Problem("data.filter", "programs of `external` choose when a prompt is played", "remove it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl_cli.spec.algorithm import GAE, GROUP_BASELINES, TURN_BASELINES, AlgorithmSpec
+from asyncrl_cli.spec.algorithm import GAE, GROUP_BASELINES, RUNNING_BASELINE, TURN_BASELINES, AlgorithmSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.rules.model import MIXTURES
@@ -75,13 +75,22 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
-    """An advantage relative to the group needs a `group_size` of 2 or more. `data.filter` does not exclude a prompt
-    after a single rollout."""
-    advantage, size = spec.algorithm.advantage, spec.rollout.group_size
+    """An advantage relative to the group needs a `group_size` of 2 or more. `running_baseline` needs a `group_size` of
+    1, and 2 or more groups per step. `data.filter` does not exclude a prompt after a single rollout."""
+    advantage, size, groups = spec.algorithm.advantage, spec.rollout.group_size, spec.pipeline.groups_per_step
     if advantage in (*GROUP_BASELINES, *TURN_BASELINES) and size < 2:
         message = f"advantage {advantage} compares the rollouts of a group, and 1 is too few"
-        hint = "raise it to 2 or more (8 is usual), or set algorithm.preset to reinforce_pp"
+        hint = "raise it to 2 or more (8 is usual), or set algorithm.preset to single_rollout"
         yield Problem("rollout.group_size", message, hint)
+    if advantage == RUNNING_BASELINE and size > 1:
+        message = (
+            f"advantage {advantage} compares a single rollout with the prompt's earlier ones, and a group has {size}"
+        )
+        hint = f"set it to 1, with pipeline.groups_per_step {groups * size} for as many rollouts, or use group_norm"
+        yield Problem("rollout.group_size", message, hint)
+    elif advantage == RUNNING_BASELINE and groups < 2:
+        message = f"advantage {advantage} is normalized over the groups of a step, and 1 is too few"
+        yield Problem("pipeline.groups_per_step", message, "raise it (256 is usual)")
     if size == 1 and spec.data.filter is not None and spec.data.filter.solved_streak == 1:
         message = "1 excludes a prompt after a single correct rollout, because a group has one"
         yield warning("data.filter.solved_streak", message, "raise it to 4 or more, or set revisit_fraction")
@@ -159,6 +168,7 @@ def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
         ("sequence_divisor", algorithm.aggregation == "sequence_sum", "aggregation: sequence_sum"),
         ("critic", algorithm.advantage == GAE, f"advantage: {GAE}"),
         ("gae_lambda", algorithm.advantage == GAE, f"advantage: {GAE}"),
+        ("baseline_half_life", algorithm.advantage == RUNNING_BASELINE, f"advantage: {RUNNING_BASELINE}"),
         ("reward_aggregation", has_parts or algorithm.reward_aggregation == "sum_then_normalize", "reward_parts"),
         ("reference_path", has_reference, "kl_coef, or preset: distill"),
         ("reference_update_every", has_reference, "kl_coef"),

@@ -16,6 +16,7 @@ computed in float64 and returned in the first argument's dtype.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,32 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     """
     size = rewards.shape[1]
     return (_centred(rewards) * (size / max(1, size - 1))).to(rewards.dtype)
+
+
+def running_baseline(rewards: Tensor, baseline: Tensor) -> Tensor:
+    """r − b, normalized over all groups of the step as by ``group_norm`` within one.
+
+    SPO, arXiv 2509.13232. ``rewards`` and ``baseline`` (``running_means``): [groups, 1].
+    """
+    return group_norm((rewards - baseline).reshape(1, -1)).view_as(rewards)
+
+
+def running_means(rewards: Tensor, earlier: Sequence[Sequence[float]], half_life: float) -> Tensor:
+    """b = (m + Σ w_k·r_k) / (1 + Σ w_k) with w_k = 2^(−k / ``half_life``) and m the mean of ``rewards``.
+
+    r_k is the reward of a prompt's k-th newest visit, from 0 on. This is SPO's tracker with a constant forgetting rate,
+    but it begins with one visit of reward m instead of rewards sampled in advance. So a prompt's first visit has b = m,
+    and a single earlier reward, which is mostly noise, counts half.
+
+    ``rewards``: [groups, rollouts], NaN where masked; ``earlier``: each group's r_k. Returns a tensor like ``rewards``,
+    all NaN if no reward is known.
+    """
+    mean = rewards.nanmean().item()
+    means = []
+    for earlier_rewards in earlier:
+        weights = [2.0 ** (-k / half_life) for k in range(len(earlier_rewards))]
+        means.append((mean + sum(map(operator.mul, weights, earlier_rewards))) / (1.0 + sum(weights)))
+    return torch.tensor(means, dtype=rewards.dtype)[:, None].expand_as(rewards)
 
 
 ADVANTAGES: dict[str, AdvantageFunction] = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_named
-from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
-from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, BASELINES_OF_TURNS, AdvantageFunction
+from asyncrl_cli.spec.algorithm import GAE, RUNNING_BASELINE, AlgorithmSpec
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, BASELINES_OF_TURNS, AdvantageFunction, running_baseline
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 
@@ -50,6 +50,8 @@ def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[s
     """Return the function, and its arguments in addition to the rewards."""
     location = "algorithm.advantage"
     hint = f"name a function f({REWARDS}); it may also have the parameters {' and '.join(FURTHER)}"
+    if name == RUNNING_BASELINE:
+        return running_baseline, ("baseline",)
     if builtin_function := (ADVANTAGES | BASELINES_OF_TURNS).get(name):
         return builtin_function, ()
     function = _imported(name, location=location, search_path=search_path, hint=hint)

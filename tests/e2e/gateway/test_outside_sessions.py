@@ -29,7 +29,7 @@ def test_every_token_of_outside_programs_is_accounted_for(tmp_path: Path) -> Non
 
 def test_programs_bring_their_own_prompts(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    sections = {**SPEC, "data": {"train": {"size": 1}, "eval": None}, "algorithm": {"preset": "reinforce_pp"}}
+    sections = {**SPEC, "data": {"train": {"size": 1}, "eval": None}, "algorithm": {"preset": "single_rollout"}}
     sections["rollout"] = {**SPEC["rollout"], "group_size": 1}
     driver = runs.start("train", runs.write_spec(**sections, stop={"steps": 1}))
     try:
