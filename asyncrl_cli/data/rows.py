@@ -275,7 +275,7 @@ class JoinedPrompts(LazyPrompts):
         """Raises ``DataError`` if two rows have the same uid."""
         self._files = files
         self._ends = list(accumulate(map(len, files)))
-        super().__init__(self._ends[-1], lambda row: self._place(row)[0][self._place(row)[1]])
+        super().__init__(self._ends[-1], self._in_file)
         first_rows: dict[str, int] = {}
         for row, uid in enumerate(chain.from_iterable(prompts.uids() for prompts in files)):
             if uid is not None and (first_row := first_rows.setdefault(str(uid), row)) != row:
@@ -286,6 +286,10 @@ class JoinedPrompts(LazyPrompts):
         """As in ``SourcePrompts``."""
         prompts, row = self._place(row)
         return prompts.location(row)
+
+    def _in_file(self, row: int) -> Prompt:
+        prompts, row = self._place(row)
+        return prompts[row]
 
     def _place(self, row: int) -> tuple[SourcePrompts, int]:
         """Return a row's file, and its index in the file."""

@@ -1,4 +1,4 @@
-"""The stream of training prompts: nothing repeated, nothing skipped, resumable anywhere."""
+"""The stream of training prompts: nothing repeated, nothing skipped, resumable anywhere; solved prompts are skipped."""
 
 import random
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.records.prompt import Prompt
 
 
@@ -76,3 +76,33 @@ def test_no_prompts_and_impossible_states_are_refused() -> None:
     for state in ({"epoch": 0, "position": 4}, {"epoch": -1, "position": 0}, {"epoch": 0, "position": -1}):
         with pytest.raises(DataError, match="3 training prompts"):
             PromptLoader(rows(3), 0, True).restore(state)
+
+
+# -- solved prompts
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(1, 3))
+def test_a_prompt_is_excluded_after_a_streak_of_solved_visits(visits: list[bool], after: int) -> None:
+    prompts = PromptFilter(after, 0.0, 0)
+    for solved in visits:
+        prompts.visited("a", solved)
+    filtered = len(visits) >= after and all(visits[-after:])
+    assert prompts.excludes("a", 0) == filtered
+    assert prompts.filtered == filtered
+    assert not prompts.excludes("b", 0)
+
+
+def test_a_filtered_prompt_keeps_its_fraction_of_turns() -> None:
+    uids = [str(number) for number in range(500)]
+
+    def omitted(revisit_fraction: float, seed: int = 0) -> list[tuple[str, int]]:
+        prompts = PromptFilter(1, revisit_fraction, seed)
+        prompts.restore(dict.fromkeys(uids, 1))
+        return [(uid, epoch) for epoch in range(4) for uid in uids if prompts.excludes(uid, epoch)]
+
+    assert len(omitted(0.0)) == 2000
+    assert omitted(1.0) == []
+    assert 1400 < len(omitted(0.25)) < 1600
+    assert omitted(0.25) == omitted(0.25), "depends only on seed, epoch and uid"
+    assert omitted(0.25) != omitted(0.25, seed=1)
+    assert len({uid for uid, _ in omitted(0.25)}) > 450, "not the same ones in every epoch"
