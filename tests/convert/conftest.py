@@ -1,16 +1,61 @@
-"""A home folder with the model and data of verl's defaults, and the command line in this process."""
+"""A home folder with the model and data of verl's defaults, the command line in this process, and cases.yaml."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from asyncrl_cli.cli.app import main
+from asyncrl_cli.convert.table import Conversion, spec_text
+from asyncrl_cli.spec.load import load_spec, resolved
 
 Command = Callable[..., tuple[object, str, str]]
+DATA = Path(__file__).parents[1] / "data"
+ABBREVIATIONS = {
+    "$counts": "--per_device_train_batch_size 4 --gradient_accumulation_steps 8 --num_generations 16",
+    "$batch": "--per_device_train_batch_size 4 --gradient_accumulation_steps 16",
+    "$": "actor_rollout_ref.",
+    "tests/data": str(DATA),
+}
+
+
+def cases(trainer: str) -> list[Any]:
+    """Parameters of a test: the words of each case in cases.yaml, and what they give."""
+    text = (Path(__file__).parent / "cases.yaml").read_text(encoding="utf-8")
+    for abbreviation, words in ABBREVIATIONS.items():
+        text = text.replace(abbreviation, words)
+    return [(shlex.split(line), result) for line, result in yaml.safe_load(text)[trainer].items()]
+
+
+def check_case(conversion: Conversion, name: str, result: dict[str, Any] | str | None) -> None:
+    """Assert the values, the remark or the lost key ``name`` of a case."""
+    if isinstance(result, dict):
+        values = spec_values(conversion)
+        assert {key: values[key] for key in result} == result
+    elif result:
+        assert result in "\n".join(text for _, text in conversion.remarks)
+    else:
+        assert [name] in conversion.lost.values()
+
+
+def spec_values(conversion: Conversion) -> dict[str, Any]:
+    """Return all values of the converted spec by dotted key, with defaults. It must be valid."""
+    values: dict[str, Any] = {}
+
+    def visit(value: Any, prefix: str) -> None:
+        values[prefix] = value
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                visit(inner, f"{prefix}.{name}" if prefix else name)
+
+    visit(resolved(load_spec("spec.yaml", data=spec_text(conversion, "test", Path()).encode())), "")
+    return values
 
 
 @pytest.fixture

@@ -15,14 +15,13 @@ from asyncrl_cli.convert.table import Conversion, convert, spec_text
 from asyncrl_cli.convert.trl import TRAINERS, parse
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.load import load_spec
-from tests.convert.conftest import Command
-from tests.convert.test_verl import flat
+from tests.convert.conftest import DATA, Command, cases, check_case, spec_values
 
 pytestmark = pytest.mark.slow
 
-DATA = Path(__file__).parents[1] / "data/trl"
-FILES = sorted(DATA.glob("*.yaml"))
-ZERO3 = str(DATA / "accelerate/deepspeed_zero3.yaml")
+FOLDER = DATA / "trl"
+FILES = sorted(FOLDER.glob("*.yaml"))
+ZERO3 = str(FOLDER / "accelerate/deepspeed_zero3.yaml")
 BASE = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "trl-lib/DeepMath-103K", "--num_processes", "8"]
 
 
@@ -33,8 +32,8 @@ def converted(*words: str) -> Conversion:
 
 
 def spec_of(*words: str) -> dict[str, Any]:
-    """The values of the valid spec that arguments give, by dotted key."""
-    return flat(load_spec("spec.yaml", data=spec_text(converted(*words), "test", Path()).encode()))
+    """Return the values of the valid spec that arguments give, by dotted key."""
+    return spec_values(converted(*words))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -107,101 +106,9 @@ def test_epochs_stay_epochs(home: Path) -> None:
     assert "CHECK warmup_updates: a share of the steps, computed for 100" in text
 
 
-COUNTS = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", "16"]
-PPO = ["ppo", *BASE, "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "16"]
-
-
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        # 4 completions on each of 8 devices, accumulated 8 times, in groups of 16.
-        (COUNTS, "pipeline.groups_per_step", 16),
-        (COUNTS, "trainer.minibatches", 1),
-        ([*COUNTS, "--steps_per_generation", "32"], "pipeline.groups_per_step", 64),
-        ([*COUNTS, "--steps_per_generation", "32"], "trainer.minibatches", 4),
-        ([*COUNTS, "--generation_batch_size", "512"], "pipeline.groups_per_step", 32),
-        ([*COUNTS, "--generation_batch_size", "512"], "trainer.minibatches", 2),
-        # TRL counts updates: 4 minibatches · 2 iterations are 8 of them.
-        ([*COUNTS, "--steps_per_generation", "32", "--num_iterations", "2", "--max_steps", "800"], "stop.steps", 100),
-        ([*COUNTS, "--steps_per_generation", "32", "--save_steps", "8"], "checkpoints.every", 2),
-        (["--save_strategy", "no"], "checkpoints.every", 0),
-        (["--max_steps", "200", "--warmup_ratio", "0.1"], "trainer.schedule.warmup_updates", 20),
-        (["--loss_type", "grpo"], "algorithm.aggregation", "sequence_mean"),
-        ([], "algorithm.aggregation", "token_mean"),
-        (["--loss_type", "dr_grpo", "--scale_rewards", "none"], "algorithm.advantage", "group_mean"),
-        (["--loss_type", "cispo", "--epsilon_high", "5.0"], "algorithm.clip_high", 4.0),
-        (["--loss_type", "cispo", "--epsilon_high", "5.0"], "algorithm.clip_low", 1.0),
-        (["--loss_type", "sapo"], "algorithm.loss", "sapo"),
-        (["--importance_sampling_level", "sequence", "--loss_type", "grpo"], "algorithm.loss", "gspo"),
-        (["--epsilon_high", "0.28"], "algorithm.clip_high", 0.28),
-        (["--delta", "4.0"], "algorithm.dual_clip", 4.0),
-        (["--beta", "0.04"], "algorithm.kl_coef", 0.04),
-        ([], "algorithm.uniform_groups", "train"),
-        ([], "algorithm.correction.mask_high", 3.0),
-        ([], "algorithm.correction.level", "sequence"),
-        (["--vllm_importance_sampling_mode", "token_truncate"], "algorithm.correction.cap", 3.0),
-        (["--vllm_importance_sampling_correction", "False"], "algorithm.correction.level", None),
-        (["--mask_truncated_completions"], "algorithm.mask_truncated", True),
-        ([], "trainer.ranks", 4),
-        (["--use_vllm", "--vllm_mode", "server", "--vllm_tensor_parallel_size", "2"], "trainer.ranks", 8),
-        (["--use_vllm", "--vllm_mode", "server", "--vllm_tensor_parallel_size", "2"], "rollout.gpus_per_engine", 2),
-        (["--accelerate_config", "zero2"], "trainer.zero_stage", 2),
-        (["--accelerate_config", ZERO3], "trainer.ranks", 4),
-        (["--lr_scheduler_type", "constant_with_warmup"], "trainer.schedule.kind", "constant"),
-        (["--chat_template_kwargs", '{"enable_thinking": false}'], "model.chat_template_kwargs.enable_thinking", False),
-        ([], "data.apply_chat_template", False),
-        (["--bf16", "False"], "trainer.dtype", "float32"),
-        (["--report_to", "wandb", "tensorboard"], "tracking.tensorboard", True),
-        ([], "pipeline.mode", "sync"),
-        (["--output_dir", "out/My Model"], "name", "My-Model"),
-    ],
-)
-def test_settings_of_grpo(home: Path, words: list[str], key: str, value: Any) -> None:
-    assert spec_of("grpo", *BASE, *words)[key] == value
-
-
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        (["rloo", *BASE], "algorithm.advantage", "leave_one_out"),
-        (["rloo", *BASE], "algorithm.kl_placement", "reward"),
-        (["rloo", *BASE], "algorithm.kl_coef", 0.05),
-        (["rloo", *BASE], "algorithm.sequence_divisor", 1),
-        (["rloo", *BASE], "rollout.group_size", 2),
-        (["async_grpo", *BASE], "pipeline.mode", "async"),
-        (["async_grpo", *BASE], "pipeline.max_staleness", 4),
-        (["async_grpo", *BASE, "--weight_sync_steps", "2", "--max_steps", "50"], "pipeline.publish_every", 2),
-        (PPO, "rollout.group_size", 1),
-        (PPO, "pipeline.groups_per_step", 512),
-        ([*PPO, "--num_mini_batches", "4"], "pipeline.groups_per_step", 512),
-        ([*PPO, "--num_mini_batches", "4"], "trainer.minibatches", 4),
-        ([*PPO, "--total_episodes", "51200"], "stop.steps", 100),
-        (PPO, "trainer.epochs", 4),
-        (PPO, "algorithm.advantage", "gae"),
-        (PPO, "algorithm.gae_lambda", 0.95),
-        (PPO, "algorithm.kl_placement", "reward"),
-    ],
-)
-def test_settings_of_other_trainers(home: Path, words: list[str], key: str, value: Any) -> None:
-    assert spec_of(*words)[key] == value
-
-
-@pytest.mark.parametrize(
-    ("words", "remark"),
-    [
-        (["--num_generations", "7"], "not divisible by num_generations"),
-        (["--scale_rewards", "batch"], "deviation of the batch"),
-        (["--loss_type", "vespo"], "this loss_type has no counterpart"),
-        (
-            ["--reward_funcs", "my_lib.rewards.fluent", "think_format_reward", "--reward_weights", "2", "1"],
-            "(fluent, 2.0), (think_format_reward, 1.0)",
-        ),
-        (["--sync_ref_model"], "the reference becomes the policy"),
-        (["--fp16"], "float16 is not supported"),
-    ],
-)
-def test_settings_that_cannot_be_kept_get_a_remark(words: list[str], remark: str) -> None:
-    assert remark in "\n".join(text for _, text in converted("grpo", *BASE, *words).remarks)
+@pytest.mark.parametrize(("words", "result"), cases("trl"))
+def test_settings(home: Path, words: list[str], result: Any) -> None:
+    check_case(converted(words[0], *BASE, *words[1:]), "", result)
 
 
 def test_every_argument_of_transformers_is_known() -> None:

@@ -13,11 +13,12 @@ from asyncrl_cli.convert.shell import command_words
 from asyncrl_cli.convert.table import Conversion, convert, spec_text
 from asyncrl_cli.convert.verl import ARGUMENT, read_command_line, trainer_of
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.spec.load import LoadedSpec, load_spec, resolved
+from asyncrl_cli.spec.load import load_spec
+from tests.convert.conftest import DATA, cases, check_case, spec_values
 
 pytestmark = pytest.mark.slow
 
-FILES = sorted((Path(__file__).parents[1] / "data/verl").glob("*.yaml"))
+FILES = sorted((DATA / "verl").glob("*.yaml"))
 
 
 def converted(overrides: list[str], file: Path | None = None) -> Conversion:
@@ -25,24 +26,9 @@ def converted(overrides: list[str], file: Path | None = None) -> Conversion:
     return convert(values, trainer_of("", values))
 
 
-def flat(loaded: LoadedSpec) -> dict[str, Any]:
-    """The values of a spec by dotted key."""
-    found: dict[str, Any] = {}
-
-    def visit(value: Any, prefix: str) -> None:
-        found[prefix] = value
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                visit(inner, f"{prefix}.{name}" if prefix else name)
-
-    visit(resolved(loaded), "")
-    return found
-
-
 def spec_of(*overrides: str) -> dict[str, Any]:
-    """The values of the valid spec that overrides give, by dotted key."""
-    text = spec_text(converted(list(overrides)), "test", Path())
-    return flat(load_spec("spec.yaml", data=text.encode()))
+    """Return the values of the valid spec that overrides give, by dotted key."""
+    return spec_values(converted(list(overrides)))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -63,102 +49,12 @@ def test_unknown_keys_are_listed_and_marked(home: Path) -> None:
 
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-C = "algorithm.rollout_correction."
-BATCHES = ["data.train_batch_size=512", f"{A}ppo_mini_batch_size=128"]
 GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "value"),
-    [
-        (BATCHES, "pipeline.groups_per_step", 512),
-        (BATCHES, "trainer.minibatches", 4),
-        ([], "algorithm.uniform_groups", "train"),
-        (["algorithm.filter_groups.enable=True"], "algorithm.uniform_groups", "reject"),
-        (["algorithm.norm_adv_by_std_in_grpo=False"], "algorithm.advantage", "group_mean"),
-        (["algorithm.adv_estimator=rloo"], "algorithm.advantage", "leave_one_out"),
-        (["algorithm.adv_estimator=reinforce_plus_plus"], "algorithm.whiten_advantages", True),
-        (["algorithm.adv_estimator=gae"], "algorithm.critic.value_clip", 0.5),
-        ([f"{A}use_kl_loss=True", f"{A}kl_loss_coef=0.01"], "algorithm.kl_coef", 0.01),
-        ([f"{A}use_kl_loss=True", f"{A}kl_loss_coef=0.01"], "algorithm.kl_placement", "loss"),
-        ([f"{A}use_kl_loss=True", f"{A}kl_loss_type=mse"], "algorithm.kl_estimator", "k2"),
-        (["algorithm.use_kl_in_reward=True"], "algorithm.kl_estimator", "k1"),
-        ([f"{A}clip_ratio=0.1", f"{A}clip_ratio_high=0.28"], "algorithm.clip_high", 0.28),
-        ([f"{A}policy_loss.loss_mode=gspo"], "algorithm.loss", "gspo"),
-        ([], "algorithm.dual_clip", 3.0),
-        ([f"{A}loss_agg_mode=seq-mean-token-sum-norm"], "algorithm.aggregation", "sequence_sum"),
-        ([f"{A}loss_agg_mode=seq-mean-token-sum"], "algorithm.sequence_divisor", 1),
-        ([f"{A}loss_agg_mode=seq-mean-token-mean"], "algorithm.aggregation", "sequence_mean"),
-        (["algorithm.rollout_correction.rollout_is=token"], "algorithm.correction.cap", 2.0),
-        (
-            [f"{C}rollout_is=token", f"{C}rollout_is_threshold=0.5_5.0"],
-            "algorithm.correction.mask_high",
-            5.0,
-        ),
-        (
-            [
-                f"{C}rollout_rs=seq_mean_k1",
-                f"{C}rollout_rs_threshold=0.999_1.001",
-            ],
-            "algorithm.correction.reject_low",
-            0.999,
-        ),
-        ([f"{C}bypass_mode=True", f"{C}rollout_is=token"], "algorithm.correction.level", None),
-        ([f"{A}policy_loss.loss_mode=cispo", f"{A}clip_ratio_low=10"], "algorithm.clip_low", 1.0),
-        (["algorithm.rollout_correction.bypass_mode=True"], "algorithm.correction.proximal", "behaviour"),
-        ([], "algorithm.correction.level", None),
-        # Eight GPUs that train and generate in turn are divided; an engine takes two by default.
-        ([], "trainer.ranks", 4),
-        ([], "rollout.engines", 2),
-        (["trainer.nnodes=2", f"{R}tensor_model_parallel_size=4"], "rollout.engines", 2),
-        (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "trainer.ranks", 1),
-        (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "trainer.gpus_per_rank", 0.5),
-        (["trainer.n_gpus_per_node=1", f"{R}tensor_model_parallel_size=1"], "rollout.gpus_per_engine", 0.5),
-        ([], "pipeline.mode", "sync"),
-        (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "pipeline.mode", "one_step_off"),
-        (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "rollout.engines", 1),
-        (["trainer.v1.trainer_mode=separate_async", f"{R}nnodes=1"], "pipeline.max_staleness", 7),
-        (["trainer.v1.trainer_mode=separate_async", f"{R}nnodes=1"], "pipeline.publish_every", 4),
-        # verl's schedule advances once per step, ours once per update; a step has eight updates here.
-        (
-            [f"{A}optim.lr_warmup_steps=10", *BATCHES, f"{A}ppo_epochs=2"],
-            "trainer.schedule.warmup_updates",
-            80,
-        ),
-        (["trainer.save_freq=20"], "checkpoints.every", 20),
-        ([f"{A}optim.lr=5e-7"], "trainer.optimizer.learning_rate", 5e-7),
-        ([f"{A}fsdp_config.optimizer_offload=True"], "trainer.offload", "optimizer"),
-        (["actor_rollout_ref.model.lora_rank=32"], "model.lora.rank", 32),
-        ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=3000"], "trainer.tokens_per_microbatch", 3000),
-        ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=100"], "trainer.tokens_per_microbatch", 1024),
-        ([f"{A}ulysses_sequence_parallel_size=2"], "trainer.sequence_parallel", 2),
-        ([f"{A}ulysses_sequence_parallel_size=3"], "trainer.sequence_parallel", 1),  # for 4 ranks
-        (
-            [
-                f"{A}ulysses_sequence_parallel_size=2",
-                f"{A}use_dynamic_bsz=True",
-                f"{A}ppo_max_token_len_per_gpu=3000",
-            ],
-            "trainer.tokens_per_microbatch",
-            6000,
-        ),
-        (['trainer.logger=["console","wandb"]'], "tracking.wandb.project", "verl_examples"),
-        (["trainer.logger=[console,tensorboard]"], "tracking.tensorboard", True),
-        (
-            ["+data.apply_chat_template_kwargs.enable_thinking=False"],
-            "model.chat_template_kwargs.enable_thinking",
-            False,
-        ),
-        (["trainer.experiment_name=my run/7"], "name", "my-run-7"),
-        (
-            [f"{A}router_replay.mode=R3", f"{R}enable_rollout_routing_replay=True"],
-            "algorithm.router_replay",
-            True,
-        ),
-    ],
-)
-def test_settings(home: Path, overrides: list[str], key: str, value: Any) -> None:
-    assert spec_of(*GRPO, *overrides)[key] == value
+@pytest.mark.parametrize(("overrides", "result"), cases("verl"))
+def test_settings(home: Path, overrides: list[str], result: Any) -> None:
+    check_case(converted([*GRPO, *overrides]), "".join(overrides[:1]).partition("=")[0].lstrip("+"), result)
 
 
 def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
@@ -193,35 +89,6 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         "model.max_length": 10240,
     }
     assert {key: spec[key] for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("override", "remark"),
-    [
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax has no counterpart"),
-        (f"{A}policy_loss.loss_mode=kl_cov", "loss_mode=kl_cov has no counterpart"),
-        (f"{A}ppo_mini_batch_size=100", "not divisible"),
-        ("data.train_files=[a.parquet,b.tar]", "asyncrl reads .jsonl, .json, .parquet and .csv"),
-        ("algorithm.rollout_correction.rollout_is=geometric", "rollout_is=geometric has no counterpart"),
-        ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
-        (f"{R}multi_turn.enable=True", "several turns"),
-        (f"{A}router_replay.mode=R2", "asyncrl has only R3"),
-        (f"{R}do_sample=False", "always sampled"),
-        ("data.truncation=left", "verl truncates longer prompts"),
-        (f"{R}response_length=64", "differs from data.max_response_length"),
-        (f"{A}fsdp_config.dtype=float16", "float16 is not supported"),
-    ],
-)
-def test_settings_that_cannot_be_kept_get_a_remark(override: str, remark: str) -> None:
-    assert remark in " ".join(text for _, text in converted([*GRPO, override]).remarks)
-
-
-@pytest.mark.parametrize(("name", "parser"), [("qwen", "hermes"), ("llama3", "llama3_json"), ("gpt-oss", "openai")])
-def test_tool_formats_have_the_names_of_vllms_parsers(home: Path, name: str, parser: str) -> None:
-    turns = [f"{R}multi_turn.enable=True", f"{R}multi_turn.format={name}"]
-    assert spec_of(*GRPO, *turns)["rollout.tool_parser"] == parser
-    remarks = converted([*GRPO, turns[0], f"{R}multi_turn.format=mine"]).remarks
-    assert any("multi_turn.format=mine has no counterpart: `hermes`" in text for _, text in remarks)
 
 
 def test_lost_keys_are_marked_unless_they_are_off() -> None:
@@ -306,26 +173,6 @@ def test_images_are_kept_with_column_number_and_the_trained_tower(
     assert (values["model.max_images"], values["model.freeze"]) == (limit, freeze)
     assert values["data.train.image_column"] == values.get("data.eval.image_column") == column
     assert "model.max_images" not in {setting.key for setting in converted(GRPO).settings}
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [f"{R}agent.agent_loop_config_path=loops.yaml"],
-        [f"{A}optim.optimizer=SGD"],
-        ["actor_rollout_ref.ref.model.path=other/model"],
-        ["actor_rollout_ref.model.lora.dropout=0.1"],
-        ["+reward.custom_reward_function.reward_kwargs.scale=2", "reward.custom_reward_function.path=r.py"],
-        ["reward.reward_manager.name=batch"],
-        ["critic.ppo_epochs=4", "algorithm.adv_estimator=gae"],
-        ["algorithm.filter_groups.metric=acc", "algorithm.filter_groups.enable=True"],
-        [f"{R}multi_turn.max_user_turns=3", f"{R}multi_turn.enable=True"],
-        [f"{A}megatron.override_transformer_config.moe_aux_loss_coeff=0.01"],
-    ],
-)
-def test_keys_that_change_the_training_are_not_needless(overrides: list[str]) -> None:
-    name = overrides[0].partition("=")[0].lstrip("+")
-    assert [name] in converted([*GRPO, *overrides]).lost.values()
 
 
 def test_epochs_stay_epochs(home: Path) -> None:
