@@ -68,7 +68,7 @@ def measure(name: str, attention: str, options: argparse.Namespace, joined: bool
          "rollout.max_response_tokens=256", f"trainer.tokens_per_microbatch={options.microbatch}",
          f"trainer.attention={attention}", f"trainer.dtype={options.dtype}", f"rollout.dtype={options.dtype}",
          *(["trainer.gpus_per_rank=1", "rollout.gpus_per_engine=1"] if gpu else []),
-         "evaluation=off", "trainer.optimizer.learning_rate=1e-12"]
+         "data.eval=null", "trainer.optimizer.learning_rate=1e-12"]
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         assert spec.model.init is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def validate_spec(
-    specs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SPEC", help="YAML specs; `-` reads one from standard input.", show_default=False),
-    ] = None,
+    specs: Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="YAML specs.", show_default=False)] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document with all problems.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
@@ -54,10 +50,8 @@ def validate_spec(
         return
     if not specs:
         raise typer.BadParameter("name a spec, or use --schema", param_hint="SPEC")
-    if len(specs) > 1 and (resolved or prompt or "-" in specs):
-        raise typer.BadParameter("--resolved, --prompt and `-` take one spec at a time", param_hint="SPEC")
-    if prompt and specs == ["-"]:
-        raise typer.BadParameter("--prompt needs a file: task and data are in its folder", param_hint="SPEC")
+    if len(specs) > 1 and (resolved or prompt):
+        raise typer.BadParameter("--resolved and --prompt take one spec at a time", param_hint="SPEC")
     answers = [
         _check(spec, overrides=overrides or (), resolved=resolved, prompt=prompt, memory=memory) for spec in specs
     ]
@@ -94,7 +88,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
     from asyncrl_cli.spec.problems import SpecError
 
     try:
-        loaded = load_spec(spec, overrides, _standard_input() if spec == "-" else None, user_code=True)
+        loaded = load_spec(spec, overrides, user_code=True)
     except SpecError as error:
         if debugging():
             traceback.print_exc()
@@ -142,14 +136,6 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
     if reason := missing_program(settings):
         message = f"this machine cannot start the sandbox: {reason}"
         yield Problem("task.sandbox", message=message, hint=HINTS[settings.kind], severity="warning", file=spec)
-
-
-def _standard_input() -> bytes:
-    from asyncrl_cli.spec.layers import MAX_BYTES
-
-    if sys.stdin is None:  # `<&-` in a shell
-        raise typer.BadParameter("standard input is closed", param_hint="SPEC")
-    return sys.stdin.buffer.read(MAX_BYTES + 1)
 
 
 def summary(loaded: LoadedSpec) -> str:

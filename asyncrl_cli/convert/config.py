@@ -23,7 +23,7 @@ MAX_REFERENCES = 8
 MAX_REFERENCE_LENGTH = 1 << 16
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.@]+)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
 """OmegaConf's `${a.b}`, `${.sibling}` and `${oc.select:a.b,default}`; a default may itself be a reference."""
-_NAME_KEYS = ("name", "tracking.experiment", "tracking.wandb.project")
+NAME_KEYS = ("name", "tracking.experiment", "tracking.wandb.project")
 """Keys of a spec that are names."""
 _UNKNOWN = re.compile("\0" + "([^\0]*)\0" * 4)
 
@@ -112,12 +112,10 @@ class ForeignConfig:
         are left out.
         """
         _, value = self._lookup(names)
-        is_name, fragments = key in _NAME_KEYS, unknown_fragments(value)
-        if not fragments:
-            return value
+        is_name, fragments = key in NAME_KEYS, unknown_fragments(value)
+        if not fragments or not (is_name or all(fragment.variable for fragment in fragments)):
+            return self.get(*names)
         for fragment in fragments:
-            if not is_name and not fragment.variable:
-                return self.get(*names)
             self.remark(key, f"{fragment.reason}: {'left out' if is_name else 'export it, or write the path'}")
         return (
             parse_value(without_marks(value, lambda fragment: "" if is_name else f"${{env:{fragment.variable}}}"))
@@ -160,12 +158,14 @@ class ForeignConfig:
         return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
     def holds(self, condition: str) -> bool:
-        """Return True if a table's condition holds: `A & B | C` is A, and B or C. `name` is a true value, `name=value`
-        a text, and `!` negates either."""
+        """Return True if a table's condition holds: `A & B | C` is A, and B or C. `name` is a true value, `name=text`
+        a value or an item of a list, and `!` negates either."""
 
         def is_true(term: str) -> bool:
-            name, equals, value = term.removeprefix("!").partition("=")
-            return (str(self.get(name)) == value if equals else self.flag(name)) != term.startswith("!")
+            name, equals, text = term.removeprefix("!").partition("=")
+            value = self.get(name)
+            texts = map(str, value if isinstance(value, list) else [value])
+            return (text in texts if equals else self.flag(name)) != term.startswith("!")
 
         return all(any(map(is_true, terms.split(" | "))) for terms in condition.split(" & "))
 

@@ -84,15 +84,3 @@ def image_settings(config: ForeignConfig, path: Any, column: Any, limit: int, is
 def multiple(steps: float, divisor: int) -> int:
     """Round steps up to a multiple of the divisor; 0 stays 0."""
     return -(-int(steps) // divisor) * divisor if steps > 0 else 0
-
-
-def tracking_settings(config: ForeignConfig, name: str, project: Any) -> dict[str, Any]:
-    """Return `tracking` from the key ``name``, which has one logger or a list of loggers."""
-    value = config.get(name)
-    loggers = [str(logger).lower() for logger in (value if isinstance(value, list) else [value])]
-    return {
-        "tracking.mlflow": "mlflow" in loggers,
-        "tracking.experiment": project,
-        "tracking.tensorboard": "tensorboard" in loggers,
-        "tracking.wandb.project": project if "wandb" in loggers else None,
-    }

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
-from asyncrl_cli.convert.config import ForeignConfig, display_text
+from asyncrl_cli.convert.config import NAME_KEYS, ForeignConfig, display_text
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 
@@ -212,7 +212,7 @@ def _value(config: ForeignConfig, key: str, row: Row, names: Sequence[str]) -> A
                 return case_value
             names = [case_value[1:]]
             break
-    value = config.get(*names)
+    value = config.text(key, *names) if key in NAME_KEYS else config.get(*names)
     text = str(value).lower()
     if text in row.checks:
         config.remark(key, row.checks[text])

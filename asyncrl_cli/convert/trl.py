@@ -31,7 +31,6 @@ from asyncrl_cli.convert.shared import (
     model_path,
     multiple,
     run_name,
-    tracking_settings,
 )
 from asyncrl_cli.convert.shell import command_words, launched
 from asyncrl_cli.convert.table import Trainer, table
@@ -160,7 +159,6 @@ def read_program(path: str) -> Arguments:
 
 def settings(c: ForeignConfig) -> dict[str, Any]:
     """Return the values by key of the spec. None: the key is not written."""
-    tracking = tracking_settings(c, "report_to", c.text("tracking.experiment", "wandb_project", "project"))
     model = c.text("model.path", "model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
     is_frozen = any(map(c.flag, c.matching("freeze_vision*")))
     return {
@@ -171,8 +169,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         **_task(c),
         **_data(c),
         **_sizes(c),
-        **tracking,
-        "tracking.wandb.entity": c.get("wandb_entity") if tracking["tracking.wandb.project"] else None,
         **(_distillation(c) if c.get("variant") == "gkd" else {}),
     }
 

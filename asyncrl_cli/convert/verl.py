@@ -19,7 +19,6 @@ from asyncrl_cli.convert.shared import (
     multiple,
     run_name,
     sees_images,
-    tracking_settings,
 )
 from asyncrl_cli.convert.shell import launched
 from asyncrl_cli.convert.table import Trainer, table
@@ -85,8 +84,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         c.check("other_prompt_length")
     if c.count("$rollout.response_length") not in (0, response_tokens):
         c.check("other_response_length")
-    if estimator not in ("gae", "reinforce_plus_plus") and c.count("$rollout.n") < 2:
-        c.check("no_group")
     path, column = c.text("model.path", "$model.path"), c.get("data.image_key")
     if column in (None, "images"):  # verl's default, which text-only configurations have, too
         if column and not sees_images(path):
@@ -103,7 +100,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "model.lora.rank": max(c.count("$model.lora_rank"), c.count("$model.lora.rank")) or None,
         "task.use": _task(c),
         "data.train.path": _data_path(c, "data.train.path", c.text("data.train.path", "data.train_files")),
-        "data.train.size": c.count("data.train_max_samples", minimum=0) or None,
         **_reward_parts(c, estimator),
         # Ratios are never negative, so a clip_low above 1 has no effect.
         "algorithm.clip_low": min(c.number("$actor.clip_ratio_low", "$actor.clip_ratio"), 1.0),
@@ -112,7 +108,6 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "algorithm.overlong_buffer": min(c.number(f"{overlong}len") / max(response_tokens, 1), 1) if overlong else None,
         **_sizes(c, prompt_tokens + response_tokens, has_images=bool(column or image_limit or sees_images(path))),
         **_held_out(c, column),
-        **tracking_settings(c, "trainer.logger", project=c.text("tracking.experiment", "trainer.project_name")),
         **_distillation(c),
     }
     if c.get("model_engine") == "veomni" and "actor_rollout_ref.actor.optim.lr_scheduler_type" not in c.values:
@@ -248,13 +243,10 @@ def _distillation(c: ForeignConfig) -> dict[str, Any]:
     """Distillation by policy gradient. The sampled token's advantage is minus k1, as with `preset: distill`."""
     if not c.flag("distillation.enabled"):
         return dict.fromkeys(("algorithm.reference_path", "algorithm.reward_coef"))
-    if limit := c.number(f"{LOSS}loss_max_clamp"):
-        c.check("limited_kl", limit=limit)
     teachers = [c.values[name] for name in c.matching(TEACHERS) if c.values[name]]
     if len(teachers) != 1:
         c.unsupported.append(f"{TEACHERS}: a run has one teacher, and there are {len(teachers)}")
     has_reward = c.get("reward.custom_reward_function.path", "custom_reward_function.path")
-    c.remarks.pop("algorithm.advantage", None)
     task = {}
     if not has_reward and not c.flag("$rollout.multi_turn.enable"):
         del c.remarks["task.use"]
@@ -324,7 +316,6 @@ def _held_out(c: ForeignConfig, image_column: Any) -> dict[str, Any]:
         sets[unique_name] = {"data": {key: value for key, value in data.items() if value is not None}}
     return {
         "data.eval.path": _data_path(c, "data.eval.path", files[:1]),
-        "data.eval.size": c.count("data.val_max_samples", minimum=0) or None,
         "evaluation.sets": sets or None,
     }
 

@@ -68,7 +68,7 @@ class Layers:
     def read(self, path: str, data: bytes | None = None) -> YamlNode | None:
         """Merge the file onto all files that it extends. None if the file itself cannot be read.
 
-        ``data`` is the file's content if it comes from elsewhere, such as standard input.
+        ``data`` is the file's content if it is not yet written.
         """
         return self._read(path, blame=None, chain=(), data=data)
 

@@ -117,9 +117,8 @@ def _load(
     if root is None:
         return None
     problems = layers.problems
-    root = _without_evaluation(root, problems)
     for assignment in overrides:
-        root = _without_evaluation(override(root, assignment, problems), problems)
+        root = override(root, assignment, problems)
     # Paths become absolute before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
@@ -164,15 +163,6 @@ def _user_code(spec: ExperimentSpec) -> Iterator[tuple[str, str]]:
             continue
         if not key.endswith("options.reward") or values[key.replace("options.reward", "use")] == "command":
             yield key, text
-
-
-def _without_evaluation(root: YamlNode, problems: list[Problem]) -> YamlNode:
-    """Carry out `evaluation: off`: remove the held-out prompts. A later override may name prompts again."""
-    evaluation = root.child("evaluation")
-    if evaluation is None or evaluation.value not in (False, "off"):
-        return root
-    # An empty section (null) has its defaults, as everywhere: the keys below it may be commented out.
-    return override(root.changed(["evaluation"], lambda _: None), "data.eval=null", problems)
 
 
 def _too_large(root: YamlNode, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:

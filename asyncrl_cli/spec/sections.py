@@ -361,10 +361,7 @@ class EvaluationSet(Section):
 
 
 class EvaluationSpec(Section):
-    """Accuracy on the held-out prompts and on further sets. The run's engines generate the responses.
-
-    `evaluation: off` evaluates nothing; it is short for `data.eval: null` without `sets`.
-    """
+    """Accuracy on the held-out prompts and on further sets. The run's engines generate the responses."""
 
     every: NonNegative = 0
     """Steps between two evaluations during training; 0 evaluates only before and after training."""

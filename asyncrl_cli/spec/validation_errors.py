@@ -143,6 +143,8 @@ def _hint(detail: ErrorDetails, key: Key | None) -> str:
         meant = [name for name in VALUES.get(value, ()) if name in allowed_words]
         if hint := did_you_mean(meant[0] if meant else value, allowed_words):
             return hint
+    if detail["loc"] == ("evaluation",) and value in (False, "off"):
+        return "to evaluate nothing, set data.eval: null"
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "put it in quotes"
     if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):

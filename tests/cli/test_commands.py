@@ -451,10 +451,7 @@ def resumed(asyncrl: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return resume
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["runs", "a: b", "a #b", "${env:HOME}"],
-)
+@pytest.mark.parametrize("name", ["runs", "a: b", "a #b", "${env:HOME}"])
 def test_a_resumed_run_stays_in_its_folder(resumed: Callable[..., str], tmp_path: Path, name: str) -> None:
     run = resumable(tmp_path / name, step=3)
     assert resumed(tmp_path / name, "--steps", "20") == f"{tmp_path / name} 20 resume 3 'stop.steps=20'"

@@ -64,7 +64,7 @@ def read(target: str, **options: Any) -> Any:
     ("arguments", "message", "hint"),
     [
         (["spec.yaml"], "no prompts to evaluate on", "--data PATH"),
-        (["spec.yaml", "--set", "evaluation=off"], "no prompts to evaluate on", "--data PATH"),
+        (["spec.yaml", "--set", "data.eval=null"], "no prompts to evaluate on", "--data PATH"),
         (["models/mine"], "no task and no data", "asyncrl evaluate models/mine --spec SPEC"),
         (["models/empty"], "no run is called 'models/empty'", "asyncrl runs"),
         (["latest"], "there is no run yet", "asyncrl train SPEC"),
@@ -96,7 +96,7 @@ def test_options_that_contradict_each_other_are_errors_of_usage(
     assert message in " ".join(ended.output.split())
 
 
-@pytest.mark.parametrize("off", ["", "evaluation: off\n", "evaluation: {temperature: 0.5}\n"])
+@pytest.mark.parametrize("off", ["", "evaluation: {temperature: 0.5}\n"])
 def test_option_data_replaces_the_held_out_prompts_and_keeps_the_columns(folder: Path, off: str) -> None:
     (folder / "spec.yaml").write_text(SPEC + off)
     spec = read("spec.yaml", data="test.jsonl")[0].spec

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.cli.app import main
 from asyncrl_cli.spec.load import load_spec
+from tests.cli.conftest import Done
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "specs/quickstart.yaml")
 BROKEN = str(ROOT / "tests/fixtures/broken.yaml")
+Command = Callable[..., Done]
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "rich")
 
 
-@pytest.fixture
-def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Run a command line in this process; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
-    def run(*arguments: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
 
-    return run
-
-
-def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_a_valid_spec_is_one_line(asyncrl: Command) -> None:
     assert asyncrl("validate-spec", QUICKSTART) == (
         0,
         f"{QUICKSTART} is valid: quickstart runs 60 steps of 32 groups of 8 rollouts, async with staleness of at most "
@@ -46,7 +37,7 @@ def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-d
     )
 
 
-def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_a_broken_spec_ends_with_2_and_no_traceback(asyncrl: Command) -> None:
     code, out, err = asyncrl("validate-spec", BROKEN)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: seeds: unknown key\n --> {BROKEN}:3:1\nhint: did you mean `seed`?\n")
@@ -102,8 +93,8 @@ class Task:
         ("task={use: 'my_code:Task', options: {reward: 'any:text', url: 'judge:port'}}", ""),
     ],
 )
-def test_names_of_the_users_code_are_looked_up_without_an_import(  # type: ignore[no-untyped-def]
-    asyncrl, tmp_path: Path, assignment: str, message: str
+def test_names_of_the_users_code_are_looked_up_without_an_import(
+    asyncrl: Command, tmp_path: Path, assignment: str, message: str
 ) -> None:
     (tmp_path / "spec.yaml").write_text(f"extends: {QUICKSTART}")
     (tmp_path / "my_code.py").write_text(USER_CODE)
@@ -117,13 +108,13 @@ def test_names_of_the_users_code_are_looked_up_without_an_import(  # type: ignor
     assert (code, message.format(folder=tmp_path) in error) == (2 if message else 0, True), error
 
 
-def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_warnings_do_not_fail(asyncrl: Command) -> None:
     code, out, err = asyncrl("validate-spec", QUICKSTART, "--set", "algorithm.correction.preset=decoupled")
     assert code == 0 and "is valid" in out
     assert err.startswith("warning: algorithm.correction.level: no correction for rollouts")
 
 
-def test_a_sandbox_that_this_machine_lacks_is_a_warning(asyncrl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_sandbox_that_this_machine_lacks_is_a_warning(asyncrl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = str(ROOT / "templates/bugfix-agent/spec.yaml")
     monkeypatch.setenv("PATH", "/nowhere")
     code, out, err = asyncrl("validate-spec", spec)
@@ -134,7 +125,7 @@ def test_a_sandbox_that_this_machine_lacks_is_a_warning(asyncrl, monkeypatch: py
     assert asyncrl("validate-spec", spec, "--set", "task.sandbox.kind=none")[2] == ""
 
 
-def test_json_has_all_problems(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_json_has_all_problems(asyncrl: Command) -> None:
     code, out, err = asyncrl("validate-spec", BROKEN, "--json")
     document = json.loads(out)
     assert (code, err, document["valid"]) == (2, "", False)
@@ -151,7 +142,7 @@ def test_json_has_all_problems(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert code == 0 and json.loads(out) == {"spec": QUICKSTART, "valid": True, "problems": []}
 
 
-def test_the_resolved_spec_loads_again(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_resolved_spec_loads_again(asyncrl: Command, tmp_path: Path) -> None:
     rare = 'task.options={"a\u200d": "\u2028\u00a0\U000e0001"}'
     _, first, _ = asyncrl("validate-spec", QUICKSTART, "--resolved", "--set", "seed=7", "--set", rare)
     (tmp_path / "resolved.yaml").write_text(first)
@@ -160,13 +151,13 @@ def test_the_resolved_spec_loads_again(asyncrl, tmp_path: Path) -> None:  # type
     assert first == second and "seed: 7" in first and "stall_minutes: 10.0" in first
 
 
-def test_schema_needs_no_spec(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_schema_needs_no_spec(asyncrl: Command) -> None:
     code, out, _ = asyncrl("validate-spec", "--schema")
     assert code == 0 and json.loads(out)["title"] == "ExperimentSpec"
     assert asyncrl("validate-spec")[0] == 2
 
 
-def test_several_specs_are_checked_together(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_several_specs_are_checked_together(asyncrl: Command) -> None:
     code, out, err = asyncrl("validate-spec", QUICKSTART, BROKEN)
     assert code == 2 and out.startswith(f"{QUICKSTART} is valid") and "17 errors" in err
     code, out, err = asyncrl("validate-spec", QUICKSTART, BROKEN, "--json")
@@ -175,23 +166,7 @@ def test_several_specs_are_checked_together(asyncrl) -> None:  # type: ignore[no
     assert asyncrl("validate-spec", QUICKSTART, QUICKSTART, "--resolved")[0] == 2
 
 
-def test_a_spec_from_standard_input(asyncrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    def given(text: str) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-
-    given(f"extends: {QUICKSTART}\n")
-    assert asyncrl("validate-spec", "-")[1].startswith("- is valid: quickstart runs")
-    given(f"extends: {QUICKSTART}\nstop: {{step: 3}}\n")
-    code, out, err = asyncrl("validate-spec", "-")
-    assert (code, out) == (2, "") and err.startswith("error: stop.step: unknown key\n --> -:2:8\n")
-    given("x" * 2**20)
-    assert "more than 131,072 bytes" in asyncrl("validate-spec", "-")[2]
-    monkeypatch.setattr(sys, "stdin", None)
-    code, _, err = asyncrl("validate-spec", "-")
-    assert code == 2 and "standard input is closed" in err
-
-
-def test_version(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_version(asyncrl: Command) -> None:
     assert asyncrl("--version")[1].startswith("asyncrl ")
 
 
@@ -217,8 +192,8 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
         ("sp", "name a YAML file"),
     ],
 )
-def test_a_path_without_a_spec_has_a_hint(  # type: ignore[no-untyped-def]
-    asyncrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+def test_a_path_without_a_spec_has_a_hint(
+    asyncrl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
 ) -> None:
     for file in ("quickstart.yaml", "task/spec.yaml", "run-1/spec.yaml", "run-1/manifest.json"):
         (tmp_path / "sp" / file).parent.mkdir(parents=True, exist_ok=True)

@@ -63,13 +63,7 @@ class Report:
         return sum(map(self.outcome, self.FAULTS))
 
     def table(self) -> str:
-        kinds = sorted({kind for kind, _ in self.counts})
-        outcomes = ["accepted", "refused", *self.FAULTS, "errors", NO_LINE]
-        rows = [["", *kinds, "all"]]
-        for outcome in outcomes:
-            row = [self.counts[kind, outcome] for kind in kinds]
-            rows.append([outcome, *(f"{count:,}" for count in (*row, sum(row)))])
-        return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["-"] * len(rows[0]), *rows[1:]))
+        return "\n".join(f"{kind:22} {outcome:22} {count:8,}" for (kind, outcome), count in sorted(self.counts.items()))
 
 
 def try_case(case: Case, report: Report, schema: Draft202012Validator, by_command: str | None) -> None:

@@ -75,19 +75,8 @@ class Mutator:
         ]:  # files that the specs refer to
             shutil.copy(file, folder)
         shutil.copytree(ROOT / "specs/models", folder / "models")
-        self.kinds: list[Callable[[], Case]] = [
-            *(
-                self.structure,
-                self.structure,
-                self.scalar,
-                self.scalar,
-                self.raw,
-                self.trick,
-                self.extends,
-                self.override,
-            ),
-            self.foreign,
-        ]
+        once = [self.raw, self.trick, self.extends, self.override, self.foreign]
+        self.kinds: list[Callable[[], Case]] = [*[self.structure] * 2, *[self.scalar] * 2, *once]
 
     def case(self) -> Case:
         return self.random.choice(self.kinds)()

@@ -176,26 +176,30 @@ def test_the_staleness_bound_can_only_be_raised() -> None:
         check_changes(bounded(2), bounded(1))
 
 
-def test_the_runs_folder_is_not_a_change() -> None:
-    assert check_changes(validated(WHOLE), validated(set_at(WHOLE, "runs_dir", "/elsewhere"))) == []
+ENGINE = set_at(WHOLE, "rollout.engine_args", {"a": 1, "b": {}})
+CODE = BEFORE | {"task": {"use": "unit_tests"}}
+UNCONFINED_CODE = set_at(CODE, "task.options", {"sandbox": "none"})
 
 
-def test_keys_of_an_empty_mapping_are_reported_one_by_one() -> None:
-    empty, full = validated(WHOLE), validated(set_at(WHOLE, "rollout.engine_args", {"a": 1, "b": {}}))
-    assert check_changes(empty, full) == ["rollout.engine_args.a=1"]
-    assert check_changes(full, empty) == ["rollout.engine_args.a=None"]
-
-
-def test_changes_are_reported_in_order_with_their_new_values() -> None:
-    after = set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.clip_high", 0.3)
-    assert check_changes(validated(WHOLE), validated(after)) == ["algorithm.clip_high=0.3", "stop.steps=20"]
-
-
-def test_the_sandbox_of_a_task_may_change() -> None:
-    task = {"use": "unit_tests", "options": {"sandbox": "bubblewrap"}}
-    before, after = (validated(BEFORE | {"task": task | {"options": chosen}}) for chosen in ({}, {"sandbox": "none"}))
-    assert check_changes(before, after) == ["task.options.sandbox=none"]
-    assert check_changes(after, before) == ["task.options.sandbox=None"]
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        (WHOLE, set_at(WHOLE, "runs_dir", "/elsewhere"), []),
+        (WHOLE, ENGINE, ["rollout.engine_args.a=1"]),
+        (ENGINE, WHOLE, ["rollout.engine_args.a=None"]),
+        (
+            WHOLE,
+            set_at(set_at(WHOLE, "stop.steps", 20), "algorithm.clip_high", 0.3),
+            ["algorithm.clip_high=0.3", "stop.steps=20"],
+        ),
+        (CODE, UNCONFINED_CODE, ["task.options.sandbox=none"]),
+        (UNCONFINED_CODE, CODE, ["task.options.sandbox=None"]),
+    ],
+)
+def test_changes_are_reported_in_order_with_their_new_values(
+    before: dict[str, Any], after: dict[str, Any], changes: list[str]
+) -> None:
+    assert check_changes(validated(before), validated(after)) == changes
 
 
 def test_the_address_of_an_mcp_server_may_change_and_its_tools_may_not() -> None:

@@ -221,6 +221,7 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("model.lora.target_modules=all", "must be `all-linear` or a list, not 'all'"),
         ("journal.keep=none", "must be `all` or a whole number, not 'none'"),
         ("task.mix=3", "write a list of mappings with the keys name, weight, use"),
+        ("evaluation=off", "(to evaluate nothing, set data.eval: null)"),
         ("evaluation.sets=3", "write names, each with a mapping with the keys data, task"),
         ("name={a: 1}", "must be text, not a mapping (default: 'run')"),
         ("name=3", "must be text, not 3 (put it in quotes)"),
@@ -247,11 +248,8 @@ def test_a_section_set_to_null_has_its_defaults(write: Write) -> None:
     assert [problem.message for problem in mistakes(write(), "stop=null")] == ["missing"]
 
 
-@pytest.mark.parametrize("off", ["off", "false"])
-def test_evaluation_is_switched_off(write: Write, off: str) -> None:
-    base = write(f"{SMALLEST}evaluation: {{every: 5}}\n", "base.yaml")
-    loaded = load_spec(write(f"extends: {base.name}\nevaluation: {off}\n"))
-    assert loaded.spec == load_spec(write(), [f"evaluation={off}"]).spec == load_spec(write(), ["data.eval=null"]).spec
+def test_held_out_prompts_are_switched_off(write: Write) -> None:
+    loaded = load_spec(write(f"{SMALLEST}data: {{eval: null}}\n"))
     assert (loaded.spec.data.eval, loaded.spec.evaluation.sets, loaded.warnings) == (None, {}, ())
     again = write(dump_spec(loaded.spec, loaded.references), "again.yaml")
     assert load_spec(again).spec == loaded.spec

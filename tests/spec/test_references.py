@@ -232,19 +232,21 @@ def test_no_password_in_a_uri_is_shown(password: str) -> None:
     assert hide(f"x https://me:{password}@host/path y") == "x https://***@host/path y"
 
 
-def test_options_of_a_mix_stay_references_too(spec_file: Path, tmp_path: Path) -> None:
-    task = 'task: {mix: [{name: a, use: chain_sum, options: {key: "${env:API_KEY}"}}]}\n'
-    spec_file.write_text(f"{SPEC.partition('task:')[0]}{task}rollout: {SPEC.partition('rollout: ')[2]}")
-    text = written(load_spec(spec_file), tmp_path / "run").read_text()
-    assert SECRET not in text
-    assert "key: ${env:API_KEY}" in text
+KEY = "${env:API_KEY}"
+TASKS = {
+    "mix": (f'{{mix: [{{name: a, use: chain_sum, options: {{key: "{KEY}"}}}}]}}', 1),
+    "mcp": (
+        f'{{use: chain_sum, tools: {{mcp: {{a: {{url: "http://b/mcp", headers: {{Authorization: "Bearer {KEY}"}}}}, '
+        f'c: {{command: d, args: ["--key={KEY}"], env: {{KEY: "{KEY}"}}}}}}}}}}',
+        3,
+    ),
+}
 
 
-def test_headers_and_variables_of_mcp_servers_stay_references(spec_file: Path, tmp_path: Path) -> None:
-    servers = 'a: {url: "http://b/mcp", headers: {Authorization: "Bearer ${env:API_KEY}"}}, '
-    servers += 'c: {command: d, args: ["--key=${env:API_KEY}"], env: {KEY: "${env:API_KEY}"}}'
-    task = f"task: {{use: chain_sum, tools: {{mcp: {{{servers}}}}}}}\n"
-    spec_file.write_text(f"{SPEC.partition('task:')[0]}{task}rollout: {SPEC.partition('rollout: ')[2]}")
+@pytest.mark.parametrize("name", TASKS)
+def test_options_of_a_mix_and_of_mcp_servers_stay_references(spec_file: Path, tmp_path: Path, name: str) -> None:
+    task, count = TASKS[name]
+    spec_file.write_text(f"{SPEC.partition('task:')[0]}task: {task}\nrollout: {SPEC.partition('rollout: ')[2]}")
     text = written(load_spec(spec_file), tmp_path / "run").read_text()
     assert SECRET not in text
-    assert text.count("${env:API_KEY}") == 3 + text.count("hf_token") + text.count("mlflow.example.com")
+    assert text.count(KEY) == count + text.count("hf_token") + text.count("mlflow.example.com")
