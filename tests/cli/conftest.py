@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,21 @@ class Done(NamedTuple):
     code: object
     out: str
     err: str
+
+
+def process(*arguments: object, cwd: Path, environment: dict[str, str] | None = None) -> Done:
+    """Run a command line in a separate process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"ASYNCRL_DEBUG": "0"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,23 +151,6 @@ def test_runs_are_found_by_name_prefix_and_path(run: RecordedRun, asyncrl: Any, 
     assert len({page.replace(f"{tmp_path}/", "") for page in pages}) == 1
     code, _, err = asyncrl("staleness", "run-2")
     assert (code, err) == (2, "error: no run is called 'run-2'\n --> runs\nhint: list the runs: asyncrl runs\n")
-
-
-def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
-    heavy = {"torch", "ray", "vllm", "deepspeed", "mlflow", "transformers"}
-    script = f"""
-import sys
-from asyncrl_cli.cli.app import main
-for page in {PAGES!r}:
-    sys.argv[1:] = page
-    try:
-        main()
-    except SystemExit as ended:
-        print(page, ended.code, sorted({heavy!r} & set(sys.modules)), file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines() == [f"{page} 0 []" for page in PAGES]
-    assert done.stdout
 
 
 # -- inspect buffer

@@ -154,10 +154,11 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         for command in commands:
             if (command,) in (("inspect",), ("checkpoint",), ("convert",)):
                 continue
-            monkeypatch.setattr(sys, "argv", ["asyncrl", *group, command, "--help"])
+            monkeypatch.setattr(sys, "argv", ["asyncrl", *group, command, "-h"])
             with pytest.raises(SystemExit):
                 main()
             help_text = capsys.readouterr().out
+            assert help_text.startswith(" ".join(["Usage: asyncrl", *group, command, ""]))
             assert not re.search(r"[{}]|\[\[", help_text.splitlines()[0])
             assert "  Example: asyncrl " in help_text
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
-from tests.cli.conftest import Done
+from tests.cli.conftest import Done, process
 
 pytestmark = pytest.mark.slow
 
@@ -23,20 +21,6 @@ Track = Callable[..., Done]
 
 RESULT = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
-
-
-def process(*arguments: str, cwd: Path) -> Done:
-    """Run `asyncrl track` in a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl_cli.cli.app", "track", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env=os.environ | {"ASYNCRL_DEBUG": "0"},
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -62,7 +46,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.mark.stack
 def test_track_sends_the_missing_data_once(track: Track, run: RunDirectory, tmp_path: Path) -> None:
-    first = process(cwd=tmp_path)
+    first = process("track", cwd=tmp_path)
     assert (first.code, first.err) == (0, "")
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
@@ -88,7 +72,7 @@ def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Pat
     made.write_text("evaluations/step-000000-offline-greedy.jsonl", json.dumps(RESULT) + "\n")
     made.update(phase="finished")
     made.unlock()
-    sent = process(f"runs/evaluate/{made.run_id}", cwd=tmp_path)
+    sent = process("track", f"runs/evaluate/{made.run_id}", cwd=tmp_path)
     assert (sent.code, sent.err) == (0, "")
     assert sent.out.splitlines()[0] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
     assert not (tmp_path / "runs/evaluate/mlflow.db").exists()
@@ -105,7 +89,7 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(track: Track, run: R
         f" --> {run.run_id}\n"
         f"hint: everything is kept in the run's folder; try again later: asyncrl track {run.run_id}\n"
     )
-    done = process(cwd=tmp_path)  # in this process, MLflow may log that it creates the store
+    done = process("track", cwd=tmp_path)  # in this process, MLflow may log that it creates the store
     assert (done.code, done.err) == (0, "")
 
 
