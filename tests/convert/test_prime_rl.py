@@ -13,7 +13,7 @@ from asyncrl_cli.convert.prime_rl import TRAINER, read_command_line
 from asyncrl_cli.convert.table import Conversion, convert, spec_text
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
-from tests.convert.conftest import Command
+from tests.convert.conftest import Command, cases, check_case
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +38,13 @@ def test_every_key_is_in_the_result(file: Path) -> None:
     assert not [key for key in conversion.config.values if key not in text], "each is named in a comment"
 
 
-def test_one_environment_is_the_task_and_rollouts_become_groups(home: Path) -> None:
-    spec = spec_of(WIKI)
-    assert (spec.task.use, spec.task.options["taskset"]) == ("verifiers", {"id": "wiki-search"})
-    assert (spec.pipeline.groups_per_step, spec.rollout.group_size, spec.pipeline.max_staleness) == (8, 16, 8)
-    assert (spec.rollout.max_prompt_tokens, spec.rollout.max_response_tokens) == (3584, 512)
-    assert spec.model.lora is not None and (spec.model.lora.rank, spec.model.lora.alpha) == (8, 32.0)
-    assert (spec.algorithm.advantage, spec.stop.steps, spec.rollout.tool_parser) == ("group_mean", 200, "hermes")
+@pytest.mark.parametrize(("words", "result"), cases("prime-rl"))
+def test_settings(home: Path, words: list[str], result: Any) -> None:
+    check_case(converted(WIKI, *words), words, result)
+
+
+def test_unknown_keys_are_named() -> None:
+    assert converted(WIKI, "--trainer.my_own", "1").unknown == ["trainer.my_own"]
 
 
 def test_several_environments_are_a_mix_and_evaluation_environments_are_sets(home: Path) -> None:
@@ -59,32 +59,6 @@ def test_on_policy_distillation_is_the_preset_distill(home: Path) -> None:
     algorithm = spec_of(str(DATA / "opd.toml")).algorithm
     assert (algorithm.preset, algorithm.whiten_advantages, algorithm.reward_coef) == ("distill", False, 0.0)
     assert algorithm.reference_path == "PrimeIntellect/Qwen3-0.6B-Reverse-Text-RL"
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--orchestrator.algo.type", "max_rl"], "grpo and opd have a counterpart"),
-        (["--orchestrator.train.source.0.algo.type", "echo"], "one algorithm trains all tasks"),
-        (["--model.vlm.vision_encoder_attr", "model.visual"], "docs/models.md"),
-    ],
-)
-def test_settings_that_train_something_else_are_unsupported(words: list[str], reason: str) -> None:
-    (found,) = converted(WIKI, *words).unsupported
-    assert words[0].removeprefix("--") in found and reason in found
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["--orchestrator.token_batch_size", "9"], "orchestrator.token_batch_size"),
-        (["--trainer.optim.type", "muon"], "trainer.optim.type"),
-        (["--trainer.model.lora.dropout", "0.1"], "trainer.model.lora.dropout"),
-    ],
-)
-def test_lost_keys_are_marked_and_unknown_keys_are_named(words: list[str], key: str) -> None:
-    conversion = converted(WIKI, *words, "--trainer.my_own", "1")
-    assert [key] in conversion.lost.values() and conversion.unknown == ["trainer.my_own"]
 
 
 def test_the_files_of_the_three_processes_are_one_configuration(home: Path) -> None:
@@ -117,11 +91,3 @@ def test_no_value_is_a_crash(values: dict[str, Any]) -> None:
     lists = [*conversion.lost.values(), conversion.needless, conversion.unknown]
     listed = [name for names in (*lists, *(setting.origins for setting in conversion.settings)) for name in names]
     assert set(listed) == set(values), "every key is in the result"
-
-
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_schedules(home: Path, kind: str) -> None:
-    words = ["--trainer.scheduler.type", kind, "--trainer.scheduler.min_lr", "5e-7", "--trainer.optim.lr", "1e-6"]
-    schedule: Any = spec_of(WIKI, *words).trainer.schedule
-    assert (schedule.kind, schedule.warmup_updates) == (kind, 0 if kind == "constant" else 10)
-    assert kind == "constant" or schedule.final_fraction == 0.5

@@ -86,18 +86,6 @@ def test_launchers_and_scripts_are_skipped(line: str, expected: tuple[object, ..
     assert parse(line.split()) == expected
 
 
-def test_models_for_images_and_dropout_are_not_ignored() -> None:
-    conversion = converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct")
-    values = {setting.key: setting.value for setting in conversion.settings}
-    assert values["model.max_images"] == 1 and values["model.freeze"] == [] and conversion.unsupported == []
-    assert {"model.max_images", "data.train.image_column"} <= {key for key, _ in conversion.remarks}
-    assert converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-Omni-7B").unsupported
-    assert converted("grpo", *BASE, "--video_fps", "9").unsupported
-    assert ["max_pixels"] in converted("grpo", *BASE, "--max_pixels", "9").lost.values()
-    assert converted("grpo", *BASE).unsupported == []
-    assert ["lora_dropout"] in converted("grpo", *BASE, "--use_peft", "--lora_dropout", "0.1").lost.values()
-
-
 def test_epochs_stay_epochs(home: Path) -> None:
     text = spec_text(converted("grpo", *BASE, "--num_train_epochs", "2.5", "--warmup_ratio", "0.1"), "test", Path())
     loaded = load_spec("spec.yaml", data=text.encode())
@@ -108,7 +96,7 @@ def test_epochs_stay_epochs(home: Path) -> None:
 
 @pytest.mark.parametrize(("words", "result"), cases("trl"))
 def test_settings(home: Path, words: list[str], result: Any) -> None:
-    check_case(converted(words[0], *BASE, *words[1:]), "", result)
+    check_case(converted(words[0], *BASE, *words[1:]), words[1:], result)
 
 
 def test_every_argument_of_transformers_is_known() -> None:
@@ -132,30 +120,6 @@ def test_lost_keys_are_marked_unless_they_are_off() -> None:
     conversion = converted("grpo", *BASE, "--top_p", "0.9", "--min_p", "null", "--load_in_4bit", "--my_own", "1")
     assert sorted(name for names in conversion.lost.values() for name in names) == ["load_in_4bit", "top_p"]
     assert "min_p" in conversion.needless and conversion.unknown == ["my_own"]
-
-
-GKD = ["gkd", *BASE, "--lmbda", "1", "--beta", "1", "--teacher_model_name_or_path", "teacher/model"]
-
-
-def test_on_policy_gkd_is_the_preset_distill(home: Path) -> None:
-    spec = load_spec("spec.yaml", data=spec_text(converted(*GKD, "--max_steps", "9"), "test", Path()).encode()).spec
-    assert (spec.algorithm.preset, spec.algorithm.reference_path, spec.algorithm.gamma) == (
-        "distill",
-        "teacher/model",
-        0.0,
-    )
-    assert (spec.task.use, spec.rollout.group_size, spec.rollout.max_response_tokens) == ("prompts", 1, 128)
-    assert spec.rollout.max_prompt_tokens == 1024 - 128
-    assert converted(*GKD).unsupported == []
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [(["--lmbda", "0.5"], "lmbda"), (["--beta", "0"], "beta"), (["--teacher_model_name_or_path", "null"], "teacher")],
-)
-def test_gkd_with_another_meaning_is_refused_by_its_key(words: list[str], key: str) -> None:
-    (reason,) = converted(*GKD, *words).unsupported
-    assert reason.startswith(key)
 
 
 PROGRAM = """

@@ -54,41 +54,7 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
 
 @pytest.mark.parametrize(("overrides", "result"), cases("verl"))
 def test_settings(home: Path, overrides: list[str], result: Any) -> None:
-    check_case(converted([*GRPO, *overrides]), "".join(overrides[:1]).partition("=")[0].lstrip("+"), result)
-
-
-def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
-    """The command line of verl/experimental/fully_async_policy/shell/dapo_7b_math_fsdp2_8_8.sh."""
-    spec = spec_of(
-        *("data.train_batch_size=0", "data.gen_batch_size=1", f"{R}n=16", "algorithm.adv_estimator=grpo"),
-        *("data.max_prompt_length=2048", "data.max_response_length=8192", "actor_rollout_ref.hybrid_engine=False"),
-        *(f"{A}clip_ratio_low=0.2", f"{A}clip_ratio_high=0.28", f"{A}clip_ratio_c=10.0"),
-        *(f"{A}ppo_mini_batch_size=32", f"{R}tensor_model_parallel_size=1", f"{R}gpu_memory_utilization=0.80"),
-        *("reward.reward_manager.name=dapo", "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"),
-        *("+reward.reward_kwargs.overlong_buffer_cfg.len=4096", "rollout.total_rollout_steps=51200"),
-        *("+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0", "rollout.nnodes=1", "trainer.nnodes=1"),
-        *("rollout.n_gpus_per_node=8", "trainer.n_gpus_per_node=8", "trainer.test_freq=10"),
-        *("async_training.staleness_threshold=0.1", "async_training.trigger_parameter_sync_step=4"),
-        *("async_training.require_batches=4", "async_training.partial_rollout=True"),
-    )
-    expected = {
-        "pipeline.mode": "async",
-        "pipeline.max_staleness": 1,
-        "pipeline.groups_per_step": 128,
-        "pipeline.publish_every": 4,
-        "pipeline.weight_update": "recompute",
-        "trainer.minibatches": 4,
-        "trainer.ranks": 8,
-        "rollout.engines": 8,
-        "rollout.engine_args.gpu_memory_utilization": 0.8,
-        "algorithm.overlong_penalty": 1.0,
-        "algorithm.overlong_buffer": 0.5,
-        "algorithm.dual_clip": 10.0,
-        "evaluation.every": 40,
-        "stop.steps": 400,
-        "model.max_length": 10240,
-    }
-    assert {key: spec[key] for key in expected} == expected
+    check_case(converted([*GRPO, *overrides]), overrides, result)
 
 
 def test_lost_keys_are_marked_unless_they_are_off() -> None:
@@ -98,52 +64,6 @@ def test_lost_keys_are_marked_unless_they_are_off() -> None:
     assert conversion.lost == {} and name in conversion.needless
 
 
-DISTILL = [
-    "distillation.enabled=True",
-    "distillation.distillation_loss.loss_mode=k1",
-    "distillation.distillation_loss.use_policy_gradient=True",
-    "distillation.distillation_loss.use_task_rewards=False",
-    "distillation.teacher_models.teacher_model.model_path=teacher/model",
-]
-
-
-def test_distillation_of_the_sampled_token_is_the_preset_distill() -> None:
-    conversion = converted([*GRPO, *DISTILL, "distillation.distillation_loss.clip_ratio_high=0.3"])
-    assert conversion.unsupported == [] and conversion.unknown == []
-    found = {setting.key: setting.value for setting in conversion.settings}
-    wanted = {"preset": "distill", "reference_path": "teacher/model", "clip_high": 0.3, "kl_coef": 1.0, "gamma": 0.0}
-    assert {key: found[f"algorithm.{key}"] for key in wanted} == wanted
-    assert found["task.use"] == "prompts" and "task.use" not in dict(conversion.remarks)
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("distillation.distillation_loss.loss_mode=forward_kl_topk", "loss_mode"),
-        ("distillation.distillation_loss.use_policy_gradient=False", "use_policy_gradient"),
-        ("distillation.distillation_loss.use_task_rewards=True", "use_task_rewards"),
-        ("distillation.teacher_models.other.model_path=another/model", "teacher_models"),
-    ],
-)
-def test_distillation_with_another_meaning_is_refused_by_its_key(override: str, key: str) -> None:
-    (reason,) = converted([*GRPO, *DISTILL, override]).unsupported
-    assert key in reason
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.video_key=clips",
-        "data.audio_key=sounds",
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B",
-        "distillation.enabled=True",
-    ],
-)
-def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
-    assert converted([*GRPO, override]).unsupported
-    assert converted(GRPO).unsupported == []
-
-
 def test_columns_of_a_complete_configuration_are_no_video_and_no_audio() -> None:
     """Each complete configuration has them, also if its data has none."""
     conversion = converted([], next(file for file in FILES if file.stem == "ppo_trainer"))
@@ -151,34 +71,6 @@ def test_columns_of_a_complete_configuration_are_no_video_and_no_audio() -> None
     assert ("data.train.image_column", "verl reads images from the column images, if the data has it") in (
         conversion.remarks
     )
-
-
-VISION = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "limit", "column", "freeze"),
-    [
-        ([VISION, "data.image_key=pictures"], 1, "pictures", []),
-        (["data.image_key=pictures"], 1, "pictures", []),
-        ([VISION, f"{R}limit_mm_per_prompt.image=4", f"{A}freeze_vision_tower=True"], 4, "images", ["vision"]),
-    ],
-)
-def test_images_are_kept_with_column_number_and_the_trained_tower(
-    overrides: list[str], limit: int, column: str | None, freeze: list[str]
-) -> None:
-    conversion = converted([*GRPO, *overrides])
-    values = {setting.key: setting.value for setting in conversion.settings}
-    assert conversion.unsupported == []
-    assert (values["model.max_images"], values["model.freeze"]) == (limit, freeze)
-    assert values["data.train.image_column"] == values.get("data.eval.image_column") == column
-    assert "model.max_images" not in {setting.key for setting in converted(GRPO).settings}
-
-
-def test_epochs_stay_epochs(home: Path) -> None:
-    text = spec_text(converted([*GRPO, "trainer.total_epochs=7", "trainer.save_freq=500"]), "test", Path())
-    loaded = load_spec("spec.yaml", data=text.encode())
-    assert loaded.spec.stop.epochs == 7 and loaded.spec.stop.steps is None and loaded.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -212,15 +104,6 @@ def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:
         "math": files[1],
         "math2": files[2],
     }
-
-
-def test_gdpos_rewards_are_parts(home: Path) -> None:
-    keys = (*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=['format','answer']")
-    found = spec_of(*keys, "+algorithm.gdpo_reward_weights=[0.5,1.0]")
-    assert found["algorithm.reward_parts"] == {"format": 0.5, "answer": 1.0}
-    assert (found["algorithm.reward_aggregation"], found["algorithm.advantage"]) == ("normalize_then_sum", "group_norm")
-    assert spec_of(*keys)["algorithm.reward_parts"] == {"format": 1.0, "answer": 1.0}
-    assert spec_of(*GRPO)["algorithm.reward_parts"] == {}
 
 
 @pytest.mark.parametrize(
