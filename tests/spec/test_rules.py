@@ -207,32 +207,10 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "set it to 1, or remove it",
         ),
         (["pipeline.mode=sync", "pipeline.weight_update=keep"], "pipeline.weight_update", "means drain, not keep"),
-        (["rollout.engine_args={async_scheduling: true}"], "rollout.engine_args.async_scheduling", "remove it"),
-        (
-            ["rollout.engine_args={pipeline_parallel_size: 2}"],
-            "rollout.engine_args.pipeline_parallel_size",
-            "2 cannot work",
-        ),
-        (
-            ["rollout.engine_args={distributed-executor-backend: ray}"],
-            "rollout.engine_args.distributed-executor-backend",
-            "set it to mp",
-        ),
-        (["rollout.engine_args={quantization: fp8_per_block}"], "rollout.engine_args.quantization", "engines on GPUs"),
-        (["rollout.engine_args={quantization: fp8}"], "rollout.engine_args.quantization", "use one of fp8_per_tensor"),
-        (["rollout.engine_args={kv-cache-dtype: fp8}"], "rollout.engine_args.kv_cache_dtype", "engines on GPUs"),
-        (["rollout.engine_args={quantization: gptq}"], "rollout.engine_args.quantization", "publishes"),
-        (["rollout.engine_args={kv_cache_dtype: nvfp4}"], "rollout.engine_args.kv_cache_dtype", "publishes"),
-        (["rollout.engine_args={calculate_kv_scales: true}"], "rollout.engine_args.calculate_kv_scales", "publishes"),
         (
             ["model={path: null, init: {architecture: gpt_oss, tokenizer: characters}}"],
             "model.init.architecture",
             "vLLM's loader writes its experts",
-        ),
-        (
-            ["rollout.engine_args={speculative_config: {method: suffix}}"],
-            "rollout.engine_args.speculative_config",
-            "would not continue as it began",
         ),
         (["rollout.speculative_tokens=3"], "rollout.speculative_tokens", "engines do not guess tokens"),
         (["algorithm.router_replay=true"], "algorithm.router_replay", "on GPUs only"),
@@ -249,7 +227,6 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "model.lora.serve",
             "a mixture of experts on GPUs only",
         ),
-        (["rollout.engine_args={enable_lora: true}"], "rollout.engine_args.enable_lora", "model.lora.serve"),
         ([*ON_GPUS, "rollout.gpus_per_engine=0"], "rollout.gpus_per_engine", "the engines are on CPU"),
         ([*ON_GPUS, "trainer.gpus_per_rank=0"], "trainer.gpus_per_rank", "the trainer is on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
@@ -257,7 +234,6 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["runs_dir=/dev/null"], "runs_dir", "/dev/null is a file"),
         (["runs_dir=/dev/null/runs"], "runs_dir", "/dev/null is a file"),
         (["task.options={a: [.nan]}"], "task.options.a.0", "must be a finite number"),
-        (["rollout.engine_args={a: .inf}"], "rollout.engine_args.a", "must be a finite number"),
         (["data.train={path: 'hf:', split: train}"], "data.train.path", "is not a hub id"),
     ],
 )
@@ -265,6 +241,28 @@ def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: s
     (problem,) = findings(write(), *overrides)
     assert problem.path == path
     assert words in f"{problem.message} {problem.hint}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "words"),
+    [
+        ("{async_scheduling: true}", "async_scheduling", "remove it"),
+        ("{pipeline_parallel_size: 2}", "pipeline_parallel_size", "2 cannot work"),
+        ("{distributed-executor-backend: ray}", "distributed-executor-backend", "set it to mp"),
+        ("{quantization: fp8_per_block}", "quantization", "engines on GPUs"),
+        ("{quantization: fp8}", "quantization", "use one of fp8_per_tensor"),
+        ("{kv-cache-dtype: fp8}", "kv_cache_dtype", "engines on GPUs"),
+        ("{quantization: gptq}", "quantization", "publishes"),
+        ("{kv_cache_dtype: nvfp4}", "kv_cache_dtype", "publishes"),
+        ("{calculate_kv_scales: true}", "calculate_kv_scales", "publishes"),
+        ("{speculative_config: {method: suffix}}", "speculative_config", "would not continue as it began"),
+        ("{enable_lora: true}", "enable_lora", "model.lora.serve"),
+        ("{a: .inf}", "a", "must be a finite number"),
+    ],
+)
+def test_engine_arguments_that_cannot_work(write: Write, arguments: str, key: str, words: str) -> None:
+    (problem,) = findings(write(), f"rollout.engine_args={arguments}")
+    assert problem.path == f"rollout.engine_args.{key}" and words in f"{problem.message} {problem.hint}"
 
 
 def test_training_prompts_cannot_be_held_out(write: Write) -> None:
