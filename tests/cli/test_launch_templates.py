@@ -37,6 +37,10 @@ def start_options() -> set[str]:
     return {option for parameter in start.params for option in parameter.opts}
 
 
+def test_the_job_is_valid_bash() -> None:
+    subprocess.run(["bash", "-n", str(SLURM / "job.sbatch")], check=True, timeout=120)
+
+
 def test_the_job_uses_options_that_ray_has(start_options: set[str]) -> None:
     from ray.scripts.symmetric_run import symmetric_run
 
