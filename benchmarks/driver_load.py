@@ -340,7 +340,7 @@ class Driver:
                 continue
             batch = await asyncio.to_thread(ray.put, taken.batch)
             await self._trainer.train.remote(batch)
-            await self._buffer.trained(StepRecord(step, hashlib.sha256(str(step).encode()).hexdigest(), {}))
+            self._buffer.trained(StepRecord(step, hashlib.sha256(str(step).encode()).hexdigest(), {}))
             step += 1
             await self._publish(step)
             self._client.room.set()

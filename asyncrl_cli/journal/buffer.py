@@ -22,6 +22,7 @@ from threading import Thread
 from typing import Any, ParamSpec, Self, TypeVar
 
 from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.events import HEALTH
 from asyncrl_cli.journal.file import Statement
 from asyncrl_cli.journal.rollout_rows import RolloutOutcome, reduced_key, rollout_outcome
 from asyncrl_cli.journal.schema import JournalError
@@ -217,10 +218,13 @@ class Buffer:
         self._book.journal.described({reduced_key(step): tokens})
         await self._commit()
 
-    async def trained(self, record: StepRecord) -> None:
-        """Record a trained step."""
+    def trained(self, record: StepRecord, findings: Sequence[tuple[str, str]] = ()) -> None:
+        """Note a trained step, and health findings (rule, text) that began or ended with it. Nothing waits for their
+        commit, which comes within ``LAZY_S``, and before any later call's answer."""
         self._book.journal.trained(record)
-        await self._commit(urgent=False)
+        for rule, text in findings:
+            self._book.journal.failed(HEALTH, rule, text)
+        self._request_commit(urgent=False)
 
     async def publish(self, record: PublishRecord) -> None:
         """Record that every serving engine has proved a version."""
@@ -257,10 +261,10 @@ class Buffer:
         self._book.journal.failed(failure_kind, part_name, message)
         await self._commit(urgent=False)
 
-    async def engine_changed(self, engine: str, change: str, reason: str) -> None:
-        """Record that an engine began to serve (``join``) or left (``leave``)."""
+    def engine_changed(self, engine: str, change: str, reason: str) -> None:
+        """Note that an engine began to serve (``join``) or left (``leave``). Nothing waits for the commit."""
         self._book.journal.engine_changed(engine, change, reason)
-        await self._commit(urgent=False)
+        self._request_commit(urgent=False)
 
     async def prune(self, checkpoints: int) -> None:
         """Delete tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint on disk needs. The
@@ -291,6 +295,10 @@ class Buffer:
     async def _commit(self, urgent: bool = True) -> None:
         """Return once everything noted so far is on disk. Unless ``urgent``, the commit waits up to ``LAZY_S`` for
         other calls to share it."""
+        # Shielded, because other calls wait for the same commit: a cancelled call must not cancel it for them.
+        await asyncio.shield(self._request_commit(urgent))
+
+    def _request_commit(self, urgent: bool) -> asyncio.Future[None]:
         if self._broken is not None:
             raise self._broken
         self._commit_requested = True
@@ -299,8 +307,7 @@ class Buffer:
         next_commit = self._next_commit
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit_all())
-        # Shielded, because other calls wait for the same commit: a cancelled call must not cancel it for them.
-        await asyncio.shield(next_commit)
+        return next_commit
 
     async def _commit_all(self) -> None:
         while self._commit_requested:

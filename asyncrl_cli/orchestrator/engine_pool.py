@@ -117,7 +117,7 @@ class EnginePool:
 
     def _joined(self, engine: EngineState) -> None:
         self._reported_shortage, self._retry_s = False, RETRY_S
-        self._tasks.create_task(self._buffer.engine_changed(engine.name, "join", ""))
+        self._buffer.engine_changed(engine.name, "join", "")
         self._client.room.set()
         self._changed.set()
 
@@ -127,7 +127,7 @@ class EnginePool:
         self._client.remove(engine)
         await engine.process.end()
         self._free(engine.name)  # only now: two engines must not share a log file
-        await self._buffer.engine_changed(engine.name, "leave", reason)
+        self._buffer.engine_changed(engine.name, "leave", reason)
 
     def _free(self, name: str) -> None:
         del self._shortages[name]

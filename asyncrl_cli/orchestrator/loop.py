@@ -195,7 +195,6 @@ class Orchestrator:
         # The publish must be recorded before the checkpoint: a resumed run publishes every version that the journal
         # lacks, and a checkpoint of a later step does not have this version's weights.
         await self._publisher.delivered()
-        await self._steps.flush()
         if not self._trainer.ready:
             raise RunError("interrupted during recovery", location="trainer-0")
         self._step = self._trainer.step
@@ -215,7 +214,6 @@ class Orchestrator:
         await self._saved()  # the hosts have memory for one copy
         self._reporter.status("saving a checkpoint")
         # The journal first: a checkpoint must not hold a step that the journal lacks (decision 0009).
-        await self._steps.flush()
         state = {"step": step, **await self._buffer.fallback(step)}
 
         async def save() -> None:
@@ -292,7 +290,6 @@ class Orchestrator:
                     await self._publisher.delivered()
             publish_s = time.monotonic() - trained_at
             self._steps.report(taken_batch, report, self._publisher.take_record(), publish_s, self._publish_wait_s)
-            self._spawn(self._steps.flush())
             # Only after the report: while it is set, ``settle`` reports the step of an interrupted run.
             self._in_flight = None
             if partial:
@@ -378,7 +375,6 @@ class Orchestrator:
         # An earlier driver took this batch but did not report its step. ``_loop`` reports this driver's own steps.
         if self._steps.reported <= batch.step < self._opening.step:
             self._steps.report(TakenBatch(batch, self._opening.counts, 0.0), report, None)
-            self._spawn(self._steps.flush())
 
     def _begin_evaluation(self) -> None:
         if self._evaluator.due(self._step):

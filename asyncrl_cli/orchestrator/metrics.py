@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from asyncrl_cli.inspect.health import HealthFinding, HealthWatch
+from asyncrl_cli.inspect.health import HealthWatch
 from asyncrl_cli.journal.buffer import Buffer
-from asyncrl_cli.journal.events import HEALTH
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.records.generation import Rollout
@@ -83,7 +82,6 @@ class StepRecorder:
         self.reported = self._first_step = reported
         self.health = HealthWatch(spec.model_dump(mode="json"), history)
         self._spec = spec
-        self._changed_findings: list[HealthFinding] = []
         reporter.health(reported, changed=(), open_findings=self.health.open_findings)
         for finding in self.health.open_findings:
             reporter.warn(f"step {reported}: {finding.text}")
@@ -93,7 +91,6 @@ class StepRecorder:
         self._prompts = prompts
         self._buffer = buffer
         self._reporter = reporter
-        self._unrecorded: dict[int, StepRecord] = {}
         self.extra_metrics: dict[str, float] = {}
         """Further metrics for the next report."""
 
@@ -105,7 +102,7 @@ class StepRecorder:
         publish_s: float = 0.0,
         publish_wait_s: float = 0.0,
     ) -> None:
-        """Report a trained step; ``flush`` records it. ``publish_s``: seconds that the trainer spent on the publish
+        """Report and record a trained step. ``publish_s``: seconds that the trainer spent on the publish
         after the step; ``publish_wait_s``: the part of them before it could write."""
         step, window = taken_batch.batch.step, self._clock.lap(report, taken_batch.journal_s)
         metrics = step_metrics(
@@ -127,9 +124,9 @@ class StepRecorder:
         changed = self.health.step({**metrics, "step": step + 1})
         if changed:
             self._reporter.health(step + 1, changed, self.health.open_findings)
-            self._changed_findings += changed
         self.reported = step + 1
-        self._unrecorded[step] = StepRecord(step, batch_digest(taken_batch.batch), metrics)
+        record = StepRecord(step, batch_digest(taken_batch.batch), metrics)
+        self._buffer.trained(record, [(finding.rule, finding.text) for finding in changed])
 
     @property
     def steps_without_learning(self) -> int:
@@ -138,15 +135,6 @@ class StepRecorder:
         limit = self._spec.stop.on_unhealthy
         steps = min(self.health.steps_without_learning, self.reported - self._first_step)
         return 0 if limit == "never" or steps < limit else steps
-
-    async def flush(self) -> None:
-        """Record every reported step in the journal."""
-        for step, record in list(self._unrecorded.items()):
-            await self._buffer.trained(record)
-            self._unrecorded.pop(step, None)
-        while self._changed_findings:
-            finding = self._changed_findings.pop(0)
-            await self._buffer.failed(HEALTH, finding.rule, finding.text)
 
 
 def batch_digest(batch: TrainingBatch) -> str:

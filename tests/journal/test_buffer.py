@@ -142,10 +142,10 @@ async def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
     buffer = await opened(tmp_path)
     await buffer.admit(candidates(1, 4))
     gate = Gate(buffer)
+    buffer.trained(StepRecord(0, "digest", {}))
     lazy = await started(
         buffer.record(group_rollouts(0), [], []),
         buffer.record([], pieces(rollout("1-0")), []),
-        buffer.trained(StepRecord(0, "digest", {})),
         buffer.failed("engine", "engine-0", "went away"),
     )
     assert not gate.commits
@@ -203,7 +203,6 @@ LATER: dict[str, Callable[[Buffer], Coroutine[Any, Any, Any]]] = {
     "take": lambda buffer: buffer.take(1, NEVER_S),
     "batch": lambda buffer: buffer.batch(0),
     "requeue": lambda buffer: buffer.requeue([]),
-    "trained": lambda buffer: buffer.trained(StepRecord(0, "digest", {})),
     "publish": lambda buffer: buffer.publish(publish_record(0, 0)),
     "fallback": lambda buffer: buffer.fallback(0),
     "checkpointed": lambda buffer: buffer.checkpointed(1, "folder", 0.0, 0.0, []),

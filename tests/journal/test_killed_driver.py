@@ -116,7 +116,8 @@ class Driver:
 
     async def _train(self, batch: TrainingBatch) -> None:
         self._log.note("trains", batch.step, batch_digest(batch), [group.group_id for group in batch.groups])
-        await self._buffer.trained(StepRecord(batch.step, batch_digest(batch), {}))
+        self._buffer.trained(StepRecord(batch.step, batch_digest(batch), {}))
+        await self._buffer.record()  # returns after the commit
         self._log.note("trained", batch.step)
 
     async def _publish(self, version: int) -> None:

@@ -80,7 +80,7 @@ class Scene:
     def engines(self, serving: int, wanted: int, waits: str) -> None:
         self.counts.append((serving, wanted))
 
-    async def engine_changed(self, name: str, change: str, reason: str) -> None:
+    def engine_changed(self, name: str, change: str, reason: str) -> None:
         self.changes.append((name, change, reason))
 
     @property
