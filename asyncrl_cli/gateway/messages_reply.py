@@ -23,10 +23,6 @@ from asyncrl_cli.records.prompt import Message
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-BlockOut = dict[str, Any]
-"""A block of a reply, in the format of requests. A thinking block also has a ``signature``."""
-
-
 class MessagesAnswer:
     def __init__(
         self, model: str, input_tokens: int, stop_sequences: Sequence[str], decode: Callable[[Sequence[int]], str]

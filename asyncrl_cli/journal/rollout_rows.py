@@ -34,8 +34,7 @@ from asyncrl_cli.records.training import MOST_VISITS, TrainingBatch, TrainingGro
 PROMPT = -1
 """Marks rows that belong to the prompt: as ``start`` in ``experts``, as ``rollout_index`` in ``image_places``."""
 REQUEST_COLUMNS = (
-    "request, engine, begun_at, ended_at, ending, tokens, context_tokens, cached_tokens, running_from, running_until, "
-    "first_token_s"
+    "request, engine, begun_at, ended_at, ending, tokens, context_tokens, cached_tokens, running_from, running_until"
 )
 """The columns of ``engine_requests``, in the order of ``EngineRequest``."""
 TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")

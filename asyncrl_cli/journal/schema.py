@@ -79,7 +79,7 @@ TABLES = """
     CREATE TABLE engine_requests (
         ended_at REAL NOT NULL, request TEXT NOT NULL, begun_at REAL NOT NULL, engine TEXT NOT NULL,
         ending TEXT NOT NULL, tokens INTEGER NOT NULL DEFAULT 0, context_tokens INTEGER NOT NULL DEFAULT 0,
-        cached_tokens INTEGER, running_from REAL, running_until REAL, first_token_s REAL,
+        cached_tokens INTEGER, running_from REAL, running_until REAL,
         PRIMARY KEY (ended_at, request)
     ) WITHOUT ROWID;
     CREATE TABLE engine_changes (

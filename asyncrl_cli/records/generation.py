@@ -303,7 +303,6 @@ class EngineRequest:
     cached_tokens: int | None = None  # context tokens in vLLM's prefix cache, which were not computed again
     running_from: float | None = None
     running_until: float | None = None
-    first_token_s: float | None = None  # seconds from ``running_from`` to the first token, if vLLM measures it
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +313,6 @@ class Placement:
     since_s: float
     until_s: float
     cached_tokens: int
-    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

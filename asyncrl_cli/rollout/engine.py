@@ -398,8 +398,6 @@ class Engine:
                 since_s=since,
                 until_s=time.monotonic(),
                 cached_tokens=final_output.num_cached_tokens or 0,
-                # Only measured with ``rollout.engine_args: {disable_log_stats: false}``.
-                first_token_s=float(getattr(final_output.metrics, "first_token_latency", 0.0)) or None,
             )
         )
         return final_output.outputs[0]

@@ -105,7 +105,6 @@ class OpenRequest:
             cached_tokens=placement.cached_tokens,
             running_from=delivered_at - placement.since_s,
             running_until=delivered_at - placement.until_s,
-            first_token_s=placement.first_token_s,
         )
 
     def __lt__(self, other_request: OpenRequest) -> bool:

@@ -646,7 +646,7 @@ async def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
     await asked(client, Owner(), "a", "b")
     async with collecting(client):
         await engine.deliver(segments=[segment("a", 0, 3)])
-        returned = [Placement("a", 9.0, 2.0, 1, 0.5)]
+        returned = [Placement("a", 9.0, 2.0, 1)]
         await engine.deliver(segments=[segment("a", 3, 1), segment("b", 0, 2)], placements=returned)
     engine.die()
     await lost(client, 0)
@@ -663,11 +663,11 @@ async def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
         ("a", "stop", 2 + 4, 2, 2),
         ("b", "cancelled", 2 + 2, 1, None),
     ]
-    running = [(stay.running_from, stay.running_until, stay.first_token_s) for stay in stays]
+    running = [(stay.running_from, stay.running_until) for stay in stays]
     first, _, last, _ = running
-    assert running[1] == running[3] == (None, None, None)
-    assert (first[1] - first[0], first[2]) == (pytest.approx(7.0), 0.5)  # type: ignore[operator]
-    assert (last[1] - last[0], last[2]) == (pytest.approx(3.0), None)  # type: ignore[operator]
+    assert running[1] == running[3] == (None, None)
+    assert first[1] - first[0] == pytest.approx(7.0)  # type: ignore[operator]
+    assert last[1] - last[0] == pytest.approx(3.0)  # type: ignore[operator]
     assert last[1] == pytest.approx(stays[2].ended_at - 1.0, abs=0.5)
 
 
