@@ -94,11 +94,9 @@ class Uploads:
         finally:
             recording = self._buffer.uploaded(step, failure)
             try:
-                asyncio.run_coroutine_threadsafe(recording, self._loop).result(LIMIT_S)
+                asyncio.run_coroutine_threadsafe(recording, self._loop).result()  # the journal limits the wait
             except RuntimeError:  # the loop has ended; a resume uploads it again
                 recording.close()
-            except TimeoutError:
-                self._warn(f"checkpoints.upload: the journal does not answer; step {step} may be uploaded again")
             self.waiting.discard(step)
 
 
