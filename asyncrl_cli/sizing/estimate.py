@@ -8,7 +8,7 @@ from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_uses, gpu_cache
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, host_kinds, host_uses, step_tokens
 from asyncrl_cli.sizing.memory_use import GB, Device, MemoryRole, MemoryUse
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_uses, rank_uses
+from asyncrl_cli.sizing.trainer import lasting_uses, rank_uses
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engine_memory_share, engines_sleep, memory_share, shares_gpus, tensor_parallel
 
@@ -55,13 +55,6 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         devices.append(_both_awake(spec, model=model, engine=engine_memory, gpu_bytes=gpu_bytes))
     for host_kind in host_kinds(spec):
         uses = host_uses(spec, model, host_kind)
-        if host_kind.ranks and spec.checkpoints.every:
-            copy = MemoryUse(
-                "checkpoint", checkpoint_bytes(spec, model, host_kind.ranks), "a copy, written during training"
-            )
-            if host_bytes is not None and sum(use.bytes for use in (*uses, copy)) > WARNING_SHARE * host_bytes:
-                copy = MemoryUse("checkpoint", 0, "no memory for a copy: training waits while it is written")
-            uses = (*uses, copy)
         devices.append(Device(MemoryRole.HOST, host_kind.name, host_kind.host_count, parts=uses, capacity=host_bytes))
     journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
     return Estimate(tuple(devices), cache, journal)

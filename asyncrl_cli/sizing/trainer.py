@@ -75,19 +75,6 @@ def lasting_uses(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ..
     return tuple(use for use in rank_uses(spec, model).device if use.name not in freed)
 
 
-def checkpoint_bytes(spec: ExperimentSpec, model: SizedModel, ranks: int) -> int:
-    """Return the bytes that the ranks of rank 0's host write for a checkpoint."""
-    backbone, stage = model.parameters - model.head, spec.trainer.zero_stage
-    nbytes = model.parameters * NUMBER_BYTES[spec.trainer.dtype] if spec.algorithm.reference_update_every else 0
-    critic = [(backbone, backbone)] if spec.algorithm.needs_critic else []
-    for parameters, trained in [(model.parameters, model.trained), *critic]:
-        weights, _, *states = _states(spec, parameters, trained)
-        nbytes += sum(use.bytes for use in states) * (ranks if stage else 1)
-        # ZeRO 3 saves the optimizer's copies of trained weights, and all weights of the model if some are frozen.
-        nbytes += weights.bytes if stage < 3 else ranks * weights.bytes * (trained < parameters)
-    return nbytes
-
-
 def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
     """Return the most numbers of gathered weights on a rank under ZeRO-3.
 

@@ -207,10 +207,7 @@ class Pull:
         for position in reversed(range(len(self._queue))):
             if holder.has(self._queue[position]):
                 # Swap with the last one: the order is random anyway, and removal from the middle would copy the list.
-                self._queue[position], self._queue[-1] = (
-                    self._queue[-1],
-                    self._queue[position],
-                )
+                self._queue[position], self._queue[-1] = self._queue[-1], self._queue[position]
                 return self._queue.pop()
         return None
 

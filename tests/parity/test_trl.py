@@ -84,7 +84,9 @@ def test_policy_losses(
     denominator = {"token_mean": tokens, "sequence_mean": ROWS, "sequence_sum": ROWS * 7.0}[aggregation]
 
     policy = [logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()]
-    given = LossInputs(policy[0], proximal, of_rows, mask, weights, reference, entropies=policy[1])
+    given = LossInputs(
+        policy[0], proximal, of_rows[:, None].expand_as(mask), mask, weights, reference, entropies=policy[1]
+    )
     changes = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": entropy_coef}
     settings = numbers.model_copy(update=changes)
     found, sums = policy_loss(given, settings, denominator, loss=POLICY_LOSSES[name])

@@ -255,22 +255,3 @@ def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(
     assert parts["adapters"] >= version_bytes(alone, found)
     assert parts.get("next version", parts["adapters"]) == parts["adapters"]
     assert "adapters" not in {part.name for part in engine_uses(merged, found)}
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "share", "of_parameter"),
-    [(0, 4, 1.0, 12), (2, 4, 1.0, 16), (3, 4, 1.0, 12), (3, 8, 1.0, 12), (3, 4, 0.0, 4)],
-)
-def test_a_checkpoint_is_copied_where_it_fits(stage: int, ranks: int, share: float, of_parameter: int) -> None:
-    """Bytes of each parameter in float32 are as in real files of a trainer."""
-    found = model(share=share)
-    changed = sized(trainer__zero_stage=stage, trainer__ranks=ranks, checkpoints__every=2)
-    for too_little in (0, 1):
-        (host,) = estimate(changed, found, None, None).devices
-        copied = found.parameters * of_parameter
-        capacity = int(host.total / 0.9) + 10 - 20 * too_little
-        (known,) = estimate(changed, found, None, capacity).devices
-        (part,) = [part for part in known.parts if part.name == "checkpoint"]
-        assert part.bytes == pytest.approx(0 if too_little else copied, abs=ranks * 8)
-    (never,) = estimate(sized(trainer__zero_stage=stage, trainer__ranks=ranks), found, None, None).devices
-    assert "checkpoint" not in {part.name for part in never.parts}

@@ -159,16 +159,15 @@ class LossInputs:
     proximal_logprobs: Tensor
     """Under the proximal policy, usually the policy at the start of the step."""
     advantages: Tensor
-    """May also be [rows]."""
     mask: Tensor
     """bool; true where a token counts."""
     importance_weights: Tensor | None = None
     """None: all 1."""
     reference_logprobs: Tensor | None = None
-    """Under the reference model; needed for a penalty, otherwise only measured."""
+    """Under the reference model; required for a penalty, otherwise only measured."""
     entropies: Tensor | None = None
     """Nats, of the distributions that the tokens were sampled from, under the weights being trained; carries a
-    gradient. Needed for a bonus, otherwise only measured."""
+    gradient. Required for a bonus, otherwise only measured."""
 
 
 def policy_loss(
@@ -192,26 +191,18 @@ def policy_loss(
         The loss (no dimensions) and the sums for metrics.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, a penalty has no reference, a bonus no entropies, or as in
-            ``aggregate``.
+        ValueError: shapes differ, the mask is not bool, or as in ``aggregate``.
     """
     mask, reference, entropies = inputs.mask, inputs.reference_logprobs, inputs.entropies
-    advantages = inputs.advantages
-    if advantages.ndim == 1:
-        advantages = advantages[:, None].expand(len(advantages), inputs.logprobs.shape[-1])
     optional_inputs = (inputs.importance_weights, reference, entropies)
-    check_shapes(mask, inputs.logprobs, inputs.proximal_logprobs, advantages, *optional_inputs)
+    check_shapes(mask, inputs.logprobs, inputs.proximal_logprobs, inputs.advantages, *optional_inputs)
     kl_coef = settings.kl_coef if settings.kl_placement == "loss" else 0.0
-    if kl_coef and reference is None:
-        raise ValueError("a KL penalty needs reference_logprobs")
-    if settings.entropy_coef and entropies is None:
-        raise ValueError("an entropy bonus needs entropies")
 
     # Masked values are replaced before exp: 0 · NaN would be NaN in the backward pass.
     logprobs = inputs.logprobs.masked_fill(~mask, 0.0)
     proximal = inputs.proximal_logprobs.detach().masked_fill(~mask, 0.0)
 
-    tokens = loss(logprobs, proximal, advantages.detach().masked_fill(~mask, 0.0), mask, settings)
+    tokens = loss(logprobs, proximal, inputs.advantages.detach().masked_fill(~mask, 0.0), mask, settings)
     check_shapes(mask, tokens.loss, tokens.clipped_low, tokens.clipped_high)
     per_token = tokens.loss
     if inputs.importance_weights is not None:
@@ -249,13 +240,11 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denomin
     lengths (Dr. GRPO, arXiv 2503.20783, section 3.2). A row without tokens that count adds 0.
 
     ``denominator``: the whole minibatch's, over all micro-batches and ranks. Raises ``ValueError`` when it is not
-    positive, or the aggregation unknown.
+    positive.
     """
     if not denominator > 0:
         raise ValueError(f"the denominator must be positive, not {denominator}")
     per_row = per_token.masked_fill(~mask, 0.0).sum(dim=1)
     if aggregation == "sequence_mean":
         per_row = per_row / mask.sum(dim=1).clamp(min=1)
-    elif aggregation not in ("token_mean", "sequence_sum"):
-        raise ValueError(f"aggregation is token_mean, sequence_mean or sequence_sum, not {aggregation!r}")
     return per_row.sum() / denominator

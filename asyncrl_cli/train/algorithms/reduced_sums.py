@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -53,33 +52,18 @@ def reduce_over_ranks(sums: SomeSums, device: torch.device, group: Any = None) -
     """Return sums and maxima over the ranks of a process group (None: all ranks); collective, on ``device``."""
     if _single_rank(group):
         return sums
-    leaves = dict(_leaves(sums))
-    # Maxima first on every rank: the same order everywhere, or the two collective calls would be mixed up.
+    values = {field.name: getattr(sums, field.name) for field in fields(sums)}
+    nested = {name: value for name, value in values.items() if isinstance(value, ReducedSums)}
+    # In the order of the fields, and maxima first: the same order on every rank, or collective calls would be mixed up.
+    values |= {name: reduce_over_ranks(value, device, group) for name, value in nested.items()}
     for operation, is_maximum in ((torch.distributed.ReduceOp.MAX, True), (torch.distributed.ReduceOp.SUM, False)):
-        names = [name for name in leaves if name.endswith("_max") == is_maximum]
+        names = [name for name in values if name not in nested and name.endswith("_max") == is_maximum]
         if names:
-            packed = torch.stack([leaves[name] for name in names]).to(device)
+            packed = torch.stack([values[name] for name in names]).to(device)
             torch.distributed.all_reduce(packed, operation, group)
-            leaves |= dict(zip(names, packed, strict=True))
-    return _rebuilt(sums, leaves)
+            values |= dict(zip(names, packed, strict=True))
+    return replace(sums, **values)
 
 
 def _single_rank(group: Any) -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1
-
-
-def _leaves(sums: ReducedSums, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for field in fields(sums):
-        value = getattr(sums, field.name)
-        if isinstance(value, ReducedSums):
-            yield from _leaves(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
-
-
-def _rebuilt(sums: SomeSums, leaves: dict[str, Tensor], prefix: str = "") -> SomeSums:
-    changed = {}
-    for field in fields(sums):
-        name, value = prefix + field.name, getattr(sums, field.name)
-        changed[field.name] = _rebuilt(value, leaves, f"{name}.") if isinstance(value, ReducedSums) else leaves[name]
-    return replace(sums, **changed)
