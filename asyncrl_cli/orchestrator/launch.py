@@ -46,7 +46,7 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
 from asyncrl_cli.orchestrator.nodes import why_gone
-from asyncrl_cli.orchestrator.outside_sessions import ClientPrompts, OutsideSessions
+from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
@@ -311,11 +311,7 @@ async def _start(
     prompt_filter = None
     if (settings := spec.data.filter) is not None:
         prompt_filter = PromptFilter(settings.solved_streak, settings.revisit_fraction, spec.seed)
-    prompts = (
-        PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn)
-        if outside is None
-        else ClientPrompts(outside, loader, encoder=encoder, unused_prompts=opening.waiting, warn=reporter.warn)
-    )
+    prompts = PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn, outside)
     await tasks.connect(client, model_dir, watchdog.progress)
     held_out = partial(tasks.held_out, tokenizer=tokenizer, warn=reporter.warn)
     evaluator = Evaluator(

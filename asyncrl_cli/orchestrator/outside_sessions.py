@@ -19,20 +19,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_encoder import Encoded, PromptEncoder
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
 from asyncrl_cli.journal.rollout_rows import RolloutOutcome
 from asyncrl_cli.journal.schema import JournalError
-from asyncrl_cli.orchestrator.prompt_source import PromptSource
-from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
@@ -356,31 +352,3 @@ class OutsideSessions:
 
 def _second_reward(name: str) -> Refusal:
     return Refusal(409, "reward_exists", f"session {name} has another reward already")
-
-
-class ClientPrompts(PromptSource):
-    """The prompts of a run with outside sessions: as many as programs wait for, their own ones first."""
-
-    def __init__(
-        self,
-        sessions: OutsideSessions,
-        loader: PromptLoader,
-        encoder: PromptEncoder,
-        unused_prompts: Iterable[Prompt],
-        warn: Callable[[str], None],
-    ) -> None:
-        super().__init__(loader, encoder, unused_prompts, warn=warn)
-        self._sessions = sessions
-
-    @property
-    def wanted_groups(self) -> int:
-        return self._sessions.wanted_groups
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        return {**super().metrics, **self._sessions.counts}
-
-    def candidate(self) -> Candidate:
-        if (prompt := self._sessions.own_prompt()) is None:
-            return super().candidate()
-        return self._numbered(prompt, Encoded(()))

@@ -1,4 +1,4 @@
-"""Gives the training prompts in order, and skips prompts that are too long."""
+"""Gives the training prompts in order, and skips prompts that are too long. Prompts of outside programs come first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.data.prompt_encoder import Encoded, PromptEncoder
+from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt
 
@@ -34,14 +35,16 @@ class PromptSource:
         unused_prompts: Iterable[Prompt] = (),
         prompt_filter: PromptFilter | None = None,
         warn: Callable[[str], None] = lambda _: None,
+        outside: OutsideSessions | None = None,
     ) -> None:
         """``unused_prompts`` come first. ``prompt_filter`` decides which prompts are skipped. ``warn`` shows a warning
-        to the user."""
+        to the user. With ``outside``, groups are admitted only for the programs that wait."""
         self.loader = loader
         self.encoder = encoder
         self.filter = prompt_filter
         self._unused_prompts = deque(unused_prompts)
         self._warn = warn
+        self._outside = outside
         self.skipped = self.unusable = 0
         self._serial = 0
         self._all_solved = False
@@ -50,7 +53,7 @@ class PromptSource:
     @property
     def wanted_groups(self) -> int:
         """Number of groups that may be admitted as far as the prompts' users are concerned."""
-        return sys.maxsize
+        return sys.maxsize if self._outside is None else self._outside.wanted_groups
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -60,7 +63,7 @@ class PromptSource:
             metrics["data/unusable_prompts"] = float(self.unusable)
         if self.filter is not None:
             metrics["data/filtered_prompts"] = float(self.filter.filtered)
-        return metrics
+        return metrics if self._outside is None else {**metrics, **self._outside.counts}
 
     def next(self) -> tuple[Prompt, Encoded]:
         """The next usable prompt. Raises ``RunError`` after skipping ``MAX_SKIPS_IN_A_ROW`` prompts."""
@@ -118,6 +121,8 @@ class PromptSource:
 
     def candidate(self) -> Candidate:
         """The next prompt, with the loader's position after it."""
+        if self._outside is not None and (own_prompt := self._outside.own_prompt()) is not None:
+            return self._numbered(own_prompt, Encoded(()))
         return self._ready.popleft() if self._ready else self._next_candidate()
 
     def _next_candidate(self) -> Candidate:
