@@ -40,8 +40,9 @@ def test_slow_code_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("asyncrl_cli.core.user_code.FIRST_NOTICE_S", 0.05)
     (tmp_path / "waiting.py").write_text("def wait(notices):\n    while not notices:\n        pass\n")
     notices: list[str] = []
+    wait = import_named("waiting:wait", tmp_path, "task.use", "name a task")  # before the clock starts
     with user_code("opening the data", notices.append):
-        import_named("waiting:wait", tmp_path, "task.use", "name a task")(notices)
+        wait(notices)
     assert notices[0].startswith("opening the data takes long: 0 s, now at ")
     assert f"{tmp_path}/waiting.py:" in notices[0]
     launcher = compile("while len(notices) < 2: pass", f"{sysconfig.get_path('scripts')}/asyncrl", "exec")

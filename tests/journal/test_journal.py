@@ -284,7 +284,7 @@ def test_another_schema_is_refused_and_not_changed(
 
 
 REQUESTS = [
-    EngineRequest("0-0", "engine-0", 1.0, 5.0, "aborted", 7, 12, 4, 2.0, 4.5, 0.25),
+    EngineRequest("0-0", "engine-0", 1.0, 5.0, "aborted", 7, 12, 4, 2.0, 4.5),
     EngineRequest("eval:0:greedy:3", "engine-0", 2.0, 6.0, "stop", 9, 12, 0, 2.5, 5.5),
     EngineRequest("0-0", "engine-1", 6.0, 7.0, "cancelled", 0, 19),
 ]
