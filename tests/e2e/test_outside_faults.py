@@ -83,7 +83,7 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
     bad = [(f"bad-{name}", "rejected", "failed") for name in sorted(FAULTS)]
     until(lambda: failed_prompts(run) == bad or process.poll() is not None, "failed groups to be rejected")
     note = run / "mlflow.json"
-    until(lambda: (note.exists() and json.loads(note.read_text())["sent"]) or process.poll() is not None, "MLflow")
+    until(lambda: (note.exists() and json.loads(note.read_text())["offset"]) or process.poll() is not None, "MLflow")
     process.send_signal(signal.SIGINT)
     ended = runs.wait(process)
     assert ended.code == 130, ended.out + ended.err + runs.logs()
