@@ -1,4 +1,4 @@
-"""Stand-ins for actors die when they are killed; `run` is the folder of a new run."""
+"""`killed`: the killed actors, of which stand-ins die; `run`: the folder of a new run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from asyncrl_cli.runs.directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)
-def kill(monkeypatch: pytest.MonkeyPatch) -> None:
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     import ray
+    from ray.actor import ActorHandle
 
-    kill = ray.kill
+    kill, actors = ray.kill, list[Any]()
 
     def kill_any(actor: Any) -> None:
-        if isinstance(actor, Actor):
-            actor.die()
-        else:
+        actors.append(actor)
+        if isinstance(actor, ActorHandle):
             kill(actor)
+        elif isinstance(actor, Actor):
+            actor.die()
 
     monkeypatch.setattr(ray, "kill", kill_any)
+    return actors
 
 
 @pytest.fixture

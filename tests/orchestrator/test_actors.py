@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from stand_in_hosts import StandInHosts
-from stand_ins import Actor, Notes, ReadyGroup, remote, run
+from stand_ins import Actor, Notes, ReadyGroup, remote
 
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.orchestrator.actors import start_all
@@ -20,6 +20,7 @@ from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.system import supervised_actor
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 
 class EngineActor(Actor):
@@ -61,10 +62,9 @@ class Factory:
         self.made.append(EngineActor(name, 1001 + len(self.made), self._fate))
         return self.made[-1]
 
-    def process(self, name: str) -> EngineProcess:
-        folder = asyncio.sleep(0, Path("/model_stub"))
+    def process(self, name: str, budget: RestartBudget) -> EngineProcess:
         spec: Any = self.spec
-        make, budget = partial(self.engine, name), Notes().budget()
+        make, folder = partial(self.engine, name), asyncio.sleep(0, Path("/model_stub"))
         return EngineProcess(spec, name, make, folder=folder, budget=budget, group=ReadyGroup(name))
 
 
@@ -98,58 +98,34 @@ class Trainers:
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def killed(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The killed processes and actors."""
-    found: list[Any] = []
-
-    def kill(actor: EngineActor) -> None:
-        found.append(actor)
-        actor.die()
-
-    monkeypatch.setattr("ray.kill", kill)
-    monkeypatch.setattr(supervised_actor.os, "kill", lambda pid, number: found.append((pid, number)))
-    return found
+    monkeypatch.setattr(supervised_actor.os, "kill", lambda pid, number: killed.append((pid, number)))
+    return killed
 
 
-def started(
-    factory: Factory,
-    trainers: Trainers,
-    engines: int = 2,
-    max_restarts: int = 10,
-    model_stub: Callable[[], Path] = lambda: Path("/model_stub"),
-    notes: Notes | None = None,
-    shared_gpus: bool = False,
+async def started(
+    factory: Factory, trainers: Trainers, notes: Notes | None = None, shared_gpus: bool = False
 ) -> tuple[str, Notes, list[str]]:
     """Start the actors; returns the model's folder, the recorded faults, and the displayed messages."""
-
-    async def start() -> tuple[str, Notes, list[str]]:
-        noted, shown = Notes() if notes is None else notes, list[str]()
-        budget, folder = noted.budget(max_restarts), asyncio.ensure_future(asyncio.to_thread(model_stub))
-        spec: Any = factory.spec
-        hosts = StandInHosts(budget)
-        names = [f"engine-{index}" for index in range(engines)]
-        processes = [
-            EngineProcess(
-                spec, name, partial(factory.engine, name), folder=folder, budget=budget, group=ReadyGroup(name)
-            )
-            for name in names
-        ]
-        model = await start_all(
-            processes,
-            trainers,  # type: ignore[arg-type]
-            hosts.replicas,
-            checkpoint=Path("/step-000004"),
-            progress=shown.append,
-            budget=budget,
-            initial=(initial := asyncio.get_running_loop().create_future()),
-            shared_gpus=shared_gpus,
-        )
-        assert all(process.actor.started_on == "/model_stub" for process in processes)
-        assert initial.result() == Path(model)
-        assert list(hosts.agents) == ["node-0"], "one agent for the host of the ranks, whatever died"
-        return model, noted, shown
-
-    return run(start())
+    faults, messages = Notes() if notes is None else notes, list[str]()
+    budget = faults.budget()
+    hosts = StandInHosts(budget)
+    processes = [factory.process(f"engine-{index}", budget) for index in range(2)]
+    model = await start_all(
+        processes,
+        trainers,  # type: ignore[arg-type]
+        hosts.replicas,
+        checkpoint=Path("/step-000004"),
+        progress=messages.append,
+        budget=budget,
+        initial=(initial := asyncio.get_running_loop().create_future()),
+        shared_gpus=shared_gpus,
+    )
+    assert all(process.actor.started_on == "/model_stub" for process in processes)
+    assert initial.result() == Path(model)
+    assert list(hosts.agents) == ["node-0"], "one agent for the host of the ranks, whatever died"
+    return model, faults, messages
 
 
 def once(name: str) -> Callable[[EngineActor], None]:
@@ -164,9 +140,9 @@ def once(name: str) -> Callable[[EngineActor], None]:
     return fate
 
 
-def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
+async def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
     trainers = Trainers()
-    folder, notes, shown = started(Factory(), trainers)
+    folder, notes, shown = await started(Factory(), trainers)
     assert folder == "/models/one"
     assert trainers.calls == ["preload", "prepare_model", "start /step-000004"]
     assert shown == ["starting engines and trainer", "starting trainer", "starting engines"]
@@ -174,8 +150,8 @@ def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("shared_gpus", [False, True])
-def test_ranks_load_after_engines_that_share_their_gpus(shared_gpus: bool, killed: list[Any]) -> None:
-    """Also if an engine dies and starts again. Without shared GPUs they do not wait."""
+async def test_ranks_load_after_engines_that_share_their_gpus(shared_gpus: bool, killed: list[Any]) -> None:
+    """Also if an engine dies while it starts, and starts again. Without shared GPUs they do not wait."""
     factory = Factory(once("engine-1"))
     up: list[bool] = []
 
@@ -184,44 +160,36 @@ def test_ranks_load_after_engines_that_share_their_gpus(shared_gpus: bool, kille
             up.append(len(factory.made) == 3 and all(actor.started_on for actor in (factory.made[0], factory.made[2])))
             await super().start(checkpoint)
 
-    started(factory, Watching(), shared_gpus=shared_gpus)
+    _, notes, _ = await started(factory, Watching(), shared_gpus=shared_gpus)
     assert up == [shared_gpus]
-
-
-def test_an_engine_that_dies_while_it_starts_is_started_again(killed: list[Any]) -> None:
-    factory = Factory(once("engine-1"))
-    _, notes, _ = started(factory, Trainers())
     assert notes == [("engine", "engine-1", "the process died")]
     assert [actor.name for actor in factory.made] == ["engine-0", "engine-1", "engine-1"]
     assert killed == [(1002, signal.SIGKILL), factory.made[1]]
 
 
-def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
+async def test_a_trainer_that_dies_while_it_starts_is_started_again() -> None:
     trainers = Trainers("preload", "prepare_model", "start")
-    folder, notes, _ = started(Factory(), trainers)
+    folder, notes, _ = await started(Factory(), trainers)
     assert folder == "/models/one"
     assert [cause for _, _, cause in notes] == ["died at preload", "died at prepare_model", "died at start"]
     assert trainers.calls[-3:] == ["preload", "prepare_model", "start /step-000004"]
 
 
 @pytest.mark.parametrize(
-    ("error", "shown"),
+    ("error", "message"),
     [
         (ValueError("block_size must be a multiple of 8"), "engine-1: ValueError: block_size must be a multiple of 8"),
-        (
-            ConfigError("vLLM has no engine argument 'nosuch'", location="rollout"),
-            "rollout: vLLM has no engine argument",
-        ),
+        (ConfigError("vLLM has no argument 'nosuch'", location="rollout"), "rollout: vLLM has no argument"),
     ],
 )
-def test_an_error_that_would_recur_is_not_retried(error: Exception, shown: str, killed: list[Any]) -> None:
+async def test_an_error_that_would_recur_is_not_retried(error: Exception, message: str) -> None:
     def fails(actor: EngineActor) -> None:
         if actor.name == "engine-1":
             raise error
 
     factory, notes = Factory(fails), Notes()
-    with pytest.raises(UserError, match=shown):
-        started(factory, Trainers(), notes=notes)
+    with pytest.raises(UserError, match=message):
+        await started(factory, Trainers(), notes=notes)
     assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "no engine was started a second time"
     assert notes == []
 
@@ -231,7 +199,7 @@ def test_an_error_that_would_recur_is_not_retried(error: Exception, shown: str, 
 
 @pytest.mark.parametrize("address", [None, "there:6379"])
 async def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any], address: str | None) -> None:
-    process = Factory(address=address).process("engine-0")
+    process = Factory(address=address).process("engine-0", Notes().budget())
     first = await process.running()
     await process.lose(first, "it is slow")
     assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
@@ -242,7 +210,7 @@ async def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: li
 
 async def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
     """After the first time, the number may belong to another process."""
-    process = Factory().process("engine-0")
+    process = Factory().process("engine-0", Notes().budget())
     await process.running()
     process.kill()
     process.kill()

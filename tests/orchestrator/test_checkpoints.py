@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import asyncrl_cli.orchestrator.checkpoints as subject
-from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
@@ -25,21 +24,17 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class StandInRanks:
-    """Trainer ranks that save one file, or die while they write it."""
+    """Trainer ranks that save one file."""
 
-    def __init__(self, size: int = 10) -> None:
+    def __init__(self) -> None:
         self.saves: list[str] = []
-        self.dies = False
-        self._size = size
 
     async def save_checkpoint(self, folder: Path, in_background: bool) -> None:
         self.saves.append(folder.name)
 
     async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
         (folder / "state").mkdir()
-        (folder / "state/shard").write_bytes(b"%d" % len(self.saves) * self._size)
-        if self.dies:
-            raise RunError("the process died", location="trainer-0")
+        (folder / "state/shard").write_bytes(b"%d" % len(self.saves) * 10)
         return {}
 
 
@@ -78,11 +73,10 @@ def test_a_saved_checkpoint_is_read_back(run: RunDirectory, ranks: StandInRanks)
     saved = save(run, ranks, 40)
     assert saved.folder == run.path / "checkpoints/step-000040"
     assert ranks.saves == [".saving-step-000040"]
-    found = verified_checkpoint(RunDirectory(run.path))
-    assert found == saved
-    assert found is not None
-    assert {key: found.state()[key] for key in ("step", "waiting")} == {"step": 40, "waiting": ["é", None]}
-    assert found.trainer() == TrainerLayout(3, 2, "float32")
+    checkpoint = verified_checkpoint(RunDirectory(run.path))
+    assert checkpoint == saved
+    assert {key: checkpoint.state()[key] for key in ("step", "waiting")} == {"step": 40, "waiting": ["é", None]}
+    assert checkpoint.trainer() == TrainerLayout(3, 2, "float32")
 
 
 @pytest.mark.parametrize("dies_at", ["write", "seal", "rename"])
@@ -118,7 +112,7 @@ def test_a_step_is_saved_once_unless_it_is_damaged(run: RunDirectory, ranks: Sta
     assert verify(saved) == []
 
 
-def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
+async def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
@@ -137,16 +131,13 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
 
     monkeypatch.setattr(subject, "seal", seal_slowly)
 
-    async def scenario() -> None:
-        saving = asyncio.create_task(saved(checkpoints_of(run, StandInRanks()), 40, {}))
-        await asyncio.to_thread(reading.wait, 60)
-        saving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await saving
-        cancelled.set()
-        assert await asyncio.to_thread(ended.wait, 60)
-
-    asyncio.run(scenario())
+    saving = asyncio.create_task(saved(checkpoints_of(run, StandInRanks()), 40, {}))
+    assert await asyncio.to_thread(reading.wait, 60)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    cancelled.set()
+    assert await asyncio.to_thread(ended.wait, 60)
     assert names(run) == [".saving-step-000040"]
 
 

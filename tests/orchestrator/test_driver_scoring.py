@@ -58,161 +58,129 @@ class StandIn:
             raise self._start
 
 
-@pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The killed actors."""
-    actors: list[Any] = []
-    monkeypatch.setattr("ray.kill", actors.append)
-    return actors
-
-
-def plain(scored: list[Scored | RewardFailure]) -> list[float | RewardFailure]:
-    return [score.reward if isinstance(score, Scored) else score for score in scored]
+def plain(scores: list[Scored | RewardFailure]) -> list[float | RewardFailure]:
+    return [score.reward if isinstance(score, Scored) else score for score in scores]
 
 
 async def lengths(texts: list[str]) -> list[Any]:
     return [Scored(float(len(text))) for text in texts]
 
 
-async def dies(texts: list[str]) -> list[Any]:
-    raise ActorDiedError()
-
-
-async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
-    return await (dies if deadly in texts else lengths)(texts)
-
-
-def scoring_with(*actors: StandIn, max_restarts: int = 10, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:
+def scoring_with(*actors: StandIn, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:
     notes = Notes()
-    return Scoring(spec, iter(actors).__next__, budget=notes.budget(max_restarts), task_object=None), notes
+    return Scoring(spec, iter(actors).__next__, budget=notes.budget(), task_object=None), notes
 
 
-def test_a_group_is_one_response_with_a_score_for_each_of_its_texts(killed: list[Any]) -> None:
+async def test_a_group_is_one_response_with_a_score_for_each_of_its_texts() -> None:
     async def answers(texts: list[Any]) -> list[Any]:
         return [
             Scored(float(len(text)))
             if isinstance(text, str)
             else RewardFailure("no")
             if "fails" in text
-            else tuple(Scored(float(len(one))) for one in text)
+            else tuple(Scored(float(len(part))) for part in text)
             for text in texts
         ]
 
-    async def score_all() -> list[Scored | RewardFailure]:
-        asked, _ = scoring_with(StandIn(answers))
-        many: list[Response] = [
-            *responses("one"),
-            (Prompt("a", "?"), ("x", "four"), (True, False)),
-            (Prompt("b", "?"), ("fails", "with", "it"), (True, True, True)),
-            *responses("three"),
-        ]
-        return await asked.score(many)
-
-    scored = asyncio.run(score_all())
-    assert plain(scored) == [3.0, 1.0, 4.0, *[RewardFailure("no")] * 3, 5.0]
+    scorer, _ = scoring_with(StandIn(answers))
+    group: Response = (Prompt("a", "?"), ("x", "four"), (True, False))
+    failing: Response = (Prompt("b", "?"), ("fails", "with", "it"), (True, True, True))
+    scores = await scorer.score([*responses("one"), group, failing, *responses("three")])
+    assert plain(scores) == [3.0, 1.0, 4.0, *[RewardFailure("no")] * 3, 5.0]
 
 
-def test_concurrent_callers_take_turns_and_get_their_own_scores_in_order(killed: list[Any]) -> None:
+async def test_concurrent_callers_take_turns_and_get_their_own_scores_in_order(killed: list[Any]) -> None:
     actor = StandIn(lengths)
-    many = [("x" * i) for i in range(2 * AT_ONCE + 1)]
-
-    async def both() -> list[list[Scored | RewardFailure]]:
-        asked, _ = scoring_with(actor)
-        return list(await asyncio.gather(asked.score(responses(*many)), asked.score(responses("one", "three"))))
-
-    assert list(map(plain, asyncio.run(both()))) == [[float(i) for i in range(2 * AT_ONCE + 1)], [3.0, 5.0]]
+    scorer, _ = scoring_with(actor)
+    texts = ["x" * count for count in range(2 * AT_ONCE + 1)]
+    many, few = await asyncio.gather(scorer.score(responses(*texts)), scorer.score(responses("one", "three")))
+    assert (plain(many), plain(few)) == ([float(len(text)) for text in texts], [3.0, 5.0])
     assert [len(call) for call in actor.calls] == [AT_ONCE, 2, AT_ONCE, 1]
     assert killed == []
 
 
-def test_the_actor_gets_as_many_calls_as_it_has_places(killed: list[Any]) -> None:
+async def test_the_actor_gets_as_many_calls_as_it_has_places() -> None:
     """Three workers with two rewards each. The six rewards return when all are requested."""
-    everything = asyncio.Event()
+    all_requested = asyncio.Event()
 
-    async def when_all_are_there(texts: list[str]) -> list[Any]:
+    async def when_all_are_requested(texts: list[str]) -> list[Any]:
         if sum(map(len, actor.calls)) == 6:
-            everything.set()
-        await everything.wait()
+            all_requested.set()
+        await all_requested.wait()
         return await lengths(texts)
 
-    actor = StandIn(when_all_are_there)
-    spec = TaskSpec(use="a:b", reward_workers=3, reward_concurrency=2)
-
-    async def both() -> list[list[Scored | RewardFailure]]:
-        asked, _ = scoring_with(actor, spec=spec)
-        calls = asyncio.gather(asked.score(responses("a", "bb", "ccc", "dddd")), asked.score(responses("a", "bb")))
-        return list(await asyncio.wait_for(calls, 300))
-
-    assert list(map(plain, asyncio.run(both()))) == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0]]
+    actor = StandIn(when_all_are_requested)
+    scorer, _ = scoring_with(actor, spec=TaskSpec(use="a:b", reward_workers=3, reward_concurrency=2))
+    many, few = await asyncio.gather(
+        scorer.score(responses("a", "bb", "ccc", "dddd")), scorer.score(responses("a", "bb"))
+    )
+    assert (plain(many), plain(few)) == ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0])
 
 
-def test_many_small_calls_share_the_room_of_the_actor(killed: list[Any]) -> None:
+async def test_many_small_calls_share_the_room_of_the_actor() -> None:
     """One worker process, and callers with one response each, like engines' deliveries."""
-    most = asyncio.Event()
+    full = asyncio.Event()
 
     async def when_the_room_is_full(texts: list[str]) -> list[Any]:
         if len(actor.calls) == AT_ONCE:
-            most.set()
-        await most.wait()
+            full.set()
+        await full.wait()
         return await lengths(texts)
 
     actor = StandIn(when_the_room_is_full)
-
-    async def ask() -> list[list[Scored | RewardFailure]]:
-        asked, _ = scoring_with(actor)
-        calls = [asyncio.ensure_future(asked.score(responses("x" * i))) for i in range(AT_ONCE + 3)]
-        await asyncio.wait_for(most.wait(), 300)
-        assert len(actor.calls) == AT_ONCE
-        return await asyncio.wait_for(asyncio.gather(*calls), 300)
-
-    assert [plain(scored) for scored in asyncio.run(ask())] == [[float(i)] for i in range(AT_ONCE + 3)]
+    scorer, _ = scoring_with(actor)
+    calls = [asyncio.ensure_future(scorer.score(responses("x" * count))) for count in range(AT_ONCE + 3)]
+    await full.wait()
+    assert len(actor.calls) == AT_ONCE
+    assert list(map(plain, await asyncio.gather(*calls))) == [[float(count)] for count in range(AT_ONCE + 3)]
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("full")])
-def test_a_dead_actor_is_replaced_and_everything_scored(killed: list[Any], error: Exception) -> None:
+async def test_a_dead_actor_is_replaced_and_everything_scored(killed: list[Any], error: Exception) -> None:
     async def fails(texts: list[str]) -> list[Any]:
         raise error
 
     first, second = StandIn(fails), StandIn(lengths)
-    asked, notes = scoring_with(first, second)
-    assert plain(asyncio.run(asked.score(responses("a", "bb")))) == [1.0, 2.0]
+    scorer, notes = scoring_with(first, second)
+    assert plain(await scorer.score(responses("a", "bb"))) == [1.0, 2.0]
     assert second.calls == [["a"], ["bb"]]
     assert (killed, notes) == ([first], [("scorer", "scorer", "the process died")])
 
 
-def test_the_response_that_kills_twice_has_no_reward(killed: list[Any]) -> None:
-    async def deadly(texts: list[str]) -> list[Any]:
-        return await dies_of("bad", texts)
+async def test_the_response_that_kills_twice_has_no_reward(killed: list[Any]) -> None:
+    async def dies_of_bad(texts: list[str]) -> list[Any]:
+        if "bad" in texts:
+            raise ActorDiedError
+        return await lengths(texts)
 
-    actors = [StandIn(deadly) for _ in range(3)]
-    asked, notes = scoring_with(*actors)
-    scored = plain(asyncio.run(asked.score(responses("a", "bad", "ccc"))))
-    assert scored == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0]
+    actors = [StandIn(dies_of_bad) for _ in range(3)]
+    scorer, notes = scoring_with(*actors)
+    scores = plain(await scorer.score(responses("a", "bad", "ccc")))
+    assert scores == [1.0, RewardFailure("scorer: the process died, twice with prompt 'uid of bad'"), 3.0]
     assert killed == actors[:2]
     assert len(notes) == 2
 
 
-def test_a_silent_actor_is_replaced(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(texts: list[str]) -> list[Any]:
-        never: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        return await never
+async def test_a_silent_actor_is_replaced(killed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any) -> list[Any]:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
 
     monkeypatch.setattr(scoring, "ACTOR_S", 0.01)
     silent = StandIn(never)
-    silent.ping = SimpleNamespace(remote=lambda: never([]))
-    asked, notes = scoring_with(silent, StandIn(lengths), spec=TaskSpec(use="a:b", reward_timeout_s=0.01))
-    assert plain(asyncio.run(asked.score(responses("a")))) == [1.0]
+    silent.ping = SimpleNamespace(remote=never)
+    scorer, notes = scoring_with(silent, StandIn(lengths), spec=TaskSpec(use="a:b", reward_timeout_s=0.01))
+    assert plain(await scorer.score(responses("a"))) == [1.0]
     assert killed == [silent]
     assert notes == [("scorer", "scorer", "no answer within 0 s")]
 
 
-def test_a_task_that_cannot_be_loaded_ends_the_call(killed: list[Any]) -> None:
+async def test_a_task_that_cannot_be_loaded_ends_the_call(killed: list[Any]) -> None:
     from ray.exceptions import RayTaskError
 
     refused = StandIn(lengths, RayTaskError("start", "", TaskError("no such module")).as_instanceof_cause())
-    asked, notes = scoring_with(refused)
+    scorer, notes = scoring_with(refused)
     with pytest.raises(TaskError, match="no such module"):
-        asyncio.run(asked.start())
+        await scorer.start()
     assert (killed, notes) == ([refused], [])
 
 
@@ -239,7 +207,7 @@ def actors(task: TaskSpec, folder: Path) -> Callable[[], Any]:
 
 
 @pytest.mark.stack
-def test_a_group_that_kills_its_process_costs_other_groups_no_reward(cluster: None, tmp_path: Path) -> None:
+async def test_a_group_that_kills_its_process_costs_other_groups_no_reward(cluster: None, tmp_path: Path) -> None:
     source = """
         import os
         def rewards(prompt, responses):
@@ -250,17 +218,13 @@ def test_a_group_that_kills_its_process_costs_other_groups_no_reward(cluster: No
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(source))
     task = TaskSpec(use="user_rewards:rewards")
     loaded = load_task(task, tmp_path)
-    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), task_object=loaded)
-    assert asked.sees_group(Prompt("a", "?"))
+    scorer = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), task_object=loaded)
+    assert scorer.sees_group(Prompt("a", "?"))
     groups: list[Response] = [
         (Prompt(name, "?"), texts, (True,) * len(texts)) for name, texts in (("a", ("x", "")), ("b", ("die", "y")))
     ]
-
-    async def score_all() -> list[Scored | RewardFailure]:
-        await asked.start()
-        return await asked.score([*groups, groups[0]])
-
-    first, second, *failures, third, last = asyncio.run(score_all())
+    await scorer.start()
+    first, second, *failures, third, last = await scorer.score([*groups, groups[0]])
     assert [first, second, third, last] == [Scored(1.0), Scored(None)] * 2
     assert len(failures) == 2
     assert all("user_rewards:rewards failed twice on prompt 'b'" in str(failure) for failure in failures)

@@ -20,7 +20,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
-from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, Series, pass_at
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, pass_at
 from asyncrl_cli.orchestrator.offline import offline
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt
@@ -220,18 +220,14 @@ def test_masked_responses_count_in_no_accuracy_and_are_reported(tmp_path: Path) 
     assert [row["reward"] for row in rows(parts[2], "step-000000-greedy.jsonl")[1:]] == [1.0, None, 0.0]
 
 
-def test_sampled_sets_over_the_same_prompts_have_their_own_seeds(tmp_path: Path) -> None:
+async def test_sampled_sets_over_the_same_prompts_have_their_own_seeds(tmp_path: Path) -> None:
     held_out = HeldOut([(prompt, Encoded((1, 2))) for prompt in prompts(3)], Scorer(right={0}))  # type: ignore[arg-type]
     evaluation = {"samples": 2, "sets": {"again": {"data": {"path": "rows.jsonl"}, "greedy": False, "samples": 2}}}
     parts = evaluator(tmp_path, Scorer(right={0}), sets={"again": held_out}, evaluation=evaluation)
-
-    async def evaluate(series: list[Series]) -> None:
-        async with collecting(parts[1]):
-            for one in series:
-                await asyncio.ensure_future(parts[0]._evaluate(one, 0))
-
     sampled = [series for series in parts[0].due(0) if series.samples > 1]
-    run(evaluate([*sampled, *offline(sampled, "sampled", "")]))
+    async with collecting(parts[1]):
+        for series in [*sampled, *offline(sampled, "sampled", "")]:
+            await asyncio.ensure_future(parts[0]._evaluate(series, 0))
     seeds: dict[str, list[int | None]] = {}
     for request in actors(parts[1])[0].submitted:
         seeds.setdefault(request.rollout_id.split(":", 2)[2].rpartition(":")[0], []).append(request.sampling.seed)

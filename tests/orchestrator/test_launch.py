@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from stand_ins import run
@@ -75,49 +76,26 @@ def test_an_interrupted_run_saves_if_it_can(
 ) -> None:
     if settle is never:
         monkeypatch.setattr(launch, "INTERRUPT_S", 0.01)
-    orchestrator = Orchestrator(settle)
-
-    class View:
-        shown: str = ""
-
-        def status(self, text: str) -> None:
-            self.shown = text
-
-        def warn(self, text: str) -> None:
-            self.warned = text
-
-    view = View()
+    orchestrator, view = Orchestrator(settle), Mock()
     run(_save_before_leaving(orchestrator, view))  # type: ignore[arg-type]
     assert orchestrator.saved == saves
-    assert (getattr(view, "warned", "") != "") == (settle is full_disk)
-    assert view.shown == "stopping: saving a checkpoint if there is time"
+    assert view.warn.called == (settle is full_disk)
+    view.status.assert_called_once_with("stopping: saving a checkpoint if there is time")
 
 
 # -- Ctrl-C after the work has ended
 
 
-class RecordingView(Monitor):
-    """A console that keeps its warnings."""
-
-    def __init__(self) -> None:
-        self.warned: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.warned.append(text)
-
-
-def ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, hit: bool
-) -> tuple[RunDirectory, RecordingView]:
-    """A run with work that ends with ``cause``. With ``hit``, Ctrl-C arrives while the cluster ends."""
-
+@pytest.mark.parametrize(("cause", "phase"), [(None, "finished"), (RunError("out of memory"), "failed")])
+def test_ctrl_c_after_the_work_does_not_change_its_result(
+    cause: Exception | None, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextmanager
     def cluster(*_: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            if hit:
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     async def work(experiment: Any, recorder: Any, reporter: Any, start: Any, stop: Stop) -> launch.RunResult:
         stop.attach()
@@ -128,20 +106,12 @@ def ended(
     monkeypatch.setattr(launch, "ray_cluster", cluster)
     monkeypatch.setattr(launch, "_run", work)
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    directory, view = RunDirectory.create(tmp_path, "test"), RecordingView()
+    directory = RunDirectory.create(tmp_path, "test")
     experiment: Any = SimpleNamespace(spec=None, monitors=())
     try:
         with pytest.raises(type(cause)) if cause is not None else nullcontext():
-            launch.run_experiment(experiment, directory, view, launch.DriverStart())
+            launch.run_experiment(experiment, directory, Monitor(), launch.DriverStart())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return RunDirectory(directory.path), view
-
-
-@pytest.mark.parametrize(("cause", "phase"), [(None, "finished"), (RunError("out of memory"), "failed")])
-def test_ctrl_c_after_the_work_does_not_change_its_result(
-    cause: Exception | None, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, _ = ended(tmp_path, monkeypatch, cause, hit=True)
-    assert directory.state.phase == phase
+    assert RunDirectory(directory.path).state.phase == phase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
@@ -80,190 +80,149 @@ class Run:
         return await self.sessions.answer(ClientRequest(Action.GIVE_UP, session))
 
 
-def in_run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(bounded())
-
-
-def test_a_groups_sessions_go_to_the_callers_as_they_come() -> None:
-    async def test() -> None:
-        run = Run(group_size=4)
-        answers = await asyncio.gather(*(run.open() for _ in range(64)))
-        names = [str(answer.body["session"]) for answer in answers]
-        assert len(set(names)) == 64
-        assert run.groups == 16, "no more groups than callers need"
-        assert sorted(run.handed_out) == sorted(names), "recorded before the answer"
-        assert all(
-            answer.body["prompt"] == {"uid": f"row {name.split('-')[0]}", "prompt": "1+1="}
-            for answer, name in zip(answers, names, strict=True)
-        )
-        await asyncio.gather(*(run.reward(name, 0.5) for name in names))
-        assert {(await run.played[name]).score.reward for name in names} == {0.5}  # type: ignore[union-attr]
-
-    in_run(test)
+async def test_a_groups_sessions_go_to_the_callers_as_they_come() -> None:
+    run = Run(group_size=4)
+    answers = await asyncio.gather(*(run.open() for _ in range(64)))
+    names = [str(answer.body["session"]) for answer in answers]
+    assert len(set(names)) == 64
+    assert run.groups == 16, "no more groups than callers need"
+    assert sorted(run.handed_out) == sorted(names), "recorded before the answer"
+    assert all(
+        answer.body["prompt"] == {"uid": f"row {name.split('-')[0]}", "prompt": "1+1="}
+        for answer, name in zip(answers, names, strict=True)
+    )
+    await asyncio.gather(*(run.reward(name, 0.5) for name in names))
+    assert {(await run.played[name]).score.reward for name in names} == {0.5}  # type: ignore[union-attr]
 
 
-def test_a_reward_is_answered_after_its_commit_and_repeated_without_effect() -> None:
-    async def test() -> None:
-        run = Run()
-        name = (await run.open()).body["session"]
-        run.commits.clear()
-        committing = asyncio.create_task(run.sessions.answer(ClientRequest(Action.COMMIT, name)))
-        rewarding = [asyncio.create_task(run.reward(name, 1.0, metrics={"turns": 2.0})) for _ in range(2)]
-        await run.sessions._sessions[name].result
-        assert not any(task.done() for task in [committing, *rewarding])
-        assert (await run.reward(name, 0.0)).code == "reward_exists"
-        run.commits.set()
-        assert [(await task).status for task in [committing, *rewarding]] == [200, 200, 200]
-        assert (await run.played[name]).score == Scored(1.0, {"turns": 2.0})
-        assert (await run.reward(name, 1.0, metrics={"turns": 2.0})).status == 200, "known from the journal"
-        assert (await run.reward(name, 0.5)).status == 409
-        assert (await run.give_up(name)).status == 409
-
-    in_run(test)
+async def test_a_reward_is_answered_after_its_commit_and_repeated_without_effect() -> None:
+    run = Run()
+    name = (await run.open()).body["session"]
+    run.commits.clear()
+    committing = asyncio.create_task(run.sessions.answer(ClientRequest(Action.COMMIT, name)))
+    rewarding = [asyncio.create_task(run.reward(name, 1.0, metrics={"turns": 2.0})) for _ in range(2)]
+    await run.sessions._sessions[name].result
+    assert not any(task.done() for task in [committing, *rewarding])
+    assert (await run.reward(name, 0.0)).code == "reward_exists"
+    run.commits.set()
+    assert [(await task).status for task in [committing, *rewarding]] == [200, 200, 200]
+    assert (await run.played[name]).score == Scored(1.0, {"turns": 2.0})
+    assert (await run.reward(name, 1.0, metrics={"turns": 2.0})).status == 200, "known from the journal"
+    assert (await run.reward(name, 0.5)).status == 409
+    assert (await run.give_up(name)).status == 409
 
 
-def test_bad_rewards_are_refused_and_leave_the_session_open() -> None:
-    async def test() -> None:
-        run = Run()
-        name = (await run.open()).body["session"]
-        for reward, metrics in (
-            (float("nan"), {}),
-            (float("inf"), {}),
-            (1e300, {}),
-            (1.0, {"a": float("nan")}),
-            (1.0, {"": 1.0}),
-        ):
-            assert (await run.reward(name, reward, metrics=metrics)).code == "invalid_reward"
-        assert (await run.reward(name, 1.0, has_reply=False)).code == "no_reply"
-        assert (await run.reward("99-0", 1.0)).code == "session_not_found"
-        assert (await run.reward("0-1", 1.0)).status == 410, "nobody has it yet"
-        assert (await run.reward(name, None)).status == 200
-        assert (await run.played[name]).score == MASKED
-
-    in_run(test)
+async def test_bad_rewards_are_refused_and_leave_the_session_open() -> None:
+    run = Run()
+    name = (await run.open()).body["session"]
+    for reward, metrics in (
+        (float("nan"), {}),
+        (float("inf"), {}),
+        (1e300, {}),
+        (1.0, {"a": float("nan")}),
+        (1.0, {"": 1.0}),
+    ):
+        assert (await run.reward(name, reward, metrics=metrics)).code == "invalid_reward"
+    assert (await run.reward(name, 1.0, has_reply=False)).code == "no_reply"
+    assert (await run.reward("99-0", 1.0)).code == "session_not_found"
+    assert (await run.reward("0-1", 1.0)).status == 410, "nobody has it yet"
+    assert (await run.reward(name, None)).status == 200
+    assert (await run.played[name]).score == MASKED
 
 
-def test_a_session_that_nobody_rewards_is_masked_at_its_deadline() -> None:
-    async def test() -> None:
-        run = Run(timeout_s=0.05)
-        name = (await run.open()).body["session"]
-        assert (await run.played[name]).score == MASKED
-        late = await run.reward(name, 1.0)
-        assert (late.status, late.code) == (410, "session_ended")
-        assert "deadline" in late.body["message"]
-        assert run.sessions.counts == {"sessions/handed_out": 1, "sessions/expired": 1, "sessions/late": 1}
-
-    in_run(test)
+async def test_a_session_that_nobody_rewards_is_masked_at_its_deadline() -> None:
+    run = Run(timeout_s=0.05)
+    name = (await run.open()).body["session"]
+    assert (await run.played[name]).score == MASKED
+    late = await run.reward(name, 1.0)
+    assert (late.status, late.code) == (410, "session_ended")
+    assert "deadline" in late.body["message"]
+    assert run.sessions.counts == {"sessions/handed_out": 1, "sessions/expired": 1, "sessions/late": 1}
 
 
-def test_a_session_that_is_given_up_is_masked() -> None:
-    async def test() -> None:
-        run = Run()
-        name = (await run.open()).body["session"]
-        assert [(await run.give_up(name)).status for _ in range(2)] == [200, 200]
-        assert (await run.played[name]).score == MASKED
-        assert (await run.reward(name, 1.0)).status == 410
-
-    in_run(test)
+async def test_a_session_that_is_given_up_is_masked() -> None:
+    run = Run()
+    name = (await run.open()).body["session"]
+    assert [(await run.give_up(name)).status for _ in range(2)] == [200, 200]
+    assert (await run.played[name]).score == MASKED
+    assert (await run.reward(name, 1.0)).status == 410
 
 
-def test_a_reward_for_an_abandoned_group_is_refused_with_the_reason() -> None:
-    async def test() -> None:
-        run = Run()
-        name = (await run.open()).body["session"]
-        run.commits.clear()
-        rewarding = asyncio.create_task(run.reward(name, 1.0))
-        await run.sessions._sessions[name].result
-        run.played[name].cancel()
-        run.journal[name] = RolloutOutcome("requeued", "", None)
-        run.sessions.conclude(name, False)
-        answer = await rewarding
-        assert (answer.status, answer.code) == (410, "session_ended")
-        assert "on_stale" in answer.body["message"]
-
-    in_run(test)
+async def test_a_reward_for_an_abandoned_group_is_refused_with_the_reason() -> None:
+    run = Run()
+    name = (await run.open()).body["session"]
+    run.commits.clear()
+    rewarding = asyncio.create_task(run.reward(name, 1.0))
+    await run.sessions._sessions[name].result
+    run.played[name].cancel()
+    run.journal[name] = RolloutOutcome("requeued", "", None)
+    run.sessions.conclude(name, False)
+    answer = await rewarding
+    assert (answer.status, answer.code) == (410, "session_ended")
+    assert "on_stale" in answer.body["message"]
 
 
-def test_an_earlier_drivers_sessions_are_not_handed_out_again() -> None:
-    async def test() -> None:
-        run = Run(handed_out=["0-0"])
-        run.admits = False
-        early = asyncio.create_task(run.reward("0-0", 1.0))  # before the episode begins again
+async def test_an_earlier_drivers_sessions_are_not_handed_out_again() -> None:
+    run = Run(handed_out=["0-0"])
+    run.admits = False
+    early = asyncio.create_task(run.reward("0-0", 1.0))  # before the episode begins again
+    await asyncio.sleep(0)
+    for index in range(2):
+        run.play(f"0-{index}", Prompt("row 0", "1+1="))
+    assert (await run.open()).body["session"] == "0-1"
+    assert (await early).status == 200
+    assert (await run.played["0-0"]).score == Scored(1.0)
+
+
+async def test_a_lost_gateway_keeps_sessions_and_rewards() -> None:
+    run = Run()
+    name = (await run.open()).body["session"]
+    run.played[name].cancel()  # as ``Episodes`` does when the gateway is lost
+    await asyncio.wait([run.played[name]])
+    run.play(name, Prompt("row 0", "1+1="))
+    await asyncio.sleep(0)
+    assert (await run.reward(name, 1.0)).status == 200
+    assert run.handed_out == [name]
+
+
+async def test_a_caller_that_leaves_makes_room_for_the_next() -> None:
+    run = Run(group_size=1)
+    run.admits = False
+    leaving = asyncio.create_task(run.open())
+    await asyncio.sleep(0)
+    assert run.sessions.wanted_groups == 1
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert run.sessions.wanted_groups == 0
+    run.admits = True
+    leaving = asyncio.create_task(run.open())
+    while not run.sessions._offers and not leaving.done():
         await asyncio.sleep(0)
-        for index in range(2):
-            run.play(f"0-{index}", Prompt("row 0", "1+1="))
-        assert (await run.open()).body["session"] == "0-1"
-        assert (await early).status == 200
-        assert (await run.played["0-0"]).score == Scored(1.0)
-
-    in_run(test)
-
-
-def test_a_lost_gateway_keeps_sessions_and_rewards() -> None:
-    async def test() -> None:
-        run = Run()
-        name = (await run.open()).body["session"]
-        run.played[name].cancel()  # as ``Episodes`` does when the gateway is lost
-        await asyncio.wait([run.played[name]])
-        run.play(name, Prompt("row 0", "1+1="))
-        await asyncio.sleep(0)
-        assert (await run.reward(name, 1.0)).status == 200
-        assert run.handed_out == [name]
-
-    in_run(test)
+        if run.sessions._sessions and not run.sessions._callers:  # it has an offer, and leaves
+            leaving.cancel()
+            break
+    await asyncio.wait([leaving])
+    assert leaving.cancelled()
+    run.admits = False
+    assert (await run.open()).body["session"] == "0-0"
 
 
-def test_a_caller_that_leaves_makes_room_for_the_next() -> None:
-    async def test() -> None:
-        run = Run(group_size=1)
-        run.admits = False
-        leaving = asyncio.create_task(run.open())
-        await asyncio.sleep(0)
-        assert run.sessions.wanted_groups == 1
-        leaving.cancel()
-        await asyncio.wait([leaving])
-        assert run.sessions.wanted_groups == 0
-        run.admits = True
-        leaving = asyncio.create_task(run.open())
-        while not run.sessions._offers and not leaving.done():
-            await asyncio.sleep(0)
-            if run.sessions._sessions and not run.sessions._callers:  # it has an offer, and leaves
-                leaving.cancel()
-                break
-        await asyncio.wait([leaving])
-        assert leaving.cancelled()
-        run.admits = False
-        assert (await run.open()).body["session"] == "0-0"
-
-    in_run(test)
+async def test_own_prompts_go_to_the_programs_that_sent_them() -> None:
+    run = Run(group_size=1, has_prompts=False)
+    questions = [f"{number}+1=" for number in range(16)]
+    answers = await asyncio.gather(*(run.open(prompt=text, fields={"answer": text}) for text in questions))
+    assert [answer.body["prompt"]["prompt"] for answer in answers] == questions
+    assert [answer.body["prompt"]["answer"] for answer in answers] == questions
+    assert all(answer.body["prompt"]["uid"].startswith(OWN_UID_PREFIX) for answer in answers)
+    assert (await run.open()).code == "invalid_value", "the run has no prompts"
+    assert (await run.open(prompt="")).code == "invalid_value"
+    assert (await run.open(prompt=[{"role": "nobody"}])).code == "invalid_value"
+    assert (await Run(group_size=2).open(prompt="1+1=")).code == "invalid_value", "it exists once"
 
 
-def test_own_prompts_go_to_the_programs_that_sent_them() -> None:
-    async def test() -> None:
-        run = Run(group_size=1, has_prompts=False)
-        questions = [f"{number}+1=" for number in range(16)]
-        answers = await asyncio.gather(*(run.open(prompt=text, fields={"answer": text}) for text in questions))
-        assert [answer.body["prompt"]["prompt"] for answer in answers] == questions
-        assert [answer.body["prompt"]["answer"] for answer in answers] == questions
-        assert all(answer.body["prompt"]["uid"].startswith(OWN_UID_PREFIX) for answer in answers)
-        assert (await run.open()).code == "invalid_value", "the run has no prompts"
-        assert (await run.open(prompt="")).code == "invalid_value"
-        assert (await run.open(prompt=[{"role": "nobody"}])).code == "invalid_value"
-        assert (await Run(group_size=2).open(prompt="1+1=")).code == "invalid_value", "it exists once"
-
-    in_run(test)
-
-
-def test_an_own_prompt_whose_program_left_fails() -> None:
-    async def test() -> None:
-        run = Run(group_size=1)
-        run.play("0-0", Prompt(f"{OWN_UID_PREFIX}row", "1+1="))
-        played = await run.played["0-0"]
-        assert isinstance(played.score, RewardFailure)
-        assert (await run.reward("0-0", 1.0)).status == 410
-
-    in_run(test)
+async def test_an_own_prompt_whose_program_left_fails() -> None:
+    run = Run(group_size=1)
+    run.play("0-0", Prompt(f"{OWN_UID_PREFIX}row", "1+1="))
+    played = await run.played["0-0"]
+    assert isinstance(played.score, RewardFailure)
+    assert (await run.reward("0-0", 1.0)).status == 410

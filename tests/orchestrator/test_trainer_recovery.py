@@ -81,7 +81,7 @@ class Ranks:
 class Harness:
     """A trainer with these ranks. This object is also its buffer."""
 
-    def __init__(self, ranks: Ranks, max_deaths: int = 100) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.read: list[int] = []
         self.trained: list[int] = []
@@ -93,7 +93,7 @@ class Harness:
             here.ranks,
             buffer=here,
             run=here,
-            budget=self.notes.budget(max_deaths),
+            budget=self.notes.budget(100),
             microbatch_tokens=64,
             repeated=self._repeated,
         )
@@ -220,22 +220,19 @@ async def test_work_at_an_earlier_step_is_refused_or_returns_to_a_checkpoint_bef
     assert harness.trainer.step == 2, "catching up never goes back"
 
 
-def test_one_piece_of_work_at_a_time() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks())
-        active = 0
+async def test_one_piece_of_work_at_a_time() -> None:
+    harness = Harness(Ranks())
+    active = 0
 
-        async def work() -> None:
-            nonlocal active
-            active += 1
-            await asyncio.sleep(0)
-            assert active == 1
-            active -= 1
+    async def work() -> None:
+        nonlocal active
+        active += 1
+        await asyncio.sleep(0)
+        assert active == 1
+        active -= 1
 
-        await asyncio.gather(*(harness.trainer.at_step(2, work) for _ in range(5)))
-        assert harness.ranks.weights == (0, 1)
-
-    run(check())
+    await asyncio.gather(*(harness.trainer.at_step(2, work) for _ in range(5)))
+    assert harness.ranks.weights == (0, 1)
 
 
 @given(st.data())

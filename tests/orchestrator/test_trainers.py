@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import Actor, ReadyGroup, run
+from stand_ins import Actor, ReadyGroup
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
@@ -75,27 +75,18 @@ async def never() -> Any:
 
 async def placed(behaviour: Behaviour, limit_s: float = 600.0) -> Ranks:
     """Three ranks with their locations, without other calls."""
-
-    async def first_places(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-        return await starts(rank, method, arguments)
-
-    ranks = Ranks(first_places, limit_s=limit_s)
+    ranks = Ranks(starts, limit_s=limit_s)
     await ranks.trainer.preload()
     ranks.behaviour = behaviour
     ranks.calls.clear()
     return ranks
 
 
-def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
+async def raised_by(behaviour: Behaviour) -> Exception:
     """The error of a call to all ranks."""
-
-    async def call() -> Exception:
-        with pytest.raises(Exception) as error:  # noqa: PT011
-            await (await placed(behaviour, limit_s=limit_s)).trainer._call("train_step", "batch")
-        return error.value
-
-    error: Exception = run(call())
-    return error
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        await (await placed(behaviour)).trainer._call("train_step", "batch")
+    return error.value
 
 
 async def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
@@ -119,20 +110,19 @@ async def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
     assert ranks.calls == [(rank, "train_step", ("reference 1",)) for rank in range(3)]
 
 
-def test_a_death_is_the_loss_of_all_though_the_others_never_end() -> None:
+async def test_a_death_is_the_loss_of_all_though_the_others_never_end() -> None:
     async def dies(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         if rank.rank == 1:
             rank.die()
         await never()
 
-    lost = raised_by(dies)
+    lost = await raised_by(dies)
     assert isinstance(lost, TrainerLost)
-    assert (lost.name, lost.cause) == ("trainer-1", "the process died")
-    assert str(lost) == "trainer-1: the process died"
+    assert (lost.name, lost.cause, str(lost)) == ("trainer-1", "the process died", "trainer-1: the process died")
 
 
 @pytest.mark.parametrize("errors_first", [True, False])
-def test_errors_of_other_ranks_do_not_hide_a_death(errors_first: bool) -> None:
+async def test_errors_of_other_ranks_do_not_hide_a_death(errors_first: bool) -> None:
     async def closed(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         comes_later = (rank.rank == 2) == errors_first
         for _ in range(10 if comes_later else 0):
@@ -141,12 +131,12 @@ def test_errors_of_other_ranks_do_not_hide_a_death(errors_first: bool) -> None:
             rank.die()
         raise RuntimeError("Connection closed by peer")
 
-    lost = raised_by(closed)
+    lost = await raised_by(closed)
     assert isinstance(lost, TrainerLost)
     assert lost.name == "trainer-2"
 
 
-def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainers.GRACE_S", 0.01)
 
     async def fails(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -154,7 +144,7 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others_without_end(monkeypat
             raise ValueError("loss is not finite")
         await never()
 
-    error = raised_by(fails)
+    error = await raised_by(fails)
     assert isinstance(error, RunError)
     assert str(error).startswith("trainer-2: ValueError: loss is not finite (see logs/trainer-2.log")
 
@@ -197,20 +187,7 @@ async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
     return None
 
 
-@pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
-    """The killed ranks."""
-    ranks: list[Rank] = []
-
-    def kill(rank: Rank) -> None:
-        ranks.append(rank)
-        rank.die()
-
-    monkeypatch.setattr("ray.kill", kill)
-    return ranks
-
-
-async def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: list[Rank]) -> None:
+async def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: list[Any]) -> None:
     ranks = Ranks(starts, count=2)
     await ranks.trainer.preload()
     assert [location.node_id for location in ranks.trainer.locations] == ["node-0", "node-1"]
@@ -234,7 +211,7 @@ async def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(kil
     assert [rank.rank for rank in ranks.made] == [0, 1, 0, 1]
 
 
-def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GB of weights in a sparse file, which takes no disk space."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(4_000_000_000)
@@ -247,21 +224,17 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
         return [{f"state/{rank}": rank} for rank in range(2)]
 
     monkeypatch.setattr(TrainerRanks, "_call", note)
-
-    async def check() -> None:
-        ranks = TrainerRanks(pytest.fail, ReadyGroup("the trainer", 2), Path("/search"), 60.0, pytest.fail)
-        ranks._model_dir, ranks._address, ranks._port = str(tmp_path), "", 0
-        await ranks.start(None)
-        assert limits["start"] == START_TIMEOUT_S + 40
-        await ranks.save_checkpoint(Path("/x"), in_background=False)
-        assert await ranks.write_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
-        assert limits["save_checkpoint"] == limits["write_checkpoint"] == 60 + ranks.saving_s == 60 + 160
-        await ranks.save_model(Path("/x"), Path("/y"))
-        assert limits["save_model"] == 60 + 40
-        await ranks.start(Path("/checkpoint"))
-        assert limits["start"] == START_TIMEOUT_S + 40 + 160
-
-    run(check())
+    ranks = TrainerRanks(pytest.fail, ReadyGroup("the trainer", 2), Path("/search"), 60.0, pytest.fail)
+    ranks._model_dir, ranks._address, ranks._port = str(tmp_path), "", 0
+    await ranks.start(None)
+    assert limits["start"] == START_TIMEOUT_S + 40
+    await ranks.save_checkpoint(Path("/x"), in_background=False)
+    assert await ranks.write_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
+    assert limits["save_checkpoint"] == limits["write_checkpoint"] == 60 + ranks.saving_s == 60 + 160
+    await ranks.save_model(Path("/x"), Path("/y"))
+    assert limits["save_model"] == 60 + 40
+    await ranks.start(Path("/checkpoint"))
+    assert limits["start"] == START_TIMEOUT_S + 40 + 160
     (tmp_path / "pytorch_model.bin").write_bytes(b"the same weights in another format")
     assert weight_bytes(str(tmp_path)) == 4 * 10**9, "only one of the formats is loaded"
     assert weight_bytes("/no/such/folder") == weight_bytes("no-user/model") == 0

@@ -53,17 +53,6 @@ def make(run: RunDirectory, step: int) -> Checkpoint:
     return Checkpoint(folder, step)
 
 
-def test_a_seal_that_is_cancelled_ends(tmp_path: Path) -> None:
-    (tmp_path / "shard").write_bytes(b"of rank 0")
-
-    def check() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        seal(tmp_path, check)
-    assert not (tmp_path / "files.json").exists()
-
-
 @given(parts=st.lists(st.binary(max_size=2000), max_size=5))
 def test_a_checksum_made_while_writing_equals_the_files_checksum(
     parts: list[bytes], tmp_path_factory: pytest.TempPathFactory
