@@ -20,7 +20,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator import nodes
-from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, Weights
+from asyncrl_cli.orchestrator.engines import BringUp, EngineProcess, keep_engine
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.system.supervised_actor import RestartBudget
@@ -40,18 +40,19 @@ class EnginePool:
         *,
         make: Callable[[str], EngineProcess],
         client: GenerationClient,
-        weights: Weights,
+        bring_up: BringUp,
         buffer: Buffer,
         budget: RestartBudget,
         reporter: Reporter,
-        gpu_turn: asyncio.Event | None = None,
+        gpu_turn: asyncio.Event,
     ) -> None:
         """The client's engines have started, and are called ``engine-0``, ``engine-1``, ... ``make(name)`` makes
-        another engine without starting it."""
+        another engine without starting it. For ``bring_up`` and ``gpu_turn`` see ``keep_engine``."""
         self._target = target
         self._make = make
         self._client = client
-        self._keeper = EngineKeeper(client, weights, gpu_turn=gpu_turn, joined=self._joined, why_left=_why_left)
+        self._load_weights = bring_up
+        self._gpu_turn = gpu_turn
         self._buffer = buffer
         self._budget = budget
         self._reporter = reporter
@@ -115,14 +116,15 @@ class EnginePool:
         self._shortages[name] = ""
         await self._keep(self._client.add(process))
 
-    def _joined(self, engine: EngineState) -> None:
+    async def _bring_up(self, engine: EngineState) -> None:
+        await self._load_weights(engine)
         self._reported_shortage, self._retry_s = False, RETRY_S
         self._buffer.engine_changed(engine.name, "join", "")
         self._client.room.set()
         self._changed.set()
 
     async def _keep(self, engine: EngineState) -> None:
-        reason = await self._keeper.keep(engine)
+        reason = await keep_engine(engine, self._client, self._bring_up, gpu_turn=self._gpu_turn, why_left=_why_left)
         self._reporter.warn(f"{engine.name} is lost: {reason}")
         self._client.remove(engine)
         await engine.process.end()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
@@ -123,19 +123,15 @@ def client_of(
     )
 
 
-class Weights(Protocol):
-    """The source of the engines' weights: a ``Publisher``, or the folder that they start with."""
-
-    async def bring_up(self, engine: EngineState) -> None:
-        """Give a new engine its weights, and have it serve. Raises ``RunError`` if it fails."""
-        ...
+BringUp = Callable[[EngineState], Awaitable[None]]
+"""Gives a new engine its weights, and has it serve. Raises ``RunError`` if it fails."""
 
 
 class GpuTurns:
     """Lets trainer and engines take turns on shared GPUs, if nothing is generated while the trainer trains.
 
     Invariant: during the trainer's turn every engine sleeps or its process has ended, because both together do not fit
-    into the GPU's memory. So engines start, load and prove weights only during their own turn (``EngineKeeper``).
+    into the GPU's memory. So engines start, load and prove weights only during their own turn (``keep_engine``).
     """
 
     def __init__(self, client: GenerationClient, sleeping: bool, limit_s: float) -> None:
@@ -184,46 +180,34 @@ async def _never_left(engine: EngineState, unreachable: bool) -> str:
     return ""
 
 
-class EngineKeeper:
-    """Serves with the engines of one client, and restarts them."""
+async def keep_engine(
+    engine: EngineState,
+    client: GenerationClient,
+    bring_up: BringUp,
+    *,
+    gpu_turn: asyncio.Event,
+    why_left: Callable[[EngineState, bool], Awaitable[str]] = _never_left,
+) -> str:
+    """Serve with an engine and restart it until it leaves; returns why it left. Raises ``RunError`` after too many
+    restarts.
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        weights: Weights,
-        *,
-        gpu_turn: asyncio.Event | None = None,
-        joined: Callable[[EngineState], None] = lambda _: None,
-        why_left: Callable[[EngineState, bool], Awaitable[str]] = _never_left,
-    ) -> None:
-        """``gpu_turn`` is set while engines may use their GPUs. ``joined`` is called when an engine begins to serve.
-        ``why_left(engine, unreachable)`` returns why a lost engine is not restarted, or an empty text if it is.
-        ``unreachable``: its process may still be alive."""
-        self._client = client
-        self._weights = weights
-        self._joined = joined
-        self._why_left = why_left
-        self._gpu_turn = gpu_turn or asyncio.Event()
-        if gpu_turn is None:
-            self._gpu_turn.set()
-
-    async def keep(self, engine: EngineState) -> str:
-        """Serve with an engine until it leaves; returns why it left. Raises ``RunError`` after too many restarts."""
-        while True:
-            try:
-                if not engine.serving:
-                    await self._gpu_turn.wait()
-                    await self._weights.bring_up(engine)
-                    self._joined(engine)
-                await self._client.collect(engine)
-                continue  # withdrawn: it serves again when its host has the weights
-            except (EngineLost, RunError) as lost:
-                cause = lost.message if isinstance(lost, RunError) else str(lost)
-                reasons = (lost, lost.__cause__)
-            # Its requests first: a restart takes long, and other engines continue them now (decision 0005).
-            self._client.reclaim(engine)
-            if why := await self._why_left(engine, any(isinstance(reason, Unreachable) for reason in reasons)):
-                return why
-            await engine.process.lose(engine.process.actor, cause)
-            await self._gpu_turn.wait()
-            await engine.process.running()
+    ``gpu_turn`` is set while engines may use their GPUs. ``why_left(engine, unreachable)`` returns why a lost engine is
+    not restarted, or an empty text if it is. ``unreachable``: its process may still be alive.
+    """
+    while True:
+        try:
+            if not engine.serving:
+                await gpu_turn.wait()
+                await bring_up(engine)
+            await client.collect(engine)
+            continue  # withdrawn: it serves again when its host has the weights
+        except (EngineLost, RunError) as lost:
+            cause = lost.message if isinstance(lost, RunError) else str(lost)
+            reasons = (lost, lost.__cause__)
+        # Its requests first: a restart takes long, and other engines continue them now (decision 0005).
+        client.reclaim(engine)
+        if why := await why_left(engine, any(isinstance(reason, Unreachable) for reason in reasons)):
+            return why
+        await engine.process.lose(engine.process.actor, cause)
+        await gpu_turn.wait()
+        await engine.process.running()

@@ -147,7 +147,7 @@ class Orchestrator:
             spec.rollout.max_engines,
             make=parts.make_engine,
             client=parts.client,
-            weights=self._publisher,
+            bring_up=self._publisher.bring_up,
             buffer=parts.buffer,
             budget=parts.budget,
             reporter=parts.reporter,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from asyncrl_cli.core.errors import RunError, first_cause
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
-from asyncrl_cli.orchestrator.engines import EngineKeeper, client_of
+from asyncrl_cli.orchestrator.engines import client_of, keep_engine
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.rollout.client import GenerationClient
@@ -161,7 +161,8 @@ def use_engines(
             tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
             decode = decoder(tokenizer, end_tokens(folder, tokenizer), spec.task.special_tokens == "shown")
             client = client_of(spec, engines, decode)
-            keeper = EngineKeeper(client, _OwnWeights())
+            gpu_turn = asyncio.Event()
+            gpu_turn.set()  # no trainer needs the GPUs
             keeper_tasks: list[asyncio.Task[Any]] = []
             async with asyncio.TaskGroup() as group:
 
@@ -169,7 +170,9 @@ def use_engines(
                     status("starting engines")
                     model.set_result(folder)
                     await asyncio.gather(*(engine.running() for engine in engines))
-                    keeper_tasks.extend(group.create_task(keeper.keep(engine)) for engine in client.engines)
+                    for engine in client.engines:
+                        keeping = keep_engine(engine, client, _serve_own_weights, gpu_turn=gpu_turn)
+                        keeper_tasks.append(group.create_task(keeping))
 
                 serving = group.create_task(start())
                 result = await use(
@@ -229,11 +232,8 @@ def serve(
     use_engines(served, serve_requests, again="start the server again", status=status, warn=warn)
 
 
-class _OwnWeights:
-    """The engines have loaded their weights when they start."""
-
-    async def bring_up(self, engine: EngineState) -> None:
-        engine.serving = True
+async def _serve_own_weights(engine: EngineState) -> None:
+    engine.serving = True  # engines without a trainer load their weights when they start
 
 
 def _export(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:

@@ -20,11 +20,8 @@ from asyncrl_cli.rollout.open_requests import EngineState
 pytestmark = pytest.mark.slow
 
 
-class OwnWeights:
-    """Engines that serve as soon as they have started."""
-
-    async def bring_up(self, engine: EngineState) -> None:
-        engine.serving = True
+async def serve(engine: EngineState) -> None:
+    engine.serving = True
 
 
 class Scene:
@@ -42,14 +39,17 @@ class Scene:
         processes = [self.process(f"engine-{index}") for index in range(started)]
         self.client = GenerationClient(processes, slots=4, retries=0, hang_s=600.0, decode=str)
         here: Any = self
+        gpu_turn = asyncio.Event()
+        gpu_turn.set()
         self.pool = EnginePool(
             target,
             make=here.further,
             client=self.client,
-            weights=OwnWeights(),
+            bring_up=serve,
             buffer=here,
             budget=self.budget,
             reporter=here,
+            gpu_turn=gpu_turn,
         )
 
     def why_gone(self, node: str) -> str:
