@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
@@ -62,47 +63,44 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request of a session, or of a call without one (None). ``generation_number`` is unique; request ids are not,
-    because an episode that is played again reuses them."""
+    """A request for tokens, of a session or of a call without one (None)."""
 
-    generation_number: int
     session: int | None
     request: RolloutRequest
 
 
+Answer = Rollout | RolloutFailure | ClientAnswer
+
+
 @dataclass(slots=True)
 class Outgoing:
-    """From the driver: sessions to open or (by number) to end, in order; new tokens of generations; results of
-    generations that ended; answers to outside clients."""
+    """From the driver: sessions to open or (by number) to end, in order; new tokens of generations, and answers, by the
+    request's number."""
 
     sessions: list[SessionOpening | int] = field(default_factory=list)
     segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
-    results: list[tuple[int, Rollout | RolloutFailure]] = field(default_factory=list)
-    answers: list[tuple[int, ClientAnswer]] = field(default_factory=list)
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Incoming:
-    """To the driver: segments to record by session, cancelled generations, requested generations, ended sessions,
-    requests of outside clients, and the numbers of requests that their clients no longer wait for.
+    """To the driver: segments to record by session, the numbers of cancelled requests, new requests by number, and
+    ended sessions. A request's number is unique. Its id is not, because an episode that is played again reuses it.
 
-    The driver must handle them in this order: tokens before the end of their session, and a cancelled generation before
-    a new one that reuses its id.
+    The driver must handle them in this order: tokens before the end of their session, and a cancelled request before a
+    new one that reuses its id.
     """
 
     segments: list[tuple[int, list[Segment]]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    requests: dict[int, Generation] = field(default_factory=dict)
+    requests: dict[int, Generation | ClientRequest] = field(default_factory=dict)
     ends: list[SessionEnd] = field(default_factory=list)
-    client_requests: dict[int, ClientRequest] = field(default_factory=dict)
-    gone_clients: list[int] = field(default_factory=list)
 
 
 class Transfer:
     def __init__(self) -> None:
-        self._generation_numbers = count()
-        self._open: dict[int, tuple[asyncio.Future[Rollout | RolloutFailure], OnSegments | None]] = {}
-        self._asked: dict[int, asyncio.Future[ClientAnswer]] = {}
+        self._request_numbers = count()
+        self._open: dict[int, tuple[asyncio.Future[Any], OnSegments | None]] = {}
         self._incoming = Incoming()
         self._has_incoming = asyncio.Event()
 
@@ -110,40 +108,31 @@ class Transfer:
         self, session: int | None, request: RolloutRequest, on_segments: OnSegments | None = None
     ) -> Rollout:
         """Ask the driver for a generation, like ``GenerationClient.generate``. Raises ``GenerationFailed``."""
-        generation_number = next(self._generation_numbers)
-        result: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
-        self._open[generation_number] = (result, on_segments)
-        self._incoming.requests[generation_number] = Generation(generation_number, session, request)
-        self._has_incoming.set()
-        try:
-            generated = await result
-        finally:
-            # Without an answer the call was cancelled. The driver must know only if it has the request already.
-            if (
-                self._open.pop(generation_number, None) is not None
-                and self._incoming.requests.pop(generation_number, None) is None
-            ):
-                self._incoming.cancelled.append(generation_number)
-                self._has_incoming.set()
+        generated: Rollout | RolloutFailure = await self._answered(Generation(session, request), on_segments)
         if isinstance(generated, RolloutFailure):
             raise GenerationFailed(generated.reason)
         return generated
 
     async def ask(self, request: ClientRequest) -> ClientAnswer:
         """Have the driver answer an outside client. A cancelled call tells the driver that the client is gone."""
-        request_number = next(self._generation_numbers)
-        answer: asyncio.Future[ClientAnswer] = asyncio.get_running_loop().create_future()
-        self._asked[request_number] = answer
-        self._incoming.client_requests[request_number] = request
+        answer: ClientAnswer = await self._answered(request)
+        return answer
+
+    async def _answered(self, request: Generation | ClientRequest, on_segments: OnSegments | None = None) -> Any:
+        request_number = next(self._request_numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[request_number] = (answer, on_segments)
+        self._incoming.requests[request_number] = request
         self._has_incoming.set()
         try:
             return await answer
         finally:
+            # Without an answer the call was cancelled. The driver must know only if it has the request already.
             if (
-                self._asked.pop(request_number, None) is not None
-                and self._incoming.client_requests.pop(request_number, None) is None
+                self._open.pop(request_number, None) is not None
+                and self._incoming.requests.pop(request_number, None) is None
             ):
-                self._incoming.gone_clients.append(request_number)
+                self._incoming.cancelled.append(request_number)
                 self._has_incoming.set()
 
     async def until_recorded(self, session_name: str) -> None:
@@ -162,15 +151,12 @@ class Transfer:
         self._has_incoming.set()
 
     def answer(self, outgoing: Outgoing) -> None:
-        for generation_number, segments in outgoing.segments:
-            if generation_number in self._open and (on_segments := self._open[generation_number][1]) is not None:
+        for request_number, segments in outgoing.segments:
+            if request_number in self._open and (on_segments := self._open[request_number][1]) is not None:
                 on_segments(segments)
-        for generation_number, generated in outgoing.results:
-            if (entry := self._open.pop(generation_number, None)) is not None and not entry[0].done():
-                entry[0].set_result(generated)
-        for request_number, client_answer in outgoing.answers:
-            if (asked := self._asked.pop(request_number, None)) is not None and not asked.done():
-                asked.set_result(client_answer)
+        for request_number, answer in outgoing.answers:
+            if (entry := self._open.pop(request_number, None)) is not None and not entry[0].done():
+                entry[0].set_result(answer)
 
     async def collect(self, timeout_s: float) -> Incoming:
         """Return everything since the last call; wait up to ``timeout_s`` if there is nothing."""
@@ -180,9 +166,9 @@ class Transfer:
         incoming, self._incoming = self._incoming, Incoming()
         tokens, collected_requests = 0, {}
         while incoming.requests and tokens < MAX_COLLECTED_TOKENS:
-            generation_number = next(iter(incoming.requests))
-            collected_requests[generation_number] = incoming.requests.pop(generation_number)
-            tokens += len(collected_requests[generation_number].request.prompt_ids)
+            request_number = next(iter(incoming.requests))
+            request = collected_requests[request_number] = incoming.requests.pop(request_number)
+            tokens += len(request.request.prompt_ids) if isinstance(request, Generation) else 0
         self._incoming.requests, incoming.requests = incoming.requests, collected_requests
         if not self._incoming.requests:
             self._has_incoming.clear()

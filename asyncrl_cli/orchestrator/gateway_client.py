@@ -23,7 +23,7 @@ from asyncrl_cli.gateway.actor import GatewaySetup, Generation, Incoming, Outgoi
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Generate
 from asyncrl_cli.gateway.sessions import ClientAnswer, ClientRequest, new_secret, session_key, session_url
-from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
+from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.open_requests import OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -87,7 +87,6 @@ class _Link:
         self.actor, self.url = actor, url
         self._generate = generate
         self._answer_client = answer
-        self._client_tasks: dict[int, asyncio.Task[None]] = {}
         self._cause = ""
         self._session_ids = count()
         self._sessions: dict[int, RemoteSession] = {}
@@ -164,18 +163,29 @@ class _Link:
                 for call in cancelled:
                     call.cancel()
                 await asyncio.wait(cancelled)  # the requests below may use the same ids again
-            for generation in incoming.requests.values():
-                self._begin(generation)
-            for number, request in incoming.client_requests.items():
-                task = self._client_tasks[number] = self._group.create_task(self._serve_client(number, request))
-                task.add_done_callback(lambda _, number=number: self._client_tasks.pop(number))  # type: ignore[misc]
-            for number in incoming.gone_clients:
-                if (client_task := self._client_tasks.get(number)) is not None:
-                    client_task.cancel()
+            for number, request in incoming.requests.items():
+                self._begin(number, request)
             for end in incoming.ends:
                 self._sessions.pop(end.session_number).end.set_result(end)
 
-    async def _serve_client(self, number: int, request: ClientRequest) -> None:
+    def _begin(self, number: int, request: Generation | ClientRequest) -> None:
+        session = None
+        if isinstance(request, ClientRequest):
+            answering = self._answer_outside(number, request)
+        else:
+            session = None if request.session is None else self._sessions.get(request.session)
+            if request.session is not None and (session is None or session.closing):
+                failure = RolloutFailure(request.request.rollout_id, "the session has ended")
+                self._next_outgoing().answers.append((number, failure))
+                return
+            answering = self._answer(number, request.request, self._generate if session is None else session.generate)
+        call = self._calls[number] = self._group.create_task(answering)
+        call.add_done_callback(lambda _: self._calls.pop(number))
+        if session is not None:
+            session.calls.add(call)
+            call.add_done_callback(session.calls.discard)
+
+    async def _answer_outside(self, number: int, request: ClientRequest) -> None:
         assert self._answer_client is not None, "the gateway has the paths for outside clients"
         try:
             answer = await self._answer_client(request)
@@ -184,32 +194,19 @@ class _Link:
             answer = ClientAnswer(500, {"message": f"{type(error).__name__} in the driver"}, "internal_error")
         self._next_outgoing().answers.append((number, answer))
 
-    def _begin(self, generation: Generation) -> None:
-        session = None if generation.session is None else self._sessions.get(generation.session)
-        if generation.session is not None and (session is None or session.closing):
-            failure = RolloutFailure(generation.request.rollout_id, "the session has ended")
-            self._next_outgoing().results.append((generation.generation_number, failure))
-            return
-        generate = self._generate if session is None else session.generate
-        call = self._calls[generation.generation_number] = self._group.create_task(self._answer(generation, generate))
-        call.add_done_callback(lambda _: self._calls.pop(generation.generation_number))
-        if session is not None:
-            session.calls.add(call)
-            call.add_done_callback(session.calls.discard)
-
-    async def _answer(self, generation: Generation, generate: Generate) -> None:
+    async def _answer(self, number: int, request: RolloutRequest, generate: Generate) -> None:
         def grown(segments: list[Segment]) -> None:
-            self._next_outgoing().segments.append((generation.generation_number, segments))
+            self._next_outgoing().segments.append((number, segments))
 
         result: Rollout | RolloutFailure
         try:
-            result = await generate(generation.request, grown)
+            result = await generate(request, grown)
         except GenerationFailed as error:
-            result = RolloutFailure(generation.request.rollout_id, str(error))
+            result = RolloutFailure(request.rollout_id, str(error))
         except Exception as error:  # a bug fails this call, not the run
             log.error("a generation failed", exc_info=error)
-            result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
-        self._next_outgoing().results.append((generation.generation_number, result))
+            result = RolloutFailure(request.rollout_id, f"{type(error).__name__} in the driver")
+        self._next_outgoing().answers.append((number, result))
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:

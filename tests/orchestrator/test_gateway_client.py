@@ -157,10 +157,10 @@ async def test_an_answer_goes_to_its_own_request_if_names_are_equal() -> None:
     incoming = await transfer.collect(1)
     (new,) = incoming.requests
     assert incoming.cancelled == [old] and new != old
-    transfer.answer(Outgoing(results=[(old, rollout("1-0/0", 7))]))
+    transfer.answer(Outgoing(answers=[(old, rollout("1-0/0", 7))]))
     await turns()
     assert not second.done()
-    transfer.answer(Outgoing(results=[(new, rollout("1-0/0", 8))]))
+    transfer.answer(Outgoing(answers=[(new, rollout("1-0/0", 8))]))
     assert (await second).ids.tolist() == [8]
     third = asyncio.create_task(transfer.generate(1, request("1-0/1")))
     await turns()
@@ -170,7 +170,7 @@ async def test_an_answer_goes_to_its_own_request_if_names_are_equal() -> None:
     assert not incoming.requests and not incoming.cancelled, "a request that was never made is not cancelled"
     failed = asyncio.create_task(transfer.generate(1, request("1-0/2")))
     (number,) = (await transfer.collect(1)).requests
-    transfer.answer(Outgoing(results=[(number, RolloutFailure("1-0/2", "no engine"))]))
+    transfer.answer(Outgoing(answers=[(number, RolloutFailure("1-0/2", "no engine"))]))
     with pytest.raises(GenerationFailed, match="no engine"):
         await failed
 
@@ -200,7 +200,7 @@ async def test_an_error_in_the_link_loses_the_gateway_and_nothing_else() -> None
     async with running() as harness:
         link = harness.client._link.result()
 
-        def broken(_: Any) -> None:
+        def broken(*_: Any) -> None:
             raise ZeroDivisionError("a bug")
 
         with patch.object(link, "_begin", broken):
