@@ -22,13 +22,12 @@ from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.scoring import Scoring
-from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutRequest, Sampling
 from asyncrl_cli.records.groups import Opening
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import CORRECT
-from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.open_requests import EndedRequests
+from asyncrl_cli.rollout.client import GenerationClient, GenerationFailed
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.workers.scoring import responses_of
 
@@ -282,25 +281,15 @@ async def _samples(
 async def _generated(
     client: GenerationClient, requests: Sequence[RolloutRequest], on_response: Callable[[], None]
 ) -> list[Rollout]:
-    rollouts: dict[str, Rollout] = {}
-    complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def generate(request: RolloutRequest) -> Rollout:
+        rollout = await client.generate(request)
+        on_response()
+        return rollout
 
-    def on_end(batch: EndedRequests) -> None:
-        if complete.done():  # a rollout has failed, or the evaluation was cancelled
-            return
-        for request, result in batch:
-            if isinstance(result, RolloutFailure):
-                reason = f"an evaluation rollout failed: {result.reason}"
-                complete.set_exception(RunError(reason, location="evaluation"))
-                return
-            rollouts[request.rollout_id] = result
-            on_response()
-        if len(rollouts) == len(requests):
-            complete.set_result(None)
-
-    client.enqueue(requests, on_end)
-    await complete
-    return [rollouts[request.rollout_id] for request in requests]
+    try:
+        return await asyncio.gather(*map(generate, requests))
+    except GenerationFailed as error:
+        raise RunError(f"an evaluation rollout failed: {error}", location="evaluation") from None
 
 
 def _text(result: EvaluationResult, samples: Sequence[_Sample]) -> str:

@@ -117,7 +117,7 @@ class GenerationClient:
             if not future.done():
                 future.set_result(batch[0][1])
 
-        entry = self._add(replace(request, awaited=True), on_end, on_segments)
+        entry = self._add(request, on_end, on_segments)
         try:
             result = await future
         finally:
