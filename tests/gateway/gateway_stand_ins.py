@@ -204,13 +204,3 @@ async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-def in_time(test: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Run a coroutine function; a gateway that hangs fails the test."""
-
-    async def bounded() -> Any:
-        async with asyncio.timeout(seconds):
-            return await test()
-
-    return asyncio.run(bounded())

@@ -44,17 +44,6 @@ async def _read_on(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
             pass
 
 
-async def test_a_session_that_ends_ends_its_calls() -> None:
-    engine = Engine(held=asyncio.Event())
-    async with served(engine) as there:
-        there.session("7-0")
-        call = asyncio.create_task(there.post(PATH, CHAT, "7-0"))
-        await until(lambda: engine.running == 1)
-        there.sessions.close("7-0")
-        answer = await call
-        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
-
-
 @pytest.mark.parametrize(
     ("path", "body", "failure"),
     [

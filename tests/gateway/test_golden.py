@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.rollout.client import GenerationFailed
-from tests.gateway.gateway_stand_ins import Engine, Served, chat_format, in_time, key_of, served
+from tests.gateway.gateway_stand_ins import Engine, Served, chat_format, key_of, served
 from tests.gateway.test_programs import short_prompts
 
 pytestmark = pytest.mark.slow
@@ -65,24 +65,21 @@ def _event(block: str) -> Any:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_recorded_requests_get_the_recorded_answers(file: Path) -> None:
+async def test_recorded_requests_get_the_recorded_answers(file: Path) -> None:
     golden = json.loads(file.read_text())
     chat = short_prompts() if golden["program"] else chat_format(golden["reasoning_parser"])
     replay = Replay()
 
-    async def test() -> None:
-        async with served(Engine(replay.script, chat=chat)) as there:
-            sessions = [there.session(name) for name in ("7-0", "7-1")]
-            for exchange in golden["exchanges"]:
-                status, answer = await replay.answer(there, exchange)
-                if os.environ.get("GOLDEN") == "write":
-                    exchange |= {"status": status, "answer": answer}
-                assert (status, answer) == (exchange["status"], exchange["answer"]), exchange["request"]
-            rollouts = [session.rollout() for session in sessions]
-            sequences = [len(rollout.sequences) if rollout else 0 for rollout in rollouts]
-            assert golden.setdefault("sequences", sequences) == sequences, "conversations continue their tokens"
-
-    in_time(test)
+    async with served(Engine(replay.script, chat=chat)) as there:
+        sessions = [there.session(name) for name in ("7-0", "7-1")]
+        for exchange in golden["exchanges"]:
+            status, answer = await replay.answer(there, exchange)
+            if os.environ.get("GOLDEN") == "write":
+                exchange |= {"status": status, "answer": answer}
+            assert (status, answer) == (exchange["status"], exchange["answer"]), exchange["request"]
+        rollouts = [session.rollout() for session in sessions]
+        sequences = [len(rollout.sequences) if rollout else 0 for rollout in rollouts]
+        assert golden.setdefault("sequences", sequences) == sequences, "conversations continue their tokens"
     if os.environ.get("GOLDEN") == "write":
         exchanges = ",\n".join(json.dumps(exchange, ensure_ascii=False) for exchange in golden.pop("exchanges"))
         file.write_text(json.dumps(golden)[:-1] + f', "exchanges": [\n{exchanges}\n]}}\n')

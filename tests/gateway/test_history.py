@@ -11,14 +11,6 @@ SPOKEN: dict[str, Any] = {"role": "assistant", "content": "4"}
 QUESTION: dict[str, Any] = {"role": "user", "content": "2+2?"}
 
 
-def test_a_turn_keeps_a_digest_of_its_messages() -> None:
-    messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(100)]
-    full, same, other = (Conversation.of(part, None) for part in (messages, messages[:50], messages[1:]))
-    kept = same.after(None)
-    assert full.after(None).count == 101 and len(full.after(None).key) == len(kept.key)
-    assert full.covered_by(kept) == 51 and other.covered_by(kept) is None
-
-
 def test_reasoning_may_be_sent_back_or_omitted_but_not_changed() -> None:
     history = Conversation.of([QUESTION], None).after(None).then(THOUGHTFUL)
 
@@ -48,12 +40,6 @@ def test_reasoning_that_was_omitted_once_is_compared_when_it_is_sent_again() -> 
     ):
         asked = Conversation.of([QUESTION, first, QUESTION, second], None)
         assert (asked.covered_by(later) == 5) is continues
-
-
-def test_turns_share_the_digests_of_their_conversations_reasoning() -> None:
-    first = Conversation.of([QUESTION], None).after(None).then(THOUGHTFUL)
-    second = Conversation.of([QUESTION, SPOKEN, QUESTION], None).after(first).then(THOUGHTFUL)
-    assert second.reasoning is not None and second.reasoning.earlier is first.reasoning is not None
 
 
 def test_reasoning_that_a_client_adds_to_a_message_is_another_conversation() -> None:

@@ -11,7 +11,7 @@ from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits, Ses
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest, OutsideClients
 from asyncrl_cli.records.generation import Rollout, Sampling
 from tests.gateway.conversation_stand_ins import HashModel, Record, ask_chat, character_chat
-from tests.gateway.gateway_stand_ins import in_time, served, until
+from tests.gateway.gateway_stand_ins import served, until
 
 TOKEN = "of the run"
 CHAT = character_chat()
@@ -49,83 +49,71 @@ def ids_of(rollout: Rollout | None) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_a_program_continues_its_conversation_after_the_gateway_was_lost(turns: int) -> None:
-    async def test() -> None:
-        record, model = Record(), HashModel(CHAT)
-        whole = session(model, record)
-        other = await talk(whole, [], 1)
-        messages = await talk(whole, [user("another history")], turns)
-        again_record = Record()
-        for segments in record.recorded().values():
-            again_record.add(list(segments))
-        count = len(model.requests)
-        again = session(model, again_record, segments=record.recorded(), continues=True)
-        assert again.has_reply
-        assert (again.calls, again.sampled_tokens) == (whole.calls, whole.sampled_tokens)
-        assert ids_of(again.rollout()) == ids_of(whole.rollout()), "kept, whether or not the program calls again"
-        await talk(again, messages, 2)
-        assert len(model.requests) == count + 2, "no earlier reply was sampled again"
-        first, second = ids_of(again.rollout())
-        assert first == ids_of(whole.rollout())[0], "the other conversation is unchanged"
-        earlier = ids_of(whole.rollout())[1]
-        assert second[0][: len(earlier[0])] == earlier[0]
-        assert second[1][: len(earlier[1])] == earlier[1]
-        assert len(second[0]) > len(earlier[0])
-        await talk(again, other, 1)
-        assert next(len(ids) for ids, _ in ids_of(again.rollout())) > len(first[0])
-        assert len(ids_of(again.rollout())) == 2, "no branch was begun"
-
-    in_time(test)
+async def test_a_program_continues_its_conversation_after_the_gateway_was_lost(turns: int) -> None:
+    record, model = Record(), HashModel(CHAT)
+    whole = session(model, record)
+    other = await talk(whole, [], 1)
+    messages = await talk(whole, [user("another history")], turns)
+    again_record = Record()
+    for segments in record.recorded().values():
+        again_record.add(list(segments))
+    count = len(model.requests)
+    again = session(model, again_record, segments=record.recorded(), continues=True)
+    assert again.has_reply
+    assert (again.calls, again.sampled_tokens) == (whole.calls, whole.sampled_tokens)
+    assert ids_of(again.rollout()) == ids_of(whole.rollout()), "kept, whether or not the program calls again"
+    await talk(again, messages, 2)
+    assert len(model.requests) == count + 2, "no earlier reply was sampled again"
+    first, second = ids_of(again.rollout())
+    assert first == ids_of(whole.rollout())[0], "the other conversation is unchanged"
+    earlier = ids_of(whole.rollout())[1]
+    assert second[0][: len(earlier[0])] == earlier[0]
+    assert second[1][: len(earlier[1])] == earlier[1]
+    assert len(second[0]) > len(earlier[0])
+    await talk(again, other, 1)
+    assert next(len(ids) for ids, _ in ids_of(again.rollout())) > len(first[0])
+    assert len(ids_of(again.rollout())) == 2, "no branch was begun"
 
 
-def test_a_program_that_changes_its_history_begins_a_branch_and_loses_no_recorded_reply() -> None:
-    async def test() -> None:
-        record, model = Record(), HashModel(CHAT)
-        whole = session(model, record)
-        messages = await talk(whole, [], 3)
-        again = session(model, Record(), segments=record.recorded(), continues=True)
-        changed = [*messages[:2], user("something else")]
-        await ask_chat(again, changed, None, CallOptions())
-        kept, branch = ids_of(again.rollout())
-        assert kept == ids_of(whole.rollout())[0]
-        assert sum(branch[1]) == len(model.requests[-1][1].ids), "only its last reply is trained in the branch"
-        record_of_changes = {index: tuple(parts) for index, parts in record.recorded().items()}
-        assert sum(len(part.ids) for part in record_of_changes[0]) == len(kept[0])
-
-    in_time(test)
+async def test_a_program_that_changes_its_history_begins_a_branch_and_loses_no_recorded_reply() -> None:
+    record, model = Record(), HashModel(CHAT)
+    whole = session(model, record)
+    messages = await talk(whole, [], 3)
+    again = session(model, Record(), segments=record.recorded(), continues=True)
+    changed = [*messages[:2], user("something else")]
+    await ask_chat(again, changed, None, CallOptions())
+    kept, branch = ids_of(again.rollout())
+    assert kept == ids_of(whole.rollout())[0]
+    assert sum(branch[1]) == len(model.requests[-1][1].ids), "only its last reply is trained in the branch"
+    record_of_changes = {index: tuple(parts) for index, parts in record.recorded().items()}
+    assert sum(len(part.ids) for part in record_of_changes[0]) == len(kept[0])
 
 
-def test_a_repeated_call_gets_the_recorded_reply() -> None:
-    async def test() -> None:
-        record, model = Record(), HashModel(CHAT)
-        (reply,) = await ask_chat(session(model, record), [user("hello")], None, CallOptions())
-        again = session(model, Record(), segments=record.recorded(), continues=True)
-        (repeated,) = await ask_chat(again, [user("hello")], None, CallOptions())
-        assert repeated.token_ids == reply.token_ids
-        assert len(model.requests) == 1
-
-    in_time(test)
+async def test_a_repeated_call_gets_the_recorded_reply() -> None:
+    record, model = Record(), HashModel(CHAT)
+    (reply,) = await ask_chat(session(model, record), [user("hello")], None, CallOptions())
+    again = session(model, Record(), segments=record.recorded(), continues=True)
+    (repeated,) = await ask_chat(again, [user("hello")], None, CallOptions())
+    assert repeated.token_ids == reply.token_ids
+    assert len(model.requests) == 1
 
 
-def test_a_reply_is_sent_after_its_tokens_are_recorded() -> None:
-    async def test() -> None:
-        record, recorded = Record(), asyncio.Event()
+async def test_a_reply_is_sent_after_its_tokens_are_recorded() -> None:
+    record, recorded = Record(), asyncio.Event()
 
-        async def until_recorded() -> None:
-            assert record.recorded(), "its tokens are reported first"
-            await recorded.wait()
+    async def until_recorded() -> None:
+        assert record.recorded(), "its tokens are reported first"
+        await recorded.wait()
 
-        open_session = session(HashModel(CHAT), record, continues=True, until_recorded=until_recorded)
-        asking = asyncio.create_task(ask_chat(open_session, [user("hello")], None, CallOptions()))
-        await until(lambda: open_session.has_reply)
-        assert not asking.done()
-        recorded.set()
-        assert await asking
-
-    in_time(test)
+    open_session = session(HashModel(CHAT), record, continues=True, until_recorded=until_recorded)
+    asking = asyncio.create_task(ask_chat(open_session, [user("hello")], None, CallOptions()))
+    await until(lambda: open_session.has_reply)
+    assert not asking.done()
+    recorded.set()
+    assert await asking
 
 
-def test_paths_for_programs_check_keys_and_bodies() -> None:
+async def test_paths_for_programs_check_keys_and_bodies() -> None:
     asked: list[ClientRequest] = []
     answers: dict[Action, ClientAnswer] = {
         Action.OPEN: ClientAnswer(200, {"session": "7-0"}),
@@ -137,70 +125,64 @@ def test_paths_for_programs_check_keys_and_bodies() -> None:
         asked.append(request)
         return answers[request.action]
 
-    async def test() -> None:
-        async with served(clients=OutsideClients(TOKEN, ask)) as run:
-            run.session("7-0")
-            token = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
-            assert (await run.post("/sessions", {})).json()["error"]["code"] == "invalid_api_key"
-            assert (await run.post("/sessions", {}, **token)).json() == {"session": "7-0"}
-            own = {"prompt": [user("1+1=")], "fields": {"answer": 2}}
-            assert (await run.post("/sessions", own, **token)).status_code == 200
-            assert (asked[-1].prompt, asked[-1].fields) == (own["prompt"], own["fields"])
-            for body in ({"prompt": 3}, {"promt": "a"}, {"fields": []}):
-                assert (await run.post("/sessions", body, **token)).status_code == 400
-            # A session's key opens nothing but the session, and the run's token is no session's key.
-            assert (await run.post("/reward", {"reward": 1.0}, "7-0")).json() == {"status": "recorded"}
-            assert not asked[-1].has_reply
-            for wrong in (TOKEN, "x", "7-0"):
-                headers = {"headers": {"Authorization": f"Bearer {wrong}"}}
-                assert (await run.post("/reward", {"reward": 1.0}, "7-0", **headers)).status_code == 401
-                assert (await run.http.delete("/sessions/7-0", **headers)).status_code == 401
-            await run.client("7-0").completions.create(model="any", prompt="hello")
-            assert (await run.post("/reward", {"reward": None, "metrics": {"a": 1}}, "7-0")).status_code == 200
-            assert asked[-1] == ClientRequest(Action.REWARD, "7-0", reward=None, metrics={"a": 1.0})
-            count = len(asked)
-            for body in (
-                {},
-                {"reward": "1"},
-                {"reward": True},
-                {"reward": 1, "metric": {}},
-                {"reward": 1, "metrics": 2},
-            ):
-                refused = await run.post("/reward", body, "7-0")
-                assert refused.status_code == 400, refused.text
-            for number in ("NaN", "1e999"):
-                refused = await run.post("/reward", content=f'{{"reward": {number}}}', session="7-0")
-                assert refused.json()["error"]["param"] == "reward"
-            assert len(asked) == count
-            key = run.client("7-0").api_key
-            ended = await run.http.delete("/sessions/7-0", headers={"Authorization": f"Bearer {key}"})
-            assert (ended.status_code, ended.json()["error"]["code"]) == (410, "session_ended")
-            answers[Action.OPEN] = ClientAnswer(503, {"message": "ask again"}, "no_session")
-            busy = await run.post("/sessions", {}, **token)
-            assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
-        async with served() as run:
-            assert (await run.post("/sessions", {}, **token)).status_code == 404, "the run has another task"
-
-    in_time(test)
+    async with served(clients=OutsideClients(TOKEN, ask)) as run:
+        run.session("7-0")
+        token = {"headers": {"Authorization": f"Bearer {TOKEN}"}}
+        assert (await run.post("/sessions", {})).json()["error"]["code"] == "invalid_api_key"
+        assert (await run.post("/sessions", {}, **token)).json() == {"session": "7-0"}
+        own = {"prompt": [user("1+1=")], "fields": {"answer": 2}}
+        assert (await run.post("/sessions", own, **token)).status_code == 200
+        assert (asked[-1].prompt, asked[-1].fields) == (own["prompt"], own["fields"])
+        for body in ({"prompt": 3}, {"promt": "a"}, {"fields": []}):
+            assert (await run.post("/sessions", body, **token)).status_code == 400
+        # A session's key opens nothing but the session, and the run's token is no session's key.
+        assert (await run.post("/reward", {"reward": 1.0}, "7-0")).json() == {"status": "recorded"}
+        assert not asked[-1].has_reply
+        for wrong in (TOKEN, "x", "7-0"):
+            headers = {"headers": {"Authorization": f"Bearer {wrong}"}}
+            assert (await run.post("/reward", {"reward": 1.0}, "7-0", **headers)).status_code == 401
+            assert (await run.http.delete("/sessions/7-0", **headers)).status_code == 401
+        await run.client("7-0").completions.create(model="any", prompt="hello")
+        assert (await run.post("/reward", {"reward": None, "metrics": {"a": 1}}, "7-0")).status_code == 200
+        assert asked[-1] == ClientRequest(Action.REWARD, "7-0", reward=None, metrics={"a": 1.0})
+        count = len(asked)
+        for body in (
+            {},
+            {"reward": "1"},
+            {"reward": True},
+            {"reward": 1, "metric": {}},
+            {"reward": 1, "metrics": 2},
+        ):
+            refused = await run.post("/reward", body, "7-0")
+            assert refused.status_code == 400, refused.text
+        for number in ("NaN", "1e999"):
+            refused = await run.post("/reward", content=f'{{"reward": {number}}}', session="7-0")
+            assert refused.json()["error"]["param"] == "reward"
+        assert len(asked) == count
+        key = run.client("7-0").api_key
+        ended = await run.http.delete("/sessions/7-0", headers={"Authorization": f"Bearer {key}"})
+        assert (ended.status_code, ended.json()["error"]["code"]) == (410, "session_ended")
+        answers[Action.OPEN] = ClientAnswer(503, {"message": "ask again"}, "no_session")
+        busy = await run.post("/sessions", {}, **token)
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+    async with served() as run:
+        assert (await run.post("/sessions", {}, **token)).status_code == 404, "the run has another task"
 
 
-def test_a_call_waits_until_its_session_is_open_again() -> None:
+async def test_a_call_waits_until_its_session_is_open_again() -> None:
     async def ask(request: ClientRequest) -> ClientAnswer:
         raise AssertionError
 
-    async def test() -> None:
-        async with served(clients=OutsideClients(TOKEN, ask)) as run:
-            calling = asyncio.create_task(run.client("7-0").completions.create(model="any", prompt="hello"))
-            run.session("8-0")
-            await run.client("8-0").completions.create(model="any", prompt="hello")
-            assert not calling.done()
-            run.session("7-0")
-            assert (await calling).choices[0].text
-
-    in_time(test)
+    async with served(clients=OutsideClients(TOKEN, ask)) as run:
+        calling = asyncio.create_task(run.client("7-0").completions.create(model="any", prompt="hello"))
+        run.session("8-0")
+        await run.client("8-0").completions.create(model="any", prompt="hello")
+        assert not calling.done()
+        run.session("7-0")
+        assert (await calling).choices[0].text
 
 
-def test_a_program_that_leaves_is_no_longer_waited_for() -> None:
+async def test_a_program_that_leaves_is_no_longer_waited_for() -> None:
     begun, cancelled = asyncio.Event(), False
 
     async def ask(request: ClientRequest) -> ClientAnswer:
@@ -213,12 +195,9 @@ def test_a_program_that_leaves_is_no_longer_waited_for() -> None:
             raise
         raise AssertionError
 
-    async def test() -> None:
-        async with served(clients=OutsideClients(TOKEN, ask)) as run:
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            asking = asyncio.create_task(run.http.post("/sessions", json={}, headers=headers))
-            await begun.wait()
-            asking.cancel()
-            await until(lambda: cancelled)
-
-    in_time(test)
+    async with served(clients=OutsideClients(TOKEN, ask)) as run:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        asking = asyncio.create_task(run.http.post("/sessions", json={}, headers=headers))
+        await begun.wait()
+        asking.cancel()
+        await until(lambda: cancelled)

@@ -88,12 +88,6 @@ def test_a_reply_is_reasoning_content_and_calls(special: bool) -> None:
     assert parsed("<think>why</think><tool_call>no", tools=[CALC])["content"] == "<tool_call>no"
 
 
-def test_a_call_within_the_reasoning_of_deepseek_is_reasoning() -> None:
-    chat = ChatFormat(thinking_tokenizer(), None, "deepseek_r1")
-    message = chat.parse([1], chat.encode(f"why {CALL}</think>so"), [CALC])
-    assert message == {"role": "assistant", "reasoning_content": f"why {CALL}", "content": "so"}
-
-
 def test_where_the_prompt_closes_the_reasoning_a_reply_is_content() -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}"
