@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest.mock import patch
 from urllib.parse import quote
 
 import numpy as np
@@ -127,14 +126,13 @@ class Harness:
         return [Scored(0.5)]
 
     async def run(self, **options: Any) -> tuple[Rollout | None, Scored | RewardFailure]:
-        with patch("ray.kill"):
-            await self.gateway.start()
-            keeping = self.gateway._keeping
-            try:
-                return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.segments.extend, **options)
-            finally:
-                await turns_of_the_loop()
-                keeping.cancel()
+        await self.gateway.start()
+        keeping = self.gateway._keeping
+        try:
+            return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.segments.extend, **options)
+        finally:
+            await turns_of_the_loop()
+            keeping.cancel()
 
 
 def turns(count: int, then: Played = FINE) -> Agent:

@@ -8,15 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import AsyncMock, patch
 
-import numpy as np
 import pytest
-from stand_ins import StandInGateway, remote, spec, turns
+from stand_ins import StandInGateway, remote, rollout, spec, turns
 from test_episodes import CHAT, PROMPT, SAMPLING, Model
 
 from asyncrl_cli.gateway.actor import MAX_COLLECTED_TOKENS, GatewaySetup, Outgoing, SessionOpening, Transfer
 from asyncrl_cli.gateway.session import CallOptions, SessionLimits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
-from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
+from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from tests.gateway.conversation_stand_ins import ask_chat
@@ -26,17 +25,6 @@ HELLO: Any = [{"role": "user", "content": PROMPT.content}]
 
 def request(name: str, tokens: int = 1) -> RolloutRequest:
     return RolloutRequest(name, (1,) * tokens, Sampling(1.0, 4))
-
-
-def rollout(name: str, token: int) -> Rollout:
-    one = np.full(1, token, np.int32)
-    return Rollout(
-        *(one, np.zeros(1, np.float32), np.zeros(1, np.int32)),
-        rollout_id=name,
-        prompt_ids=(1,),
-        text="",
-        finish_reason="stop",
-    )
 
 
 class HeldGateway(StandInGateway):
@@ -77,14 +65,13 @@ class Harness:
 @asynccontextmanager
 async def running() -> AsyncIterator[Harness]:
     harness = Harness()
-    with patch("ray.kill"):
-        await harness.client.start()
-        keeping = harness.client._keeping
-        try:
-            yield harness
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+    await harness.client.start()
+    keeping = harness.client._keeping
+    try:
+        yield harness
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def test_a_session_opens_when_the_gateway_has_it() -> None:
@@ -157,10 +144,10 @@ async def test_an_answer_goes_to_its_own_request_if_names_are_equal() -> None:
     incoming = await transfer.collect(1)
     (new,) = incoming.requests
     assert incoming.cancelled == [old] and new != old
-    transfer.answer(Outgoing(answers=[(old, rollout("1-0/0", 7))]))
+    transfer.answer(Outgoing(answers=[(old, rollout("1-0/0", (0,), (7,)))]))
     await turns()
     assert not second.done()
-    transfer.answer(Outgoing(answers=[(new, rollout("1-0/0", 8))]))
+    transfer.answer(Outgoing(answers=[(new, rollout("1-0/0", (0,), (8,)))]))
     assert (await second).ids.tolist() == [8]
     third = asyncio.create_task(transfer.generate(1, request("1-0/1")))
     await turns()

@@ -28,16 +28,11 @@ def node(number: int, cpus: float = 8.0, gpus: float = 0.0, labels: dict[str, st
     return Node(f"id{number}", f"10.0.0.{number}", f"host-{number}", labels or {}, total, total)
 
 
-def spec_with(engines: int, gpus: int, cluster: ClusterSpec | None = None, ranks: int = 1) -> ExperimentSpec:
-    """A spec with this many GPUs per engine, and one CPU per rank."""
+def spec_with(engines: int, gpus: int, cluster: ClusterSpec | None = None) -> ExperimentSpec:
+    """A spec with this many GPUs per engine, and one rank with one CPU."""
     base = spec()
-    return base.model_copy(
-        update={
-            "rollout": base.rollout.model_copy(update={"engines": engines, "gpus_per_engine": gpus}),
-            "trainer": base.trainer.model_copy(update={"ranks": ranks}),
-            "cluster": cluster or ClusterSpec(),
-        }
-    )
+    rollout = base.rollout.model_copy(update={"engines": engines, "gpus_per_engine": gpus})
+    return base.model_copy(update={"rollout": rollout, "cluster": cluster or ClusterSpec()})
 
 
 # -- which nodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from stand_ins import prompts
 
@@ -16,9 +18,9 @@ TOKENIZER = character_tokenizer(256)
 CHAT = Prompt("chat", ({"role": "user", "content": "2+2="},))
 
 
-def source(texts: list[str], max_tokens: int, first: tuple[Prompt, ...] = ()) -> PromptSource:
+def source(texts: list[str], first: tuple[Prompt, ...] = (), warn: Callable[[str], None] = print) -> PromptSource:
     rows = [Prompt(f"p{i}", text) for i, text in enumerate(texts)]
-    return PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, max_tokens), first)
+    return PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), first, warn=warn)
 
 
 def test_text_is_encoded_up_to_the_limit() -> None:
@@ -45,33 +47,32 @@ def test_a_chat_without_a_template_is_refused_with_a_hint() -> None:
         PromptEncoder(bare, 10).encode(CHAT)
 
 
-def test_long_prompts_are_skipped_and_counted() -> None:
-    stream = source(["123456789", "12", "1234567", "3"], max_tokens=3)
+def test_long_prompts_are_skipped_and_counted_with_one_warning() -> None:
+    warnings: list[str] = []
+    stream = source(["123456789", "12", "1234567", "3"], warn=warnings.append)
     assert [stream.next()[0].uid for _ in range(4)] == ["p1", "p3", "p1", "p3"]
     assert stream.skipped == 4
     assert stream.loader.state() == {"epoch": 1, "position": 4}
+    (warning,) = warnings
+    assert "prompt p0 is longer than rollout.max_prompt_tokens" in warning
 
 
 def test_candidates_have_serials_and_the_loaders_position() -> None:
-    stream = source(["1", "123456789", "2"], max_tokens=3, first=(Prompt("a", "4"),))
+    stream = source(["1", "123456789", "2"], first=(Prompt("a", "4"),))
     candidates = [stream.candidate() for _ in range(4)]
     assert [candidate.serial for candidate in candidates] == [1, 2, 3, 4], "prompts that are too long do not count"
     assert [candidate.prompt.uid for candidate in candidates] == ["a", "p0", "p2", "p0"]
     assert [TOKENIZER.decode(candidate.prompt_ids) for candidate in candidates] == ["4", "1", "2", "1"]
-    assert [(candidate.loader["epoch"], candidate.loader["position"]) for candidate in candidates] == [
-        (0, 0),
-        (0, 1),
-        (0, 3),
-        (1, 1),
-    ]
+    positions = [(candidate.loader["epoch"], candidate.loader["position"]) for candidate in candidates]
+    assert positions == [(0, 0), (0, 1), (0, 3), (1, 1)]
 
 
 @pytest.mark.parametrize("admitted", range(8))
 def test_a_resumed_stream_continues_after_the_newest_admitted_prompt(admitted: int) -> None:
     texts = ["1", "123456789", "2", "3"]
-    before = source(texts, max_tokens=3)
+    before = source(texts)
     candidates = [before.candidate() for _ in range(10)]
-    resumed = source(texts, max_tokens=3)
+    resumed = source(texts)
     resumed.resume(admitted, candidates[admitted - 1].loader if admitted else None)
     assert [resumed.candidate() for _ in range(10 - admitted)] == candidates[admitted:]
 
@@ -87,16 +88,6 @@ def test_only_long_prompts_end_the_search() -> None:
     with pytest.raises(RunError, match=r"data\.train: 10000 prompts in a row are longer than rollout\."):
         stream.next()
     assert len(asked) == stream.skipped == MAX_SKIPS_IN_A_ROW
-
-
-def test_skipped_prompts_cause_one_warning() -> None:
-    warnings: list[str] = []
-    rows = [Prompt("long", "123456789"), Prompt("short", "1")]
-    stream = PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), warn=warnings.append)
-    for _ in range(3):
-        stream.next()
-    assert len(warnings) == 1
-    assert "prompt long is longer than rollout.max_prompt_tokens" in warnings[0]
 
 
 def test_solved_prompts_are_skipped_until_all_are_solved() -> None:

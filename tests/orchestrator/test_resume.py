@@ -98,34 +98,24 @@ def metrics(run: RunDirectory) -> list[int]:
 # -- resuming
 
 
-def test_a_run_that_died_before_anything_was_recorded_begins(run: RunDirectory) -> None:
-    assert start(run) == DriverStart("resume", "n=1", None)
-
-
-@pytest.mark.parametrize("begun", [b"", None], ids=["an empty file", "no tables"])
-def test_a_journal_that_was_never_begun_is_one_without_history(run: RunDirectory, begun: bytes | None) -> None:
-    if begun is None:
+@pytest.mark.parametrize("journal", ["no file", "an empty file", "no tables"])
+def test_a_run_that_died_before_anything_was_recorded_begins(run: RunDirectory, journal: str) -> None:
+    if journal == "an empty file":
+        (run.path / FILE).touch()
+    elif journal == "no tables":
         connection = sqlite3.connect(run.path / FILE)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.close()
-    else:
-        (run.path / FILE).write_bytes(begun)
     assert start(run) == DriverStart("resume", "n=1", None)
-    check(run.path / FILE)
+    if journal != "no file":
+        check(run.path / FILE)
 
 
-def test_the_newest_checkpoint_is_where_the_trainer_starts(run: RunDirectory) -> None:
+def test_the_trainer_starts_from_the_newest_or_a_named_checkpoint_or_the_initial_model(run: RunDirectory) -> None:
     record(run, taken=6)
-    save(run, 2)
-    newest = save(run, 4)
+    older, newest = save(run, 2), save(run, 4)
     assert start(run) == DriverStart("resume", "n=1", newest)
     assert metrics(run) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_named_checkpoint_or_the_initial_model_may_be(run: RunDirectory) -> None:
-    record(run, taken=6)
-    older = save(run, 2)
-    save(run, 4)
     error = refused(run, step=3)
     assert "there is no checkpoint of step 3" in error.message
     assert "2, 4" in error.hint
@@ -133,23 +123,17 @@ def test_a_named_checkpoint_or_the_initial_model_may_be(run: RunDirectory) -> No
     assert start(run, step=0).checkpoint is None
 
 
-def test_metrics_of_steps_that_are_not_recorded_as_trained_are_dropped(run: RunDirectory) -> None:
-    record(run, taken=6, trained=4)
-    start(run)
-    assert metrics(run) == [1, 2, 3, 4]
-
-
-# -- nothing to do
-
-
 def test_rows_of_metrics_that_were_never_written_come_from_the_journal(run: RunDirectory) -> None:
     record(run, taken=3)
     (run.path / "metrics.jsonl").write_text('{"step": 2, "version": 2, "loss": 0.5}\n')
     start(run)
-    first, kept, last = run.read("metrics.jsonl")
-    assert kept == {"step": 2, "version": 2, "loss": 0.5}
+    first, second, last = run.read("metrics.jsonl")
+    assert second == {"step": 2, "version": 2, "loss": 0.5}
     assert (first["step"], first["version"], last["step"], last["version"]) == (1, 1, 3, 3)
     assert first["time"] > 0
+
+
+# -- nothing to do
 
 
 def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
@@ -161,11 +145,11 @@ def test_a_run_that_is_done_says_how_to_train_on(run: RunDirectory) -> None:
     assert start(run, steps=20).kind == "resume"
 
 
-@pytest.mark.parametrize("missing", ["the model", "the word of the driver"])
-def test_a_run_that_died_after_its_last_step_continues(run: RunDirectory, missing: str) -> None:
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_run_that_died_after_its_last_step_continues(run: RunDirectory, has_model: bool) -> None:
     record(run, taken=10)
     finish(run)
-    if missing == "the model":
+    if not has_model:
         (run.path / MODEL / "config.json").unlink()
     else:
         run.update(phase="running")

@@ -23,6 +23,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.inputs import SplitSpec
 
 SPEC = spec(rollout={"group_size": 1}, pipeline={"groups_per_step": 1, "max_staleness": 0})
+SETTINGS = replace(BufferSettings.from_spec(SPEC), max_staleness=100, total_steps=100)
 PLAN = Plan(DriverStart("resume"), trained=0, again=False, without_journal=False)
 
 
@@ -36,32 +37,38 @@ def with_data(run: RunDirectory, rows: list[dict[str, str]]) -> Experiment:
 ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for row in range(9)]
 
 
-def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
-    """Admit prompts like a run."""
-    book = DurableLedger(run.path / FILE, replace(BufferSettings.from_spec(SPEC), max_staleness=100, total_steps=100))
+def admit(book: DurableLedger, experiment: Experiment, count: int, serial: int = 0) -> None:
+    """Admit the prompts after a serial, like a run."""
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
-    for serial in range(1, count + 1):
-        book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
+    if serial:
+        loader.restore(book.opening().loader or {})
+    for number in range(serial + 1, serial + 1 + count):
+        book.admit([Candidate(number, loader.next(), (1,), loader.state())])
     book.journal.commit(book.journal.noted())
     book.journal.close()
 
 
-def edited(row: int, **change: str) -> list[dict[str, str]]:
-    return [old | change if at == row else old for at, old in enumerate(ROWS)]
+def admit_first(run: RunDirectory, count: int) -> None:
+    """Admit a new run's first prompts."""
+    admit(DurableLedger(run.path / FILE, SETTINGS), with_data(run, ROWS), count)
+
+
+def edited(**change: str) -> list[dict[str, str]]:
+    return [*ROWS[:3], ROWS[3] | change, *ROWS[4:]]
 
 
 @pytest.mark.parametrize("admitted", [4, 9, 20])
 def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
-    admit(run, with_data(run, ROWS), admitted)
+    admit_first(run, admitted)
     check_data(run, with_data(run, ROWS), PLAN)
 
 
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
-        (edited(3, uid="other"), "the data now has prompt 'other' at its position"),
-        (edited(3, prompt="another question"), "prompt 'p3' was trained on, and the data now has other contents"),
-        (edited(3, answer="5"), "the data now has other contents"),
+        (edited(uid="other"), "the data now has prompt 'other' at its position"),
+        (edited(prompt="another question"), "prompt 'p3' was trained on, and the data now has other contents"),
+        (edited(answer="5"), "the data now has other contents"),
         ([*ROWS, ROWS[0] | {"uid": "p9"}], "at its position"),
         (ROWS[1:], "at its position"),
     ],
@@ -69,7 +76,7 @@ def test_data_as_it_was_is_accepted(run: RunDirectory, admitted: int) -> None:
 def test_edited_data_is_noticed_before_the_run_continues(
     run: RunDirectory, rows: list[dict[str, str]], fault: str
 ) -> None:
-    admit(run, with_data(run, ROWS), 8 if len(rows) < 9 else 20)
+    admit_first(run, 8 if len(rows) < 9 else 20)
     with pytest.raises(RunError, match=fault) as caught:
         check_data(run, with_data(run, rows), PLAN)
     assert caught.value.hint.endswith(f"asyncrl resume {run.argument} --accept-changed-data")
@@ -88,20 +95,13 @@ def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
     """Resume with accepted changed data, and admit its next prompts."""
     check_data(run, experiment, PLAN, accept_changed_data=True)
     PLAN.carry_out(run, accept_changed_data=True)
-    book = DurableLedger.begin(
-        run.path / FILE, replace(BufferSettings.from_spec(SPEC), max_staleness=100, total_steps=100), "resume", ""
-    )
-    loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
-    loader.restore(book.opening().loader or {})
-    for serial in range(book.journal.read(newest_serial) + 1, book.journal.read(newest_serial) + 1 + count):
-        book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
-    book.journal.commit(book.journal.noted())
-    book.journal.close()
+    book = DurableLedger.begin(run.path / FILE, SETTINGS, "resume", "")
+    admit(book, experiment, count, serial=book.journal.read(newest_serial))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_data_that_was_accepted_is_accepted_from_then_on(run: RunDirectory, count: int) -> None:
-    admit(run, with_data(run, ROWS), 9)
+    admit_first(run, 9)
     changed = with_data(run, [row | {"answer": "other"} for row in ROWS])
     with pytest.raises(RunError, match="other contents"):
         check_data(run, changed, PLAN)
@@ -115,7 +115,7 @@ def test_data_that_was_accepted_is_accepted_from_then_on(run: RunDirectory, coun
 
 @pytest.mark.parametrize("accept", [True, False])
 def test_data_without_the_place_of_the_run_is_refused_before_anything_starts(run: RunDirectory, accept: bool) -> None:
-    admit(run, with_data(run, ROWS), 7)
+    admit_first(run, 7)
     with pytest.raises(DataError, match="there is no position 7 in epoch 0 of 5 training prompts"):
         check_data(run, with_data(run, ROWS[:5]), PLAN, accept)
     checkpoint = DriverStart("resume", base={"loader": {"epoch": 0, "position": 7}})
