@@ -7,26 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
-from stand_ins import Here, kill, segment
-from test_rollout_scheduler import Harness
+from stand_ins import segment
+from test_rollout_scheduler import Harness, source
 
-from asyncrl_cli.data.prompt_encoder import Encoded
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-
-
-class NoTokens:
-    """An encoder for a task with episodes as rollouts."""
-
-    sees_images = False
-
-    def encode_with_images(self, prompt: Prompt) -> Encoded:
-        return Encoded(())
 
 
 class Episodes:
@@ -75,19 +64,9 @@ def episode(rollout_id: str) -> Rollout:
 
 @asynccontextmanager
 async def source_of_episodes(folder: Path, **sections: Any) -> AsyncIterator[tuple[Harness, Episodes]]:
-    harness, episodes = Harness(folder, 1, **sections), Episodes()
-    harness.episodes, harness.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
-    with (
-        patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
-        patch("asyncrl_cli.journal.buffer.Disk", Here),
-        patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
-    ):
-        async with asyncio.TaskGroup() as tasks:
-            await harness.start(tasks)
-            yield harness, episodes
-            for task in harness.spawned:
-                task.cancel()
-    kill(harness.buffer)
+    episodes = Episodes()
+    async with source(folder, episodes=episodes, **sections) as harness:
+        yield harness, episodes
 
 
 async def end(harness: Harness, episodes: Episodes, rollout_id: str, score: Scored | RewardFailure) -> None:
@@ -141,6 +120,6 @@ async def test_turns_are_recorded_and_played_again_after_a_resume(tmp_path: Path
     async with source_of_episodes(tmp_path) as (harness, episodes):
         assert "2-0" not in episodes.asked
         recorded = episodes.asked["2-1"][-1]
-        found = {number: [(one.start, one.version) for one in parts] for number, parts in recorded.items()}
-        assert found == {0: [(0, CONTEXT), (3, 0)], 1: [(0, CONTEXT)]}
+        starts = {number: [(part.start, part.version) for part in parts] for number, parts in recorded.items()}
+        assert starts == {0: [(0, CONTEXT), (3, 0)], 1: [(0, CONTEXT)]}
         assert episodes.asked["3-0"][-1] == {}

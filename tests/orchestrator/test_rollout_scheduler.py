@@ -6,8 +6,8 @@ Every prompt is trained on exactly once, whichever part dies. Recorded tokens ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation import Encoder
 from stand_ins import (
     Here,
     StandInEngine,
@@ -48,27 +49,19 @@ TURNS = 100
 """Iterations of the event loop after which nothing more happens."""
 STEPS = 4
 """Steps of a run to its end."""
-
-
-class Encoder:
-    """Prompt ``p7`` has the tokens (7, 7)."""
-
-    sees_images = False
-
-    def encode_with_images(self, prompt: Prompt) -> Encoded:
-        return Encoded((int(prompt.uid[1:]),) * 2)
+GROUPS_OF_3: dict[str, Any] = {"rollout": {"group_size": 3}, "pipeline": {"groups_per_step": 1, "max_staleness": 1}}
 
 
 class Scorer:
     """Scores by ``rule``, by default with the last character of the response. It waits until ``held`` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = False) -> None:
         self.asked: list[tuple[str, str]] = []
         self.calls: list[int] = []  # the number of responses in each call
-        self.rule: Callable[[str], float | RewardFailure | None] = lambda text: float(text[-1])
+        self.rule: Callable[[str], float | RewardFailure | None] = last_digit
         self.held: asyncio.Event = asyncio.Event()
         self.held.set()
-        self.together = False
+        self.together = together
 
     def sees_group(self, prompt: Prompt) -> bool:
         return self.together
@@ -79,24 +72,30 @@ class Scorer:
         self.asked += [(prompt.uid, text) for prompt, text, _ in responses]
         self.calls.append(len(responses))
         await self.held.wait()
-        texts = [one for _, text, _ in responses for one in ([text] if isinstance(text, str) else text)]
+        texts = [part for _, text, _ in responses for part in ([text] if isinstance(text, str) else text)]
         judged = [self.rule(text) for text in texts]
         return [score if isinstance(score, RewardFailure) else Scored(score) for score in judged]
+
+
+def last_digit(text: str) -> float:
+    return float(text[-1]) if text[-1].isdecimal() else 0.0
 
 
 class Harness:
     """A scheduler with all other parts."""
 
-    def __init__(self, folder: Path, engines: int, **sections: Any) -> None:
+    def __init__(
+        self, folder: Path, engines: int = 1, together: bool = False, episodes: Any = None, **sections: Any
+    ) -> None:
         sections = {"rollout": {"group_size": 2}, "pipeline": {"groups_per_step": 2, "max_staleness": 1}} | sections
         self.spec = spec(**sections)
         self.journal = folder / "journal.db"
         self.client = client_over(engines, slots=self.spec.rollout.max_running_rollouts)
-        self.scorer = Scorer()
-        self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
-
+        self.scorer = Scorer(together)
+        encoder: Any = Encoder() if episodes is None else NoTokens()
+        self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), encoder)
         self.spawned: list[asyncio.Task[None]] = []
-        self.episodes: Any = None
+        self.episodes = episodes
         self.warned: list[str] = []
         if self.spec.data.filter is not None:
             self.stream.filter = PromptFilter(1, 0.0, 0)
@@ -180,10 +179,19 @@ class Harness:
         return (await self.buffer.record()).counts
 
 
+class NoTokens:
+    """An encoder for a task with episodes as rollouts."""
+
+    sees_images = False
+
+    def encode_with_images(self, prompt: Prompt) -> Encoded:
+        return Encoded(())
+
+
 @asynccontextmanager
-async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Harness]:
+async def source(folder: Path, **options: Any) -> AsyncIterator[Harness]:
     """A running scheduler, which is killed at the end."""
-    harness = Harness(folder, engines, **sections)
+    harness = Harness(folder, **options)
     with (
         patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
         patch("asyncrl_cli.journal.buffer.Disk", Here),
@@ -197,40 +205,30 @@ async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterat
     kill(harness.buffer)
 
 
-Test = Callable[[Harness], Coroutine[Any, Any, None]]
-
-
-def play(folder: Path, test: Test, engines: int = 1, **sections: Any) -> None:
-    async def harnesses() -> None:
-        async with source(folder, engines, **sections) as harness:
-            await test(harness)
-
-    run(harnesses())
-
-
-def play_to_its_end(folder: Path, test: Test, **sections: Any) -> RunError:
-    """The error that ends the run."""
-    with pytest.raises(ExceptionGroup) as error:
-        play(folder, test, **sections)
-    cause: Any = error.value
+@contextmanager
+def end_of_run() -> Iterator[list[RunError]]:
+    """Keeps the error that ends the run."""
+    errors: list[RunError] = []
+    with pytest.raises(ExceptionGroup) as raised:
+        yield errors
+    cause: Any = raised.value
     while isinstance(cause, ExceptionGroup):
         (cause,) = cause.exceptions
     assert isinstance(cause, RunError)
-    return cause
+    errors.append(cause)
 
 
 # -- seeds
 
 
-def test_seeds_depend_on_each_number_separately() -> None:
-    triples = [(seed, group, index) for seed in range(12) for group in range(120) for index in range(12)]
-    assert len({rollout_seed(*triple) for triple in triples}) == len(triples)
-    assert rollout_seed(0, 0, 0) == 759540517790923586, "later releases must be able to repeat a run"
+def test_seed_of_a_rollout_equals_the_seed_in_earlier_releases() -> None:
+    assert rollout_seed(7, 12, 3) == 8937335386234627850
 
 
 @pytest.mark.parametrize("engines", [1, 3])
 async def test_a_request_is_the_same_wherever_it_runs(tmp_path: Path, engines: int) -> None:
-    async with source(tmp_path, engines, seed=7, rollout={"group_size": 2, "sampling": {"stop": [";"]}}) as harness:
+    rollouts = {"group_size": 2, "sampling": {"stop": [";"]}}
+    async with source(tmp_path, engines=engines, seed=7, rollout=rollouts) as harness:
         requests = sorted(harness.requests, key=lambda request: request.rollout_id)
         assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
         for request in requests:
@@ -306,10 +304,7 @@ async def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(
 
 
 async def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_path: Path) -> None:
-    async with source(
-        tmp_path, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1}
-    ) as harness:
-        harness.scorer.together = True
+    async with source(tmp_path, together=True, **GROUPS_OF_3) as harness:
         await harness.end("0-2", "1-0", "0-0")
         assert harness.scorer.asked == []
         ended = harness.table("rollouts", "group_id, rollout_index, finish_reason, scored_at")
@@ -327,19 +322,19 @@ async def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollou
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 5.0])
-def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(tmp_path: Path, timeout_s: float) -> None:
+async def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(
+    tmp_path: Path, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first rollout is not recorded yet when the second completes the group."""
-
-    async def test(harness: Harness) -> None:
-        harness.scorer.together = True
-        record = harness.buffer.record
+    monkeypatch.setattr("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_TIMEOUT_S", timeout_s)
+    async with source(tmp_path, together=True) as harness:
+        record, release = harness.buffer.record, asyncio.Event()
 
         async def slow(rollouts: Any = (), segments: Any = (), outcomes: Any = ()) -> Any:
             if rollouts and not outcomes:
                 await release.wait()
             return await record(rollouts, segments, outcomes)
 
-        release = asyncio.Event()
         harness.buffer.record = slow  # type: ignore[method-assign]
         await harness.end("0-0")
         await harness.end("0-1")
@@ -349,43 +344,21 @@ def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(tmp_path: 
         ended = harness.table("rollouts", "rollout_index, finish_reason, tokens")
         assert ended == [(0, "stop", len(rollout("0-0").ids)), (1, "stop", len(rollout("0-1").ids))]
 
-    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_TIMEOUT_S", timeout_s):
-        play(tmp_path, test)
 
-
-def test_a_resumed_group_is_scored_together_with_what_was_generated_before(tmp_path: Path) -> None:
-    async def before(harness: Harness) -> None:
-        harness.scorer.together = True
+async def test_a_resumed_group_is_scored_together_with_what_was_generated_before(tmp_path: Path) -> None:
+    sections = GROUPS_OF_3 | {"rollout": {"group_size": 3, "sampling": {"stop": ["><6"]}}}
+    async with source(tmp_path, together=True, **sections) as harness:
         await harness.end("0-2", "1-1", "0-0")
         harness.scorer.held.clear()
         with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_TIMEOUT_S", 0.0):
             await harness.end("1-0", "1-2")
         assert harness.scorer.calls[-1] == 1, "the driver dies while this group is scored"
-
-    async def after(harness: Harness) -> None:
+    async with source(tmp_path, together=True, **sections) as harness:
         assert harness.scorer.asked == [("p1", ("<5",) * 3)], "the rollouts of group 1 are not generated again"
         assert sorted(harness.ids)[0] == "0-1" and not {"0-0", "0-2", "1-0"}.intersection(harness.ids)
         await harness.end("0-1")
         assert harness.scorer.asked[1:] == [("p0", ("<5", "text of 0-1", "<5"))]
         assert (harness.states()[0], harness.states()[1]) == ("finished", "finished")
-
-    sections: dict[str, Any] = {
-        "rollout": {"group_size": 3, "sampling": {"stop": ["><6"]}},
-        "pipeline": {"groups_per_step": 1, "max_staleness": 1},
-    }
-    play(tmp_path, before, **sections)
-
-    class Together(Scorer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.together, self.rule = True, float_or_zero
-
-    with patch(f"{__name__}.Scorer", Together):
-        play(tmp_path, after, **sections)
-
-
-def float_or_zero(text: str) -> float:
-    return float(text[-1]) if text[-1].isdecimal() else 0.0
 
 
 @pytest.mark.parametrize(("policy", "rejected"), [("reject", True), ("skip", False), ("train", False)])
@@ -402,50 +375,40 @@ async def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy:
         assert harness.groups.failures.too_many() == ""
 
 
-def test_failing_rewards_are_shown_when_they_happen_and_end_the_run_at_the_users_line(tmp_path: Path) -> None:
-    shown: list[str] = []
-
-    async def test(harness: Harness) -> None:
-        harness.scorer.rule = lambda text: RewardFailure("f failed: KeyError: 'solution'", "/my_reward.py:3")
-        for group_id in range(MIN_FAILURES):
-            shown[:] = harness.warned
-            await harness.end(f"{group_id}-0")
-        raise AssertionError("it continues")
-
-    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
-    assert error.location == "/my_reward.py:3"
-    assert shown == [
+async def test_failing_rewards_are_shown_when_they_happen_and_end_the_run_at_the_users_line(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with end_of_run() as errors:
+        async with source(tmp_path, rollout={"group_size": 2, "max_failed_share": 0.5}) as harness:
+            harness.scorer.rule = lambda text: RewardFailure("f failed: KeyError: 'solution'", "/my_reward.py:3")
+            for group_id in range(MIN_FAILURES):
+                warnings[:] = harness.warned
+                await harness.end(f"{group_id}-0")
+            raise AssertionError("it continues")
+    assert errors[0].location == "/my_reward.py:3"
+    assert warnings == [
         "group 0 is rejected: /my_reward.py:3: f failed: KeyError: 'solution'",
         "group 1 is rejected: /my_reward.py:3: f failed: KeyError: 'solution' (2 groups so far)",
         "group 3 is rejected: /my_reward.py:3: f failed: KeyError: 'solution' (4 groups so far)",
     ]
 
 
-def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
-    warned: list[str] = []
-
-    async def test(harness: Harness) -> None:
-        harness.scorer.rule = lambda text: 1.0
-        for group_id in range(10):
-            warned[:] = harness.warned
-            await harness.finish(group_id)
-        raise AssertionError("it continues")
-
-    error = play_to_its_end(
-        tmp_path,
-        test,
-        algorithm={"uniform_groups": "reject"},
-        pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 9},
-    )
-    assert error.location == "algorithm.uniform_groups"
-    assert error.message.startswith("the last 9 groups were all rejected")
-    assert warned == ["the last 8 groups are rejected: all rewards of the group are equal"]
+async def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    pipeline = {"groups_per_step": 2, "max_rejected_in_a_row": 9}
+    with end_of_run() as errors:
+        async with source(tmp_path, algorithm={"uniform_groups": "reject"}, pipeline=pipeline) as harness:
+            harness.scorer.rule = lambda text: 1.0
+            for group_id in range(10):
+                warnings[:] = harness.warned
+                await harness.finish(group_id)
+            raise AssertionError("it continues")
+    assert errors[0].location == "algorithm.uniform_groups"
+    assert errors[0].message.startswith("the last 9 groups were all rejected")
+    assert warnings == ["the last 8 groups are rejected: all rewards of the group are equal"]
 
 
 async def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_path: Path) -> None:
-    async with source(
-        tmp_path, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1}
-    ) as harness:
+    async with source(tmp_path, **GROUPS_OF_3) as harness:
         harness.scorer.rule = lambda text: None if text.endswith(("0-0", "1-0", "1-2")) else float(text[-1])
         await harness.end("0-0", "0-1", "0-2", "1-0", "1-1", "1-2")
         assert harness.table("groups", "id, state, reason")[:2] == [(0, "finished", ""), (1, "rejected", "unscored")]
@@ -525,7 +488,7 @@ def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
         elif event == "fail" and chosen:
             await harness.end(RolloutFailure(chosen, "no"))
 
-    async def test(harness: Harness) -> None:
+    async def check(harness: Harness) -> None:
         trained: list[int] = []
         for _ in range(200):
             if data.draw(st.integers(0, 2)) == 0:
@@ -542,8 +505,12 @@ def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
         assert uids == [f"p{i}" for i in range(len(uids))]
         assert len(harness.ids) == len(set(harness.ids)), "nothing is generated twice"
 
-    rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failed_share": 1.0}
-    play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS})
+    async def play() -> None:
+        rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failed_share": 1.0}
+        async with source(tmp_path_factory.mktemp("run"), rollout=rollouts, stop={"steps": STEPS}) as harness:
+            await check(harness)
+
+    run(play())
 
 
 async def test_solved_prompts_are_excluded_immediately_and_after_a_resume(tmp_path: Path) -> None:
