@@ -29,6 +29,16 @@ def forked_cores() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def restored_output() -> Iterator[None]:
+    """Restores pytest's output after the test: workers redirect it."""
+    saved = os.dup(1), os.dup(2)
+    yield
+    for target, descriptor in enumerate(saved, start=1):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+
+
 @pytest.fixture(scope="module")
 def loops() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as loops:

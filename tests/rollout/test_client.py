@@ -187,7 +187,7 @@ async def test_a_failure_is_raised_after_the_retries() -> None:
 
 
 async def test_a_cancelled_caller_frees_the_engine() -> None:
-    async with connected_client(slots=1) as client:
+    async with connected_client(slots=1, retries=5) as client:
         (engine,) = actors(client)
         tasks = await begun(client, *(request(name) for name in ("a", "b", "waits", "stays")))
         assert engine.ids == ["a", "b"]
@@ -196,8 +196,10 @@ async def test_a_cancelled_caller_frees_the_engine() -> None:
         await turns()
         assert engine.cancelled == ["a"], "a waiting request is on no engine"
         assert engine.ids == ["a", "b", "stays"], "its place is used by another request"
-        await engine.deliver(rollout("a"), rollout("b"), rollout("stays"))
+        await client.cancel(["unknown"])
+        await engine.deliver(RolloutFailure("a", "cancelled"), rollout("b"), rollout("stays"))
         assert [task.cancelled() for task in tasks] == [True, False, True, False]
+        assert engine.ids == ["a", "b", "stays"], "a cancelled request is not tried again"
         again = await begun(client, request("a"))
         await engine.deliver(rollout("a"))
         assert (await again[0]).rollout_id == "a"
@@ -448,24 +450,6 @@ async def test_results_that_end_together_are_reported_together_to_each_owner() -
     assert one.batches == [["a", "b"]]
     assert other.batches == [["c"]]
     assert client.room.is_set()
-
-
-async def test_a_cancelled_request_is_stopped_and_ignored_when_it_arrives() -> None:
-    client = client_over(2, retries=5)
-    first, second = actors(client)
-    owner = Owner()
-    await asked(client, owner, "a", "b", "c")
-    client.enqueue([request("d")], owner.on_end)
-    await client.cancel(["a", "b", "d", "unknown"])
-    assert (first.cancelled, second.cancelled) == (["a"], ["b"])
-    await client.flush()
-    assert second.ids == ["b"], "d had not been sent"
-    assert client.running == 1
-    async with collecting(client):
-        await first.deliver(rollout("a"), rollout("c"))
-        await second.deliver(RolloutFailure("b", "cancelled"))
-    assert owner.ended == ["c"]
-    assert second.ids == ["b"], "a cancelled request is not tried again"
 
 
 async def test_tokens_are_progress_and_nothing_else_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -77,9 +76,8 @@ def other(
 
 
 @pytest.fixture
-def worker(spec: ExperimentSpec, tmp_path: Path) -> Iterator[Callable[..., RolloutWorker]]:
-    """Creates workers with an engine; restores pytest's output after the test."""
-    saved = os.dup(1), os.dup(2)
+def worker(spec: ExperimentSpec, tmp_path: Path, restored_output: None) -> Callable[..., RolloutWorker]:
+    """Creates workers with an engine."""
 
     def worker_of(bench: Bench, segment_seconds: float = 0.05) -> RolloutWorker:
         journal = spec.journal.model_copy(update={"segment_seconds": segment_seconds})
@@ -87,12 +85,7 @@ def worker(spec: ExperimentSpec, tmp_path: Path) -> Iterator[Callable[..., Rollo
         worker._engine = bench.engine
         return worker
 
-    try:
-        yield worker_of
-    finally:
-        for target, descriptor in enumerate(saved, start=1):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
+    return worker_of
 
 
 def request(name: str, *prefix: Segment, stop: tuple[str, ...] = (), tokens: int = TOKENS) -> RolloutRequest:

@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.records.generation import RolloutRequest, Sampling
 from asyncrl_cli.rollout import engine as engine_module
 from asyncrl_cli.rollout.engine import Engine
-from asyncrl_cli.spec.sections import ExperimentSpec
+from tests.orchestrator.stand_ins import request, spec, turns
 
 IMPORTS_VLLM = pytest.mark.slow
 """Tests that import vLLM for the classes of its requests, which takes seconds."""
-SPEC = ExperimentSpec.model_validate(
-    {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
-)
-
-
+SPEC = spec()
 TOKENIZER = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1, all_special_ids=[1], added_tokens_decoder={})
 
 
@@ -97,10 +92,9 @@ async def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) ->
     await engine.serve_own(3)
     await engine.wake_up()  # requests of an engine that is awake
     await engine.sleep()
-    rollout = asyncio.ensure_future(engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8))))
+    rollout = asyncio.ensure_future(engine.generate(request("1-0")))
     abort = asyncio.ensure_future(engine.abort())
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns(20)
     assert vllm.calls == ["version 3", "sleep 1 keep"], "running requests are kept, and nothing else happens"
     abort.cancel()
     await engine.wake_up()
@@ -114,8 +108,7 @@ async def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
     await engine.sleep()
     engine._layout = ()
     update = asyncio.ensure_future(engine.update_weights(4, "/memory", (), "keep"))
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns(20)
     assert not update.done()
     await engine.wake_up()
     assert engine._loading, "it has no weights yet, so no request may start"
@@ -168,4 +161,4 @@ async def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(
     with pytest.raises(RuntimeError, match="after sleeping"):
         await engine.sleep()
     await engine.abort()  # it needs the lock that the sleep had acquired
-    assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
+    assert (await engine.generate(request("1-0"))).ids.tolist() == [5]

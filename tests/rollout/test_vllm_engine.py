@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.records.generation import TokenSequence
 from asyncrl_cli.rollout.engine import _segments
 from asyncrl_cli.rollout.engine_settings import (
     BLOCK_SIZE,
@@ -24,12 +24,11 @@ from asyncrl_cli.rollout.engine_settings import (
 )
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import USABLE
+from tests.orchestrator.stand_ins import request, spec
 
 
-def spec(**rollout: Any) -> ExperimentSpec:
-    return ExperimentSpec.model_validate(
-        {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}, "rollout": rollout}
-    )
+def rollout_spec(**rollout: Any) -> ExperimentSpec:
+    return spec(rollout=rollout)
 
 
 def cache_bytes(of: ExperimentSpec, hf_config: SimpleNamespace) -> int:
@@ -52,7 +51,7 @@ def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
     prompt: int, response: int, running: int, dtype: str, heads: int
 ) -> None:
     sizes = {"max_prompt_tokens": prompt, "max_response_tokens": response, "max_running_rollouts": running}
-    size = cache_bytes(spec(**sizes, dtype=dtype), config(num_key_value_heads=heads, head_dim=8))
+    size = cache_bytes(rollout_spec(**sizes, dtype=dtype), config(num_key_value_heads=heads, head_dim=8))
     per_token = 2 * 3 * heads * 8 * {"float32": 4, "bfloat16": 2}[dtype]
     assert size % (BLOCK_SIZE * per_token) == 0
     tokens = size // per_token
@@ -62,39 +61,31 @@ def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
 
 def test_the_cache_holds_a_sequence_of_the_models_length() -> None:
     """vLLM needs this to start, although no rollout is that long."""
-    base = spec(max_running_rollouts=1)
+    base = rollout_spec(max_running_rollouts=1)
     long = base.model_copy(update={"model": base.model.model_copy(update={"max_length": 100_000})})
     per_token = cache_bytes_per_token(long, config())
     assert kv_cache_bytes(long, per_token) >= 100_000 * per_token
 
 
 def test_a_float32_engine_on_a_gpu_does_not_round_products_to_tf32() -> None:
-    assert engine_environment(spec(gpus_per_engine=1))["TRITON_F32_DEFAULT"] == "ieee"
-    assert "TRITON_F32_DEFAULT" not in engine_environment(spec(gpus_per_engine=1, dtype="bfloat16"))
+    assert engine_environment(rollout_spec(gpus_per_engine=1))["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in engine_environment(rollout_spec(gpus_per_engine=1, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(
-    ("own", "disabled"), [({}, "1"), ({"enforce_eager": True}, "1"), ({"enforce_eager": False}, "0")]
+    ("arguments", "disabled"), [({}, "1"), ({"enforce_eager": True}, "1"), ({"enforce_eager": False}, "0")]
 )
-def test_a_cpu_engine_may_compile_its_model_where_the_spec_says_so(own: dict[str, Any], disabled: str) -> None:
-    assert engine_environment(spec(engine_args=own))["TORCHDYNAMO_DISABLE"] == disabled
+def test_a_cpu_engine_may_compile_its_model_where_the_spec_says_so(arguments: dict[str, Any], disabled: str) -> None:
+    assert engine_environment(rollout_spec(engine_args=arguments))["TORCHDYNAMO_DISABLE"] == disabled
 
 
 def test_an_engine_gets_its_share_of_a_gpu() -> None:
-    whole = gpu_args(spec(gpus_per_engine=2))
+    whole = gpu_args(rollout_spec(gpus_per_engine=2))
     assert (whole["tensor_parallel_size"], whole["distributed_executor_backend"]) == (2, "mp")
     assert (whole["gpu_memory_utilization"], whole["enable_sleep_mode"]) == (USABLE, False)
     for mode, sleeps in (("sync", True), ("one_step_off", False), ("async", False)):
-        shared = ExperimentSpec.model_validate(
-            {
-                "model": {"path": "org/model"},
-                "task": {"use": "chain_sum"},
-                "stop": {"steps": 1},
-                "rollout": {"gpus_per_engine": 0.25},
-                "trainer": {"gpus_per_rank": 0.75},
-                "pipeline": {"mode": mode},
-            }
-        )
+        pipeline = {"mode": mode}
+        shared = spec(rollout={"gpus_per_engine": 0.25}, trainer={"gpus_per_rank": 0.75}, pipeline=pipeline)
         assert gpu_args(shared) == {
             "tensor_parallel_size": 1,
             "distributed_executor_backend": "uni",
@@ -108,7 +99,7 @@ def test_an_engine_gets_its_share_of_a_gpu() -> None:
 
 
 def test_an_engine_that_starts_again_gets_the_cache_of_its_first_start() -> None:
-    again = with_cache(spec(gpus_per_engine=0.4, engine_args={"seed": 1}), 5 * 2**30)
+    again = with_cache(rollout_spec(gpus_per_engine=0.4, engine_args={"seed": 1}), 5 * 2**30)
     assert merged(gpu_args(again), again.rollout.engine_args)["kv_cache_memory_bytes"] == 5 * 2**30
     assert again.rollout.engine_args["seed"] == 1
     known = engine_arguments()
@@ -132,12 +123,8 @@ def answer(tokens: int, spans: list[tuple[int, int, int]] | None) -> Any:
     return SimpleNamespace(token_ids=list(range(tokens)), weight_versions=versions, logprobs=flat)
 
 
-def request(*prefix: Segment) -> RolloutRequest:
-    return RolloutRequest("7-0", (1,), Sampling(1.0, 8), prefix)
-
-
 def test_every_token_has_the_version_of_its_span() -> None:
-    tokens = TokenSequence.join(_segments(request(), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
+    tokens = TokenSequence.join(_segments(request("7-0"), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
     assert tokens.versions.tolist() == [7, 7, 8, 10, 10]
     assert tokens.logprobs.tolist() == [0, -1, -2, -3, -4]
 
@@ -145,11 +132,11 @@ def test_every_token_has_the_version_of_its_span() -> None:
 @pytest.mark.parametrize("spans", [None, [], [(1, 5, 1)]])
 def test_a_token_without_a_version_is_an_error(spans: list[tuple[int, int, int]] | None) -> None:
     with pytest.raises(RuntimeError, match="no weight version is known"):
-        _segments(request(), answer(5, spans))
+        _segments(request("7-0"), answer(5, spans))
 
 
 def test_a_token_without_a_logprob_is_an_error() -> None:
     output = answer(5, [(0, 5, 1)])
     output.logprobs.logprobs.append(-1.0)
     with pytest.raises(RuntimeError, match="5 tokens of rollout 7-0 have 6 log-probs"):
-        _segments(request(), output)
+        _segments(request("7-0"), output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,15 @@ from asyncrl_cli.records.generation import (
     Rollout,
     RolloutFailure,
     RolloutRequest,
-    Sampling,
     Segment,
 )
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
-from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
+from tests.orchestrator.stand_ins import request, rollout, segment, spec
 
-SPEC = ExperimentSpec.model_validate(
-    {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
-)
+SPEC = spec()
 PATH = os.devnull
 """A path of existing memory."""
 
@@ -63,7 +60,9 @@ class StandInEngine:
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
         return [
-            segment(name, since[name], end) for name, end in self.tokens.items() if name in since and end > since[name]
+            segment(name, since[name], end - since[name])
+            for name, end in self.tokens.items()
+            if name in since and end > since[name]
         ]
 
     def sampled_tokens(self) -> int:
@@ -90,33 +89,12 @@ class StandInEngine:
         return Attestation(self.version, np.zeros(len(probe_ids) - 1, dtype=np.float32), stall_s)
 
 
-def segment(rollout_id: str, start: int, end: int) -> Segment:
-    return Segment(rollout_id, start, 0, np.arange(start, end, dtype=np.int32), np.zeros(end - start, np.float32))
-
-
-def request(rollout_id: str, *prefix: Segment) -> RolloutRequest:
-    return RolloutRequest(rollout_id, (1,), Sampling(1.0, 8), prefix)
-
-
-def rollout(rollout_id: str, tokens: int = 3) -> Rollout:
-    ids = np.zeros(tokens, dtype=np.int32)
-    return Rollout(
-        *(ids, ids.astype(np.float32), ids), rollout_id=rollout_id, prompt_ids=(1,), text="", finish_reason="stop"
-    )
-
-
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
-    """A worker with a stand-in engine; pytest's output is restored after the test."""
-    saved = os.dup(1), os.dup(2)
-    try:
-        worker = RolloutWorker("engine-0", SPEC, str(tmp_path))
-        worker._engine = StandInEngine()  # type: ignore[assignment]
-        yield worker
-    finally:
-        for target, descriptor in enumerate(saved, start=1):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
+def worker(tmp_path: Path, restored_output: None) -> RolloutWorker:
+    """A worker with a stand-in engine."""
+    worker = RolloutWorker("engine-0", SPEC, str(tmp_path))
+    worker._engine = StandInEngine()  # type: ignore[assignment]
+    return worker
 
 
 def bounds(delivery: Delivery) -> list[tuple[str, int, int]]:
@@ -137,13 +115,16 @@ async def submitted(worker: RolloutWorker, *names: str) -> StandInEngine:
 
 async def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
     engine = await submitted(worker, "a", "b", "c")
-    engine.waiting["b"].set_result(rollout("b", tokens=2))
-    engine.waiting["a"].set_result(rollout("a", tokens=5))
+    engine.returned = [Placement("a", 2.0, 0.5, 3)]
+    engine.waiting["b"].set_result(rollout("b", (0,) * 2))
+    engine.waiting["a"].set_result(rollout("a", (0,) * 5))
     delivery = await worker.collect(60.0)
     assert ids(delivery) == ["b", "a"]
     assert not any(rollout.prompt_ids for rollout in delivery.rollouts)
-    assert delivery.activity.generated_tokens == 7
-    assert ids(await worker.collect(0.0)) == []
+    assert (delivery.activity.generated_tokens, delivery.activity.sequence_s) == (7, 0.5)
+    assert delivery.placements == [Placement("a", 2.0, 0.5, 3)]
+    again = await worker.collect(0.0)
+    assert (again.rollouts, again.placements) == ([], [])
     collecting = asyncio.create_task(worker.collect(60.0))
     await asyncio.sleep(0)
     assert not collecting.done()
@@ -154,16 +135,6 @@ async def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) ->
         await asyncio.sleep(0)
     assert not collecting.done(), "without new results it waits"
     collecting.cancel()
-
-
-async def test_the_work_of_vllm_is_delivered_once(worker: RolloutWorker) -> None:
-    engine = await submitted(worker, "a")
-    engine.returned = [Placement("a", 2.0, 0.5, 3)]
-    engine.waiting["a"].set_result(rollout("a"))
-    delivery = await worker.collect(60.0)
-    assert delivery.placements == [Placement("a", 2.0, 0.5, 3)]
-    assert delivery.activity.sequence_s == 0.5
-    assert (await worker.collect(0.0)).placements == []
 
 
 async def test_a_cancelled_rollout_is_stopped_and_not_delivered(worker: RolloutWorker) -> None:
@@ -208,17 +179,6 @@ async def test_new_tokens_come_at_least_every_segment_seconds(worker: RolloutWor
     delivery = await worker.collect(60.0)
     assert bounds(delivery)[-1][2] == 9
     assert not delivery.rollouts
-
-
-async def test_a_prefix_is_not_reported_again_and_not_counted_as_generated(worker: RolloutWorker) -> None:
-    engine: Any = worker._engine
-    await worker.submit([request("1-0", segment("1-0", 0, 3)), request("1-1", segment("1-1", 0, 2))])
-    await asyncio.sleep(0)
-    engine.tokens = {"1-0": 4, "1-1": 2}
-    await worker.update_weights(1, PATH, (), "keep", (1, 2))
-    assert bounds(await worker.collect(60.0)) == [("1-0", 3, 4)]
-    engine.waiting["1-0"].set_result(rollout("1-0", tokens=5))
-    assert (await worker.collect(60.0)).activity.generated_tokens == 2
 
 
 async def test_a_rollout_that_ended_drops_its_segments(worker: RolloutWorker) -> None:
@@ -292,11 +252,13 @@ async def test_an_aborted_rollout_delivers_its_tokens_once_and_has_not_failed(wo
     assert bounds(delivery) == [("1-0", 0, 4), ("1-0", 4, 6), ("eval:0:greedy:0", 0, 3)]
     assert (delivery.rollouts, delivery.failures) == ([], [])
     assert delivery.activity.generated_tokens == 9
-    await worker.submit([request("1-0", segment("1-0", 0, 6))])
+    await worker.submit([request(name, prefix=(segment(name, 0, 6),)) for name in ("1-0", "1-1")])
     await asyncio.sleep(0)
-    engine.tokens = {"1-0": 7}
+    engine.tokens = {"1-0": 7, "1-1": 6}
     await worker.update_weights(2, PATH, (), "keep", (1, 2))
-    assert bounds(await worker.collect(60.0)) == [("1-0", 6, 7)]
+    assert bounds(await worker.collect(60.0)) == [("1-0", 6, 7)], "a prefix is not reported again"
+    engine.waiting["1-0"].set_result(rollout("1-0", (0,) * 8))
+    assert (await worker.collect(60.0)).activity.generated_tokens == 2, "nor counted as generated"
 
 
 async def test_streamed_tokens_are_delivered_while_they_are_generated_and_others_are_not(worker: RolloutWorker) -> None:

@@ -278,14 +278,6 @@ def test_a_version_written_again_with_other_bytes_is_not_the_first_one(replica: 
     assert again.digests == manifest(6).digests
 
 
-def test_a_write_that_another_has_replaced_gives_no_digests(replica: Replica) -> None:
-    replica.begin(1)
-    replica.begin(2)
-    replica.begin(3)
-    with pytest.raises(RunError, match="weight version 1 is not being written on this host"):
-        replica.digest(1, {0}, THREADS)
-
-
 def test_memory_that_the_host_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

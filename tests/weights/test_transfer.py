@@ -50,10 +50,14 @@ def server(replica: Replica) -> Iterator[WeightServer]:
         yield server
 
 
+def connected(server: WeightServer, host: str | None = None) -> socket.socket:
+    address = urlsplit(server.url)
+    return socket.create_connection((host or address.hostname, address.port), timeout=120)
+
+
 def ask(server: WeightServer, request: bytes) -> bytes:
     """All bytes that the server sends until it closes the connection."""
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
+    with connected(server) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -68,13 +72,6 @@ def status(answer: bytes) -> int:
 
 def request(path: str, token: str = TOKEN) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
-
-
-def test_a_client_with_the_token_gets_a_chunk(server: WeightServer, manifest: Manifest) -> None:
-    answer = ask(server, request(f"/weights/7/chunks/0/{manifest.digests[0]}"))
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: 1000")
-    assert body == bytes(i % 251 for i in range(1000))
 
 
 @pytest.mark.parametrize(
@@ -124,21 +121,18 @@ def test_malformed_requests_get_no_weights_and_end_nothing(server: WeightServer,
 
 def test_a_client_that_is_silent_is_not_waited_for(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "SILENCE_S", 0.2)
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
+    with connected(server) as connection:
         connection.sendall(b"GET /weights/7 HTTP/1.1\r\n")
         assert connection.recv(100) == b""
 
 
 def test_connections_are_bounded(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CONNECTIONS", 1)
-    with closing(WeightServer(replica, TOKEN, "127.0.0.1")) as server:
-        address = urlsplit(server.url)
-        with socket.create_connection((address.hostname, address.port), timeout=120) as first:
-            first.sendall(request("/weights/7"))
-            assert first.recv(100)
-            with socket.create_connection((address.hostname, address.port), timeout=120) as second:
-                assert second.recv(100) == b""
+    with closing(WeightServer(replica, TOKEN, "127.0.0.1")) as server, connected(server) as first:
+        first.sendall(request("/weights/7"))
+        assert first.recv(100)
+        with connected(server) as second:
+            assert second.recv(100) == b""
 
 
 def test_the_token_is_logged_nowhere(
@@ -160,6 +154,5 @@ def test_an_address_of_another_host_cannot_be_served_on(replica: Replica) -> Non
 
 
 def test_only_the_given_address_is_served(server: WeightServer) -> None:
-    port = urlsplit(server.url).port
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", port), timeout=120)
+        connected(server, "127.0.0.2")
