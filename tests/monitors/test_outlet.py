@@ -7,7 +7,8 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -201,11 +202,8 @@ def test_unwritable_files_give_one_warning_and_are_named_at_the_end(tmp_path: Pa
     for step in (1, 2):
         reporter.stepped(step, step, METRICS, 0.0)
     missing = recorder.close()
-    assert (
-        len(warnings) == 2
-        and "state.json" in warnings[1]
-        and "metrics.jsonl cannot be written: No space left on device" in warnings[0]
-    )
+    assert len(warnings) == 2 and "state.json" in warnings[1]
+    assert "metrics.jsonl cannot be written: No space left on device" in warnings[0]
     assert "metrics.jsonl is not complete" in missing and "state.json is not complete: Is a directory" in missing
 
 
@@ -229,52 +227,44 @@ with stop_on_signals() as stop:
     asyncio.run(work(stop))
 """
 
-Start = Callable[[str], "subprocess.Popen[str]"]
+NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+BEFORE_THE_LOOP = """
+import signal
+from asyncrl_cli.orchestrator.interrupts import stop_on_signals
+try:
+    with stop_on_signals():
+        print("up", flush=True)
+        signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(script: str) -> subprocess.Popen[str]:
-        started.append(subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.parametrize("first", SIGNALS)
-def test_a_signal_ends_the_work_and_a_second_ctrl_c_the_process(start: Start, first: signal.Signals) -> None:
-    process = start(WAITING)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(first)
-    assert process.stdout.readline() == "stopped\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+@contextmanager
+def signalled(script: str, *signals: signal.Signals) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that gets these signals when it is up, and the next line that it prints."""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "up\n"
+            for number in signals:
+                process.send_signal(number)
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
 
 
-def test_signals_that_nohup_ignores_stay_ignored(start: Start) -> None:
-    process = start(f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WAITING}")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "stopped\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+@pytest.mark.parametrize(
+    ("script", "signals"),
+    [*((WAITING, [number]) for number in SIGNALS), (f"{NOHUP}\n{WAITING}", [signal.SIGHUP, signal.SIGTERM])],
+    ids=[*(number.name for number in SIGNALS), "nohup ignores SIGHUP"],
+)
+def test_a_signal_ends_the_work_and_a_second_ctrl_c_the_process(script: str, signals: list[signal.Signals]) -> None:
+    with signalled(script, *signals) as (process, line):
+        assert line == "stopped\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
 
 
-def test_a_signal_before_the_loop_starts_acts_like_ctrl_c(start: Start) -> None:
-    process = start(
-        "import signal\nfrom asyncrl_cli.orchestrator.interrupts import stop_on_signals\n"
-        "try:\n    with stop_on_signals():\n        print('up', flush=True)\n        signal.pause()\n"
-        "except KeyboardInterrupt:\n    print('interrupted', flush=True)"
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGHUP)
-    assert process.stdout.readline() == "interrupted\n"
+def test_a_signal_before_the_loop_starts_acts_like_ctrl_c() -> None:
+    with signalled(BEFORE_THE_LOOP, signal.SIGHUP) as (_, line):
+        assert line == "interrupted\n"

@@ -26,23 +26,15 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
-from asyncrl_cli.spec.sections import ExperimentSpec
 from tests.journal.recorded_run import make_run
+
+from .mlflow_runs import spec_of
 
 ROOT = Path(__file__).parents[2]
 COUNTS = Counts(running=31, finished=3, taken=1000, rejected=5, requeued=6, late=0)
 METRICS = {"reward/mean": 0.25, "tokens/trained": 100.0, "tokens/generated": 0.0, "publish/seconds": 0.1}
 STARTED = 1_790_000_000.0
-SPEC = ExperimentSpec.model_validate(
-    {
-        "model": {"path": "m"},
-        "task": {"use": "chain_sum"},
-        "stop": {"steps": 40},
-        "pipeline": {"mode": "async", "max_staleness": 2},
-    }
-)
-
-
+SPEC = spec_of({}, stop={"steps": 40}, pipeline={"mode": "async", "max_staleness": 2})
 INFO = RunInfo("run-1", Path("run-1"), 40, {})
 
 
@@ -187,13 +179,7 @@ def test_the_dashboard_queries_only_existing_metrics(noted: Noted, run: RunDirec
     asked = [query["expr"] for panel in panels for query in panel["targets"]]
     names = {name for query in (*asked, variables["run"]["definition"]) for name in re.findall(r"\bray_\w+", query)}
     assert names <= exported(noted, run)
-    for name in (
-        "reward_mean",
-        "max_staleness",
-        "correction_logprob_gap_mean",
-        "buffer_groups_running",
-        "faults_total",
-    ):
+    for name in ("reward_mean", "max_staleness", "buffer_groups_running", "faults_total"):
         assert f"ray_asyncrl_{name}" in names
     assert all('run_id=~"$run"' in query for query in asked)
     for query in asked:

@@ -19,31 +19,27 @@ from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 
-METRICS = dict.fromkeys(
-    [
-        "reward/mean",
-        "response/tokens_mean",
-        "staleness/groups_mean",
-        "staleness/groups_max",
-        "tokens/generated_per_s",
-        "share/trainer_busy",
-        "share/engines_busy",
-        "buffer/groups_running",
-        "buffer/groups_finished",
-    ],
-    0.5,
-)
+NAMES = [
+    *("reward/mean", "response/tokens_mean", "staleness/groups_mean", "staleness/groups_max", "share/trainer_busy"),
+    *("tokens/generated_per_s", "share/engines_busy", "buffer/groups_running", "buffer/groups_finished"),
+]
+METRICS = dict.fromkeys(NAMES, 0.5)
 
 RESULT = EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1)
 
 FINDING = HealthFinding("equal_groups", 1, None, "32 of 32 groups", "a constant reward", "change it", True)
 
 
-def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path) -> None:
-    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
-    run.update(steps=10)
+def reporting(folder: Path) -> tuple[RunDirectory, io.StringIO, Recorder, Reporter]:
+    """A new run, what is displayed of it, its recorder and its reporter."""
+    run, out = RunDirectory.create(folder, "test"), io.StringIO()
     recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, out))
+    return run, out, recorder, Reporter(recorder, PlainView(10, out))
+
+
+def test_steps_and_evaluations_reach_disk_and_screen(tmp_path: Path) -> None:
+    run, out, recorder, reporter = reporting(tmp_path)
+    recorder.update(steps=10)
     reporter.evaluated(EvaluationResult("greedy", 0, 0.25, 0.25, 9.0, 4, 0, 0))
     reporter.stepped(1, 1, METRICS, 1234.5)
     reporter.evaluated(EvaluationResult("greedy", 1, 0.75, 0.75, 9.0, 4, 1, 1))
@@ -70,9 +66,7 @@ def test_a_resumed_run_remembers_its_accuracy(tmp_path: Path) -> None:
 
 
 def test_findings_reach_the_screen_and_the_state_until_they_end(tmp_path: Path) -> None:
-    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
-    recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, out))
+    run, out, recorder, reporter = reporting(tmp_path)
     reporter.health(3, [FINDING], [FINDING])
     recorder.wait()
     assert RunDirectory(run.path).state.findings == ("equal_groups",)
@@ -129,9 +123,7 @@ def call_everything(reporter: Reporter) -> None:
 def test_a_monitor_that_raises_is_switched_off_with_one_warning(
     breaks: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
-    recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, out))
+    _, out, recorder, reporter = reporting(tmp_path)
     broken, intact = RecordingMonitor(breaks), RecordingMonitor()
     for monitor in (broken, intact):
         reporter.join(monitor)
@@ -159,9 +151,7 @@ def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest
             threads.append(self)
 
     monkeypatch.setattr("asyncrl_cli.monitors.reporter.Background", Thread)
-    run, out, wait = RunDirectory.create(tmp_path, "test"), io.StringIO(), Event()
-    recorder = Recorder(run, pytest.fail)
-    reporter = Reporter(recorder, PlainView(10, out))
+    (_, out, _, reporter), wait = reporting(tmp_path), Event()
     reporter.join(RecordingMonitor(wait=wait))
     call_everything(reporter)
     assert out.getvalue().count("it does not keep up: 3 calls wait for it") == 1

@@ -54,11 +54,6 @@ def test_no_folder_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         all_runs(tmp_path / "file")
 
 
-def test_a_name_that_is_too_long_for_a_path(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match="no run is called"):
-        find_run(runs_dir, "/" + "x" * 5000)
-
-
 def test_a_command_is_given_the_id_or_the_path(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_run(runs_dir, "b").argument == str(runs_dir / "b-1")
     assert find_run(runs_dir, find_run(runs_dir, "b").argument).run_id == "b-1"
@@ -67,9 +62,9 @@ def test_a_command_is_given_the_id_or_the_path(runs_dir: Path, monkeypatch: pyte
     assert find_run(DEFAULT_RUNS, "b").argument == "b-1"
 
 
-@pytest.mark.parametrize(("name", "found"), [("b", "b-1"), ("a-12", "a-12"), ("a-1", "a-1"), ("latest", "a-1")])
-def test_an_id_wins_over_a_prefix(runs_dir: Path, name: str, found: str) -> None:
-    assert find_run(runs_dir, name).run_id == found
+@pytest.mark.parametrize(("name", "run_id"), [("b", "b-1"), ("a-12", "a-12"), ("a-1", "a-1"), ("latest", "a-1")])
+def test_an_id_wins_over_a_prefix(runs_dir: Path, name: str, run_id: str) -> None:
+    assert find_run(runs_dir, name).run_id == run_id
 
 
 def test_an_ambiguous_prefix_lists_the_matches(runs_dir: Path) -> None:
@@ -77,9 +72,10 @@ def test_an_ambiguous_prefix_lists_the_matches(runs_dir: Path) -> None:
         find_run(runs_dir, "a-")
 
 
-def test_an_unknown_name_names_the_folder(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match=r"no run is called 'c' \(list the runs: asyncrl runs\)") as error:
-        find_run(runs_dir, "c")
+@pytest.mark.parametrize("name", ["c", "/" + "x" * 5000], ids=["unknown", "too long for a path"])
+def test_an_unknown_name_names_the_folder(runs_dir: Path, name: str) -> None:
+    with pytest.raises(RunError, match=rf"no run is called '{name}' \(list the runs: asyncrl runs\)") as error:
+        find_run(runs_dir, name)
     assert error.value.location == str(runs_dir)
 
 

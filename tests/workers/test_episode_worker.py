@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,6 @@ async def episode_worker(
         yield Harness(one)
     finally:
         await one.stop()
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 120))
 
 
 def reason(played: Played) -> str:
@@ -217,17 +213,20 @@ finally:
         assert (tmp_path / "stopped").exists()
 
 
-def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    async def refused(use: str) -> None:
-        async with episode_worker(tmp_path, use) as one:
-            await one.actor.start()
-
-    with pytest.raises(TaskError, match="has no 'absent'"):
-        run(refused("agents:absent"))
-    (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
-    with pytest.raises(TaskError, match=r"loading leaves:agent failed: its process ended \(exit status 9\)"):
-        run(refused("leaves:agent"))
-    # Other modules that the process imports, which may fail because of its memory limit.
-    (tmp_path / "lean.py").write_text("import sys; sys.modules['aiohttp'] = None\nasync def agent(row, model): ...")
-    with pytest.raises(TaskError, match=r"loading lean:agent failed: its process ended \(exit status 1\)"):
-        run(refused("lean:agent"))
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("", "has no 'agent'"),
+        ("import os; os._exit(9)", r"loading broken:agent failed: its process ended \(exit status 9\)"),
+        # Other modules that the process imports, which may fail because of its memory limit.
+        (
+            "import sys; sys.modules['aiohttp'] = None\nasync def agent(row, model): ...",
+            r"loading broken:agent failed: its process ended \(exit status 1\)",
+        ),
+    ],
+)
+async def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    async with episode_worker(tmp_path, "broken:agent") as worker:
+        with pytest.raises(TaskError, match=message):
+            await worker.actor.start()
