@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +74,6 @@ def test_a_text_is_unchanged_without_a_template_or_if_the_spec_says_so() -> None
     assert rendered(character_tokenizer(99), TEXT) == "2 + 2?", "the built-in template does not change a text"
 
 
-def test_the_gateway_writes_the_same_prompt_as_the_encoder() -> None:
-    loaded, variables = tokenizer(), {"enable_thinking": False}
-    ids = PromptEncoder(loaded, 99, template=ChatTemplate(loaded, variables)).encode(TEXT)
-    assert (
-        list(ids or ())
-        == ChatFormat(loaded, template=ChatTemplate(loaded, variables))
-        .render([{"role": "user", "content": TEXT.content}])
-        .ids
-    )
-    assert loaded.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
 def test_the_first_token_is_written_once() -> None:
     loaded = tokenizer(NO_SYSTEM)
     loaded.bos_token = first = "<|endoftext|>"
@@ -101,6 +88,7 @@ def test_the_first_token_is_written_once() -> None:
 
 
 CALC = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
+SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "2 + 2?"}
 CALLED = {
     "role": "assistant",
@@ -158,8 +146,9 @@ TEXT_ALONE = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.ro
         (None, "2 + 2?", {"tools": [CALC]}, "without the chat template"),
         (TEXT_ALONE, "2 + 2?", {"tools": [CALC]}, "the row has tools, which the chat template does not show"),
         (TEXT_ALONE, (ASKED, CALLED, RESULT), {}, "the row has tool calls, which"),
-        (TEXT_ALONE, ({"role": "system", "content": "Be brief."}, ASKED), {}, "the row has system messages, which"),
+        (TEXT_ALONE, (SYSTEM, ASKED), {}, "the row has system messages, which"),
         ("<{{ messages | length }}>", "2 + 2?", {}, "the row has users' messages, which"),
+        (NO_SYSTEM, (SYSTEM, ASKED), {}, "System role not supported"),
     ],
 )
 def test_rows_that_the_template_cannot_show_are_refused(
@@ -169,7 +158,9 @@ def test_rows_that_the_template_cannot_show_are_refused(
     encoder = PromptEncoder(tokenizer(template), 999)
     with pytest.raises(DataError, match=says) as refused:
         check_prompts(prompts, encoder, location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format)
-    assert refused.value.location == "rows.jsonl:0" and refused.value.hint
+    assert refused.value.location == "rows.jsonl:0" and "\n" not in refused.value.message
+    starts = "the template takes no system message: remove `system`" if template is NO_SYSTEM else ""
+    assert refused.value.hint and refused.value.hint.startswith(starts)
     assert PromptEncoder(tokenizer(template), 999, episodic=True).encode(prompts[0]) == (), "the task's own business"
 
 
@@ -194,25 +185,6 @@ def test_a_template_that_cannot_be_used_is_a_mistake_of_the_spec(template: str |
     with pytest.raises(ConfigError) as refused:
         shown(template)
     assert refused.value.location == "model.chat_template" and refused.value.hint
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
-def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n' if name == "rows.jsonl" else 'prompt,x\n"a\nb",1\nc,2\n')
-    split = SplitSpec(path=str(path), system="Be brief.")
-    prompts = read_source(split, "train", tmp_path)
-    locate = partial(row_location, "data.train", prompts)
-    numbers = (2, 4) if name == "rows.jsonl" else (1, 2)
-    assert [locate(row) for row in range(2)] == [f"{path}:{number}" for number in numbers]
-    with pytest.raises(DataError) as refused:
-        check_prompts(
-            prompts, PromptEncoder(tokenizer(NO_SYSTEM), 99), location="data.train", limit_s=9.0, locate=locate
-        )
-    error = refused.value
-    assert error.location == f"{path}:{numbers[0]}"
-    assert "System role not supported" in error.message and "\n" not in error.message
-    assert error.hint.startswith("the template takes no system message: remove `system`")
 
 
 def test_rows_without_a_file_are_named_by_the_key() -> None:

@@ -27,7 +27,6 @@ NO_LIMIT = resource.RLIM_INFINITY
 
 
 def judged(judge: Callable[..., Result], *values: Any) -> Finding:
-    """The finding of a check of these measured values."""
     (finding,) = findings_of([Check("checked", lambda: judge(*values))])
     return finding
 
@@ -134,41 +133,46 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*arguments: str) -> tuple[object, str]:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", "--runs-dir", str(tmp_path), *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr().out
-
-    monkeypatch.setattr(machine, "available_memory", lambda: 64 * GIB)
-    code, text = run()
-    assert code == 0 and "FAIL" not in text
-    monkeypatch.setattr(machine, "available_memory", lambda: GIB)
-    code, text = run()
-    assert code == 1 and "FAIL  memory           this machine: the run needs about 3.0 GiB" in text
-    assert "\n" + " " * 23 + "-> stop other programs" in text
-    code, text = run("--json")
-    document = json.loads(text)
-    assert code == 1 and document["healthy"] is False
-    failures = [finding["check"] for finding in document["findings"] if finding["status"] == "failure"]
-    assert failures == ["memory"]
+Doctor = Callable[..., tuple[object, str]]
 
 
-@pytest.mark.slow  # it imports Ray, and waits for a head that does not answer
-def test_the_command_for_a_cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """Run `asyncrl doctor ARGUMENTS`; returns the exit code and the output."""
+
     def run(*arguments: str) -> tuple[object, str]:
         monkeypatch.setattr(sys, "argv", ["asyncrl", "doctor", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code, capsys.readouterr().out
 
-    assert run("--address", "a:1")[0] == 2
-    code, out = run("--cluster", "--address", "127.0.0.1:1", "--json")
+    return run
+
+
+def test_the_command(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ("--runs-dir", str(tmp_path))
+    monkeypatch.setattr(machine, "available_memory", lambda: 64 * GIB)
+    code, text = doctor(*folder)
+    assert code == 0 and "FAIL" not in text
+    monkeypatch.setattr(machine, "available_memory", lambda: GIB)
+    code, text = doctor(*folder)
+    assert code == 1 and "FAIL  memory           this machine: the run needs about 3.0 GiB" in text
+    assert "\n" + " " * 23 + "-> stop other programs" in text
+    code, text = doctor(*folder, "--json")
+    document = json.loads(text)
+    assert code == 1 and document["healthy"] is False
+    failures = [finding["check"] for finding in document["findings"] if finding["status"] == "failure"]
+    assert failures == ["memory"]
+
+
+def test_the_command_for_a_cluster(doctor: Doctor) -> None:
+    assert doctor("--address", "a:1")[0] == 2
+    code, out = doctor("--cluster", "--address", "127.0.0.1:1", "--json")
     document = json.loads(out)
     assert code == 1 and document["healthy"] is False
     (finding,) = document["findings"]
     assert (finding["check"], finding["status"]) == ("cluster", "failure")
+    assert "no Ray cluster answers at 127.0.0.1:1" in finding["found"] and "ray start" in finding["hint"]
 
 
 def test_failures_are_printed_last_with_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,12 +84,6 @@ def test_start_is_refused_at_the_first_failure_after_warnings() -> None:
     assert warnings == ["token: no token. set one"]
 
 
-def test_cluster_without_an_answer_is_a_finding(tmp_path: Path) -> None:
-    (finding,) = examine_cluster("127.0.0.1:1", None, tmp_path, 0)
-    assert (finding.check, finding.status) == ("cluster", "failure")
-    assert "no Ray cluster answers at 127.0.0.1:1" in finding.found and "ray start" in finding.hint
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a cluster of three nodes on this machine."""

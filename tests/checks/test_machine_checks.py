@@ -126,10 +126,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypa
     assert machine.torch_cuda() == "13.0"
 
 
-@pytest.mark.parametrize(
-    ("visible", "there"),
-    [("0", "1 GPU"), ("", "no GPU"), ("-1", "no GPU"), ("0,0", "1 GPU")],
-)
+@pytest.mark.parametrize(("visible", "there"), [("0", "1 GPU"), ("", "no GPU"), ("-1", "no GPU"), ("0,0", "1 GPU")])
 def test_hidden_gpus_do_not_count(two_gpus: None, monkeypatch: pytest.MonkeyPatch, visible: str, there: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(

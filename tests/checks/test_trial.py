@@ -150,14 +150,6 @@ def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
         trial(folder, spec).run([ROWS, [Prompt("c", "0+1=")]], thorough=True)
 
 
-def test_every_start_calls_the_users_rewards(folder: Path) -> None:
-    with pytest.raises(TaskError, match="returned '1'"):
-        tried(folder, "text", thorough=False)
-    assert tried(folder, "nothing", thorough=False).endswith(
-        "; every reward is None, so a run trains on no such response"
-    )
-
-
 def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
     judge = "{use: judge, options: {base_url: 'http://127.0.0.1:9/v1', model: m, retries: 0}}"

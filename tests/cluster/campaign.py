@@ -42,19 +42,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
         "checkpoints": {"every": 10},
     },
-    COMPARED: {
-        "pipeline": {"max_staleness": 0},
-        "checkpoints": {"every": 10},
-        "journal": {"segment_seconds": 600.0},
-    },
+    COMPARED: {"pipeline": {"max_staleness": 0}, "checkpoints": {"every": 10}, "journal": {"segment_seconds": 600.0}},
 }
 """Changes to the base spec, by kind of run. All runs have two ranks with ZeRO-3 and two or three engines."""
 
 
 @dataclass(slots=True)
 class Campaign:
-    """All runs of one campaign."""
-
     folder: Path
     seed: int
     events_a_run: int
@@ -63,12 +57,10 @@ class Campaign:
 
     @property
     def events(self) -> int:
-        """Number of events so far."""
         return sum(len(run.kills) for _, run, _ in self.done)
 
     @property
     def steps(self) -> int:
-        """Steps of each run."""
         return STEPS_AN_EVENT * self.events_a_run
 
     def do_run(self, kind: str, number: int) -> None:

@@ -96,11 +96,9 @@ class Command:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, if it has ended."""
         return self.process.poll()
 
     def printed(self) -> str:
-        """Its output so far."""
         return self.output.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
@@ -132,7 +130,6 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Its IP address."""
         return f"{SUBNET}.{self.index}"
 
     @property
@@ -142,7 +139,6 @@ class Host:
 
     @property
     def alive(self) -> bool:
-        """True if it is on."""
         return self.shell is not None and self.shell.poll() is None
 
     # -- on and off
@@ -218,7 +214,6 @@ class Host:
         self.network.at_switch(f"ip link set {self.name} down")
 
     def heal(self) -> None:
-        """End a partition."""
         self.network.at_switch(f"ip link set {self.name} up")
 
     def slow(self, bytes_per_second: int) -> None:
@@ -228,7 +223,6 @@ class Host:
         self._configure(f"tc qdisc replace dev eth0 {limit}")
 
     def fast(self) -> None:
-        """End ``slow``."""
         self.network.at_switch(f"tc qdisc delete dev {self.name} root", check=False)
         if self.alive:
             self._configure("tc qdisc delete dev eth0 root", check=False)
@@ -238,7 +232,6 @@ class Host:
         self._configure(f"ip neigh replace {other.address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
 
     def find(self, other: Host) -> None:
-        """End ``lose``."""
         self._configure(f"ip neigh replace {other.address} lladdr {other.card} dev eth0 nud reachable")
 
     def _configure(self, command: str, *, check: bool = True) -> None:
@@ -269,10 +262,7 @@ class Host:
         words = tuple(map(str, argv))
         with output.open("wb") as stream:
             process = subprocess.Popen(
-                self.entering(*words, **environment),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
+                self.entering(*words, **environment), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
             )
         return Command(words, process, output)
 
@@ -291,7 +281,6 @@ class Host:
         return output
 
     def python(self, code: str, *argv: str, **settings: Any) -> str:
-        """Run Python code on it; returns the output."""
         return self.run(sys.executable, "-c", code, *argv, **settings)
 
     def processes(self) -> list[int]:

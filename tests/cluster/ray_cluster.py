@@ -45,7 +45,6 @@ class RayCluster:
 
     @property
     def head(self) -> Host:
-        """The host with Ray's head node."""
         return next(iter(self.network.hosts.values()))
 
     @property

@@ -68,12 +68,12 @@ def rows_of(folder: Path, *rows: dict[str, Any]) -> Sequence[Prompt]:
 WANTED = user(image(Image.from_bytes(RED).digest), text("and "), image(Image.from_bytes(BLUE).digest), text("?"))
 FORMS: dict[str, dict[str, Any]] = {
     "parts with paths": {
-        "prompt": user(image("pictures/red.png"), text("and "), image("pictures/blue.png"), text("?")),
+        "prompt": user(image("pictures/red.png"), text("and "), image("pictures/blue.png"), text("?"))
     },
     "data URLs as OpenAI writes them": {
         "prompt": user(
             {"type": "image_url", "image_url": {"url": RED_URL}}, text("and "), image("pictures/blue.png"), text("?")
-        ),
+        )
     },
     "marks in text": {"prompt": "<image>and <image>?", "images": [RED_URL, "pictures/blue.png"]},
     "marks in messages": {
@@ -123,10 +123,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "pipe": ({"prompt": "?", "images": "pipe.png"}, r"pipe\.png\) cannot be read: it is not a regular file"),
     "device": ({"prompt": "?", "images": "/dev/zero"}, "it is not a regular file"),
     "folder": ({"prompt": "?", "images": "pictures"}, "cannot be read: (it is not a regular file|Is a directory)"),
-    "sparse": (
-        {"prompt": "?", "images": "sparse.png"},
-        "cannot be read: it has 1,099,511,627,776 bytes",
-    ),
+    "sparse": ({"prompt": "?", "images": "sparse.png"}, "cannot be read: it has 1,099,511,627,776 bytes"),
     "too few marks": ({"prompt": "<image>?", "images": ["a", "b"]}, "2 images, and 1 places for them"),
     "too many marks": ({"prompt": "<image><image>?", "images": "a"}, "1 images, and 2 places for them"),
     "URL": ({"prompt": "?", "images": "https://a.org/b.png"}, "nothing is downloaded"),
@@ -163,8 +160,7 @@ def test_pixels_of_more_than_8_bits_are_refused_with_their_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("1", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")],
+    ("mode", "kind"), [("1", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "PNG"), ("CMYK", "JPEG")]
 )
 def test_a_picture_of_every_common_mode_is_read(mode: str, kind: str) -> None:
     file = io.BytesIO()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import DataError
@@ -20,7 +20,6 @@ def taken(loader: PromptLoader, count: int) -> list[str]:
 
 
 @given(st.integers(1, 40), st.integers(0, 2**40), st.booleans(), st.integers(1, 4))
-@settings(deadline=None)
 def test_every_epoch_visits_every_prompt_once(size: int, seed: int, shuffle: bool, epochs: int) -> None:
     loader = PromptLoader(rows(size), seed, shuffle)
     for _ in range(epochs):
@@ -28,7 +27,6 @@ def test_every_epoch_visits_every_prompt_once(size: int, seed: int, shuffle: boo
 
 
 @given(st.integers(1, 20), st.integers(0, 9), st.booleans(), st.integers(0, 70), st.integers(0, 70))
-@settings(deadline=None)
 def test_a_restored_loader_continues_with_the_same_prompts(
     size: int, seed: int, shuffle: bool, before: int, elsewhere: int
 ) -> None:

@@ -152,7 +152,7 @@ columns = st.fixed_dictionaries(
 @given(
     rows=st.lists(st.tuples(st.text(min_size=1, max_size=9), columns), min_size=1, max_size=7), size=st.integers(1, 7)
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_rows_read_on_demand_equal_those_of_a_file_read_completely(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, dict[str, Any]]], size: int
 ) -> None:
@@ -262,10 +262,7 @@ def test_values_of_a_csv_file_are_texts(tmp_path: Path) -> None:
     ("body", "message"),
     [
         ("def rows(split, size): yield 3", r":1: the row is neither a mapping nor a Prompt but a number"),
-        (
-            "def rows(split, size): yield {'prompt': 'a', 'x': {1}}",
-            r":1: the row has a value that is not JSON: a set",
-        ),
+        ("def rows(split, size): yield {'prompt': 'a', 'x': {1}}", r":1: the row has a value that is not JSON: a set"),
         ("def rows(split, size): yield {'prompt': None}", ":1: `prompt` is null"),
         ("def rows(split, size): raise OSError('no disk')", r"failed with \(.train., 2\): OSError: no disk"),
         ("def rows(split): yield {}", r"failed with \(.train., 2\): TypeError: rows\(\) takes 1 positional"),
@@ -320,17 +317,12 @@ def test_a_missing_package_or_file_is_reported(tmp_path: Path, monkeypatch: pyte
     ("path", "kind"),
     [
         ("hf:owner/name", "hub"),
-        ("hf:name", "hub"),
         ("my.rows:make", "function"),
         ("./rows:make", None),
         ("rows.JSONL", "jsonl"),
-        ("a/b.parquet", "parquet"),
-        ("rows.json", "json"),
         ("rows.JSONL.gz", "jsonl"),
         ("rows.csv.zst", None),
         ("rows.parquet.gz", None),
-        ("rows.gz", None),
-        ("rows.txt", None),
     ],
 )
 def test_a_path_decides_its_kind(path: str, kind: str | None) -> None:
@@ -341,7 +333,7 @@ TEXTS = st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 @given(files=st.lists(TEXTS, min_size=2, max_size=4), size=st.none() | st.integers(1, 16), lazily=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_several_files_are_one_after_another(
     tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], size: int | None, lazily: bool
 ) -> None:
@@ -424,7 +416,6 @@ FIELDS = st.dictionaries(st.text(max_size=9), VALUES, max_size=4)
 
 
 @given(rows=st.lists(st.tuples(st.text(min_size=1), FIELDS), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_all_json_values_are_kept(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, dict[str, Any]]]
 ) -> None:
@@ -468,12 +459,7 @@ WRONG_LINES = [
     ("name", "text", "place", "message"),
     [
         *(("rows.jsonl", f'{{"prompt": "a", "uid": "first"}}\n{line}\n', ":2", says) for line, says in WRONG_LINES),
-        (
-            "rows.json",
-            '[{"prompt": "a"},\n {"prompt": "b"}\n {"prompt": "c"}]',
-            ":3",
-            "not JSON: Expecting ','",
-        ),
+        ("rows.json", '[{"prompt": "a"},\n {"prompt": "b"}\n {"prompt": "c"}]', ":3", "not JSON: Expecting ','"),
         ("rows.json", '[{"prompt": "a"},\n\n3]', ":2", "not a JSON object but a number"),
         ("rows.json", '[{"prompt": "a"}\n]\nmore', ":3", "not JSON: Extra data"),
         ("rows.json", '{"data": [{"prompt": "a"}]}', ":1", "no column `prompt`.*the row has data"),

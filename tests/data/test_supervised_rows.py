@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.checks.finding import Warned
@@ -70,7 +70,6 @@ def learned(one: RowEncoder, prompt: Prompt) -> list[str]:
 
 
 @given(CHATS, st.sampled_from([CHATML, CHAT_TEMPLATE]))
-@settings(deadline=None)
 def test_every_reply_is_learned_with_its_end_after_the_tokens_that_a_run_has(chat: Any, template: str) -> None:
     one = encoder(template, train_on="all")
     ids, mask, _ = one.encode(Prompt("1", chat))

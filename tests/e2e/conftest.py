@@ -36,12 +36,7 @@ BASE_SPEC: dict[str, Any] = {
     "model": {"path": str(CHAIN_SUM), "max_length": 64},
     "task": {"use": "chain_sum", "options": {"min_terms": 2, "max_terms": 3}},
     "data": {"eval": {"size": 64}},
-    "rollout": {
-        "group_size": 8,
-        "max_running_rollouts": 64,
-        "max_prompt_tokens": 16,
-        "max_response_tokens": 40,
-    },
+    "rollout": {"group_size": 8, "max_running_rollouts": 64, "max_prompt_tokens": 16, "max_response_tokens": 40},
     "trainer": {"optimizer": {"learning_rate": 5.0e-4}, "tokens_per_microbatch": 2048},
     "pipeline": {"mode": "async", "max_staleness": 2, "groups_per_step": 8},
     "tracking": {"mlflow": False},
@@ -86,7 +81,6 @@ class Runs:
         return path
 
     def command(self, *arguments: str | Path) -> list[str]:
-        """The command line of `asyncrl ARGUMENTS`."""
         return [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)]
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
@@ -102,9 +96,13 @@ class Runs:
         STARTED.append(process)
         return process
 
-    def run(self, *arguments: str | Path, limit_s: float = LIMIT_S) -> Ended:
-        """Run `asyncrl ARGUMENTS` to its end."""
-        return self.wait(self.start(*arguments), limit_s)
+    def run(self, *arguments: str | Path) -> Ended:
+        return self.wait(self.start(*arguments))
+
+    def succeed(self, *arguments: str | Path) -> Ended:
+        ended = self.run(*arguments)
+        assert ended.code == 0, ended.out + ended.err + self.logs()
+        return ended
 
     def wait(self, process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
         """Wait for a command; one that hangs is interrupted and fails the test."""
@@ -118,8 +116,11 @@ class Runs:
 
     def train(self, **sections: Any) -> Path:
         """Train a spec that must succeed; returns the run's folder."""
-        ended = self.run("train", self.write_spec(**sections))
-        assert ended.code == 0, ended.out + ended.err + self.logs()
+        return self.train_spec(self.write_spec(**sections))
+
+    def train_spec(self, spec: Path, *changes: str) -> Path:
+        """Train a spec with `--set` for each change, which must succeed; returns the run's folder."""
+        self.succeed("train", spec, *(word for change in changes for word in ("--set", change)))
         return self.newest()
 
     def newest(self) -> Path:

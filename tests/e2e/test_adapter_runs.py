@@ -45,8 +45,7 @@ def test_the_adapter_is_a_result_and_a_start(shared_runs: Runs) -> None:
     served = LoRAModel.from_local_checkpoint(str(run / "adapter"), modules, helper, lora_model_id=1, device="cpu")
     assert len(served.loras) == len(adapter(run / "adapter")) // 2
 
-    exported = shared_runs.run("checkpoint", "export", run, "--adapter", "--to", shared_runs.folder / "exported")
-    assert exported.code == 0, exported.err
+    shared_runs.succeed("checkpoint", "export", run, "--adapter", "--to", shared_runs.folder / "exported")
     for name, matrix in adapter(run / "adapter").items():
         assert torch.equal(adapter(shared_runs.folder / "exported")[name], matrix)
 

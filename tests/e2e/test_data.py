@@ -59,9 +59,7 @@ def test_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp_path: 
         model={"init": MIXTRAL, "path": None},
         # All its rewards are 0, and only the entropy bonus trains.
         algorithm={"uniform_groups": "train", "entropy_coef": 0.01},
-        data={
-            "train": {"path": "words.parquet", "template": "{word}>"},
-        },
+        data={"train": {"path": "words.parquet", "template": "{word}>"}},
         evaluation={
             "every": 2,
             "samples": 2,
@@ -78,11 +76,8 @@ def test_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp_path: 
             },
         },
     )
-    ended = shared_runs.run("train", spec)
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    run = shared_runs.newest()
-    ended = shared_runs.run("resume", run, "--steps", "6")
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    run = shared_runs.train_spec(spec)
+    shared_runs.succeed("resume", run, "--steps", "6")
 
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, 7))

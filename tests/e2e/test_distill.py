@@ -52,7 +52,7 @@ def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> Non
         for name in ("teacher", "student")
     )
     teacher = shared_runs.train(name="teacher", model=skilled, task=SPELLING, stop={"steps": 0}) / "model"
-    ended = shared_runs.run(
+    ended = shared_runs.succeed(
         "train",
         shared_runs.write_spec(
             name="student",
@@ -64,7 +64,6 @@ def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> Non
             stop={"steps": 100},
         ),
     )
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
     assert "warm start on 4,000 rows; 1 is too long" in ended.out
     run = shared_runs.newest()
     divergence = [row["train/kl_reference"] for row in steps_of(run)]

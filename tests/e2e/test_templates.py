@@ -18,13 +18,10 @@ pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
-    made = shared_runs.run("init", "agent", "my-task")
-    assert made.code == 0, made.err
+    shared_runs.succeed("init", "agent", "my-task")
     spec = shared_runs.folder / "my-task/spec.yaml"
     changes = ("stop.steps=3", f"runs_dir={shared_runs.folder}", "tracking.mlflow=false")
-    ended = shared_runs.run("train", spec, *(word for change in changes for word in ("--set", change)))
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    run = shared_runs.newest()
+    run = shared_runs.train_spec(spec, *changes)
     assert run.name.startswith("my-task-")
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
@@ -40,24 +37,19 @@ def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
 
 
 def test_supervised_training_learns_and_is_evaluated(shared_runs: Runs) -> None:
-    made = shared_runs.run("init", "supervised", "my-words")
-    assert made.code == 0, made.err
-    changes = ("--set", f"runs_dir={shared_runs.folder}", "--set", "tracking.mlflow=false")
-    ended = shared_runs.run("train", shared_runs.folder / "my-words/spec.yaml", *changes)
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    run = shared_runs.newest()
+    shared_runs.succeed("init", "supervised", "my-words")
+    changes = (f"runs_dir={shared_runs.folder}", "tracking.mlflow=false")
+    run = shared_runs.train_spec(shared_runs.folder / "my-words/spec.yaml", *changes)
     name = "warm_start/held_out_loss"
     losses = [row[name] for row in rows(run, "metrics.jsonl") if name in row]
     assert len(losses) == 5 and losses[-1] < 0.05 < 1.0 < losses[0]
-    evaluated = shared_runs.run("evaluate", run)
-    assert evaluated.code == 0, evaluated.err
+    shared_runs.succeed("evaluate", run)
     (file,) = run.glob("evaluations/*.jsonl")
     assert json.loads(file.read_text().splitlines()[0])["accuracy"] > 0.9
 
 
 def test_a_program_outside_of_the_run_is_trained_as_it_comes(shared_runs: Runs) -> None:
-    made = shared_runs.run("init", "outside-agent", "outside-task")
-    assert made.code == 0, made.err
+    shared_runs.succeed("init", "outside-agent", "outside-task")
     folder = shared_runs.folder / "outside-task"
     changes = ("stop.steps=2", f"runs_dir={folder}/runs", "tracking.mlflow=false", "rollout.gateway.port=0")
     driver = shared_runs.start(

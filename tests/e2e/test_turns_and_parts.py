@@ -76,11 +76,9 @@ def test_turns_and_parts_are_trained_and_replayed(tmp_path: Path) -> None:
     }
     run = runs.kill_after(2, runs.write_spec(**sections, algorithm=algorithm))
     killed_at = len(rows(run, "metrics.jsonl"))
-    replayed = runs.run("replay", run)
-    assert replayed.code == 0, replayed.out + replayed.err
+    runs.succeed("replay", run)
     to = ("--set", "algorithm.advantage=turns:per_token", "--set", "algorithm.reward_aggregation=sum_then_normalize")
-    ended = runs.run("resume", run, "--steps", str(killed_at + 2), *to)
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    runs.succeed("resume", run, "--steps", str(killed_at + 2), *to)
 
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, killed_at + 3))

@@ -116,8 +116,7 @@ def test_killed_image_run_continues_without_its_files_and_replays(killed: Distur
     assert images == len(prompts) == STEPS * GROUPS
 
     report = killed.runs.folder / "vision.html"
-    ended = killed.runs.run("report", killed.folder, "-o", report)
-    assert ended.code == 0, ended.err
+    killed.runs.succeed("report", killed.folder, "-o", report)
     assert "data:image/png;base64," in report.read_text()
 
 
@@ -125,9 +124,7 @@ def test_killed_image_run_continues_without_its_files_and_replays(killed: Distur
 @pytest.mark.rotating
 def test_killed_image_run_equals_an_undisturbed_one(killed: DisturbedRun, tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    ended = runs.run("train", spec_for(runs, "undisturbed", {"mode": "sync", "max_staleness": 0}))
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
-    undisturbed = runs.newest()
+    undisturbed = runs.train_spec(spec_for(runs, "undisturbed", {"mode": "sync", "max_staleness": 0}))
     assert_engines_saw_what_was_trained(undisturbed)
     assert not differences(undisturbed, killed.folder)
 
@@ -136,9 +133,7 @@ def test_killed_image_run_equals_an_undisturbed_one(killed: DisturbedRun, tmp_pa
 def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     spec = spec_for(runs, "camera", {"mode": "async", "max_staleness": 1}, steps=2, task={"use": "camera:Camera"})
-    ended = runs.run("train", spec, "--set", "model.max_images=2", "--set", "model.freeze=[vision]")
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
-    run = runs.newest()
+    run = runs.train_spec(spec, "model.max_images=2", "model.freeze=[vision]")
     trained = rows(run, "metrics.jsonl")
     assert len(trained) == 2 and trained[0]["engine/logprob_gap_max"] < 1e-4, trained
     with closing(open_for_reading(run / FILE)) as journal:
@@ -146,12 +141,10 @@ def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(t
         assert len({one.image.digest for rollout in group.rollouts for one in rollout.images}) > 2
     first = group.rollouts[0]
     assert [one.length for one in first.images] == [4, 4], "the row's picture, and the one after the first reply"
-    ended = runs.run("inspect", "buffer", run, "--rollout", first.rollout_id, "--json")
-    assert ended.code == 0, ended.err
+    ended = runs.succeed("inspect", "buffer", run, "--rollout", first.rollout_id, "--json")
     (shown,) = json.loads(ended.out)["rollouts"]
     assert [(one["image"], one["tokens"]) for one in shown["images"]] == [(one.image.digest, 4) for one in first.images]
-    ended = runs.run("replay", run)
-    assert ended.code == 0, ended.out + ended.err
+    runs.succeed("replay", run)
 
 
 @pytest.mark.slow

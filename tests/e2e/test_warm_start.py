@@ -62,13 +62,12 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     assert not (killed / "warm_start").exists()
     saved = {path.name for path in (killed / "warm_start_checkpoints").glob("step-*")}
     assert len(saved) == 2 and saved <= {f"step-{update:06d}" for update in range(8, UPDATES, 8)}
-    ended = shared_runs.run("resume", killed)
-    assert ended.code == 0, ended.out + ended.err
+    shared_runs.succeed("resume", killed)
     assert weights(killed) == weights(run) and not (killed / "warm_start_checkpoints").exists()
     assert [row["step"] for row in rows(killed, "metrics.jsonl")] == list(range(-UPDATES, 1))
 
-    replayed = shared_runs.run("replay", run)
-    assert replayed.code == 0 and "the warm start's weights are equal" in replayed.err
+    replayed = shared_runs.succeed("replay", run)
+    assert "the warm start's weights are equal" in replayed.err
 
 
 def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: Runs) -> None:
@@ -81,7 +80,6 @@ def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: R
     assert adapters[0] != adapters[1]
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(-UPDATES, 3))
     assert rows(run, "metrics.jsonl")[-1]["correction/logprob_gap_max"] < 1e-3
-    replayed = shared_runs.run("replay", run)
-    assert replayed.code == 0, replayed.out + replayed.err
+    replayed = shared_runs.succeed("replay", run)
     assert "the warm start's weights are equal" in replayed.err and "equal" in replayed.out
     assert (run / "adapter/adapter_model.safetensors").read_bytes() == adapters[1]

@@ -16,7 +16,7 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.session import CallOptions, OnPart, Reply, Session
 from asyncrl_cli.gateway.transcript import OnSegments
-from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Segment, TokenSequence
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.records.token_prefix import TokenPrefix
 from asyncrl_cli.rollout.continuation import split_by_version
@@ -185,6 +185,12 @@ class Record:
         return {int(name.partition(".")[2] or 0): tuple(prefix.segments) for name, prefix in self.sequences.items()}
 
 
+def rollout_of(session: Session) -> Rollout:
+    rollout = session.rollout()
+    assert rollout is not None
+    return rollout
+
+
 def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], list[int]]]:
     """Each sequence of a rollout, for comparison."""
     for one in rollout.sequences:
@@ -193,13 +199,7 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], l
 
 def sampled_runs(rollout: Rollout) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Each run of sampled tokens in a rollout's sequences, with all tokens before it."""
-    for one in rollout.sequences:
-        ids, is_context = one.ids.tolist(), one.versions == CONTEXT
-        start = 0
-        while start < len(ids):
-            end = start + 1
-            while end < len(ids) and is_context[end] == is_context[start]:
-                end += 1
-            if not is_context[start]:
-                yield tuple(ids[:start]), tuple(ids[start:end])
-            start = end
+    for sequence in rollout.sequences:
+        ids, edges = sequence.ids.tolist(), np.flatnonzero(np.diff(sequence.sampled, prepend=False, append=False))
+        for start, end in edges.reshape(-1, 2).tolist():
+            yield tuple(ids[:start]), tuple(ids[start:end])

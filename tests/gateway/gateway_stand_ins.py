@@ -69,7 +69,6 @@ class Engine:
     held: asyncio.Event | None = None
     asked: list[RolloutRequest] = field(default_factory=list)
     running: int = 0
-    most_running: int = 0
     cancelled: int = 0
     fails: Exception | None = None
     chat: ChatFormat = field(default_factory=chat_format)
@@ -77,7 +76,6 @@ class Engine:
     async def generate(self, request: RolloutRequest, on_segments: Any = None) -> Rollout:
         self.asked.append(request)
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
         try:
             return await self._generate(request, on_segments)
         except asyncio.CancelledError:

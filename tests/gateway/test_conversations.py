@@ -22,6 +22,7 @@ from tests.gateway.conversation_stand_ins import (
     ask_chat,
     byte_chat,
     character_chat,
+    rollout_of,
     sampled_runs,
     tokens_of,
 )
@@ -134,9 +135,7 @@ def indented(arguments: str) -> str:
 
 
 def play(
-    rounds: Sequence[Sequence[Op]],
-    chat: Any,
-    recorded: dict[int, tuple[Segment, ...]] | None = None,
+    rounds: Sequence[Sequence[Op]], chat: Any, recorded: dict[int, tuple[Segment, ...]] | None = None
 ) -> tuple[Harness, HashModel, list[Segment], Rollout]:
     """Make the rounds of calls in a new session; returns the segments that it reported, in order."""
     model, reported = HashModel(chat), []
@@ -147,13 +146,12 @@ def play(
     )
     harness = Harness(session, chat)
     asyncio.run(harness.play(rounds))
-    rollout = session.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     return harness, model, reported, rollout
 
 
 @given(ROUNDS, st.sampled_from(["bytes", "characters"]))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list[list[Op]], which: str) -> None:
     chat = byte_chat() if which == "bytes" else character_chat()
     harness, model, reported, rollout = play(rounds, chat)
@@ -191,7 +189,7 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
 
 
 @given(ROUNDS, st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_replayed_from_any_point_a_rollout_is_the_same_and_no_recorded_token_is_sampled_again(
     rounds: list[list[Op]], data: st.DataObject
 ) -> None:

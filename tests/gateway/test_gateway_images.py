@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +19,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import ModelAccess, Step
 from asyncrl_cli.tasks.play import play
 from tests.data.pictures import picture
+from tests.gateway.conversation_stand_ins import rollout_of
 from tests.gateway.gateway_stand_ins import MODEL, Engine, key_of, served
 from tests.small_models import IMAGE_FOLDERS
 
@@ -45,29 +47,17 @@ def source(data: bytes) -> dict[str, str]:
     return {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
 
 
-CALLS: dict[str, tuple[str, Any]] = {
-    "chat": (
-        "/chat/completions",
-        lambda data, text: {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": url(data)}}, {"type": "text", "text": text}],
-        },
-    ),
-    "responses": (
-        "/responses",
-        lambda data, text: {
-            "role": "user",
-            "content": [{"type": "input_image", "image_url": url(data)}, {"type": "input_text", "text": text}],
-        },
-    ),
-    "messages": (
-        "/messages",
-        lambda data, text: {
-            "role": "user",
-            "content": [{"type": "image", "source": source(data)}, {"type": "text", "text": text}],
-        },
-    ),
+CALLS: dict[str, tuple[str, Callable[[bytes], dict[str, Any]], str]] = {
+    "chat": ("/chat/completions", lambda data: {"type": "image_url", "image_url": {"url": url(data)}}, "text"),
+    "responses": ("/responses", lambda data: {"type": "input_image", "image_url": url(data)}, "input_text"),
+    "messages": ("/messages", lambda data: {"type": "image", "source": source(data)}, "text"),
 }
+"""Each API's path, its form of an image, and its type of a text."""
+
+
+def message(api: str, data: bytes, text: str) -> dict[str, Any]:
+    _, image, text_type = CALLS[api]
+    return {"role": "user", "content": [image(data), {"type": text_type, "text": text}]}
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +74,15 @@ def body(api: str, messages: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("api", CALLS)
 async def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, api: str) -> None:
-    path, message = CALLS[api]
+    path = CALLS[api][0]
     engine = Engine(lambda *_: "two", chat=chat)
     async with served(engine) as there:
         session = there.session()
-        first = [message(RED, "how many?")]
+        first = [message(api, RED, "how many?")]
         answer = await there.post(f"/v1{path}", body(api, first), session="7-0")
         assert answer.status_code == 200, answer.text
         reply = {"role": "assistant", "content": "two"}
-        second = [*first, reply, message(BLUE, "and now?")]
+        second = [*first, reply, message(api, BLUE, "and now?")]
         answer = await there.post(f"/v1{path}", body(api, second), session="7-0")
         assert answer.status_code == 200, answer.text
         one, two = engine.asked
@@ -103,26 +93,24 @@ async def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, a
         for placed in two.images:
             assert set(two.prompt_ids[placed.offset : placed.end]) == {pad}
         assert two.prompt_ids.count(pad) == sum(placed.length for placed in two.images)
-        rollout = session.rollout()
-        assert rollout is not None and rollout.images == two.images and not rollout.branches
+        rollout = rollout_of(session)
+        assert rollout.images == two.images and not rollout.branches
         assert tuple(rollout.ids[: len(two.prompt_ids)].tolist()) == two.prompt_ids
 
 
 async def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> None:
-    path, message = CALLS["chat"]
     async with served(Engine(lambda *_: "two", chat=chat)) as there:
         session = there.session()
         reply, later = {"role": "assistant", "content": "two"}, {"role": "user", "content": "sure?"}
         blue = picture("blue", 112)  # as many tokens as RED
         for messages in (
-            [message(RED, "?")],
-            [message(blue, "?"), reply, later],
-            [message(RED, "?"), reply, later],
+            [message("chat", RED, "?")],
+            [message("chat", blue, "?"), reply, later],
+            [message("chat", RED, "?"), reply, later],
         ):
-            answer = await there.post(f"/v1{path}", body("chat", messages), session="7-0")
+            answer = await there.post("/v1/chat/completions", body("chat", messages), session="7-0")
             assert answer.status_code == 200, answer.text
-        rollout = session.rollout()
-        assert rollout is not None
+        rollout = rollout_of(session)
         shown = [[placed.image for placed in one.images] for one in rollout.sequences]
         assert shown == [[Image.from_bytes(RED)], [Image.from_bytes(blue)]]
 

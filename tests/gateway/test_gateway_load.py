@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from conversation_stand_ins import rollout_of
 from gateway_stand_ins import MODEL, Engine, key_of, served, until
 
 from asyncrl_cli.gateway.sessions import session_url
@@ -34,8 +35,8 @@ async def test_a_disconnected_clients_generation_is_cancelled(stream: bool) -> N
         engine.held = None
         again = await there.client("7-0").chat.completions.create(**CHAT)  # type: ignore[call-overload]
         assert again.choices[0].message.content.startswith("hello"), "the session continues"
-        rollout = session.rollout()
-        assert rollout is not None and not rollout.branches
+        rollout = rollout_of(session)
+        assert not rollout.branches
 
 
 async def _read_on(client: httpx.AsyncClient, body: dict[str, Any]) -> None:

@@ -89,18 +89,6 @@ def test_a_reply_that_is_sent_back_is_the_same(reply: Message, data: st.DataObje
     assert spoken(found[1]) == spoken(reply)
 
 
-@given(st.lists(TEXTS, min_size=1, max_size=3))
-def test_a_text_is_the_same_in_one_block_and_in_several(texts: list[str]) -> None:
-    blocks = [{"type": "text", "text": text} for text in texts]
-    for role in ("user", "assistant"):
-        assert conversation({"role": role, "content": blocks}) == conversation(
-            {"role": role, "content": "".join(texts)}
-        )
-    assert conversation({"role": "user", "content": "x"}, system=blocks) == conversation(
-        {"role": "user", "content": "x"}, system="".join(texts)
-    )
-
-
 def test_results_of_tools_come_before_the_users_text() -> None:
     blocks = [
         {"type": "text", "text": "and "},
@@ -155,9 +143,7 @@ def test_blocks_that_a_policy_cannot_see_are_refused_with_the_reason(role: str, 
 
 
 def request(**more: Any) -> MessagesRequest:
-    return MessagesRequest.model_validate(
-        {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} | more,
-    )
+    return MessagesRequest.model_validate({"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} | more)
 
 
 def test_tools_are_functions_to_templates() -> None:

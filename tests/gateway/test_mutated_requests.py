@@ -57,7 +57,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_a_changed_request_gets_an_answer_or_an_error_in_the_apis_format(post: Post, data: st.DataObject) -> None:
     path, body = deepcopy(data.draw(st.sampled_from(REQUESTS), label="request"))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -85,8 +85,7 @@ async def test_a_program_that_changes_its_history_begins_a_branch_and_loses_no_r
     kept, branch = ids_of(again.rollout())
     assert kept == ids_of(whole.rollout())[0]
     assert sum(branch[1]) == len(model.requests[-1][1].ids), "only its last reply is trained in the branch"
-    record_of_changes = {index: tuple(parts) for index, parts in record.recorded().items()}
-    assert sum(len(part.ids) for part in record_of_changes[0]) == len(kept[0])
+    assert sum(len(segment.ids) for segment in record.recorded()[0]) == len(kept[0])
 
 
 async def test_a_repeated_call_gets_the_recorded_reply() -> None:
@@ -146,13 +145,7 @@ async def test_paths_for_programs_check_keys_and_bodies() -> None:
         assert (await run.post("/reward", {"reward": None, "metrics": {"a": 1}}, "7-0")).status_code == 200
         assert asked[-1] == ClientRequest(Action.REWARD, "7-0", reward=None, metrics={"a": 1.0})
         count = len(asked)
-        for body in (
-            {},
-            {"reward": "1"},
-            {"reward": True},
-            {"reward": 1, "metric": {}},
-            {"reward": 1, "metrics": 2},
-        ):
+        for body in ({}, {"reward": "1"}, {"reward": True}, {"reward": 1, "metric": {}}, {"reward": 1, "metrics": 2}):
             refused = await run.post("/reward", body, "7-0")
             assert refused.status_code == 400, refused.text
         for number in ("NaN", "1e999"):

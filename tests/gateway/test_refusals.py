@@ -15,7 +15,6 @@ from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, chat_format, key_of, se
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.server import GatewayError, listen
 from asyncrl_cli.gateway.wire import NO_EFFECT, SAMPLING
-from asyncrl_cli.rollout.client import GenerationFailed
 
 pytestmark = pytest.mark.slow
 
@@ -36,27 +35,15 @@ def text(**changes: Any) -> dict[str, Any]:
 
 
 WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
-    (CHAT, chat(model="gpt-9"), 404, "model", "model_not_found"),
-    (CHAT, chat(messages=[]), 400, "messages", "invalid_value"),
     (CHAT, {"model": MODEL}, 400, "messages", "invalid_value"),
     (CHAT, chat(messages="hello"), 400, "messages", "invalid_value"),
-    (CHAT, chat(messages=[{"role": "king", "content": "x"}]), 400, "messages.0.role", "invalid_value"),
     (CHAT, chat(messages=[{"role": "user", "content": 3}]), 400, "messages.0.content", "invalid_value"),
-    (
-        CHAT,
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-        400,
-        "messages",
-        "invalid_value",
-    ),
-    (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "x"}]), 400, None, "invalid_value"),
     (CHAT, chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "invalid_value"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", "invalid_value"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": ""}}]), 400, "tools.0.function.name", None),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": 3}}]), 400, None, None),
     (CHAT, chat(tools={"name": "f"}), 400, "tools", None),
     (CHAT, chat(tool_choice={"type": "function", "function": {"name": "f"}}), 400, None, "invalid_value"),
-    (CHAT, chat(temperature=-1), 400, "temperature", "invalid_value"),
     (CHAT, chat(temperature="1"), 400, "temperature", "invalid_value"),
     (CHAT, chat(max_tokens=0), 400, "max_tokens", "invalid_value"),
     (CHAT, chat(max_tokens=10**30), 400, "max_tokens", "invalid_value"),
@@ -66,8 +53,6 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(stop=""), 400, "stop", "invalid_value"),
     (CHAT, chat(top_logprobs=2), 400, None, "invalid_value"),
     (CHAT, chat(stream="yes"), 400, "stream", "invalid_value"),
-    (CHAT, chat(top_p=0.5), 400, "top_p", "unsupported_parameter"),
-    (CHAT, chat(messages=[{"role": "user", "content": "x" * MAX_LENGTH}]), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt="x" * 15_000_000), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt=[1] * 5_000_000), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt=""), 400, None, "invalid_value"),
@@ -75,18 +60,15 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     (TEXT, text(prompt=[[]]), 400, "prompt", "invalid_value"),
     (TEXT, text(prompt=["x", 1]), 400, "prompt", "invalid_value"),
     (TEXT, text(prompt=[-1]), 400, "prompt", "invalid_value"),
-    (TEXT, text(prompt=[10**6]), 400, None, "invalid_value"),
     (TEXT, text(prompt=["x" * MAX_LENGTH, "y"]), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt=["x"] * 1024, n=2), 400, None, "invalid_value"),
-    (TEXT, text(echo=True), 400, "echo", "unsupported_parameter"),
     (TEXT, text(best_of=3), 400, "best_of", "unsupported_parameter"),
     (TEXT, text(suffix="."), 400, "suffix", "unsupported_parameter"),
     (TEXT, text(echo=1), 400, "echo", "unsupported_parameter"),
     ("/sessions/9-9" + CHAT, chat(), 404, None, "session_not_found"),
     ("/sessions/8-0" + CHAT, chat(), 410, None, "session_ended"),
-    ("/v1/embeddings", {"input": "x"}, 404, None, "not_found"),
 ]
-"""Path, body, and status, param and code of the error (None: any)."""
+"""Path, body, and status, param and code of the error (None: any), in addition to those in golden/errors.json."""
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 CONVERSATIONS = (CHAT, RESPONSES, MESSAGES)
@@ -106,6 +88,7 @@ REFUSED: dict[str, Any] = {
     "bad_words": ["x"],
     "chat_template": "{{ messages }}",
     "container": "c",
+    "conversation": "conv_1",
     "documents": [{"text": "x"}],
     "echo": True,
     "enable_thinking": False,
@@ -356,13 +339,8 @@ async def test_keys_methods_sizes_and_sessions_by_header() -> None:
         assert (await there.post(TEXT, text())).status_code == 200, "it continues"
 
 
-async def test_a_generation_that_fails_is_the_servers_error() -> None:
-    async with served(Engine(fails=GenerationFailed("the engine is on fire"))) as there:
-        for stream in (False, True):
-            answer = await there.post(CHAT, chat(stream=stream))
-            assert answer.status_code == 503
-            assert "on fire" in answer.json()["error"]["message"]
-        there.engine.fails = ZeroDivisionError("a bug")
+async def test_a_bug_is_an_internal_error_without_its_message() -> None:
+    async with served(Engine(fails=ZeroDivisionError("a bug"))) as there:
         answer = await there.post(CHAT, chat())
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"

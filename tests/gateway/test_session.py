@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from tests.gateway.conversation_stand_ins import (
     byte_tokenizer,
     character_chat,
     end_of,
+    rollout_of,
 )
 
 CHAT = character_chat()
@@ -73,61 +74,54 @@ class Model:
         )
 
 
-def session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = True, **record: Any) -> Session:
+def new_session(model: Any, *, limits: SessionLimits | None = None, fixed: bool = True, **record: Any) -> Session:
     limits = limits or SessionLimits(max_length=100, max_call_tokens=50)
     settings: dict[str, Any] = {"fixed_sampling": fixed, "priority": 3, "record": SessionRecord(**record)}
     return Session("3-1", CHAT, model.generate, SAMPLING, limits, **settings)
 
 
-def run(work: Awaitable[Any]) -> Any:
-    async def main() -> Any:
-        return await asyncio.wait_for(work, 120)
-
-    return asyncio.run(main())
-
-
-def test_the_fields_of_a_request() -> None:
+async def test_the_fields_of_a_request() -> None:
     model = Model("a", "b", "c", "d")
-    fixed = session(model)
-    run(ask_chat(fixed, HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",))))
-    run(ask_chat(fixed, HELLO, None, CallOptions(), on_part=lambda choice, part: None))
-    run(ask_chat(session(model, fixed=False), HELLO, None, CallOptions(temperature=0.1, seed=9, n=2)))
-    one, two, three, four = model.requests
-    assert (one.rollout_id, one.priority, one.affinity, one.awaited, one.streamed) == ("3-1/0", 3, "3-1", True, False)
-    assert two.rollout_id == "3-1/1" and two.streamed
-    assert one.sampling == Sampling(0.7, 7, one.sampling.seed, ("##", "!"))
-    assert two.sampling == Sampling(0.7, 50, two.sampling.seed, ("##",))
-    assert one.sampling.seed != two.sampling.seed, "each call has its own seed"
-    assert [(r.sampling.temperature, r.sampling.seed) for r in (three, four)] == [(0.1, 9), (0.1, 10)]
+    fixed = new_session(model)
+    await ask_chat(fixed, HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",)))
+    await ask_chat(fixed, HELLO, None, CallOptions(), on_part=lambda choice, part: None)
+    await ask_chat(new_session(model, fixed=False), HELLO, None, CallOptions(temperature=0.1, seed=9, n=2))
+    first, second, third, fourth = model.requests
+    assert (first.rollout_id, first.priority, first.affinity) == ("3-1/0", 3, "3-1")
+    assert first.awaited and not first.streamed
+    assert second.rollout_id == "3-1/1" and second.streamed
+    assert first.sampling == Sampling(0.7, 7, first.sampling.seed, ("##", "!"))
+    assert second.sampling == Sampling(0.7, 50, second.sampling.seed, ("##",))
+    assert first.sampling.seed != second.sampling.seed, "each call has its own seed"
+    assert [(r.sampling.temperature, r.sampling.seed) for r in (third, fourth)] == [(0.1, 9), (0.1, 10)]
 
     again = Model("a")
-    run(ask_chat(session(again), HELLO, None, CallOptions()))
-    assert again.requests[0].sampling.seed == one.sampling.seed, "derived from the session's seed and its number"
+    await ask_chat(new_session(again), HELLO, None, CallOptions())
+    assert again.requests[0].sampling.seed == first.sampling.seed, "derived from the session's seed and its number"
 
 
-def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
+async def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
     model, pieces = Model("so ##", "more"), []
-    one = session(model)
-    (reply,) = run(
-        ask_chat(one, HELLO, None, CallOptions(max_tokens=5), on_part=lambda _, part: pieces.append(part.text))
+    session = new_session(model)
+    (reply,) = await ask_chat(
+        session, HELLO, None, CallOptions(max_tokens=5), on_part=lambda _, part: pieces.append(part.text)
     )
     assert (reply.text, reply.message["content"]) == ("so ", "so ")
     assert CHAT.decode(reply.token_ids) == "so ##"
     assert pieces == ["so "]
-    (later,) = run(ask_chat(one, [*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    (later,) = await ask_chat(session, [*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions())
     assert CHAT.decode(later.prompt_ids, special=True) == "helloso ##<eos>?", "the missing end token is added"
-    assert one.last_text == "more"
+    assert session.last_text == "more"
 
 
-def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
+async def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     model = Model("a", "b", "c")
-    one = session(model)
+    session = new_session(model)
     conversation: list[Any] = list(HELLO)
     for tools in (None, None, [CALC]):
-        (reply,) = run(ask_chat(one, conversation, tools, CallOptions()))
+        (reply,) = await ask_chat(session, conversation, tools, CallOptions())
         conversation += [reply.message, {"role": "user", "content": "?"}]
-    rollout = one.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
     assert [request.min_version for request in model.requests] == [0, 4, 0], "versions of a sequence never decrease"
@@ -139,169 +133,150 @@ def byte_session(*texts: str) -> Session:
     return Session("3-1", chat, model.generate, SAMPLING, SessionLimits(500, 50), fixed_sampling=True)
 
 
-def test_a_reply_continues_the_message_at_the_end_and_the_turn_continues_in_its_tokens() -> None:
-    one = session(Model("4", "no", "yes"))
+async def test_a_reply_continues_the_message_at_the_end_and_the_turn_continues_in_its_tokens() -> None:
+    session = new_session(Model("4", "no", "yes"))
     begun = [*HELLO, {"role": "assistant", "content": "2+2="}]
-    (reply,) = run(ask_chat(one, begun, None, CallOptions(), continues=True))
-    assert (reply.message["content"], one.last_text) == ("4", "4"), "a reward reads what the model wrote"
+    (reply,) = await ask_chat(session, begun, None, CallOptions(), continues=True)
+    assert (reply.message["content"], session.last_text) == ("4", "4"), "a reward reads what the model wrote"
     later = [*HELLO, {"role": "assistant", "content": "2+2=4"}, {"role": "user", "content": "?"}]
     more = [*later, {"role": "assistant", "content": "Well, "}]
-    (reply,) = run(ask_chat(one, more, None, CallOptions(), continues=True))
+    (reply,) = await ask_chat(session, more, None, CallOptions(), continues=True)
     ended = [*later, {"role": "assistant", "content": "Well, no"}, *HELLO]
-    (reply,) = run(ask_chat(one, ended, None, CallOptions()))
-    rollout = one.rollout()
-    assert rollout is not None and not rollout.branches, "one sequence"
+    (reply,) = await ask_chat(session, ended, None, CallOptions())
+    rollout = rollout_of(session)
+    assert not rollout.branches, "one sequence"
     assert CHAT.decode(rollout.ids.tolist(), special=True) == "hello2+2=4<eos>?Well, no<eos>helloyes<eos>"
 
 
-def test_a_reply_that_was_cut_off_continues_after_its_last_token() -> None:
-    one = session(Model("ab", "cd", "ef", "gh##", "ij"))
-    (cut_off,) = run(ask_chat(one, HELLO, None, CallOptions(max_tokens=2)))
-    (ended,) = run(ask_chat(one, [*HELLO, cut_off.message], None, CallOptions(), continues=True))
+async def test_a_reply_that_was_cut_off_continues_after_its_last_token() -> None:
+    session = new_session(Model("ab", "cd", "ef", "gh##", "ij"))
+    (cut_off,) = await ask_chat(session, HELLO, None, CallOptions(max_tokens=2))
+    (ended,) = await ask_chat(session, [*HELLO, cut_off.message], None, CallOptions(), continues=True)
     assert ended.prompt_ids == (*cut_off.prompt_ids, *cut_off.token_ids)
     whole = {"role": "assistant", "content": "abcd"}
-    (third,) = run(ask_chat(one, [*HELLO, whole], None, CallOptions(), continues=True))
+    (third,) = await ask_chat(session, [*HELLO, whole], None, CallOptions(), continues=True)
     assert CHAT.decode(third.prompt_ids, special=True) == "helloabcd", "without the end token of the reply"
-    rollout = one.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloabcd<eos>", "helloabcdef<eos>"]
-    (stopped,) = run(ask_chat(one, HELLO, None, CallOptions(stop=("##",))))
-    (last,) = run(ask_chat(one, [*HELLO, stopped.message], None, CallOptions(), continues=True))
+    (stopped,) = await ask_chat(session, HELLO, None, CallOptions(stop=("##",)))
+    (last,) = await ask_chat(session, [*HELLO, stopped.message], None, CallOptions(), continues=True)
     assert CHAT.decode(last.prompt_ids) == "hellogh", "the stop string is not part of the message"
 
 
-CALLING = {"content": "x", "tool_calls": [{"function": {"name": "calc"}}]}
-
-
-@pytest.mark.parametrize("message", [{"content": " "}, {"content": None}, CALLING])
-def test_a_message_without_text_or_with_calls_is_not_continued(message: dict[str, Any]) -> None:
-    one = session(Model())
-    with pytest.raises(ApiError, match="tool calls, or no text that could be continued") as error:
-        run(ask_chat(one, [*HELLO, {"role": "assistant", **message}], None, CallOptions(), continues=True))
-    assert error.value.status == 400
-
-
-def test_variables_of_a_call_are_part_of_its_conversation() -> None:
-    one = byte_session("a", "b", "<think>x</think>c", "<think>x</think>d")
+async def test_variables_of_a_call_are_part_of_its_conversation() -> None:
+    session = byte_session("a", "b", "<think>x</think>c", "<think>x</think>d")
     conversation: list[Any] = list(HELLO)
     ends = []
     for variables in ({"quiet": True}, {"quiet": True}, {"quiet": False}, None):
-        (reply,) = run(ask_chat(one, conversation, None, CallOptions(), variables=variables))
+        (reply,) = await ask_chat(session, conversation, None, CallOptions(), variables=variables)
         conversation += [reply.message, {"role": "user", "content": "?"}]
         ends.append(byte_chat().decode(reply.prompt_ids, special=True).endswith("</think>\n\n"))
     assert ends == [True, True, False, False]
-    rollout = one.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     sampled = [int((sequence.versions != CONTEXT).sum()) for sequence in rollout.sequences]
     assert len(sampled) == 3 and sampled[0] == 4, "only equal variables continue"
     with pytest.raises(ApiError, match="does not read 'quite': did you mean `quiet`"):
-        run(ask_chat(one, HELLO, None, CallOptions(), variables={"quite": True}))
+        await ask_chat(session, HELLO, None, CallOptions(), variables={"quite": True})
     with pytest.raises(ApiError, match="does not read 'chat_template'"):
-        run(ask_chat(one, HELLO, None, CallOptions(), variables={"chat_template": "{{ 1 }}"}))
+        await ask_chat(session, HELLO, None, CallOptions(), variables={"chat_template": "{{ 1 }}"})
 
 
-def test_a_reply_has_reasoning_unless_variables_or_the_continued_message_rule_it_out() -> None:
+async def test_a_reply_has_reasoning_unless_variables_or_the_continued_message_rule_it_out() -> None:
     text = "<think>x</think>c"
-    one = byte_session(text, text, text)
-    (plain,) = run(ask_chat(one, HELLO, None, CallOptions()))
+    session = byte_session(text, text, text)
+    (plain,) = await ask_chat(session, HELLO, None, CallOptions())
     assert (plain.message["reasoning_content"], plain.message["content"]) == ("x", "c")
-    (quiet,) = run(ask_chat(one, HELLO, None, CallOptions(), variables={"quiet": True}))
+    (quiet,) = await ask_chat(session, HELLO, None, CallOptions(), variables={"quiet": True})
     begun = [*HELLO, {"role": "assistant", "content": "So"}]
-    (continued,) = run(ask_chat(one, begun, None, CallOptions(), continues=True))
+    (continued,) = await ask_chat(session, begun, None, CallOptions(), continues=True)
     assert {quiet.message["content"], continued.message["content"]} == {text}
 
 
-def test_texts_continue_in_token_space() -> None:
+async def test_texts_continue_in_token_space() -> None:
     model = Model("abc", "def", "ghi", "jkl", "mno")
-    one = session(model)
+    session = new_session(model)
     cut = CallOptions(max_tokens=3)
-    (first,) = run(ask_text(one, "x=", cut))
-    (second,) = run(ask_text(one, "x=abc+", cut))
+    (first,) = await ask_text(session, "x=", cut)
+    (second,) = await ask_text(session, "x=abc+", cut)
     assert second.prompt_ids == (*first.prompt_ids, *first.token_ids, *CHAT.encode("+")), "the text has these tokens"
-    (third,) = run(ask_text(one, [*second.prompt_ids, *second.token_ids, 50], CallOptions()))
-    (fourth,) = run(ask_text(one, "x=abc+defg", cut))
-    rollout = one.rollout()
-    assert rollout is not None
+    (third,) = await ask_text(session, [*second.prompt_ids, *second.token_ids, 50], CallOptions())
+    (fourth,) = await ask_text(session, "x=abc+defg", cut)
+    rollout = rollout_of(session)
     first_sequence, branch = rollout.sequences
     assert first_sequence.ids.tolist() == [*third.prompt_ids, *third.token_ids]
     assert branch.ids.tolist() == [*fourth.prompt_ids, *fourth.token_ids]
-    for (number, end), reply in zip(one.replies(), (first, second, third, fourth), strict=True):
+    for (number, end), reply in zip(session.replies(), (first, second, third, fourth), strict=True):
         assert rollout.sequences[number].ids[:end].tolist() == [*reply.prompt_ids, *reply.token_ids]
     assert (rollout.finish_reason, branch.finish_reason) == ("stop", "length")
     # The text does not contain the end token, so a text that continues it is another conversation.
     text = CHAT.decode(third.prompt_ids) + "ghi"
-    run(ask_text(one, text + "!", cut))
-    assert len(one.rollout().sequences) == 3  # type: ignore[union-attr]
+    await ask_text(session, text + "!", cut)
+    assert len(rollout_of(session).sequences) == 3
 
 
 @pytest.mark.parametrize(
-    ("work", "status", "code", "failed"),
+    ("work", "code", "failed"),
     [
-        (
-            lambda s: ask_chat(s, [{"role": "user", "content": "x" * 100}], None, CallOptions()),
-            400,
-            "context_length",
-            True,
-        ),
-        (lambda s: ask_chat(s, HELLO, None, CallOptions(n=5)), 400, "max_calls_exceeded", True),
-        (lambda s: ask_chat(s, [], None, CallOptions()), 400, "invalid_value", False),
-        (lambda s: ask_chat(s, [{"role": "user", "content": 3}], None, CallOptions()), 400, "invalid_value", False),
-        (lambda s: ask_text(s, "", CallOptions()), 400, "invalid_value", False),
-        (lambda s: ask_text(s, [5, 99], CallOptions()), 400, "invalid_value", False),
+        (lambda s: ask_chat(s, HELLO, None, CallOptions(n=5)), "max_calls_exceeded", True),
+        (lambda s: ask_chat(s, [], None, CallOptions()), "invalid_value", False),
+        (lambda s: ask_text(s, "", CallOptions()), "invalid_value", False),
     ],
 )
-def test_refused_calls(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
-    one = session(Model(), limits=SessionLimits(max_length=100, max_call_tokens=50, max_calls=4))
+async def test_refused_calls(work: Callable[[Session], Any], code: str, failed: bool) -> None:
+    session = new_session(Model(), limits=SessionLimits(max_length=100, max_call_tokens=50, max_calls=4))
     with pytest.raises(ApiError) as error:
-        run(work(one))
-    assert error.value.status == status
-    assert error.value.code.startswith(code)
-    assert bool(one.failure) == failed
-    assert one.rollout() is None
-    assert one.calls == 0
+        await work(session)
+    assert (error.value.status, error.value.code) == (400, code)
+    assert bool(session.failure) == failed
+    assert session.rollout() is None
+    assert session.calls == 0
 
 
-def test_limits_are_kept() -> None:
+async def test_limits_are_kept() -> None:
     model = Model(*["0123456789"] * 9)
-    one = session(model, limits=SessionLimits(max_length=40, max_call_tokens=8, max_calls=4, max_sampled_tokens=25))
+    session = new_session(
+        model, limits=SessionLimits(max_length=40, max_call_tokens=8, max_calls=4, max_sampled_tokens=25)
+    )
     conversation: list[Any] = list(HELLO)
     for allowed in (8, 8, 8, 1):
-        (reply,) = run(ask_chat(one, conversation, None, CallOptions(max_tokens=40)))
+        (reply,) = await ask_chat(session, conversation, None, CallOptions(max_tokens=40))
         assert len(reply.token_ids) == allowed, "the limit of a call, and the rest of the session's limit"
         conversation += [reply.message, {"role": "user", "content": ""}]
     with pytest.raises(ApiError) as error:
-        run(ask_chat(one, conversation, None, CallOptions()))
-    assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has reached its limit of 4 calls")
-    one.calls = 0
+        await ask_chat(session, conversation, None, CallOptions())
+    assert (error.value.code, session.failure) == (
+        "max_calls_exceeded",
+        "this session has reached its limit of 4 calls",
+    )
+    session.calls = 0
     with pytest.raises(ApiError, match="25 generated tokens") as error:
-        run(ask_chat(one, HELLO, None, CallOptions()))
+        await ask_chat(session, HELLO, None, CallOptions())
     assert error.value.code == "max_sampled_tokens_exceeded"
-    assert one.failure == "this session has reached its limit of 4 calls", "the first one"
+    assert session.failure == "this session has reached its limit of 4 calls", "the first one"
 
-    short = session(model, limits=SessionLimits(max_length=9, max_call_tokens=50))
+    short = new_session(model, limits=SessionLimits(max_length=9, max_call_tokens=50))
     for most in (None, 32_000):
-        (reply,) = run(ask_chat(short, HELLO, None, CallOptions(max_tokens=most)))
+        (reply,) = await ask_chat(short, HELLO, None, CallOptions(max_tokens=most))
         assert (len(reply.token_ids), reply.finish_reason) == (4, "length"), "as many tokens as fit"
     with pytest.raises(ApiError) as error:
-        run(ask_chat(short, [*HELLO, reply.message, *HELLO], None, CallOptions()))
+        await ask_chat(short, [*HELLO, reply.message, *HELLO], None, CallOptions())
     assert error.value.code == "context_length_exceeded"
 
 
 async def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
     model = Model("one", "two", "three")
-    one = session(model)
-    await ask_chat(one, HELLO, None, CallOptions())
+    session = new_session(model)
+    await ask_chat(session, HELLO, None, CallOptions())
     model.held = asyncio.Event()
-    call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
+    call = asyncio.create_task(ask_chat(session, HELLO, None, CallOptions(n=2)))
     await model.begun.wait()
-    one.close()
-    for work in (call, ask_chat(one, HELLO, None, CallOptions()), ask_text(one, "x", CallOptions())):
+    session.close()
+    for work in (call, ask_chat(session, HELLO, None, CallOptions()), ask_text(session, "x", CallOptions())):
         with pytest.raises(ApiError) as error:
             await work
         assert (error.value.status, error.value.code) == (410, "session_ended")
-    rollout = one.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     assert CHAT.decode(rollout.ids.tolist()) == "helloone"
     assert rollout.branches == (), "a reply that no client received is not part of it"
 
@@ -311,11 +286,11 @@ async def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
 async def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> None:
     record = Record()
     model = Model("first", *["second reply"] * 2 * n)
-    one = session(model, on_segments=record.add)
-    (first,) = await ask_chat(one, HELLO, None, CallOptions())
+    session = new_session(model, on_segments=record.add)
+    (first,) = await ask_chat(session, HELLO, None, CallOptions())
     messages = [*HELLO, first.message, {"role": "user", "content": "?"}]
     model.held = asyncio.Event()
-    call = asyncio.create_task(ask_chat(one, messages, None, CallOptions(n=n)))
+    call = asyncio.create_task(ask_chat(session, messages, None, CallOptions(n=n)))
     await model.begun.wait()
     if how == "cancelled":
         call.cancel()
@@ -324,49 +299,46 @@ async def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int)
         model.held.set()
     with pytest.raises(asyncio.CancelledError if how == "cancelled" else GenerationFailed):
         await call
-    rollout = one.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     assert rollout.ids.tolist() == [*first.prompt_ids, *first.token_ids]
 
     model.held, model.fails = None, False
-    replies = await ask_chat(one, messages, None, CallOptions(n=n))
+    replies = await ask_chat(session, messages, None, CallOptions(n=n))
     assert [reply.text for reply in replies] == ["second reply"] * n
     assert [request.generated for request in model.requests[-n:]] == [6] * n, "it continues its own tokens"
-    rollout = one.rollout()
-    assert rollout is not None
+    rollout = rollout_of(session)
     assert len(rollout.sequences) == n, "it continues in the same sequence"
     for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
         reported = [token for part in parts for token in part.ids.tolist()]
         assert reported == sequence.ids.tolist()
 
 
-def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens() -> None:
+async def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens() -> None:
     record = Record()
     model = Model("first", "second")
-    one = session(model, on_segments=record.add)
-    (first,) = run(ask_chat(one, HELLO, None, CallOptions(max_tokens=4)))
-    run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    session = new_session(model, on_segments=record.add)
+    (first,) = await ask_chat(session, HELLO, None, CallOptions(max_tokens=4))
+    await ask_chat(session, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions())
 
     other = Model("something else")
-    again = session(other, segments=record.recorded(), on_segments=record.add)
-    (same,) = run(ask_chat(again, HELLO, None, CallOptions()))
+    again = new_session(other, segments=record.recorded(), on_segments=record.add)
+    (same,) = await ask_chat(again, HELLO, None, CallOptions())
     assert same.token_ids == first.token_ids, "the whole reply, because the conversation continued after it"
-    run(ask_chat(again, [*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
-    rollout = again.rollout()
-    assert rollout is not None
+    await ask_chat(again, [*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions())
+    rollout = rollout_of(again)
     assert len(other.requests) == 1
     assert CHAT.decode(rollout.ids.tolist()) == "hellofirs!something else"
     (parts,) = record.recorded().values()
     assert [token for part in parts for token in part.ids.tolist()] == rollout.ids.tolist()
 
 
-def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
+async def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
     """The model has several end tokens, and its tokenizer names only one of them."""
     chat = ChatFormat(character_tokenizer(100), end_tokens=frozenset({end_of(CHAT), CHAT.encode(".")[0]}))
     ids = np.asarray([*CHAT.encode("hello"), *CHAT.encode("done.")], np.int32)
     versions = np.asarray([CONTEXT] * 5 + [4] * 5, np.int32)
     parts = tuple(split_by_version("3-1", 0, ids, np.zeros(10, np.float32), [(CONTEXT, 0), (4, 5)]))
-    one = Session(
+    session = Session(
         "3-1",
         chat,
         Model().generate,
@@ -375,68 +347,61 @@ def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
         fixed_sampling=True,
         record=SessionRecord({0: parts}),
     )
-    (reply,) = run(ask_chat(one, HELLO, None, CallOptions()))
+    (reply,) = await ask_chat(session, HELLO, None, CallOptions())
     assert (reply.text, reply.finish_reason) == ("done.", "stop")
-    rollout = one.rollout()
-    assert rollout is not None and rollout.versions.tolist() == versions.tolist()
+    rollout = rollout_of(session)
+    assert rollout.versions.tolist() == versions.tolist()
 
 
-def test_recorded_branches_are_found_in_any_order() -> None:
+async def test_recorded_branches_are_found_in_any_order() -> None:
     record, chats = Record(), [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
     model = HashModel(CHAT)
-    one = session(model, on_segments=record.add)
-    replies = [run(ask_chat(one, chat, None, CallOptions()))[0] for chat in chats]
+    session = new_session(model, on_segments=record.add)
+    replies = [(await ask_chat(session, chat, None, CallOptions()))[0] for chat in chats]
 
     again_model = HashModel(CHAT)
-    again = session(again_model, segments=record.recorded(), on_segments=record.add)
+    again = new_session(again_model, segments=record.recorded(), on_segments=record.add)
     for chat, reply in reversed(list(zip(chats, replies, strict=True))):
-        assert run(ask_chat(again, chat, None, CallOptions()))[0].token_ids == reply.token_ids
+        assert (await ask_chat(again, chat, None, CallOptions()))[0].token_ids == reply.token_ids
     assert again_model.sampled == []
-    rollout = again.rollout()
-    assert rollout is not None
+    rollout = rollout_of(again)
     for sequence in rollout.sequences:
         reported = record.sequences[sequence.rollout_id].tokens.ids.tolist()
         assert reported == sequence.ids.tolist()
 
 
-def test_a_template_that_cannot_continue_gives_each_call_a_branch() -> None:
+async def test_a_template_that_cannot_continue_gives_each_call_a_branch() -> None:
     tokenizer = character_tokenizer(100)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}"
     model = Model("a", "b")
-    one = Session("3-1", ChatFormat(tokenizer), model.generate, SAMPLING, SessionLimits(100, 50), fixed_sampling=True)
-    (first,) = run(ask_chat(one, HELLO, None, CallOptions()))
-    (second,) = run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    session = Session(
+        "3-1", ChatFormat(tokenizer), model.generate, SAMPLING, SessionLimits(100, 50), fixed_sampling=True
+    )
+    (first,) = await ask_chat(session, HELLO, None, CallOptions())
+    (second,) = await ask_chat(session, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions())
     assert CHAT.decode(second.prompt_ids) == "hello,a,?."
-    rollout = one.rollout()
-    assert rollout is not None
-    assert [one.rollout_id for one in rollout.sequences] == ["3-1", "3-1.1"]
+    rollout = rollout_of(session)
+    assert [sequence.rollout_id for sequence in rollout.sequences] == ["3-1", "3-1.1"]
     assert rollout.branches[0].versions.tolist() == [CONTEXT] * 10 + [4, 4]
 
 
-def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
-    sessions, one = Sessions(), session(Model())
-    sessions.open(one)
-    assert sessions.get("3-1") is one
+def test_a_session_opens_again_after_it_was_closed() -> None:
+    sessions = Sessions()
+    sessions.open(new_session(Model()))
     with pytest.raises(ValueError, match="open already"):
-        sessions.open(one)
+        sessions.open(new_session(Model()))
     sessions.close("3-1")
     sessions.close("3-1")
-    for name, status in (("3-1", 410), ("3-2", 404)):
-        with pytest.raises(ApiError) as error:
-            sessions.get(name)
-        assert error.value.status == status
-    with pytest.raises(ApiError, match="has ended"):
-        run(ask_chat(one, HELLO, None, CallOptions()))
-    sessions.open(session(Model()))
+    sessions.open(new_session(Model()))
     assert len(sessions) == 1
 
 
 async def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> None:
     model = Model("one", "two")
-    one = session(model)
-    call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
+    session = new_session(model)
+    call = asyncio.create_task(ask_chat(session, HELLO, None, CallOptions(n=2)))
     await asyncio.sleep(0)  # there is a task for each choice now
-    one.close()
+    session.close()
     with pytest.raises(ApiError, match="has ended"):
         await call
     assert not model.requests
@@ -454,7 +419,7 @@ THINKING = (
 )
 
 
-def test_history_by_the_template_drops_earlier_reasoning_and_trains_every_token_once() -> None:
+async def test_history_by_the_template_drops_earlier_reasoning_and_trains_every_token_once() -> None:
     """The template keeps the reasoning of replies after the last user message, and drops it in earlier ones."""
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.chat_template = THINKING
@@ -463,7 +428,7 @@ def test_history_by_the_template_drops_earlier_reasoning_and_trains_every_token_
     thinker = Session("3-1", chat, model.generate, SAMPLING, SessionLimits(500, 50), fixed_sampling=True)
     conversation: list[Any] = list(HELLO)
     for next_message in ({"role": "tool", "content": "1"}, {"role": "user", "content": "?"}, None):
-        (reply,) = run(ask_chat(thinker, conversation, None, CallOptions()))
+        (reply,) = await ask_chat(thinker, conversation, None, CallOptions())
         conversation += [reply.message, next_message]
     prompts = [chat.decode(request.prompt_ids, special=True) for request in model.requests]
     opening = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -471,8 +436,7 @@ def test_history_by_the_template_drops_earlier_reasoning_and_trains_every_token_
     result = "\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n"
     stripped = f"{opening}b<|im_end|>{result}d<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
     assert prompts == [opening, f"{opening}{first}{result}", stripped]
-    rollout = thinker.rollout()
-    assert rollout is not None
+    rollout = rollout_of(thinker)
     assert [chat.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences] == [
         f"{opening}{first}{result}{second}",
         f"{stripped}<think>e</think>f<|im_end|>",

@@ -80,7 +80,7 @@ def joined(parts: Sequence[ReplyPart], kind: TextKind) -> str:
 
 
 @given(TEXTS, CUTS, STOPS, st.sampled_from([None, "qwen3", "deepseek_r1"]), st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_parts_make_the_message(
     text: str, cuts: list[int], stop: list[str], reasoning: str | None, special: bool, with_tools: bool
 ) -> None:
@@ -89,7 +89,7 @@ def test_parts_make_the_message(
 
 
 @given(st.lists(st.integers(0, 300), max_size=20), CUTS, STOPS, st.booleans(), st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_parts_of_any_tokens_make_the_message(
     ids: list[int], cuts: list[int], stop: list[str], special: bool, with_tools: bool
 ) -> None:
@@ -98,7 +98,6 @@ def test_parts_of_any_tokens_make_the_message(
     streamed(chat, ids, cuts, stop, [CALC] if with_tools else None)
 
 
-@pytest.mark.slow  # vLLM's import
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("special", [False, True])
 def test_calls_of_vllms_formats_are_read_and_only_reasoning_is_streamed(name: str, special: bool) -> None:
@@ -111,7 +110,6 @@ def test_calls_of_vllms_formats_are_read_and_only_reasoning_is_streamed(name: st
     assert name == "hermes" or {part.kind for part in parts[:early]} == {"reasoning"}
 
 
-@pytest.mark.slow  # vLLM's import
 def test_a_reply_that_vllm_divides_comes_at_the_end() -> None:
     chat = chat_format(None, "granite", False)
     text = "Here is my thought process: why Here is my response: so"

@@ -95,8 +95,17 @@ def busybox_container(name: str) -> Iterator[SandboxSpec]:
 class SilentHandler(BaseHTTPRequestHandler):
     """Answers requests without logging them."""
 
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
+    def log_message(self, *_: object) -> None: ...
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def answer(self, data: bytes, status: int = 200, content_type: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
 
 @contextmanager

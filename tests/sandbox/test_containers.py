@@ -102,9 +102,7 @@ def test_limits_of_a_container_stop_a_command_and_the_next_one_runs(settings: Sa
 def test_a_container_reaches_the_gateway_and_nothing_else(settings: SandboxSpec) -> None:
     class Answers(SilentHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"from the gateway")
+            self.answer(b"from the gateway")
 
     async def body(sandbox: ShellSandbox) -> None:
         result = await sandbox.run("wget -qO- $OPENAI_BASE_URL/models")

@@ -105,9 +105,7 @@ HASHABLE = st.recursive(
     max_leaves=5,
 )
 VALUES = st.recursive(
-    HASHABLE,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(HASHABLE, inner, max_size=4),
-    max_leaves=20,
+    HASHABLE, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(HASHABLE, inner, max_size=4), max_leaves=20
 )
 KINDS = (
     "list",

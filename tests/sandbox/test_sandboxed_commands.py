@@ -458,7 +458,7 @@ class Gateway(ThreadingHTTPServer):
 class Answer(SilentHandler):
     def do_POST(self) -> None:
         assert isinstance(self.server, Gateway)
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         if body == b"read":
             self.server.read.set()
         self.send_response(200)

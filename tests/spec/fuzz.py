@@ -67,7 +67,6 @@ class Report:
 
 
 def try_case(case: Case, report: Report, schema: Draft202012Validator, by_command: str | None) -> None:
-    """Load a case, and check the outcome."""
 
     def over(*_: object) -> None:
         raise Hang
@@ -144,7 +143,6 @@ def check_command(case: Case, report: Report, valid: bool, form: str) -> None:
 
 
 def fuzz(specs: int, seed: int) -> Report:
-    """Try this many mutated specs."""
     report, schema = Report(), Draft202012Validator(json_schema())
     with tempfile.TemporaryDirectory() as folder:
         mutator = Mutator(seed, Path(folder))

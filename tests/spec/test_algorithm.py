@@ -13,7 +13,6 @@ from asyncrl_cli.spec.algorithm import (
     AlgorithmName,
     AlgorithmSpec,
     CorrectionName,
-    CorrectionSpec,
 )
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
@@ -35,12 +34,6 @@ def test_a_preset_sets_its_keys_and_no_others(name: str) -> None:
     changed = {key for key in AlgorithmSpec.model_fields if getattr(plain, key) != getattr(chosen, key)} - {"preset"}
     assert changed == set(PRESETS[name])
     assert {key: getattr(chosen, key) for key in changed} == PRESETS[name]
-
-
-@pytest.mark.parametrize("name", sorted(CORRECTION_PRESETS))
-def test_a_correction_sets_its_keys(name: str) -> None:
-    chosen = CorrectionSpec(preset=name)  # type: ignore[arg-type]
-    assert {key: getattr(chosen, key) for key in CORRECTION_PRESETS[name]} == CORRECTION_PRESETS[name]
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -106,10 +99,7 @@ def test_keys_next_to_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path)
         (["algorithm.preset=distill"], "missing: distill learns from a teacher"),
         (["algorithm.reference_path=./specs"], "has no effect without kl_coef"),
         (["algorithm.reference_path=./nowhere", "algorithm.kl_coef=1.0"], "nowhere is not a folder"),
-        (
-            [*TEACHER, "algorithm.reference_update_every=5"],
-            "would replace the model in reference_path by the policy",
-        ),
+        ([*TEACHER, "algorithm.reference_update_every=5"], "would replace the model in reference_path by the policy"),
         ([*TEACHER, "algorithm.uniform_groups=skip"], "without rewards every group is uniform"),
         ([*TEACHER, "algorithm.uniform_groups=reject"], "reject compares rewards, and reward_coef is 0"),
         (["algorithm.reward_coef=0.0"], "0 leaves nothing to learn from"),
@@ -135,10 +125,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
     [
         (["algorithm.correction.preset=decoupled"], "no correction for rollouts"),
         (["algorithm.correction.preset=decoupled", "algorithm.correction.level=token"], "without a bound"),
-        (
-            ["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"],
-            "equal rewards, which have gradients",
-        ),
+        (["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"], "equal rewards, which have gradients"),
         (["algorithm.advantage=turn_norm", "algorithm.uniform_groups=skip"], "equal rewards, which have gradients"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.reference_update_every=5"], "has no effect without kl_coef"),

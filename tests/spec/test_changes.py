@@ -54,7 +54,7 @@ MIX: dict[str, Any] = BEFORE | {
             {"name": "a", "use": "unit_tests", "options": {"sandbox": "bubblewrap"}},
             {"name": "b", "use": "chain_sum", "options": {"max_terms": 3}},
         ]
-    },
+    }
 }
 
 

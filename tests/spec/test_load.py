@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -75,30 +74,21 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
     [
         ("rollout", "group_sizes", "rollout.group_size"),
         ("trainer", "learning_rate", "trainer.optimizer.learning_rate"),
-        ("", "steps", "stop.steps"),
         ("", "extend", "extends"),
         ("rollout", "max_length", "model.max_length"),
         ("trainer", "num_generations", "rollout.group_size"),
         ("", "trainer.ranks", "trainer.ranks"),
         ("trainer.optimizer", "beta", "trainer.optimizer.betas"),
         ("trainer.optimizer", "epsilon", "trainer.optimizer.eps"),
-        ("model.warm_start", "lr", "model.warm_start.learning_rate"),
         # verl
         ("algorithm", "adv_estimator", "algorithm.advantage"),
-        ("algorithm.kl_ctrl", "kl_coef", "algorithm.kl_coef"),
         ("actor_rollout_ref.rollout", "n", "rollout.group_size"),
         ("actor_rollout_ref.rollout.val_kwargs", "temperature", "evaluation.temperature"),
         ("actor_rollout_ref.actor.optim", "lr", "trainer.optimizer.learning_rate"),
-        ("actor_rollout_ref.model", "path", "model.path"),
         ("critic.optim", "lr", "algorithm.critic.learning_rate"),
         ("data", "train_files", "data.train.path"),
-        ("data", "max_prompt_length", "rollout.max_prompt_tokens"),
-        ("actor", "clip_ratio", "algorithm.clip_low"),
-        ("trainer", "save_freq", "checkpoints.every"),
         # TRL, OpenRLHF, prime-rl
         ("", "learning_rate", "trainer.optimizer.learning_rate"),
-        ("", "beta", "algorithm.kl_coef"),
-        ("", "max_async_level", "pipeline.max_staleness"),
         ("", "num_train_epochs", "stop.epochs"),
     ],
 )
@@ -110,11 +100,7 @@ def test_unknown_keys_get_suggestions(parent: str, key: str, meant: str) -> None
     ("key", "hint"),
     [
         ("trainer.n_gpus_per_node", "trainer.ranks and gpus_per_rank"),
-        ("trainer.nnodes", "cluster.address"),
         ("trainer.logger", "tracking.mlflow"),
-        ("report_to", "tracking.mlflow"),
-        ("bf16", "trainer.dtype and rollout.dtype"),
-        ("gradient_accumulation_steps", "trainer.tokens_per_microbatch"),
         ("rollout.sampling.top_p", "would make the recorded log-probs wrong"),
         ("rollout.gpu_memory_utilization", "rollout.engine_args"),
     ],
@@ -192,12 +178,10 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("stop.steps=2.5", "must be a whole number, not 2.5"),
         ("rollout.group_size=0", "must be at least 1, not 0"),
         ("rollout.sampling.temperature=.inf", "must be a finite number, not inf"),
-        ("rollout.sampling.temperature=0", "must be at least 0.01, not 0"),
         ("algorithm.clip_low=2", "must be at most 1, not 2"),
         ("algorithm.advantage=best", "`none`, `gae` or `module:function`, not 'best'"),
         ("algorithm.advantage=group_nrom", "not 'group_nrom' (did you mean `group_norm`?)"),
         ("rollout.sampling.stop=x", "must be a list, not 'x'"),
-        ("rollout.sampling.stop=[1]", "must be text, not 1"),
         ("trainer.optimizer.betas=[1,2,3]", "must have 2 values, not 3"),
         ("trainer.optimizer.betas=[0.1]", "too few values: [0.1]"),
         ("name=a b", "must match ^[A-Za-z0-9]"),
@@ -215,11 +199,9 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("algorithm.loss=a..b:c", "or `module:function`, not 'a..b:c'"),
         ("rollout.gateway.host=not a host", "must be a host name or an address, not 'not a host'"),
         ("cluster.address=not an address", "must be `auto` or `host:port`"),
-        ("model.path=''", "must not be empty"),
         ("stop.steps=1e3", "must be a whole number, not 1000.0 (write 1000)"),
         ("model.lora.target_modules=[]", "must have at least 1 item, not 0"),
         ("model.lora.target_modules=all", "must be `all-linear` or a list, not 'all'"),
-        ("journal.keep=none", "must be `all` or a whole number, not 'none'"),
         ("task.mix=3", "write a list of mappings with the keys name, weight, use"),
         ("evaluation=off", "(to evaluate nothing, set data.eval: null)"),
         ("evaluation.sets=3", "write names, each with a mapping with the keys data, task"),
@@ -306,43 +288,14 @@ scalars = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | texts
 )
-names = st.sampled_from(sorted({name for path in keys() for name in path.split(".")})) | st.text(max_size=4)
 documents = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
 )
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def shape(section: str = "") -> st.SearchStrategy[dict[str, Any]]:
-    """Mappings with real keys at their correct locations, and any values."""
-    prefix = f"{section}." if section else ""
-    here = {path: key for path, key in keys().items() if path.startswith(prefix) and "." not in path[len(prefix) :]}
-    fields = {path[len(prefix) :]: (shape(path) | scalars if key.opens else documents) for path, key in here.items()}
-    return st.fixed_dictionaries({}, optional=fields)
-
-
-@relaxed
-@given(st.dictionaries(names, documents, max_size=5) | shape() | documents)
-def test_any_document_is_a_spec_or_a_spec_error(tmp_path: Path, document: Any) -> None:
-    path = tmp_path / "any.yaml"
-    path.write_text(yaml.safe_dump(document, allow_unicode=True), encoding="utf-8")
-    try:
-        load_spec(path)
-    except SpecError as error:
-        assert error.problems and str(error)
-        assert all(problem.message and problem.file for problem in error.problems)
-
-
-@relaxed
-@given(st.text(max_size=60) | st.text("{}[]:,-&*!|>'\"%@`# \n\ta${env:}<?", max_size=40), st.text(max_size=20))
-def test_any_text_is_a_spec_or_a_spec_error(tmp_path: Path, text: str, assignment: str) -> None:
-    path = tmp_path / "any.yaml"
-    path.write_text(text, encoding="utf-8", newline="")
-    with pytest.raises(SpecError):
-        load_spec(path, [assignment])
-
-
-@relaxed
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.text(max_size=6), documents, max_size=4),
     st.lists(texts.filter(bool), max_size=3),

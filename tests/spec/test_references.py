@@ -226,7 +226,7 @@ def test_printed_objects_do_not_show_keys() -> None:
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Z")), min_size=1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_password_in_a_uri_is_shown(password: str) -> None:
     password = "".join(char for char in password if char not in "/?#'\"") or "x"
     assert hide(f"x https://me:{password}@host/path y") == "x https://***@host/path y"

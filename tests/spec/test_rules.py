@@ -102,22 +102,6 @@ def test_no_steps_need_a_warm_start() -> None:
     assert "nothing is trained in 0 steps" in [problem.message for problem in findings(TWO_RANKS, "stop.steps=0")]
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("matrix_learning_rate", "model.warm_start.learning_rate"),
-        ("warmup_steps", "model.warm_start.schedule.warmup_updates"),
-        ("threads", "trainer.threads_per_rank"),
-        ("clean_fraction", "model.warm_start.data"),
-    ],
-)
-def test_removed_keys_of_the_warm_start_are_named_with_their_replacement(key: str, hint: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        load_spec(TWO_RANKS, [ROWS, f"model.warm_start.{key}=1"])
-    (problem,) = refused.value.problems
-    assert problem.message == "unknown key" and hint in problem.hint
-
-
 def test_harmless_engine_arguments_are_accepted() -> None:
     args = "{pipeline_parallel_size: 1, distributed_executor_backend: mp, quantization: null}"
     assert not findings(ROOT / "specs/quickstart.yaml", f"rollout.engine_args={args}")
@@ -187,18 +171,10 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["rollout.group_size=512"], "rollout.max_running_rollouts", "raise it to 512 or more"),
         (["trainer.minibatches=64"], "trainer.minibatches", "use one of 1, 2, 4, 8, 16, 32"),
         (["trainer.offload=optimizer"], "trainer.offload", "set it to none"),
-        (
-            ["trainer.offload=all", "trainer.zero_stage=2", *ON_GPUS],
-            "trainer.offload",
-            "raise trainer.zero_stage to 3",
-        ),
+        (["trainer.offload=all", "trainer.zero_stage=2", *ON_GPUS], "trainer.offload", "raise trainer.zero_stage to 3"),
         (["trainer.attention=flash_attention_2"], "trainer.attention", "the trainer is on CPU in float32"),
         (["trainer.fused_kernels=true"], "trainer.fused_kernels", "set it to false, or trainer.gpus_per_rank to 1"),
-        (
-            ["trainer.attention=flash_attention_4"],
-            "trainer.attention",
-            "flash_attention_4 needs a GPU and bfloat16",
-        ),
+        (["trainer.attention=flash_attention_4"], "trainer.attention", "flash_attention_4 needs a GPU and bfloat16"),
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness", "mode sync means 0, not 1"),
         (["pipeline.partial_rollouts=true"], "pipeline.partial_rollouts", "needs mode sync"),
         (
@@ -235,6 +211,12 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["runs_dir=/dev/null/runs"], "runs_dir", "/dev/null is a file"),
         (["task.options={a: [.nan]}"], "task.options.a.0", "must be a finite number"),
         (["data.train={path: 'hf:', split: train}"], "data.train.path", "is not a hub id"),
+        (["rollout.engines=0"], "rollout.engines", "must be a whole number from 1 on, or a mapping with min and max"),
+        (["rollout.engines=two"], "rollout.engines", "or a mapping with min and max, not 'two'"),
+        (["rollout.engines={min: 0, max: 2}"], "rollout.engines.min", "must be at least 1, not 0"),
+        (["rollout.engines={max: 2}"], "rollout.engines.min", "missing"),
+        (["rollout.engines={min: 2, max: 1}"], "rollout.engines.max", "1 is less than rollout.engines.min 2"),
+        (["cluster.address=ray://head:10001"], "cluster.address", "the driver has to run on a host of the cluster"),
     ],
 )
 def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: str) -> None:
@@ -263,17 +245,6 @@ def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: s
 def test_engine_arguments_that_cannot_work(write: Write, arguments: str, key: str, words: str) -> None:
     (problem,) = findings(write(), f"rollout.engine_args={arguments}")
     assert problem.path == f"rollout.engine_args.{key}" and words in f"{problem.message} {problem.hint}"
-
-
-def test_training_prompts_cannot_be_held_out(write: Write) -> None:
-    write("{}\n", "rows.jsonl")
-    (problem,) = findings(
-        write(
-            "model: {path: a/b}\ntask: {use: m:f}\nstop: {steps: 3}\ndata:\n  "
-            "train: {path: rows.jsonl}\n  eval: {path: ./rows.jsonl}\n"
-        )
-    )
-    assert problem.severity == "warning" and problem.path == "data.eval.path"
 
 
 @pytest.mark.parametrize(
@@ -313,11 +284,6 @@ def test_valid_hosts_and_addresses(write: Write, host: str) -> None:
     shown = f"[{host}]" if ":" in host else host
     for override in (f"rollout.gateway.host='{host}'", f"cluster.address='{shown}:6379'"):
         assert findings(write(), override) == []
-
-
-def test_a_cluster_is_joined_from_one_of_its_hosts(write: Write) -> None:
-    (found,) = findings(write(), "cluster.address=ray://head:10001")
-    assert "cluster.address: the driver has to run on a host of the cluster" in str(found)
 
 
 def test_nodes_can_be_chosen_only_in_a_joined_cluster(write: Write) -> None:
@@ -376,26 +342,6 @@ def test_float32_on_gpus_is_warned_about(write: Write) -> None:
 def test_adapters_in_float32_are_refused_on_gpus(write: Write) -> None:
     changes = ("rollout.dtype=float32", "trainer.dtype=float32", "model.lora={serve: adapter}")
     assert "no float32 kernels for adapters" in str(findings(write(), *ON_GPUS, *changes))
-
-
-def test_the_specs_of_this_repository_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert load_spec(ROOT / "specs/quickstart.yaml").warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("engines", "path", "message"),
-    [
-        ("0", "rollout.engines", "must be a whole number from 1 on, or a mapping with min and max, not 0"),
-        ("two", "rollout.engines", "must be a whole number from 1 on, or a mapping with min and max, not 'two'"),
-        ("{min: 0, max: 2}", "rollout.engines.min", "must be at least 1, not 0"),
-        ("{max: 2}", "rollout.engines.min", "missing"),
-        ("{min: 3, max: 2}", "rollout.engines.max", "2 is less than rollout.engines.min 3"),
-    ],
-)
-def test_wrong_numbers_of_engines_are_one_problem_each(engines: str, path: str, message: str) -> None:
-    problems = findings(ROOT / "specs/quickstart.yaml", f"rollout.engines={engines}")
-    assert [(problem.path, problem.message) for problem in problems if problem.severity == "error"] == [(path, message)]
 
 
 @pytest.mark.parametrize(("engines", "bounds"), [("2", (2, 2)), ("{min: 1, max: 3}", (1, 3))])

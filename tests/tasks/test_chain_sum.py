@@ -1,7 +1,7 @@
 """Chain sums: the splits and the verifier."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.records.prompt import Prompt
@@ -66,7 +66,6 @@ def test_the_last_mark_counts_and_only_in_a_finished_response() -> None:
 
 
 @given(st.text(), st.booleans())
-@settings(deadline=None)
 def test_no_response_raises(response: str, finished: bool) -> None:
     assert TASK.reward(prompt_for("1+1"), response, finished) in (0.0, 1.0)
 

@@ -151,10 +151,3 @@ async def test_no_process_of_a_command_is_left(tmp_path: Path, end: str) -> None
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 6
     assert [pid for pid in started if psutil.pid_exists(pid)] == []
-
-
-def test_a_command_finds_files_next_to_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNCRL_FOLDER", str(tmp_path))
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "reward").write_text("0.75")
-    assert play('cat "$ASYNCRL_FOLDER/sub/reward"') == 0.75

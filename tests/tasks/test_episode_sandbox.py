@@ -26,10 +26,7 @@ from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play, Played
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP, SilentHandler, serving
 
-pytestmark = [
-    pytest.mark.slow,
-    NEEDS_BUBBLEWRAP,
-]
+pytestmark = [pytest.mark.slow, NEEDS_BUBBLEWRAP]
 
 TASKS = '''
 import os
@@ -88,7 +85,7 @@ class Model(SilentHandler):
     """A model that calls the tool `shell` once, and then answers."""
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = json.loads(self.body())
         call = {
             "id": "1",
             "type": "function",
@@ -97,11 +94,7 @@ class Model(SilentHandler):
         message: dict[str, Any] = {"role": "assistant", "content": "done"}
         if asked.get("tools") and asked["messages"][-1]["role"] == "user":
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        body = json.dumps({"choices": [{"message": message}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(json.dumps({"choices": [{"message": message}]}).encode())
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +257,6 @@ def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Pat
 
 
 def living(pid: int) -> dict[psutil.Process, list[str]]:
-    """A process's descendants, and the command of each."""
     found = {}
     for one in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -30,17 +30,13 @@ class Handler(SilentHandler):
     finish_reason: ClassVar[str] = "stop"
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         self.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
         status, text = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         message = {"index": 0, "finish_reason": self.finish_reason, "message": {"role": "assistant", "content": text}}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "judge", "choices": [message]}
         data = json.dumps(answer if status == 200 else {"error": {"message": text}}).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.answer(data, status)
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +138,7 @@ def test_a_failing_server_is_retried_up_to_the_limit(url: str) -> None:
     assert isinstance(failure, RewardFailure) and "APIConnectionError" in failure.reason
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"scale": (1, 1)}, {"template": "x"}, {"timeout_s": 0}],
-)
+@pytest.mark.parametrize("options", [{"scale": (1, 1)}, {"template": "x"}, {"timeout_s": 0}])
 def test_invalid_options_of_the_judge(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Judge("http://judge/v1", "judge", **options)

@@ -16,7 +16,6 @@ from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.spec.rules.data import READY_TASKS
 from asyncrl_cli.tasks.base import ModelAccess, is_episodic, scores_groups, task_of
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.ready.chain_sum import ChainSum
 
 names = (f"user_task_{number}" for number in itertools.count())
 
@@ -53,12 +52,6 @@ def test_every_ready_task_has_a_class() -> None:
         assert inspect.isclass(getattr(importlib.import_module(module), name))
 
 
-def test_a_ready_task_takes_its_options() -> None:
-    task = load_task(TaskSpec(use="chain_sum", options={"min_terms": 3, "max_terms": 3}), Path())
-    assert isinstance(task, ChainSum)
-    assert task.prompts("eval", 1)[0].fields["terms"] == 3
-
-
 def test_a_class_next_to_the_spec_is_loaded(load: Any) -> None:
     assert load(CLASS, "Echo", bonus=0.5).reward(Prompt("row", "a"), "a", True) == 1.5
 
@@ -71,13 +64,6 @@ def test_a_function_next_to_the_spec_gets_the_row(load: Any) -> None:
     assert task.reward(Prompt("row", messages, {"answer": ""}), "", True)[1] == [{"role": "user", "content": "hi"}]
 
 
-def test_a_function_can_be_passed_whether_the_response_ended(load: Any) -> None:
-    task = load("def f(prompt, response, finished): return float(finished)", "f")
-    assert task.reward(Prompt("row", ""), "", False) == 0.0
-    task = load("def f(prompt, response, strict=True, *, finished=None): return (strict, finished)", "f")
-    assert task.reward(Prompt("row", ""), "", True) == (True, True)
-
-
 VERL = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4", "style": "rule"}, "extra_info": {"index": 1}}
 
 
@@ -86,6 +72,8 @@ VERL = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4", "style": "
     [
         ("def f(response, prompt): return response, prompt['uid']", {}, ("5", "row")),
         ("def f(_, text, /): return text, _['uid']", {}, ("5", "row")),
+        ("def f(prompt, response, finished): return finished", {}, True),
+        ("def f(prompt, response, strict=0, *, finished=None): return strict, finished", {}, (0, True)),
         ("def f(completion, answer): return completion, answer", {"answer": "4"}, ("5", "4")),
         ("def f(completion, answer='none'): return completion, answer", {}, ("5", "none")),
         (

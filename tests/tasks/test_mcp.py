@@ -91,7 +91,6 @@ def local(folder: Path) -> Any:
 
 
 def loaded(folder: Path, use: str = "exact", **servers: Any) -> Any:
-    """A task with servers."""
     return load_task(TaskSpec.model_validate({"use": use, "tools": {"mcp": servers}}), folder, connect=True)
 
 
@@ -102,7 +101,6 @@ def scored(folder: Path) -> Any:
 
 
 def environment(task: Any) -> ToolEnvironment:
-    """The environment of one episode of a ``ToolTask``."""
     return task.environment(PROMPT)
 
 

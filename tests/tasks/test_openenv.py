@@ -40,12 +40,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def loaded(url: str, **options: Any) -> Any:
-    """The template's task."""
     return load_one("openenv_client:OpenEnv", {"url": url, **options}, TEMPLATE)
 
 
 def act(arguments: str) -> dict[str, Any]:
-    """A reply that calls the tool."""
     return reply_with(None, ("act", arguments))
 
 

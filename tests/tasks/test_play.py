@@ -35,7 +35,6 @@ CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def reply_with(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
-    """A chat completion with this message."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -93,24 +92,6 @@ async def policy(answer: Callable[[web.Request], Awaitable[web.StreamResponse]])
 
 def run(test: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(test, 60))
-
-
-class Unsure:
-    """Cannot score its second turn of three."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-
-    def reset(self) -> Sequence[Message]:
-        return [{"role": "user", "content": "begin"}]
-
-    def step(self, reply: Message) -> Step:
-        self.turn += 1
-        return Step([reply], None if self.turn == 2 else 1.0, self.turn == 3, {"turns": 1.0})
-
-
-def test_a_step_without_a_reward_masks_the_rollout() -> None:
-    assert playing(Unsure(), [reply_with(text) for text in "abc"])[0] == RewardResult(None, {"turns": 3.0})
 
 
 class Begins:
@@ -179,17 +160,26 @@ def test_turns_alternate_and_rewards_add_up() -> None:
     assert all(body["model"] == "policy" and "tools" not in body for body in sent)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.floats(-10, 10) | st.integers(-3, 3), min_size=1, max_size=6))
 def test_every_turn_keeps_its_reward_and_they_sum_to_the_rollouts(rewards: list[float]) -> None:
-    left = list(rewards)
-    environment = SimpleNamespace(
-        reset=lambda: [{"role": "user", "content": "begin"}],
-        step=lambda reply: Step([{"role": "user", "content": "on"}], left.pop(0), not left),
-    )
-    (result, turns), _ = played(environment, [reply_with("a")] * len(rewards))
+    (result, turns), _ = played(giving(rewards), [reply_with("a")] * len(rewards))
     assert [turn.reward for turn in turns] == rewards
     assert sum(turn.reward for turn in turns) == result.reward
+
+
+def giving(rewards: Sequence[float | None]) -> Any:
+    """An environment with these rewards, one for each turn."""
+    left = list(rewards)
+    return SimpleNamespace(
+        reset=lambda: [{"role": "user", "content": "begin"}],
+        step=lambda reply: Step([{"role": "user", "content": "on"}], left.pop(0), not left, {"turns": 1.0}),
+    )
+
+
+def test_a_step_without_a_reward_masks_the_rollout() -> None:
+    result, _ = playing(giving([1.0, None, 1.0]), [reply_with(text) for text in "abc"])
+    assert result == RewardResult(None, {"turns": 3.0})
 
 
 @pytest.mark.parametrize("code", sorted(LIMITS))

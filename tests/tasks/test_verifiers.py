@@ -59,17 +59,15 @@ class Handler(SilentHandler):
     """Streams the same chat completion to everyone."""
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
+        self.body()
+        chunks = []
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         says = {"index": 0, "delta": {"role": "assistant", "content": "it is 1"}, "finish_reason": None}
         ends = {"index": 0, "delta": {}, "finish_reason": "stop"}
         for part in ({"choices": [says]}, {"choices": [ends]}, {"choices": [], "usage": usage}):
             chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "policy", **part}
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
+            chunks.append(f"data: {json.dumps(chunk)}\n\n")
+        self.answer("".join([*chunks, "data: [DONE]\n\n"]).encode(), content_type="text/event-stream")
 
 
 @pytest.fixture

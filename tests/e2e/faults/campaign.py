@@ -51,22 +51,14 @@ depend on chance, and an interrupted rollout continues with the same random numb
 KINDS: dict[str, dict[str, Any]] = {
     "async": {"checkpoints": {"every": 10}, "evaluation": {"every": 30, "prompts": 16}},
     COMPARED: {**LONG_SUMS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
-    "two engines": {
-        **LONG_SUMS,
-        "rollout": {"engines": 2, "max_running_rollouts": 32},
-        "checkpoints": {"every": 10},
-    },
+    "two engines": {**LONG_SUMS, "rollout": {"engines": 2, "max_running_rollouts": 32}, "checkpoints": {"every": 10}},
     "two ranks": {"trainer": {"ranks": 2, "zero_stage": 3}, "checkpoints": {"every": 8}},
     "recompute": {
         **LONG_SUMS,
         "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
         "checkpoints": {"every": 10},
     },
-    "requeue": {
-        **LONG_SUMS,
-        "pipeline": {"max_staleness": 1, "on_stale": "requeue"},
-        "checkpoints": {"every": 12},
-    },
+    "requeue": {**LONG_SUMS, "pipeline": {"max_staleness": 1, "on_stale": "requeue"}, "checkpoints": {"every": 12}},
     # Slow learning: once the model solves the task, 98 % of the groups are uniform, and a step takes ten seconds.
     "reject": {
         "algorithm": {"uniform_groups": "reject"},
@@ -151,8 +143,6 @@ FAULTS_OF_KIND: dict[str, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class Campaign:
-    """All runs of one campaign."""
-
     runs: Runs
     seed: int
     say: Any = print
@@ -161,7 +151,6 @@ class Campaign:
     kills: int = 0
 
     def do_run(self, kind: str, faults: list[str], number: int) -> None:
-        """Do one run of this kind with these faults."""
         before = leftover_files()
         run = self._run(kind, f"{self.seed}/{number}")
         started = time.monotonic()

@@ -77,13 +77,11 @@ class DisturbedRun:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         assert self._folder is not None
         return self._folder
 
     @property
     def journal(self) -> Path:
-        """Its journal."""
         return self.folder / FILE
 
     def start(self) -> None:
@@ -94,7 +92,6 @@ class DisturbedRun:
         self._folder = manifest.parent
 
     def resume(self, *options: str) -> None:
-        """Start a new driver."""
         self.resumes += 1
         self._begin("resume", self.folder.name, "--runs-dir", self.runs.folder, *options)
 
@@ -134,7 +131,6 @@ class DisturbedRun:
         raise Hung(f"resumed {resumes} times, and it ended with an error every time")
 
     def note_stop(self) -> None:
-        """The driver ended by itself: keep its message."""
         self.stops.append(f"exit {self.code}: {self.printed().strip().splitlines()[-1:]}")
         self.say(f"    the driver stopped: {self.stops[-1]}")
 
@@ -150,18 +146,15 @@ class DisturbedRun:
 
     @property
     def code(self) -> int | None:
-        """The driver's exit code, if it has one."""
         assert self._process is not None
         return self._process.poll()
 
     @property
     def pid(self) -> int:
-        """The driver's process id."""
         assert self._process is not None
         return self._process.pid
 
     def printed(self) -> str:
-        """What the present driver has printed."""
         assert self._output is not None
         return self._output.read_text(errors="replace")
 
@@ -194,7 +187,6 @@ class DisturbedRun:
         return mark
 
     def pids(self, part: str) -> list[int]:
-        """The living processes of a part."""
         if part == "driver":
             return [self.pid] if self.code is None else []
         mark = self.mark

@@ -61,7 +61,6 @@ class Snapshot:
 
     @property
     def finished(self) -> int:
-        """Finished rollouts."""
         return sum(rollout.finish_reason is not None for rollout in self.rollouts.values())
 
     @property

@@ -13,7 +13,7 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from tests.e2e.faults.audit import Audit, audit
-from tests.e2e.faults.evidence import Evidence, read_snapshot
+from tests.e2e.faults.evidence import Evidence
 from tests.journal.recorded_run import RecordedRun, settings
 
 STEPS = 6
@@ -149,11 +149,3 @@ def test_an_unfinished_rollout_may_continue_and_may_not_restart(journal: Path) -
     found = two_snapshots(journal, restart_rollout)
     assert found.prefixes_seen == 4  # two rollouts in each of two snapshots
     assert "rollout (3, 0) was unfinished" in found.contradictions[0]
-
-
-def test_a_look_is_one_moment(journal: Path) -> None:
-    with closing(open_for_reading(journal)) as connection:
-        snapshot = read_snapshot(connection)
-        assert not connection.in_transaction
-    assert snapshot.finished == 4 * STEPS
-    assert snapshot.prefixes == 0

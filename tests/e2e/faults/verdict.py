@@ -55,7 +55,6 @@ def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
 
 
 def summary(run: DisturbedRun, found: Audit) -> str:
-    """A summary of one run in one line."""
     return (
         f"{found.groups} groups, {found.rollouts} rollouts ({found.mixed_rollouts} across versions), staleness "
         f"{found.staleness}; {run.evidence.snapshots} snapshots, {run.evidence.prefixes_seen} unfinished rollouts in "
@@ -64,7 +63,6 @@ def summary(run: DisturbedRun, found: Audit) -> str:
 
 
 def totals(done: Sequence[tuple[DisturbedRun, Verdict]]) -> str:
-    """A summary of all runs of a campaign in one line."""
     audits = [verdict.audit for _, verdict in done]
     return (
         f"{len(done)} runs; {sum(audit.groups for audit in audits)} groups trained, "

@@ -38,6 +38,8 @@ def main() -> int:
         if ended.code:
             return 1
     audited = audit(runs.newest())
+    if not (audited.updates and audited.tool_calls and audited.continued):
+        audited.problems.append("no update, no call of a tool, or no call that continued an earlier turn")
     print(f"\n{audited}", *audited.problems, f"run folder  {runs.newest()}", sep="\n")
     return 1 if audited.problems else 0
 

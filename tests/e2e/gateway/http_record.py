@@ -10,9 +10,9 @@ of the tests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -38,22 +38,14 @@ class Exchange:
     complete: bool = False
 
     def as_row(self) -> dict[str, Any]:
-        """For the log."""
         return asdict(self)
-
-
-@dataclass
-class Record:
-    """The exchanges of one session, in the order of the requests."""
-
-    exchanges: list[Exchange] = field(default_factory=list)
 
 
 class Recorder:
     """The proxy between programs and the gateway: one for all sessions of a process."""
 
     def __init__(self) -> None:
-        self._records: dict[str, tuple[str, Record]] = {}
+        self._records: dict[str, tuple[str, list[Exchange]]] = {}
         self._port = 0
 
     async def start(self) -> None:
@@ -69,23 +61,23 @@ class Recorder:
 
     @asynccontextmanager
     async def session(self, base_url: str):  # type: ignore[no-untyped-def]
-        """Another base URL for the same session, and the record of what is sent to it."""
+        """Another base URL for the same session, and its exchanges, in the order of the requests."""
         url = urlsplit(base_url)
         _, _, name = url.path.removesuffix("/v1").rpartition("/")
-        record = Record()
+        exchanges: list[Exchange] = []
         name = unquote(name)
-        self._records[name] = (f"{url.scheme}://{url.netloc}", record)
+        self._records[name] = (f"{url.scheme}://{url.netloc}", exchanges)
         try:
-            yield f"http://127.0.0.1:{self._port}{url.path}", record
+            yield f"http://127.0.0.1:{self._port}{url.path}", exchanges
         finally:
             del self._records[name]
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.split("/")
-        gateway, record = self._records[parts[2] if len(parts) > 2 else ""]
+        gateway, exchanges = self._records[parts[2] if len(parts) > 2 else ""]
         body = await request.read()
         exchange = Exchange(request.method, request.path, body.decode(errors="replace"))
-        record.exchanges.append(exchange)
+        exchanges.append(exchange)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in PER_HOP}
         async with self._http.request(
             request.method, gateway + request.path_qs, data=body, headers=headers, allow_redirects=False
@@ -171,12 +163,9 @@ def _of_chat(parts: Sequence[Mapping[str, Any]]) -> Reply:
 
 
 def _last_response(answer: str) -> Any:
-    done = [event["response"] for event in _chunks(answer) if event["type"] in DONE]
-    (response,) = done
+    ends = ("response.completed", "response.incomplete")
+    (response,) = (event["response"] for event in _chunks(answer) if event["type"] in ends)
     return response
-
-
-DONE = ("response.completed", "response.incomplete")
 
 
 def _of_response(response: Mapping[str, Any]) -> Reply:
@@ -208,11 +197,6 @@ def _message(answer: str) -> Any:
 def _of_message(message: Mapping[str, Any]) -> Reply:
     blocks = message["content"]
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
-    calls = tuple(_tool_uses(blocks))
+    uses = (block for block in blocks if block["type"] == "tool_use")
+    calls = tuple((use["name"], use.get("json") or json.dumps(use["input"])) for use in uses)
     return Reply(text, calls, (message["usage"]["input_tokens"], message["usage"]["output_tokens"]))
-
-
-def _tool_uses(blocks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    for block in blocks:
-        if block["type"] == "tool_use":
-            yield block["name"], block.get("json") or json.dumps(block["input"])

@@ -222,7 +222,6 @@ class LibraryAgents:
         self._sums = Calculator()
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """As in calculator-agent."""
         return self._sums.prompts(split, size)
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
@@ -232,7 +231,6 @@ class LibraryAgents:
         )
 
     async def play(self, name: str, prompt: Prompt, model: ModelAccess) -> RewardResult:
-        """A session of the library with this name."""
         (library,) = (library for library in LIBRARIES if library.__name__ == name)
         log, text = Log(), ""
         try:
@@ -245,7 +243,6 @@ class LibraryAgents:
         return RewardResult(1.0 if right else 0.5 * used / TURNS, {"calls": float(len(log.calls))})
 
     def write(self, session: Mapping[str, Any]) -> None:
-        """Write the line of a session to the log."""
         line = json.dumps(session).encode() + b"\n"
         descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:

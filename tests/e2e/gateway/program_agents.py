@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calculator import Calculator
-from http_record import Exchange, Record, Recorder, is_call, reply_of  # type: ignore[import-not-found]
+from http_record import Exchange, Recorder, is_call, reply_of  # type: ignore[import-not-found]
 from library_agents import LIBRARIES, LibraryAgents  # type: ignore[import-not-found]
 
 from asyncrl_cli.records.prompt import Message, Prompt
@@ -91,7 +91,6 @@ class Agents:
         self._recorder: asyncio.Task[Recorder] | None = None
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """As in calculator-agent."""
         return self._sums.prompts(split, size)
 
     def demonstration(self, rng: random.Random) -> Sequence[Message]:
@@ -120,7 +119,7 @@ class Agents:
             return await self._libraries.play(kind, prompt, model)
         question = f"{MARK}{kind} {prompt.content}"
         error = ""
-        async with (await self._recording()).session(model.base_url) as (base_url, record):
+        async with (await self._recording()).session(model.base_url) as (base_url, exchanges):
             try:
                 await self._command(kind, question).run(prompt, dataclasses.replace(model, base_url=base_url))
             except CommandFailed as failed:
@@ -129,9 +128,9 @@ class Agents:
             error = ""
         self._libraries.write(
             {"library": kind, "rollout": model.rollout_id, "uid": prompt.uid, "errors": []}
-            | {"failed": error, "exchanges": [exchange.as_row() for exchange in record.exchanges]}
+            | {"failed": error, "exchanges": [exchange.as_row() for exchange in exchanges]}
         )
-        return _judged(record, str(prompt.fields["answer"]))
+        return _judged(exchanges, str(prompt.fields["answer"]))
 
     def _command(self, kind: str, question: str) -> Command:
         line = QUIETLY.format(f'{IN_A_BOX} sh -c {_quoted(PROGRAMS[kind].line)} {kind} "$1"')
@@ -160,9 +159,8 @@ def _call(program: Program, command: str) -> Message:
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
-def _judged(record: Record, answer: str) -> RewardResult:
-    calls: list[Exchange] = [exchange for exchange in record.exchanges if is_call(exchange) and exchange.status == 200]
-    replies = [reply_of(exchange) for exchange in calls]
-    right = any(text.strip() == f"#{answer}" for text in (replies[-1].text,)) if replies else False
+def _judged(exchanges: Sequence[Exchange], answer: str) -> RewardResult:
+    replies = [reply_of(exchange) for exchange in exchanges if is_call(exchange) and exchange.status == 200]
+    right = bool(replies) and replies[-1].text.strip() == f"#{answer}"
     used = sum(bool(reply.calls) for reply in replies)
     return RewardResult(1.0 if right else min(0.5, 0.25 * used), {"calls": float(len(replies))})

@@ -133,7 +133,6 @@ class Audit:
     sampled: int = 0
     versions: int = 0
     updates: int = 0
-    publish_s: float = 0.0
     limits: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -142,8 +141,8 @@ class Audit:
         return (
             f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with "
             f"tool calls; {self.continued} calls continued an earlier turn, {self.branches} began a branch; "
-            f"{self.sampled} tokens; {self.versions} versions of the weights, {self.publish_s:.1f} s apart, by "
-            f"{self.updates} updates, {self.crossed} sessions used several versions; {self.limits} refusals at limits; "
+            f"{self.sampled} tokens; {self.versions} versions of the weights by {self.updates} updates, {self.crossed} "
+            f"sessions used several versions; {self.limits} refusals at limits; "
             f"{len(self.problems)} problems"
         )
 
@@ -163,10 +162,9 @@ def audit(run: Path) -> Audit:
             for (group,) in journal.execute("SELECT id FROM groups WHERE step IS NOT NULL ORDER BY id").fetchall()
             for rollout in group_record(journal, group).rollouts
         }
-        times = [at for (at,) in journal.execute("SELECT at FROM publishes ORDER BY version")]
-    found.versions = len(times) - 1
+        (publishes,) = journal.execute("SELECT count(*) FROM publishes").fetchone()
+    found.versions = publishes - 1
     found.updates = int(sum(row["train/updates"] for row in steps_of(run)))
-    found.publish_s = (times[-1] - times[0]) / max(1, len(times) - 1)
     for name, rollout in recorded.items():
         if len(logged[name]) != 1:
             found.problems.append(f"{name}: {len(logged[name])} sessions")
@@ -191,7 +189,6 @@ def _decoder(run: Path) -> Decode:
 
 
 def _compare_program(session: dict[str, Any], rollout: Any, found: Audit, *, decode: Decode) -> list[str]:
-    """The differences between the session of a program and its rollout."""
     segments: defaultdict[str, list[Segment]] = defaultdict(list)
     for segment in rollout.segments:
         segments[segment.rollout_id].append(segment)
@@ -203,7 +200,6 @@ def _compare_program(session: dict[str, Any], rollout: Any, found: Audit, *, dec
 
 
 def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
-    """The differences between a session and its rollout."""
     problems = []
     ids: defaultdict[str, list[int]] = defaultdict(list)
     versions: defaultdict[str, list[int]] = defaultdict(list)

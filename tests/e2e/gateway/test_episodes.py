@@ -112,8 +112,6 @@ SMALL: dict[str, Any] = {
 
 
 class Piece(NamedTuple):
-    """A recorded segment."""
-
     start: int
     version: int
     tokens: tuple[int, ...]
@@ -247,8 +245,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     until(lambda: not processes_of(mark), "the run's processes to end", 60)
     before = played(run)
     steps = 3 + sum(one.state == "taken" for one in before.values()) // 16
-    ended = runs.run("resume", run.name, "--runs-dir", runs.folder, "--steps", str(steps))
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    runs.succeed("resume", run.name, "--runs-dir", runs.folder, "--steps", str(steps))
     return Killed(run, steps, before)
 
 

@@ -52,8 +52,7 @@ LONGEST = {"codex": 10_000, "claude-code": 10_000, "mini-swe-agent": 1_000}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of the template `saved-model`, with more positions."""
     runs = Runs(tmp_path_factory.mktemp("models"))
-    made = runs.run("init", "saved-model", "saved")
-    assert made.code == 0, made.err
+    runs.succeed("init", "saved-model", "saved")
     folder = runs.folder / "saved/model"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_LENGTH}))
@@ -66,18 +65,16 @@ def test_a_template_is_played_by_its_program_and_trained(name: str, tmp_path: Pa
     if reason := missing.get(name):
         pytest.skip(reason)
     runs = Runs(tmp_path)
-    made = runs.run("init", name, "mine")
-    assert made.code == 0, made.err
+    runs.succeed("init", name, "mine")
     own = {
         "model.path": model,
         "runs_dir": runs.folder,
         "task.sandbox.readable": json.dumps([str(AGENTS.resolve()), sys.base_prefix]),
         "task.options.env": json.dumps({"PATH": f"{AGENTS.resolve() / 'bin'}:{os.environ['PATH']}"}),
     }
-    words = [word for key, value in (HERE | own).items() for word in ("--set", f"{key}={value}")]
-    ended = runs.run("train", runs.folder / "mine/spec.yaml", *words, limit_s=900)
-    assert ended.code == 0, ended.out + ended.err + runs.logs()
-    with snapshot(runs.newest() / FILE) as journal:
+    changes = (f"{key}={value}" for key, value in (HERE | own).items())
+    run = runs.train_spec(runs.folder / "mine/spec.yaml", *changes)
+    with snapshot(run / FILE) as journal:
         ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
         rollouts = [rollout for group in ids for rollout in group_record(journal, group).rollouts]
     assert len(rollouts) == GROUPS * GROUP_SIZE

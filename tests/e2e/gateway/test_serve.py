@@ -14,30 +14,18 @@ import openai
 import pytest
 import torch
 
+from tests.small_models import UNTRAINED
+
 from ..conftest import Runs, until
 from ..faults.parts import processes_of_part
 from ..served import Server, logprobs_of, serving
 
 pytestmark = pytest.mark.stack
 
-TINY = {
-    "architecture": "qwen3",
-    "config": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.1,
-    },
-}
-
 
 def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    with serving(runs, runs.write_spec(model={"init": TINY, "path": None, "max_length": 256})) as server:
+    with serving(runs, runs.write_spec(model=UNTRAINED | {"max_length": 256})) as server:
         client = server.client()
         assert [model.id for model in client.models.list()] == ["sums"]
         ids: Any = {"return_token_ids": True}

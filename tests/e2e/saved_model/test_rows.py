@@ -95,12 +95,9 @@ def test_shards_begun_answers_and_variables_reach_the_model_and_survive_a_resume
     fields = {"plain": expected(asked, {}), "quiet": expected(asked, QUIET), "begun": expected([*asked, BEGUN], {})}
     (folder / "asked.jsonl").write_text(json.dumps({"prompt": "2 + 2?", **fields}))
 
-    ended = shared_runs.run("train", spec)
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    run = shared_runs.newest()
+    run = shared_runs.train_spec(spec)
     (folder / "part-3.jsonl").write_text('{"prompt": "not in this run"}')
-    ended = shared_runs.run("resume", run, "--steps", "3")
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    shared_runs.succeed("resume", run, "--steps", "3")
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2, 3]
 
     recorded = load_spec(run / "spec.yaml").spec.data.train

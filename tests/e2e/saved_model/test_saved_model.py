@@ -58,9 +58,7 @@ def saved(shared_runs: Runs) -> Saved:
     settings = (f"stop.steps={STEPS}", f"runs_dir={shared_runs.folder}", "tracking.mlflow=false", "checkpoints.every=2")
     changes = [word for setting in settings for word in ("--set", setting)]
     dry = call("train", folder / "spec.yaml", *changes, "--dry-run")
-    ended = shared_runs.run("train", folder / "spec.yaml", *changes)
-    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    run = shared_runs.newest()
+    run = shared_runs.train_spec(folder / "spec.yaml", *settings)
     call("checkpoint", "export", run, "--to", folder / "exported")
     with snapshot(run / FILE) as journal:
         ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
@@ -159,8 +157,7 @@ def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(sav
     """The checkpoint of the last step: the weights, prompts, seeds and reward of the run's own evaluation."""
     own = {path: path.read_bytes() for path in saved.run.rglob("*") if path.is_file() and "logs" not in path.parts}
     chosen = ("--step", str(STEPS), "--sampled", "--json")
-    ended = shared_runs.run("evaluate", saved.run, *chosen)
-    assert ended.code == 0, ended.err
+    ended = shared_runs.succeed("evaluate", saved.run, *chosen)
     document = json.loads(ended.out)
     (result,) = document["evaluations"]
     assert (document["step"], result["kind"]) == (STEPS, "offline:sampled")
@@ -219,8 +216,9 @@ def test_a_models_folder_is_evaluated_with_agents_and_environments_of_a_spec(
     }
     spec["model"]["path"] = str(saved.initial)
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    ended = shared_runs.run("evaluate", saved.exported, "--spec", tmp_path / "spec.yaml", "--samples", "3", "--json")
-    assert ended.code == 0, ended.err
+    ended = shared_runs.succeed(
+        "evaluate", saved.exported, "--spec", tmp_path / "spec.yaml", "--samples", "3", "--json"
+    )
     document = json.loads(ended.out)
     found = {result["kind"]: result for result in document["evaluations"]}
     assert set(found) == {"offline:sampled", "offline-environment:sampled"}
