@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
-from typing import NamedTuple
 
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
 from asyncrl_cli.weights.replica import Buffer, Replica, digest_of
@@ -27,8 +26,6 @@ ASK_AGAIN_S = 0.5
 RETRY_S = 0.25
 MAX_RETRY_S = 5.0
 """First and longest delay in seconds after a holder's fault; the delay doubles with each further fault."""
-SLOW_S = 3.0
-"""A chunk may take this many seconds plus three times an idle holder's time for a chunk; then that holder takes it."""
 ASK = -1
 """Used in place of a chunk's index: ask the holder which chunks it has."""
 
@@ -42,7 +39,6 @@ class _Holder:
     faults: int = 0  # number of faults since its last chunk
     fault: str = ""  # the last fault
     refused: bool = False  # it sent wrong bytes, and is not asked again
-    chunk_s: float = 0.0  # duration of its last chunk
 
     def has(self, index: int) -> bool:
         return bool(self.chunks) and self.chunks[index] == 1
@@ -59,11 +55,6 @@ class _Holder:
 
 class _WrongBytes(HolderFault):
     """A chunk does not have the manifest's digest."""
-
-
-class _Transfer(NamedTuple):
-    connection: Connection
-    since: float
 
 
 class Pull:
@@ -86,8 +77,7 @@ class Pull:
         self._deadline = self._started + timeout_s
         self._changed = Condition()
         self._queue: list[int] = []
-        self._transfers: dict[int, _Transfer] = {}
-        self._connections: list[Connection] = []
+        self._transferring: set[int] = set()  # chunks
         self._fetched_bytes = 0
         self._superseded = False
         self._is_closed = False
@@ -105,10 +95,10 @@ class Pull:
             self._queue = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
             random.shuffle(self._queue)
             each = -(-STREAMS // max(1, len(self._holders)))
+            streams = [(holder, self._connect(holder.endpoint.url)) for holder in self._holders for _ in range(each)]
             threads = [
-                Thread(target=self._stream, args=(holder, buffer), name="weights-pull", daemon=True)
-                for holder in self._holders
-                for _ in range(each)
+                Thread(target=self._stream, args=(holder, connection, buffer), name="weights-pull", daemon=True)
+                for holder, connection in streams
             ]
             try:
                 for thread in threads:
@@ -119,7 +109,7 @@ class Pull:
                 with self._changed:
                     self._is_closed = True
                     self._changed.notify_all()
-                    for connection in self._connections:
+                    for _, connection in streams:
                         connection.abort()
                 for thread in threads:
                     if thread.ident is not None:
@@ -131,7 +121,7 @@ class Pull:
         return self._superseded or self._complete() or hopeless or self._error is not None
 
     def _complete(self) -> bool:
-        return not self._queue and not self._transfers
+        return not self._queue and not self._transferring
 
     def _result(self) -> Pulled:
         if self._error is not None:
@@ -153,10 +143,9 @@ class Pull:
             hint="check the network between these hosts, and the logs of their agents",
         )
 
-    def _stream(self, holder: _Holder, buffer: Buffer) -> None:
-        connection = self._connection(holder)
+    def _stream(self, holder: _Holder, connection: Connection, buffer: Buffer) -> None:
         try:
-            while (job := self._next_job(holder, connection)) is not None:
+            while (job := self._next_job(holder)) is not None:
                 try:
                     if job == ASK:
                         chunks = connection.available_chunks(self.manifest.version, len(self.manifest.digests))
@@ -167,8 +156,6 @@ class Pull:
                         self._fetch(holder, connection=connection, index=job, buffer=buffer)
                 except HolderFault as fault:
                     self._failed(holder, job, fault)
-                    connection.close()
-                    connection = self._connection(holder)
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -176,13 +163,7 @@ class Pull:
         finally:
             connection.close()
 
-    def _connection(self, holder: _Holder) -> Connection:
-        connection = self._connect(holder.endpoint.url)
-        with self._changed:
-            self._connections.append(connection)
-        return connection
-
-    def _next_job(self, holder: _Holder, connection: Connection) -> int | None:
+    def _next_job(self, holder: _Holder) -> int | None:
         """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits if there is nothing to do."""
         with self._changed:
             while not (self._is_closed or holder.refused or self._complete()):
@@ -190,16 +171,12 @@ class Pull:
                 if time_s < holder.retry_at:
                     self._changed.wait(holder.retry_at - time_s)
                 elif (index := self._take(holder)) is not None:
-                    self._transfers[index] = _Transfer(connection, time_s)
+                    self._transferring.add(index)
                     return index
                 elif time_s >= holder.ask_at and not (holder.chunks and all(holder.chunks)):
                     holder.ask_at = time_s + ASK_AGAIN_S
                     return ASK
                 else:
-                    # This holder is idle: take over chunks that it would have sent three times by now.
-                    for index, transfer in self._transfers.items():
-                        if holder.has(index) and time_s - transfer.since > SLOW_S + 3 * holder.chunk_s:
-                            transfer.connection.abort()
                     self._changed.wait(ASK_AGAIN_S)
         return None
 
@@ -219,8 +196,7 @@ class Pull:
             raise _WrongBytes(f"it sent wrong bytes for chunk {index}")
         self._replica.add(buffer, index, digest)
         with self._changed:
-            transfer = self._transfers.pop(index)
-            holder.chunk_s = time.monotonic() - transfer.since
+            self._transferring.remove(index)
             holder.faults = 0
             self._fetched_bytes += sum(len(view) for view in views)
             if self._complete():
@@ -231,6 +207,6 @@ class Pull:
             if not self._is_closed:
                 holder.failed(fault)
             if job != ASK:
-                del self._transfers[job]
+                self._transferring.remove(job)
                 self._queue.append(job)
             self._changed.notify_all()
