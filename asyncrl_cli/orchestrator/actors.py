@@ -39,12 +39,7 @@ class ActorFactory:
         """The placement group of all trainer ranks, and of the engines that share their GPUs."""
         spec = self.spec
         who = "the trainer and its engines" if shares_gpus(spec) else "the trainer"
-        return PlacementGroup(
-            who,
-            bundle_wants(spec),
-            selector=spec.cluster.trainer,
-            count=spec.trainer.ranks,
-        )
+        return PlacementGroup(who, bundle_wants(spec), selector=spec.cluster.trainer, count=spec.trainer.ranks)
 
     def engine(
         self,

@@ -89,10 +89,7 @@ def object_store_bytes(spec: ExperimentSpec) -> int:
 
 @contextmanager
 def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
-    with (
-        running_reaper(log_dir / "reaper.log") as folder,
-        _environment(_settings(folder)),
-    ):
+    with running_reaper(log_dir / "reaper.log") as folder, _environment(_settings(folder)):
         _read_environment_again()
         try:
             cpu_count = (

@@ -112,12 +112,7 @@ def series_of(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str,
     all_series: list[Series] = []
     if held_out is not None:
         greedy = Series(
-            "greedy",
-            held_out,
-            every=evaluation.every,
-            max_prompts=evaluation.prompts,
-            temperature=0.0,
-            samples=1,
+            "greedy", held_out, every=evaluation.every, max_prompts=evaluation.prompts, temperature=0.0, samples=1
         )
         samples = evaluation.samples
         every = evaluation.every if samples > 1 else 0

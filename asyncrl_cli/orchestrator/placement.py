@@ -42,14 +42,7 @@ class PlacementGroup:
     Ray keeps them until ``remove`` or the run's end. If a node dies, Ray moves its bundles to other nodes.
     """
 
-    def __init__(
-        self,
-        who: str,
-        bundle: Resources,
-        *,
-        selector: NodeSelector,
-        count: int = 1,
-    ) -> None:
+    def __init__(self, who: str, bundle: Resources, *, selector: NodeSelector, count: int = 1) -> None:
         """``who``: the part's name in messages. ``bundle``: the resources of each of the ``count`` actors."""
         self.who = who
         self._bundle = {resource: amount for resource, amount in bundle.items() if amount}

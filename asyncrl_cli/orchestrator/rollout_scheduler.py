@@ -214,12 +214,7 @@ class RolloutScheduler:
         try:
             try:
                 rollout, score = await episodes.play(
-                    request.rollout_id,
-                    group.prompt,
-                    request.sampling,
-                    group.group_id,
-                    recorded,
-                    self._record_segments,
+                    request.rollout_id, group.prompt, request.sampling, group.group_id, recorded, self._record_segments
                 )
             finally:
                 del self._episode_tasks[request.rollout_id]

@@ -227,11 +227,7 @@ def spawned(command: list[str], environment: dict[str, str], outputs: Sequence[i
         command[0],
         command,
         environment,
-        file_actions=[
-            standard_input,
-            (os.POSIX_SPAWN_DUP2, outputs[0], 1),
-            (os.POSIX_SPAWN_DUP2, outputs[-1], 2),
-        ],
+        file_actions=[standard_input, (os.POSIX_SPAWN_DUP2, outputs[0], 1), (os.POSIX_SPAWN_DUP2, outputs[-1], 2)],
         setsid=True,
         setsigmask=(),
         setsigdef=CHANGED_BY_PYTHON,

@@ -92,11 +92,7 @@ def trees_of_update(keys: Sequence[Keys], trainer: TrainerSpec, tokens: int, con
 
 
 def plan_trees(
-    keys: Sequence[Keys],
-    max_positions: int,
-    pair_cost: float,
-    ranks: int = 1,
-    packed_pair_cost: float | None = None,
+    keys: Sequence[Keys], max_positions: int, pair_cost: float, ranks: int = 1, packed_pair_cost: float | None = None
 ) -> list[PrefixTree]:
     """Group all rows with these keys into trees that are cheap to compute; every row is in exactly one tree.
 

@@ -140,12 +140,7 @@ def plan_minibatch(learner: Learner, rows: list[TrainingRow], tokens: int) -> Mi
         trees = trees_of_update([row.keys() for row in rows], trainer, tokens, policy.model.config)
     # The mask of joined trees has the square of all their positions, so with varlen trees are padded.
     packing = trainer.packing and not (trainer.attention == "varlen" and len(trees) < len(rows))
-    plan = plan_microbatches(
-        [len(tree) for tree in trees],
-        tokens_per_microbatch=tokens,
-        ranks=shares,
-        packing=packing,
-    )
+    plan = plan_microbatches([len(tree) for tree in trees], tokens_per_microbatch=tokens, ranks=shares, packing=packing)
     microbatches = []
     for indices in plan[learner.rank // trainer.sequence_parallel]:
         rows_on_cpu = microbatch(rows, [trees[index] for index in indices], learner.vision, packing, policy.sequence)

@@ -63,13 +63,7 @@ class HostAgent:
                 )
             self._pull.supersede()
         peers = [holder for holder in holders if holder.node_id != self._node_id]
-        self._pull = Pull(
-            self._replica,
-            manifest=manifest,
-            connect=self._connect,
-            holders=peers,
-            timeout_s=timeout_s,
-        )
+        self._pull = Pull(self._replica, manifest=manifest, connect=self._connect, holders=peers, timeout_s=timeout_s)
         # Shielded: if the caller gives up, the fetch continues, and the next call joins it.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)

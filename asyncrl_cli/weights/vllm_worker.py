@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from tqdm import tqdm
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl_cli.system.process_tree import die_with

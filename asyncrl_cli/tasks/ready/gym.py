@@ -34,12 +34,7 @@ class Gym:
     """The task ``gym/<data set>``. It passes options that it does not know to the data set."""
 
     def __init__(
-        self,
-        data_set: str,
-        partial: bool = False,
-        template: str = "{question}",
-        rows: int = 2**14,
-        **config: Any,
+        self, data_set: str, partial: bool = False, template: str = "{question}", rows: int = 2**14, **config: Any
     ) -> None:
         """docs/tasks.md describes the options; ``config``: the data set's options.
 

@@ -125,10 +125,7 @@ def _saved_file(source: str | Path, name: str) -> Path | None:
     from transformers.utils import cached_file
 
     path = cached_file(
-        str(source),
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
+        str(source), name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
     return None if path is None else Path(path)
 
