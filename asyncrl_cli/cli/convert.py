@@ -47,8 +47,8 @@ def verl(
     its model and data; 1 when the spec has to be changed first, or the run is not supported, such as one with audio; 2
     when the configuration cannot be read.
     """
+    from asyncrl_cli.cli.launch_script import command_words
     from asyncrl_cli.convert.config import override, read_file
-    from asyncrl_cli.convert.shell import command_words
     from asyncrl_cli.convert.verl import ARGUMENT, INSTEAD, read_command_line, trainer_of
 
     name, line = read_command_line(command_words(config, ARGUMENT))
@@ -76,10 +76,11 @@ def trl(
     Accelerate sets the number of processes: add --num_processes N, or --accelerate_config FILE. Exit codes are the same
     as for `convert verl`.
     """
+    from asyncrl_cli.cli.launch_script import command_words
     from asyncrl_cli.convert.config import read_file
     from asyncrl_cli.convert.trl import INSTEAD, TRAINERS, parse
 
-    method, files, values = parse(arguments)
+    method, files, values = parse(command_words(arguments, "--"))
     file = _one_file(files)
     label = _label(file, len(values), "argument")
     _convert(label, TRAINERS[method], (read_file(file, INSTEAD) if file else {}) | values, output, force)

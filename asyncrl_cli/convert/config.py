@@ -261,6 +261,17 @@ def options_of(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return plain_words, options
 
 
+def launched(line: Sequence[str], *programs: str) -> int:
+    """Return the number of words up to the program that reads the arguments, or 0 if there is none.
+
+    A program is one of ``programs``, a script, or the module of `python -m`.
+    """
+    for end, (previous, word) in enumerate(zip(("", *line), line, strict=False), start=1):
+        if word in programs or (word.endswith(".py") and "=" not in word) or previous == "-m":
+            return end
+    return 0
+
+
 def typed_options(options: Mapping[str, list[str]]) -> dict[str, Any]:
     """Return the flattened keys that options set. An option without a value is true; several values are a list."""
     values: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from asyncrl_cli.convert.config import (
     MAX_BYTES,
     ForeignConfig,
     content,
+    launched,
     options_of,
     read_file,
     typed_options,
@@ -32,7 +33,6 @@ from asyncrl_cli.convert.shared import (
     multiple,
     run_name,
 )
-from asyncrl_cli.convert.shell import command_words, launched
 from asyncrl_cli.convert.table import Trainer, table
 from asyncrl_cli.core.errors import ConfigError
 
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     It may start with a script and its launcher, such as `accelerate launch --num_processes 8 train.py`. Raises
     ``ConfigError`` for any other word.
     """
-    line = command_words(arguments, "--")
+    line = list(arguments)
     first_word = line[0] if line else "--"
     is_file = os.path.exists(first_word) and not first_word.endswith(".py")
     end = 0 if first_word.startswith("--") or first_word in METHODS or is_file else launched(line, "trl")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.convert.config import ForeignConfig
+from asyncrl_cli.convert.config import ForeignConfig, launched
 from asyncrl_cli.convert.shared import (
     ASSUMED_STEPS,
     DISTILLATION,
@@ -20,7 +20,6 @@ from asyncrl_cli.convert.shared import (
     run_name,
     sees_images,
 )
-from asyncrl_cli.convert.shell import launched
 from asyncrl_cli.convert.table import Trainer, table
 from asyncrl_cli.core.errors import ConfigError
 
