@@ -40,11 +40,7 @@ SPECIAL_HINT = (
 
 
 def check_prompts(
-    prompts: Sequence[Prompt],
-    encoder: PromptEncoder,
-    location: str,
-    limit_s: float,
-    locate: Callable[[int], str],
+    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, limit_s: float, locate: Callable[[int], str]
 ) -> Result:
     """Check that prompts can be encoded, and are short enough.
 

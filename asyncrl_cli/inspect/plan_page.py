@@ -29,12 +29,7 @@ TRAINER = {
 }
 
 
-def plan_page(
-    name: str,
-    predicted: Prediction,
-    plan: PlannedScenario,
-    reason: str = "",
-) -> Page:
+def plan_page(name: str, predicted: Prediction, plan: PlannedScenario, reason: str = "") -> Page:
     """Show a prediction for the spec of this name.
 
     Args:

@@ -154,10 +154,7 @@ class Buffer:
         return groups
 
     async def record(
-        self,
-        rollouts: Sequence[Rollout] = (),
-        segments: Sequence[Segment] = (),
-        outcomes: Sequence[Outcome] = (),
+        self, rollouts: Sequence[Rollout] = (), segments: Sequence[Segment] = (), outcomes: Sequence[Outcome] = ()
     ) -> Settled:
         """Record finished rollouts, new tokens of unfinished rollouts, and rewards and failures of recorded rollouts.
         Returns the groups that the outcomes have ended."""

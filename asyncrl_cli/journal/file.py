@@ -21,15 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asyncrl_cli.journal.progress import ACCEPTED, OUTSTANDING
 from asyncrl_cli.journal.rollout_rows import read_batch, row_crc
-from asyncrl_cli.journal.schema import (
-    DAMAGED,
-    FILE,
-    JournalError,
-    explained,
-    open_for_reading,
-    open_for_writing,
-    sound,
-)
+from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, explained, open_for_reading, open_for_writing, sound
 from asyncrl_cli.records.training import TrainingBatch
 
 P = ParamSpec("P")

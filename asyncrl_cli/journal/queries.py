@@ -318,9 +318,5 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
         for index, rollout in read_rollouts(connection, group_id).items()
     ]
     return GroupRecord(
-        GroupRow(*row),
-        prompt=group.prompt,
-        prompt_ids=group.prompt_ids,
-        rollouts=tuple(rollouts),
-        images=group.images,
+        GroupRow(*row), prompt=group.prompt, prompt_ids=group.prompt_ids, rollouts=tuple(rollouts), images=group.images
     )

@@ -34,22 +34,8 @@ from asyncrl_cli.journal.rollout_rows import (
 )
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.experts import Experts
-from asyncrl_cli.records.generation import (
-    CONTEXT,
-    EngineRequest,
-    Rollout,
-    Segment,
-    group_and_index,
-    sequence_of,
-)
-from asyncrl_cli.records.groups import (
-    BufferSettings,
-    Candidate,
-    Group,
-    Outcome,
-    PublishRecord,
-    StepRecord,
-)
+from asyncrl_cli.records.generation import CONTEXT, EngineRequest, Rollout, Segment, group_and_index, sequence_of
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Group, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.token_prefix import TokenPrefix
@@ -231,12 +217,7 @@ class Journal(JournalFile):
         group_id, index = group_and_index(outcome.rollout_id)
         verdict = _verdict(outcome.score)
         self._note(
-            _SCORE,
-            group_id,
-            index,
-            *verdict,
-            time.time(),
-            row_crc(group_id, index, 0, None, *verdict, None, None),
+            _SCORE, group_id, index, *verdict, time.time(), row_crc(group_id, index, 0, None, *verdict, None, None)
         )
 
     def requested(self, request: EngineRequest) -> None:

@@ -25,14 +25,7 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.resolved import value_at
-from asyncrl_cli.journal.history import (
-    EvaluationRecord,
-    StepSpan,
-    checkpoints,
-    first_publish,
-    last_scores,
-    starts,
-)
+from asyncrl_cli.journal.history import EvaluationRecord, StepSpan, checkpoints, first_publish, last_scores, starts
 from asyncrl_cli.journal.staleness import Report, mean_age, together
 from asyncrl_cli.plan.prediction import Prediction, advice
 
