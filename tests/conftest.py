@@ -203,12 +203,12 @@ def no_process_is_left() -> Iterator[None]:
     os.environ[SESSION] = token = secrets.token_hex(8)
     yield
     entry, deadline = f"{SESSION}={token}".encode(), time.monotonic() + GRACE_S
-    while (left := _processes_with(entry)) and time.monotonic() < deadline:
+    while (left := processes_with(entry)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, "tests left processes behind:\n" + "\n".join(left)
 
 
-def _processes_with(entry: bytes) -> list[str]:
+def processes_with(entry: bytes) -> list[str]:
     """Other processes with this entry in their environment: pid, command line, and the test that started them."""
     found = []
     for process in Path("/proc").iterdir():

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import pytest
 
 from asyncrl_cli.cli.app import main
+from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class Done(NamedTuple):
@@ -21,6 +24,21 @@ class Done(NamedTuple):
     code: object
     out: str
     err: str
+
+
+class NoChecks:
+    """Stands for the checks of a start, and finds nothing."""
+
+    def __init__(self, spec: ExperimentSpec, *_: object, **__: object) -> None:
+        self._spec = spec
+
+    def __enter__(self) -> NoChecks:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def experiment(self) -> Experiment:
+        return Experiment(self._spec, Path(), [Prompt("a", "a")] * 100, [])
 
 
 def process(*arguments: object, cwd: Path, environment: dict[str, str] | None = None) -> Done:

@@ -45,7 +45,6 @@ ACCURACIES = {10: 0.25, 20: 0.75, 30: 0.5}
 
 @pytest.fixture
 def asyncrl(asyncrl: Callable[..., Done]) -> Callable[..., Done]:
-    """Run `asyncrl checkpoint ...`."""
     return partial(asyncrl, "checkpoint")
 
 

@@ -22,6 +22,7 @@ from asyncrl_cli.orchestrator.serving import Served
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from tests.cli.conftest import NoChecks
 
 pytestmark = pytest.mark.slow
 
@@ -161,18 +162,6 @@ def test_the_options_hold_for_all_evaluations(folder: Path, options: list[str], 
     (folder / "spec.yaml").write_text(SPEC + SETS)
     found: dict[str, int] = {}
 
-    class Checks:
-        def __init__(self, spec: ExperimentSpec, *_: Any, **__: Any) -> None:
-            self.spec = spec
-
-        def __enter__(self) -> Checks:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def experiment(self) -> Any:
-            return Experiment(self.spec, Path(), (), ())
-
     def run(experiment: Experiment, served: Served, choose: Any, **_: Any) -> Any:
         prompts = HeldOut([], scoring=None)  # type: ignore[arg-type]
         held_out = prompts if experiment.spec.data.eval is not None else None
@@ -182,7 +171,7 @@ def test_the_options_hold_for_all_evaluations(folder: Path, options: list[str], 
         return [], ""
 
     with (
-        patch("asyncrl_cli.cli.evaluate.start_checks", Checks),
+        patch("asyncrl_cli.cli.evaluate.start_checks", NoChecks),
         patch("asyncrl_cli.cli.evaluate.initial_model", lambda *_: folder / "models/mine"),
         patch("asyncrl_cli.cli.evaluate._run", run),
     ):
@@ -213,8 +202,7 @@ def test_names_of_data_are_safe_in_kinds_and_files(data: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "name"),
-    [("data/test-2.jsonl", "test_2"), ("hf:openai/gsm8k", "gsm8k"), ("my_rows:held_out", "held_out")],
+    ("data", "name"), [("data/test-2.jsonl", "test_2"), ("hf:openai/gsm8k", "gsm8k"), ("my_rows:held_out", "held_out")]
 )
 def test_an_evaluation_is_named_after_its_data(data: str, name: str) -> None:
     assert _name(data) == name

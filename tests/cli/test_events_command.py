@@ -79,10 +79,7 @@ def test_following_a_run_prints_new_events_until_it_ends(
     assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("kind", "hint"), [("steps", "known: start, admit")])
-def test_an_unknown_kind_of_event_is_refused(
-    recorded: RecordedRun, asyncrl: Callable[..., Done], kind: str, hint: str
-) -> None:
-    ended = asyncrl("events", "--kind", kind)
+def test_an_unknown_kind_of_event_is_refused(recorded: RecordedRun, asyncrl: Callable[..., Done]) -> None:
+    ended = asyncrl("events", "--kind", "steps")
     assert ended.code == 2
-    assert hint in " ".join(ended.err.replace("│", " ").split())
+    assert "known: start, admit" in " ".join(ended.err.replace("│", " ").split())

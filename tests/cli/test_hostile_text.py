@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +15,7 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure
+from tests.cli.conftest import process
 from tests.journal.recorded_run import RecordedRun, make_run, settings
 
 pytestmark = pytest.mark.slow
@@ -74,10 +72,7 @@ def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "arguments", [*COMMANDS, *((*one, "--json") for one in COMMANDS if not TEXT_ONLY.intersection(one))]
 )
 def test_no_control_character_is_printed(
-    runs_dir: Path,
-    arguments: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    runs_dir: Path, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(runs_dir.parent)
     where = [] if arguments[0] == "validate-spec" else ["--runs-dir", str(runs_dir)]
@@ -120,12 +115,7 @@ def test_printable_text_keeps_what_can_be_shown(text: str) -> None:
 
 @pytest.mark.parametrize("command", [["watch"], ["--help"]])
 def test_a_terminal_that_lacks_characters_gets_their_escapes(runs_dir: Path, command: list[str]) -> None:
-    where = [] if command == ["--help"] else ["--runs-dir", str(runs_dir)]
-    done: Any = subprocess.run(
-        [sys.executable, "-m", "asyncrl_cli.cli.app", *command, *where],
-        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
-        capture_output=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout
+    where = [] if command == ["--help"] else ["--runs-dir", runs_dir]
+    done = process(*command, *where, cwd=runs_dir, environment={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.code, done.err) == (0, "")
+    assert done.out

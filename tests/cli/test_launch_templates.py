@@ -24,7 +24,6 @@ PLACEHOLDER = re.compile(r"<[a-z-]+>")
 
 @pytest.fixture(scope="module")
 def job() -> dict[str, Any]:
-    """The RayJob."""
     loaded: dict[str, Any] = yaml.safe_load((KUBERAY / "rayjob.yaml").read_text())
     return loaded
 
@@ -35,10 +34,6 @@ def start_options() -> set[str]:
     from ray.scripts.scripts import start
 
     return {option for parameter in start.params for option in parameter.opts}
-
-
-def test_the_job_is_valid_bash() -> None:
-    subprocess.run(["bash", "-n", str(SLURM / "job.sbatch")], check=True, timeout=120)
 
 
 def test_the_job_uses_options_that_ray_has(start_options: set[str]) -> None:

@@ -140,11 +140,7 @@ def test_serve_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: py
         assert ended.exit_code == 130
         out, err = capfd.readouterr()
         assert err == "stopped\n"
-        assert json.loads(out) == {
-            "base_url": "http://127.0.0.1:1/v1",
-            "api_key": "secret",
-            "model": run.run_id,
-        }
+        assert json.loads(out) == {"base_url": "http://127.0.0.1:1/v1", "api_key": "secret", "model": run.run_id}
         ended = CliRunner().invoke(app, arguments)
         assert ended.exit_code == 130
         out = capfd.readouterr().out

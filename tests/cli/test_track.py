@@ -25,7 +25,6 @@ SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 
 @pytest.fixture
 def track(asyncrl: Callable[..., Done]) -> Callable[..., Done]:
-    """Run `asyncrl track` in this process."""
     return partial(asyncrl, "track")
 
 
@@ -50,10 +49,7 @@ def test_track_sends_the_missing_data_once(track: Track, run: RunDirectory, tmp_
     assert (first.code, first.err) == (0, "")
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
-    assert first.out.splitlines() == [
-        f"to       {uri}",
-        f"MLflow   run {mlflow_run} in experiment asyncrl",
-    ]
+    assert first.out.splitlines() == [f"to       {uri}", f"MLflow   run {mlflow_run} in experiment asyncrl"]
     assert track(run.run_id[:-2], "--runs-dir", "runs").out == first.out
     from mlflow.tracking import MlflowClient
 

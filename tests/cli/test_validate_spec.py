@@ -86,10 +86,7 @@ class Task:
         ("tracking.monitors=[my_code:Task,my_code:Nothing]", "tracking.monitors.1: module my_code"),
         ("data.train.path=my_code:rows", "data.train.path: module my_code"),
         ("data.train.path=[my_code:agent,my_code:rows]", "data.train.path.1: module my_code"),
-        (
-            'task={use: command, options: {command: x, reward: "my_code:f"}}',
-            "task.options.reward: module my_code",
-        ),
+        ('task={use: command, options: {command: x, reward: "my_code:f"}}', "task.options.reward: module my_code"),
         ("task={use: 'my_code:Task', options: {reward: 'any:text', url: 'judge:port'}}", ""),
     ],
 )
@@ -164,10 +161,6 @@ def test_several_specs_are_checked_together(asyncrl: Command) -> None:
     assert (code, err, [spec["valid"] for spec in json.loads(out)]) == (2, "", [True, False])
     assert asyncrl("validate-spec", QUICKSTART, QUICKSTART)[0] == 0
     assert asyncrl("validate-spec", QUICKSTART, QUICKSTART, "--resolved")[0] == 2
-
-
-def test_version(asyncrl: Command) -> None:
-    assert asyncrl("--version")[1].startswith("asyncrl ")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["validate-spec", QUICKSTART]])

@@ -139,10 +139,6 @@ FILES = {
 }
 
 
-def test_the_spec_itself_can_run(check: Callable[[str], None]) -> None:
-    check("")
-
-
 @pytest.mark.parametrize(("override", "location", "hint"), WRONG, ids=[override for override, _, _ in WRONG])
 def test_impossible_settings_are_refused_with_location_and_hint(
     check: Callable[[str], None], override: str, location: str, hint: str

@@ -54,10 +54,7 @@ OUTPUTS = {
     ),
 }
 CORE = {"vllm.v1.engine.utils.CoreEngineProcManager.__init__": ("get_mp_context()", "context.Process")}
-EXPRESSIONS = {
-    "rollout/vllm_sampler.py": SAMPLER,
-    "rollout/vllm_core.py": OUTPUTS | CORE,
-}
+EXPRESSIONS = {"rollout/vllm_sampler.py": SAMPLER, "rollout/vllm_core.py": OUTPUTS | CORE}
 """For each of our files and function of vLLM: expressions in that function which our file relies on."""
 
 

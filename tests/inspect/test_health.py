@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.inspect.health import RULES, HealthWatch, health, teaching_groups
+from asyncrl_cli.inspect.health import HealthWatch, health, teaching_groups
 
 SPEC: dict[str, Any] = {
     "algorithm": {"advantage": "group_norm", "uniform_groups": "skip", "reward_coef": 1.0},
@@ -157,10 +157,7 @@ GOOD: dict[str, tuple[dict[str, Any], Callable[[int], Changes]]] = {
         spec(model={"init": {}, "warm_start": None}),
         lambda _: rewards(0.03, std=0.05, correct=0.0) | {"response/truncated_ratio": 0.95},
     ),
-    "filter": (
-        spec(data={"filter": {"solved_streak": 1}}),
-        lambda step: rewards(0.9 - 0.7 * (step > 20)),
-    ),
+    "filter": (spec(data={"filter": {"solved_streak": 1}}), lambda step: rewards(0.9 - 0.7 * (step > 20))),
     "rejected groups": (
         spec(algorithm={"uniform_groups": "reject"}),
         lambda step: rewards(0.8 - 0.6 * (step > 20), uniform=0.0),
@@ -276,7 +273,3 @@ def test_findings_change_only_in_their_last_step(simulated: list[Metrics], run_s
 def test_specs_that_no_run_writes_raise_nothing(sections: dict[str, Any]) -> None:
     equal = HEALTHY | {"reward/uniform_groups": 1.0}
     assert health([HEALTHY] * 3 + [equal] * 20, sections)
-
-
-def test_rules_have_different_names() -> None:
-    assert len({rule.name for rule in RULES}) == len(RULES) >= 10

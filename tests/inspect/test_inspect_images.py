@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sqlite3
 from pathlib import Path
 
 from PIL import Image as Pillow
@@ -20,9 +21,20 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.data.pictures import picture
-from tests.journal.buffer_stand_ins import rollout
+from tests.journal.buffer_stand_ins import commit, rollout
 
 SETTINGS = BufferSettings(1, 1, 1, "wait", 10, 1, False)
+
+
+def journal_with(folder: Path, candidate: Candidate) -> sqlite3.Connection:
+    """A journal in which a batch has a group of one rollout."""
+    book = DurableLedger(folder / FILE, SETTINGS)
+    book.admit([candidate])
+    book.record([rollout("0-0")], [Outcome("0-0", Scored(1.0))])
+    assert book.take(0) is None
+    commit(book)
+    book.journal.close()
+    return open_for_reading(folder / FILE)
 
 
 def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
@@ -30,15 +42,9 @@ def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
     content = (
         {"role": "user", "content": [{"type": "image", "image": red.digest}, {"type": "text", "text": "what?"}]},
     )
-    book = DurableLedger(tmp_path / FILE, SETTINGS)
-    prompt = Prompt("p", content, {}, (red,))
-    loader = {"epoch": 0, "position": 1}
-    book.admit([Candidate(1, prompt, (5, 6, 6, 7), loader, (PlacedImage(red, 1, 2),))])
-    book.record([rollout("0-0")], [Outcome("0-0", Scored(1.0))])
-    book.journal.commit(book.journal.noted())
-    book.journal.close()
-
-    page = rollout_page(RunDirectory(tmp_path), open_for_reading(tmp_path / FILE), "0-0")
+    prompt, loader = Prompt("p", content, {}, (red,)), {"epoch": 0, "position": 1}
+    journal = journal_with(tmp_path, Candidate(1, prompt, (5, 6, 6, 7), loader, (PlacedImage(red, 1, 2),)))
+    page = rollout_page(RunDirectory(tmp_path), journal, "0-0")
     assert any(f"[image {red.digest}]what?" in line for line in page.lines)
     assert page.document["images"] == [{"image": red.digest, "start": 1, "tokens": 2}]
     json.dumps(page.document)
@@ -48,15 +54,8 @@ def test_a_rollouts_page_names_its_images(tmp_path: Path) -> None:
 def test_report_shows_small_copies_of_a_rollouts_images(tmp_path: Path) -> None:
     large = Image.from_bytes(picture("green", 2 * IMAGE_SIDE, IMAGE_SIDE))
     content = ({"role": "user", "content": [{"type": "image", "image": large.digest}]},)
-    book = DurableLedger(tmp_path / FILE, SETTINGS)
-    candidate = Candidate(1, Prompt("p", content, {}, (large,)), (5, 6), {"epoch": 0, "position": 1})
-    book.admit([candidate])
-    book.record([rollout("0-0")], [Outcome("0-0", Scored(1.0))])
-    assert book.take(0) is None
-    book.journal.commit(book.journal.noted())
-    book.journal.close()
-
-    shown, *_ = samples(open_for_reading(tmp_path / FILE), None)
+    prompt = Prompt("p", content, {}, (large,))
+    shown, *_ = samples(journal_with(tmp_path, Candidate(1, prompt, (5, 6), {"epoch": 0, "position": 1})), None)
     (url,) = shown.images
     start, _, encoded = url.partition(",")
     assert start == "data:image/png;base64"

@@ -116,7 +116,7 @@ def test_page_of_an_unhealthy_run_says_so_first_and_gives_no_advice_on_speed(run
     assert summary.headline.endswith(f", {wall_time} in all") and summary.headline in found.text["p"]
     questions = found.text["dt"]
     assert questions.split("?")[:-1] == [
-        *("Is it healthy", "Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
+        *("Is it healthy", "Did it learn", "What limited its speed", "Was it ever too stale", "What failed")
     ]
     answers = found.text["dd"]
     assert re.match(r"No: .*, since step \d+\. Usual cause: .*\. Remedy: .* \(\w+\)\.", answers)
@@ -183,9 +183,6 @@ JSON = st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False)
 def test_embedded_json_closes_no_script(value: Any) -> None:
     text = embedded(value)
     assert "<" not in text and json.loads(text) == value
-
-
-# -- texts
 
 
 # -- charts

@@ -94,7 +94,6 @@ def episode(sequences: Iterable[Rollout]) -> Rollout:
 
 
 def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
-    """Join segments that follow each other from token 0."""
     so_far = rollout(rollout_id, ())
     for segment in segments:
         assert segment.rollout_id == rollout_id
@@ -107,10 +106,7 @@ def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
 
 def tokens(of: Rollout) -> tuple[str, Any, ...]:
     """A rollout's id and the bits of its arrays, to be compared."""
-    return (
-        of.rollout_id,
-        *((array.dtype.str, array.tobytes()) for array in (of.ids, of.logprobs, of.versions)),
-    )
+    return (of.rollout_id, *((array.dtype.str, array.tobytes()) for array in (of.ids, of.logprobs, of.versions)))
 
 
 def contents(of: Rollout) -> tuple[Any, ...]:
@@ -140,7 +136,6 @@ def publish_record(version: int, step: int) -> PublishRecord:
 
 
 def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Rollout]:
-    """The rollouts of a group."""
     return [rollout(training_rollout_id(group_id, index), versions) for index in range(SETTINGS.group_size)]
 
 
@@ -155,12 +150,10 @@ def fill(book: DurableLedger, first: int) -> tuple[Group, ...]:
 
 
 def commit(book: DurableLedger) -> None:
-    """Commit all noted events."""
     book.journal.commit(book.journal.noted())
 
 
 def finish(book: DurableLedger, *group_ids: int) -> None:
-    """Record and score all rollouts of groups."""
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)

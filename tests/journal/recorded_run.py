@@ -137,7 +137,6 @@ class RecordedRun:
         )
 
     def commit(self) -> None:
-        """Commit all noted events."""
         self.book.journal.commit(self.book.journal.noted())
 
     def _started(self, group_id: int) -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import (
-    PROMPT_IDS,
-    SETTINGS,
-    commit,
-    fill,
-    group_outcomes,
-    pieces,
-    rollout,
-)
+from buffer_stand_ins import PROMPT_IDS, SETTINGS, commit, fill, group_outcomes, pieces, rollout
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import JournalError

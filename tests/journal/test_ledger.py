@@ -52,24 +52,6 @@ def four_long_groups(on_stale: OnStale) -> Ledger:
     return ledger
 
 
-def staleness_of_a_slow_trainer(ahead: int | None) -> list[int]:
-    """Two engine slots each finish two groups while the trainer trains one batch of two groups."""
-    ledger = made_ledger(groups_per_step=2, max_staleness=8, ahead=ahead)
-    staleness: list[int] = []
-    for _ in range(40):
-        for _ in range(2):
-            admit(ledger, min(ledger.room(), 2 - len(ledger.running)))
-            finish(ledger, *ledger.running)
-        staleness += train(ledger).staleness
-    return staleness
-
-
-def test_groups_do_not_wait_for_a_slow_trainer() -> None:
-    assert max(staleness_of_a_slow_trainer(ahead=None)) == 8
-    assert max(staleness_of_a_slow_trainer(ahead=2)) == 1
-    assert max(staleness_of_a_slow_trainer(ahead=1)) == 0
-
-
 def test_a_running_group_that_would_be_late_is_waited_for() -> None:
     ledger = four_long_groups("wait")
     assert blocked(ledger) == Blocked("missing", finished=2, batch_size=2, missing_groups=(0, 1))
@@ -102,20 +84,6 @@ def test_requeue_replaces_only_groups_that_block_the_batch() -> None:
     with pytest.raises(LedgerError, match="not running"):
         ledger.finish(0)
     assert train(ledger).group_ids == (6, 7)
-
-
-def test_nothing_is_requeued_while_the_batch_is_not_full_anyway() -> None:
-    ledger = made_ledger(groups_per_step=2, publish_every=1, max_staleness=2, on_stale="requeue")
-    admit(ledger, 6)
-    finish(ledger, 4, 5)
-    train(ledger)
-    admit(ledger, 2)
-    ledger.finish(6)
-    assert blocked(ledger).blocker == "groups"
-    assert ledger.overdue() == ()
-    assert "1 of 2" in str(blocked(ledger))
-    ledger.finish(7)
-    assert ledger.overdue() == (0, 1)
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "train"])
@@ -228,10 +196,7 @@ def test_restore_refuses_a_snapshot_that_contradicts_itself(change: dict[str, An
         Ledger.restore(ledger.settings, replace(snapshot, **change))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [(0, 1, 0), (1, 0, 0), (1, 1, -1), (1, 1, 0, "drop"), (1, 1, 0, "wait", -1)],
-)
+@pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1), (1, 1, 0, "drop"), (1, 1, 0, "wait", -1)])
 def test_settings_out_of_range_are_refused(arguments: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match=r"at least|is one of"):
         made_ledger(*arguments)  # type: ignore[arg-type]

@@ -260,11 +260,7 @@ def batches_without_staleness(every: int, uniform: set[int], order: list[float])
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    every=st.integers(1, 3),
-    uniform=st.sets(st.integers(0, 20), max_size=6),
-    order=st.permutations(range(11)),
-)
+@given(every=st.integers(1, 3), uniform=st.sets(st.integers(0, 20), max_size=6), order=st.permutations(range(11)))
 def test_without_staleness_batches_depend_only_on_the_groups(every: int, uniform: set[int], order: list[float]) -> None:
     kept = [group_id for group_id in range(40) if group_id not in uniform]
     expected = [tuple(kept[i : i + 3]) for i in range(0, 18, 3)]

@@ -65,10 +65,7 @@ def lengths(mean: float = 60.0, sigma: float = 0.8, cut: int = 300, number: int 
 
 
 COSTS = Costs(
-    EngineCost(0.005, 1e-4),
-    TrainerCost(0.1, 1e-4),
-    PublishCost(0.05, 0.1, 0.03),
-    Overheads(0.01, 0.02, 0.01),
+    EngineCost(0.005, 1e-4), TrainerCost(0.1, 1e-4), PublishCost(0.05, 0.1, 0.03), Overheads(0.01, 0.02, 0.01)
 )
 
 

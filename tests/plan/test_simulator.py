@@ -10,15 +10,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from asyncrl_cli.journal.staleness import mean_age
-from asyncrl_cli.plan.costs import (
-    Costs,
-    EngineCost,
-    Overheads,
-    PublishCost,
-    TrainerCost,
-    iterations_in,
-    seconds_of,
-)
+from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost, iterations_in, seconds_of
 from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength, truncated
 from asyncrl_cli.plan.prediction import with_bound
 from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate

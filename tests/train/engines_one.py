@@ -1,21 +1,16 @@
-"""One rank that trains the same small model by engines of several settings: the program of test_zero_engines.py.
+"""The program of test_zero_engines.py: a rank trains the same small model by engines of several settings.
 
-python engines_one.py OUT.pt RANK PORT [KEY=VALUE ...]
-
-Saves, for each setting, the results of every update, the gradient's norm by autograd, and the final weights.
+The result has, for each setting, the results of every update, the gradient's norm by autograd, and the final weights.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from train_one import SPEC
+from ranks import Rank
 
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model import chunked_logprobs
@@ -30,39 +25,35 @@ SETTINGS = [
 MICROBATCHES = 2
 
 
-def main() -> None:
-    out, rank, port, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
-    os.environ.update(ds.trainer_environment(spec))
-    import torch
-
+def main(rank: Rank) -> dict[Any, Any]:
     from asyncrl_cli.train.model.initial import build_initial_model
 
-    torch.set_num_threads(1)
     chunked_logprobs.CHUNK_NUMBERS = 500  # every pass has several chunks
-    folder = Path(f"{out}.model")
+    spec, folder = rank.spec, Path(f"{rank.out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
-    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    rank.join()
     results: dict[Any, Any] = {}
     norm = norm_by_hand(spec, folder)
     for setting in SETTINGS:
-        trainer = spec.trainer.model_copy(update=setting)
-        changed = spec.model_copy(update={"trainer": trainer})
+        changed = with_trainer(spec, **setting)
         results[tuple(setting.values())] = {
-            "spoilt": train(changed, folder, int(rank), ["good", "loss", "good", "gradient", "good"]),
-            "good": train(changed, folder, int(rank), ["good"] * 3),
+            "spoilt": train(changed, folder, rank.number, ["good", "loss", "good", "gradient", "good"]),
+            "good": train(changed, folder, rank.number, ["good"] * 3),
             "norm": norm,
         }
     slow = spec.trainer.optimizer.model_copy(update={"learning_rate": 1e-4})
     for stage in range(4):
-        trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16", "optimizer": slow})
-        changed = spec.model_copy(update={"trainer": trainer})
-        results["slow", stage] = train(changed, folder, int(rank), ["good"] * 7, keep=(0, 1))
+        changed = with_trainer(spec, zero_stage=stage, dtype="bfloat16", optimizer=slow)
+        results["slow", stage] = train(changed, folder, rank.number, ["good"] * 7, keep=(0, 1))
     for stage in (2, 3):
-        trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16"})
-        results["summed", stage] = summed(spec.model_copy(update={"trainer": trainer}), folder, int(rank))
-    torch.save(results, out)
+        changed = with_trainer(spec, zero_stage=stage, dtype="bfloat16")
+        results["summed", stage] = summed(changed, folder, rank.number)
+    return results
+
+
+def with_trainer(spec: ExperimentSpec, **changes: Any) -> ExperimentSpec:
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
 
 
 def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:
@@ -166,7 +157,3 @@ def norm_by_hand(spec: ExperimentSpec, folder: Path) -> float:
             ((policy(ids, mask) * weights).sum() / spec.trainer.ranks).backward()
     squares = sum(each.grad.double().square().sum().item() for each in policy.parameters() if each.grad is not None)
     return float(squares**0.5)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,18 @@
-"""One of four ranks that divide the experts of small models: the program of test_expert_parallel.py.
+"""The program of test_expert_parallel.py: four ranks divide the experts of small models.
 
-python experts_one.py OUT.pt RANK PORT [KEY=VALUE ...]
-
-Saves, for each setting, the first log-probs, the gradients' norms, the final weights, and this rank's elements of them
-as engines get them; rank 0 also saves the results of one process without DeepSpeed.
+The result has, for each setting, the first log-probs, the gradients' norms, the final weights, and this rank's elements
+of them as engines get them. Rank 0 also has the results of one process without DeepSpeed.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
+from ranks import Rank
 from sequence_one import ROUTED, SMALL
-from train_one import SPEC
 
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.rules.model import DIVIDED
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
@@ -45,24 +40,18 @@ two parts, two ranks have the same experts."""
 UPDATES = 3
 
 
-def main() -> None:
-    out, rank, port, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
-    os.environ.update(ds.trainer_environment(spec))
-    import torch
-
-    torch.set_num_threads(1)
-    folders = {name: Path(f"{out}.{name}") for name in ARCHITECTURES}
-    for name, folder in folders.items():  # before ranks join: afterwards only rank 0 would write it
+def main(rank: Rank) -> dict[Any, Any]:
+    folders = {name: Path(f"{rank.out}.{name}") for name in ARCHITECTURES}
+    for name, folder in folders.items():
         build(name, folder)
-    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
+    rank.join()
     results: dict[Any, Any] = {}
-    settings = {setting: changed(spec, setting) for setting in SETTINGS}
-    if int(rank) == 0:
-        results |= {("by hand", *setting): by_hand(own, folders[setting[0]]) for setting, own in settings.items()}
-    for setting, own in settings.items():
-        results[setting] = train(own, folders[setting[0]], int(rank))
-    torch.save(results, out)
+    specs = {setting: changed(rank.spec, setting) for setting in SETTINGS}
+    if rank.number == 0:
+        results |= {("by hand", *setting): by_hand(spec, folders[setting[0]]) for setting, spec in specs.items()}
+    for setting, spec in specs.items():
+        results[setting] = train(spec, folders[setting[0]], rank.number)
+    return results
 
 
 def changed(spec: ExperimentSpec, setting: tuple[str, str]) -> ExperimentSpec:
@@ -167,7 +156,3 @@ def by_hand(spec: ExperimentSpec, folder: Path) -> dict[str, Any]:
         "norms": norms,
         "full": {name: tensor.detach() for name, tensor in model.state_dict().items()},
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,12 @@
-"""One rank that loads saved models: the program of test_loading.py.
+"""The program of test_loading.py: a rank loads saved models.
 
-python loading_one.py OUT.pt RANK PORT MODELS [KEY=VALUE ...]
-
-Saves, for each model, ZeRO stage and dtype, which weights or buffers differ from ``from_pretrained``; the message for a
-damaged model; and the private memory for loading the largest model, weight by weight and by
-transformers alone.
+The result has, for each model, ZeRO stage and dtype, which weights or buffers differ from ``from_pretrained``; the
+message for a damaged model; and the private memory for loading the largest model, weight by weight and by transformers
+alone.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,10 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from train_one import SPEC
+from ranks import Rank
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model.lora import gathered
@@ -30,35 +25,28 @@ MEMORY, BROKEN = "memory", "broken"
 """Models in the folder that are not compared with transformers."""
 
 
-def main() -> None:
-    out, rank, port, models, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
-    os.environ.update(ds.trainer_environment(spec))
-    import torch
-
-    torch.set_num_threads(1)
-    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
-    sharded = spec.trainer.model_copy(update={"zero_stage": 3})
+def main(rank: Rank, models: Path) -> dict[Any, Any]:
+    rank.join()
+    sharded = rank.spec.trainer.model_copy(update={"zero_stage": 3})
     results: dict[Any, Any] = {}
-    ds.load_model(sharded, str(Path(models) / "qwen3_moe"))  # loads lazily imported code
+    ds.load_model(sharded, str(models / "qwen3_moe"))  # loads lazily imported code
     kept = []
     for streamed in (ds.streamed, nullcontext):
         with patch.object(ds, "streamed", streamed):
-            taken = own_memory(lambda: kept.append(ds.load_model(sharded, str(Path(models) / MEMORY))))
+            taken = own_memory(lambda: kept.append(ds.load_model(sharded, str(models / MEMORY))))
         results[MEMORY, streamed is nullcontext] = taken
         kept.clear()
-    for folder in sorted(Path(models).iterdir()):
+    for folder in sorted(models.iterdir()):
         if folder.name in (MEMORY, BROKEN):
             continue
         for stage, dtype in ((0, "float32"), (3, "float32"), (3, "bfloat16")):
-            trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": dtype})
+            trainer = rank.spec.trainer.model_copy(update={"zero_stage": stage, "dtype": dtype})
             results[folder.name, stage, dtype] = differences(trainer, str(folder))
-    if (Path(models) / BROKEN).is_dir():
-        try:
-            ds.load_model(sharded, str(Path(models) / BROKEN))
-        except UserError as error:
-            results[BROKEN] = str(error)
-    torch.save(results, out)
+    try:
+        ds.load_model(sharded, str(models / BROKEN))
+    except UserError as error:
+        results[BROKEN] = str(error)
+    return results
 
 
 def differences(trainer: TrainerSpec, folder: str) -> list[str]:
@@ -112,7 +100,3 @@ def own_memory(work: Callable[[], None]) -> int:
         ended.set()
         watcher.join()
     return max(most, look()) - before
-
-
-if __name__ == "__main__":
-    main()

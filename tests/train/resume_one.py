@@ -1,23 +1,19 @@
-"""One rank of a trainer that starts, or resumes from a checkpoint: the program of test_trainer_checkpoints.py.
+"""The program of test_trainer_checkpoints.py: a rank starts, or resumes from a checkpoint.
 
-python resume_one.py OUT.pt RANK PORT FROM TO FIRST LAST [KEY=VALUE ...]
-
-FROM: a checkpoint's folder, or `-`. TO: where to save a checkpoint before the last step, or `-`; with it the model is
-saved in OUT.pt.saved. Trains the steps from FIRST to LAST. Saves the weights at FROM, at TO and after the last step.
+It trains the steps from ``first`` to ``last``. With ``target`` it saves a checkpoint there before the last step, and
+the model in OUT.saved. The result has the weights before the last step and after it.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from train_one import SPEC, batch
+from ranks import Rank
+from train_one import batch
 
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train import worker as workers
 from asyncrl_cli.train.model.lora import gathered
@@ -26,10 +22,7 @@ SUB_GROUP = 20_000
 """Elements of one part of ZeRO-3's optimizer: few, because the small model must have several parts, like large ones."""
 
 
-def main() -> None:
-    out, rank, port, source, target, first, last, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
-    os.environ.update(ds.trainer_environment(spec))
+def main(rank: Rank, source: Path | None, target: Path | None, first: int, last: int) -> dict[str, Any]:
     import torch
 
     from asyncrl_cli.train.model.initial import build_initial_model
@@ -44,30 +37,29 @@ def main() -> None:
         return made
 
     ds.deepspeed_settings = with_small_parts
-    folder = Path(f"{out}.model")
+    spec, folder = rank.spec, Path(f"{rank.out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
     workers.redirect_output = lambda *_: None  # the test reports the error
-    worker = workers.TrainerWorker(spec, str(Path(out).parent))
-    worker._rank = int(rank)
-    worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source, ".")
+    worker = workers.TrainerWorker(spec, str(rank.folder))
+    worker._rank = rank.number
+    worker.start(str(folder), "127.0.0.1", rank.port, source and str(source), ".")
     # Not the initial state of every process: otherwise equal random numbers later would prove nothing.
-    if source == "-":
+    if source is None:
         for state in (random, np.random):
-            state.seed(1000 + int(rank))
-        torch.manual_seed(2000 + int(rank))
+            state.seed(1000 + rank.number)
+        torch.manual_seed(2000 + rank.number)
 
     def weights() -> dict[str, Any]:
         named = list(worker._model.named_parameters())
         with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
             return {name: parameter.detach().clone() for name, parameter in named}
 
-    steps = range(int(first), int(last) + 1)
-    for step in steps[:-1]:
+    for step in range(first, last):
         worker.train_step(batch(step, spec.pipeline.groups_per_step))
-    if target != "-":
-        worker.save_checkpoint(target, spec.trainer.ranks)
-        worker.save_model(f"{out}.saved", f"{out}.adapter")
+    if target is not None:
+        worker.save_checkpoint(str(target), spec.trainer.ranks)
+        worker.save_model(f"{rank.out}.saved", f"{rank.out}.adapter")
     replica = Replica(worker.layout(), spec.trainer.ranks)
     path = replica.begin(0)
     worker.write(0, [path] * spec.trainer.ranks)
@@ -82,11 +74,7 @@ def main() -> None:
         "weights": weights(),
         "probe": worker._probe(()),
     }
-    worker.train_step(batch(steps[-1], spec.pipeline.groups_per_step))
-    if target != "-":  # after a step that changed everything that was saved
-        worker.write_checkpoint(target)
-    torch.save({**result, "weights_after": weights()}, out)
-
-
-if __name__ == "__main__":
-    main()
+    worker.train_step(batch(last, spec.pipeline.groups_per_step))
+    if target is not None:  # after a step that changed everything that was saved
+        worker.write_checkpoint(str(target))
+    return {**result, "weights_after": weights()}

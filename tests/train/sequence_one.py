@@ -1,22 +1,15 @@
-"""One of two ranks that share the positions of the same rows: the program of test_sequence_parallel.py.
+"""The program of test_sequence_parallel.py: two ranks share the positions of the same rows.
 
-python sequence_one.py OUT.pt RANK PORT [KEY=VALUE ...]
-
-Saves, for each architecture, log-probs and gradients with and without sequence parallelism, or why it was refused.
+The result has, for each architecture, log-probs and gradients with and without sequence parallelism, or why it was
+refused.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import varlen_kernel
-from train_one import SPEC
-
-from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.train import deepspeed_engine as ds
+from ranks import Rank
 
 SMALL: dict[str, Any] = {
     "vocab_size": 99,
@@ -54,21 +47,17 @@ VARLEN = ("qwen3", "mistral, a window in all layers", "qwen3_moe")
 LENGTHS = (13, 6, 9, 2)
 
 
-def main() -> None:
-    out, rank, port, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
-    os.environ.update(ds.trainer_environment(spec))
+def main(rank: Rank) -> dict[Any, Any]:
     import torch
 
     from asyncrl_cli.core.errors import UserError
     from asyncrl_cli.train.model.policy import Policy
     from asyncrl_cli.train.model.sequence_parallel import sequence_group
 
-    torch.set_num_threads(1)
-    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
-    sequence = sequence_group(spec.trainer)
+    rank.join()
+    sequence = sequence_group(rank.spec.trainer)
     assert sequence is not None
-    results: dict[str, Any] = {}
+    results: dict[Any, Any] = {}
     for name, (kind, changes) in ARCHITECTURES.items():
         model = model_of(kind, changes)
         for packing in (False, True):
@@ -89,7 +78,7 @@ def main() -> None:
             torch.distributed.all_reduce(gradient)
             results[name, "varlen"] = results[name, True] | {"shared": (own, gradient)}
     assert varlen_kernel.LONGEST
-    torch.save(results, out)
+    return results
 
 
 def model_of(kind: str, changes: dict[str, Any], attention: str = "sdpa") -> Any:
@@ -115,7 +104,3 @@ def scored(policy: Any) -> tuple[Any, Any]:
     ((logprobs + 0.3 * entropies) * torch.randn(ids.shape, generator=generator)).sum().backward()
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in policy.parameters()]
     return torch.stack([logprobs, entropies]).detach(), torch.cat([each.flatten() for each in gradients])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,17 @@
-"""One rank that writes its shard of the same small models under several settings: the program of test_shards.py.
+"""The program of test_shards.py: a rank writes its shard of the same small models under several settings.
 
-python shards_one.py OUT.pt RANK PORT [KEY=VALUE ...]
-
-Saves, for each setting, this rank's elements of every weight as engines get them, and the gathered full weights.
+The result has, for each setting, this rank's elements of every weight as engines get them, and the gathered full
+weights.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from train_one import SPEC
+from ranks import Rank
 
 from asyncrl_cli.spec.inputs import LoraSpec
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model.lora import full_weights, gathered
 
@@ -41,21 +37,17 @@ SIZES = {
 """The number of elements of most weights is not divisible by three."""
 
 
-def main() -> None:
-    out, rank, port, *overrides = sys.argv[1:]
-    spec = load_spec(SPEC, [f"runs_dir={Path(out).parent}", *overrides]).spec
-    os.environ.update(ds.trainer_environment(spec))
+def main(rank: Rank) -> dict[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.set_num_threads(1)
-    folders = {tied: Path(f"{out}.{tied}") for tied in (True, False)}
-    for tied, folder in folders.items():  # before ranks join: afterwards only rank 0 would write it
+    folders = {tied: Path(f"{rank.out}.{tied}") for tied in (True, False)}
+    for tied, folder in folders.items():
         torch.manual_seed(0)
         config = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=tied)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
-    torch.save({setting: written(spec, folders[setting[4]], int(rank), setting) for setting in SETTINGS}, out)
+    rank.join()
+    return {setting: written(rank.spec, folders[setting[4]], rank.number, setting) for setting in SETTINGS}
 
 
 def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, str, bool]) -> Any:
@@ -101,7 +93,3 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
             full = {name: matrix.detach().to(to).clone() for name, matrix in matrices}
     engine.destroy()
     return memory, again, full
-
-
-if __name__ == "__main__":
-    main()

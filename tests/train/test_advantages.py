@@ -166,19 +166,6 @@ def test_turns_are_compared_with_the_same_turn_of_others_that_have_it(
         assert not np.delete(found[:, turn], having).any()
 
 
-@settings(deadline=None)
-@given(rewards=REWARDS)
-def test_rollouts_of_one_turn_have_the_advantages_of_their_group(rewards: np.ndarray) -> None:
-    rows, baseline = torch.from_numpy(rewards), ADVANTAGES["group_norm"]
-    assert torch.equal(turn_advantages(rows[..., None], 0.5, baseline)[..., 0], baseline(rows))
-
-
-def test_ending_and_continuing_for_the_same_return_are_equally_good() -> None:
-    """A rollout gets 1 in its only turn, or in its second one. With a baseline for each turn's own reward, the first
-    turn of the longer rollout would be worse: 0 - 0.5 there, and 1 - 1 in the turn that only it has."""
-    assert not turn_advantages(padded([[[1.0], [0.0, 1.0]]]), 1.0, ADVANTAGES["group_mean"]).any()
-
-
 def test_masked_rollouts_have_no_turn() -> None:
     turns, baseline = padded([[[1.0, 0.0], [0.0, 3.0], [2.0]], [[0.0], [5.0], [5.0]]]), ADVANTAGES["group_mean"]
     masked = turns.clone()

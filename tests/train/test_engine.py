@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ranks import assert_equal, train_ranks
+from ranks import assert_equal, assert_equal_weights, train_ranks
 
 from tests.small_models import INIT
 
@@ -48,7 +47,6 @@ DIFFERENT = (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Weights and metrics for each setting."""
     from asyncrl_cli.spec.inputs import ModelInit
     from asyncrl_cli.train.model.initial import build_initial_model
 
@@ -89,8 +87,7 @@ def test_settings_that_change_the_objective_change_the_weights(results: dict[str
 
 def test_a_teacher_of_another_size_is_sharded_like_the_policy(results: dict[str, dict[str, Any]]) -> None:
     one, two = results["one rank, teacher"], results["two ranks, teacher"]
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+    assert_equal_weights(two, one)
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
     assert abs(one["metrics"]["train/kl_reference"]) > 1e-3, "the first step would be at 0 from the initial model"
 
@@ -118,10 +115,7 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
     one = trained(tmp_path / "one", *overrides)
     ranks = ("trainer.ranks=4", "trainer.sequence_parallel=2", "trainer.zero_stage=3")
     two = trained(tmp_path / "two groups", *overrides, *ranks)
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(
-            two["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name
-        )  # Adam enlarges what rounds
+    assert_equal_weights(two, one, atol=5e-5)  # Adam enlarges what rounds
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
 
@@ -139,7 +133,5 @@ def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Pat
         results.append(trained(tmp_path / str(len(results)), *routed, *ranks, *(settings if ranks else ())))
     one, *others = results
     for other in others:
-        assert other["weights"].keys() == one["weights"].keys()
-        for name, weight in one["weights"].items():
-            torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+        assert_equal_weights(other, one)
         assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)

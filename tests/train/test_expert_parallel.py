@@ -19,10 +19,8 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("experts")
-    run_ranks("experts_one.py", folder, (f"trainer.ranks={RANKS}", "trainer.optimizer.learning_rate=0.001"))
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return run_ranks("experts_one", folder, (f"trainer.ranks={RANKS}", "trainer.optimizer.learning_rate=0.001"))
 
 
 @pytest.mark.stack

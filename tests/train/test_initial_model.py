@@ -10,11 +10,7 @@ import torch
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.train.model.initial import (
-    build_initial_model,
-    write_model_stub,
-    write_weights,
-)
+from asyncrl_cli.train.model.initial import build_initial_model, write_model_stub, write_weights
 from tests.small_models import INIT
 
 pytestmark = pytest.mark.slow

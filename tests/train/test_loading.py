@@ -42,10 +42,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.rotating), 2])
 def results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("loading")
-    run_ranks("loading_one.py", folder, (f"trainer.ranks={request.param}",), models)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
+    return run_ranks("loading_one", folder, (f"trainer.ranks={request.param}",), models)
 
 
 def test_it_is_the_model_that_transformers_loads(results: Any) -> None:

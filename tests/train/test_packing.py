@@ -100,8 +100,7 @@ def row(prompt: int, response: int, seed: int = 0, sampled: list[bool] | None = 
 
 @settings(deadline=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5),
-    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5), seed=st.integers(0, 10**6)
 )
 def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
     rows = [row(prompt, response, seed + i) for i, (prompt, response) in enumerate(sizes)]

@@ -95,17 +95,6 @@ def test_loss_and_gradient_match_the_paper(
     assert (error <= 1e-5 * (np.abs(expected) + size) + 1e-7)[mask].all()
 
 
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
-@settings(deadline=None)
-@given(**SIZES)
-def test_on_the_proximal_policy_all_are_reinforce(name: str, seed: int, rows: int, tokens: int, spread: float) -> None:
-    case = matrices(seed, rows, tokens, spread)
-    case["logprobs"] = case["proximal"]
-    found, gradient = evaluated(name, case, SETTINGS["plain"])
-    np.testing.assert_allclose(gradient.numpy(), np.where(case["mask"], -case["advantages"], 0), rtol=1e-6)
-    assert not (found.clipped_low | found.clipped_high).numpy()[case["mask"]].any()
-
-
 def test_the_loss_in_the_docs_has_a_tenth_of_the_gradient_outside_the_edges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,14 +21,7 @@ from asyncrl_cli.train.deepspeed_engine import recompute_activations
 from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow, microbatch
-from asyncrl_cli.train.prefix_trees import (
-    PrefixTree,
-    TreeLayout,
-    plan_trees,
-    single_rows,
-    trees_of_update,
-    windows_of,
-)
+from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout, plan_trees, single_rows, trees_of_update, windows_of
 from tests.train.test_policy import ARCHITECTURES, make
 
 pytestmark = pytest.mark.slow

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.data.tokenizer import character_tokenizer
-from asyncrl_cli.train.model.probe import (
-    LEAST_TOKENS,
-    PROBE_TOKENS,
-    PROMPTS,
-    TOKENS_OF_EACH,
-    probe_ids,
-    prompt_tokens,
-)
+from asyncrl_cli.train.model.probe import LEAST_TOKENS, PROBE_TOKENS, PROMPTS, TOKENS_OF_EACH, probe_ids, prompt_tokens
 
 TOKENIZER = character_tokenizer(256)
 IDS = st.lists(st.integers(3, 98), min_size=1, max_size=60)

@@ -20,11 +20,9 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("sequence")
     spec = ("trainer.ranks=2", "trainer.sequence_parallel=2", "model.init.config.num_attention_heads=4")
-    run_ranks("sequence_one.py", folder, spec)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_ranks("sequence_one", folder, spec)
 
 
 CASES = [(name, packing) for name in ARCHITECTURES if name not in REFUSED for packing in (False, True)]

@@ -16,10 +16,8 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module", params=[*(pytest.param(ranks, marks=pytest.mark.rotating) for ranks in (1, 2)), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("shards")
-    run_ranks("shards_one.py", folder, (f"trainer.ranks={request.param}",))
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
+    return run_ranks("shards_one", folder, (f"trainer.ranks={request.param}",))
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from train_one import SPEC, batch
+from ranks import SPEC
+from train_one import batch
 
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster

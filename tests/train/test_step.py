@@ -123,12 +123,10 @@ VARIANTS = [
 
 
 def squares(rewards: torch.Tensor) -> torch.Tensor:
-    """A user's own estimator."""
     return rewards.square() - 1.0
 
 
 def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: Any) -> Any:
-    """A user's own loss."""
     from asyncrl_cli.train.algorithms.policy_loss import TokenLosses
 
     nothing = torch.zeros_like(mask)

@@ -66,10 +66,9 @@ def losses_of_transformers(folder: Path, rows_of_updates: list[SupervisedBatch])
 
 def train(folder: Path, model: Path, rows: list[SupervisedBatch], *settings: tuple[str, ...]) -> list[dict[str, Any]]:
     folder.mkdir()
-    torch.save(rows, folder / "rows.pt")
-    words = [word for setting in settings for word in (",", *ALONE, *setting)][1:]
-    run_ranks("supervised_one.py", folder, tuple(words), model, folder / "rows.pt")
-    results: list[dict[str, Any]] = torch.load(folder / "rank-0.pt")
+    of_model = ("model.init=null", f"model.path={model}")
+    words = [word for setting in settings for word in (",", *ALONE, *of_model, *setting)][1:]
+    results: list[dict[str, Any]] = run_ranks("supervised_one", folder, tuple(words), rows)[0]
     return results
 
 

@@ -205,23 +205,6 @@ def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation:
     assert expected.abs().max() > 1e-3
 
 
-def test_log_probs_of_context_tokens_change_nothing(policy: Policy) -> None:
-    spec = experiment(pipeline={"weight_update": "recompute"})
-
-    def with_nan(of: Rollout) -> Rollout:
-        logprobs = np.where(of.sampled, of.logprobs, np.float32("nan"))
-        # Tokens after the last sampled one are not read.
-        end = int(np.flatnonzero(of.sampled)[-1]) + 1 if of.sampled.any() else len(of.versions)
-        ids = np.where(np.arange(len(of.versions)) < end, of.ids, 7).astype(np.int32)
-        return replace(of, logprobs=logprobs, ids=ids, branches=tuple(map(with_nan, of.branches)))
-
-    changed = replace(BATCH.groups[0], rollouts=tuple(map(with_nan, ROLLOUTS)))
-    found, trained, loss = gradient(policy, spec, BATCH)
-    again, trained_again, loss_again = gradient(policy, spec, replace(BATCH, groups=(changed,)))
-    assert (trained, loss) == (trained_again, loss_again)
-    assert torch.equal(found, again)
-
-
 def test_a_step_uses_the_recorded_experts_in_all_its_passes(tmp_path: Path) -> None:
     """In an episode, in old log-probs, the reference's and the loss: nothing depends on the routers' own choice."""
     from transformers import AutoModelForCausalLM

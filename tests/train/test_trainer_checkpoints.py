@@ -44,9 +44,8 @@ def train(
     else:
         folder.mkdir()
     overrides = (*BASE, *(f"{key if '.' in key else f'trainer.{key}'}={value}" for key, value in trainer.items()))
-    folders = (source.folder if source else "-", target if saves else "-")
-    run_ranks("resume_one.py", folder, overrides, *folders, first, last)
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(trainer["ranks"])]
+    folders = source.folder if source else None, target if saves else None
+    results = run_ranks("resume_one", folder, overrides, *folders, first, last)
     return results, saved_by(trainer, target) if saves else None
 
 

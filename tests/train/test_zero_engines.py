@@ -16,10 +16,8 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.rotating), 2])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("engines")
-    run_ranks("engines_one.py", folder, (f"trainer.ranks={request.param}", "trainer.optimizer.learning_rate=0.001"))
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
+    return run_ranks("engines_one", folder, (f"trainer.ranks={request.param}", "trainer.optimizer.learning_rate=0.001"))
 
 
 @pytest.mark.parametrize("setting", [tuple(setting.values()) for setting in SETTINGS], ids=str)

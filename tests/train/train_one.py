@@ -1,34 +1,25 @@
-"""Train `stop.steps` on made-up rollouts with one setting after the other: the program of test_engine.py.
+"""The program of test_engine.py: trains `stop.steps` on made-up rollouts with one setting after the other.
 
-python train_one.py OUT.pt RANK PORT [KEY=VALUE ...] [, KEY=VALUE ...]
-
-Saves the weights and the last step's metrics for each setting. The settings, separated by commas, have the same number
-of ranks.
+The result has the weights and the last step's metrics for each setting.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pictures import IMAGE_TOKENS, picture
+from ranks import Rank
 
 from asyncrl_cli.records.experts import UNKNOWN, Experts
 from asyncrl_cli.records.generation import CONTEXT, Rollout
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
-from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
+from asyncrl_cli.train.deepspeed_engine import start_engine
 from asyncrl_cli.train.model.lora import full_weights, gathered
-
-REPLAY = "algorithm.router_replay=true"
-SPEC = Path(__file__).parents[1] / "fixtures/two_ranks.yaml"
 
 
 def sequence(rng: np.random.Generator, name: str, step: int, prompt: tuple[int, ...], episode: bool) -> Rollout:
@@ -105,36 +96,21 @@ def no_numactl() -> None:
     raise AssertionError("DeepSpeed runs numactl, for every micro-batch")
 
 
-def loaded(overrides: list[str]) -> ExperimentSpec:
-    """A spec. It may replay experts, which ``routed`` draws: the rules allow that only with engines on GPUs."""
-    replays = REPLAY in overrides
-    spec = load_spec(SPEC, [override for override in overrides if override != REPLAY]).spec
-    return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"router_replay": replays})})
-
-
-def main() -> None:
-    out, rank, port, *overrides = sys.argv[1:]
-    settings = [list(group) for is_comma, group in groupby(overrides, ",".__eq__) if not is_comma]
-    usual = [f"runs_dir={Path(out).parent}"]
-    specs = [loaded(usual + setting) for setting in settings]
-    os.environ.update(trainer_environment(specs[0]))
-    import torch
+def main(rank: Rank) -> list[dict[str, Any]]:
     from deepspeed.utils import numa
 
     from asyncrl_cli.train.model.initial import build_initial_model
 
-    torch.set_num_threads(1)
     numa.get_numa_cores = no_numactl
-    models = [spec.model.path or spec.model.model_dump_json(include={"init", "max_length"}) for spec in specs]
-    folders = {model: Path(f"{out}.model-{models.index(model)}") for model in models}
-    for spec, model in zip(specs, models, strict=True):  # before ranks join: afterwards only rank 0 would write it
+    models = [spec.model.path or spec.model.model_dump_json(include={"init", "max_length"}) for spec in rank.specs]
+    folders = {model: Path(f"{rank.out}.model-{models.index(model)}") for model in models}
+    for spec, model in zip(rank.specs, models, strict=True):
         if spec.model.init is None:
             folders[model] = Path(model)
         elif not folders[model].exists():
             build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folders[model])
-    join_process_group(int(rank), specs[0].trainer.ranks, "127.0.0.1", int(port), gpu=False)
-    results = [train(spec, str(folders[model]), int(rank)) for spec, model in zip(specs, models, strict=True)]
-    torch.save(results, out)
+    rank.join()
+    return [train(spec, str(folders[model]), rank.number) for spec, model in zip(rank.specs, models, strict=True)]
 
 
 def train(spec: ExperimentSpec, folder: str, rank: int) -> dict[str, Any]:
@@ -173,7 +149,3 @@ def train(spec: ExperimentSpec, folder: str, rank: int) -> dict[str, Any]:
             state = {name: parameter.detach().clone() for name, parameter in named}
     engine.destroy()
     return {"weights": state, "metrics": report.metrics}
-
-
-if __name__ == "__main__":
-    main()
