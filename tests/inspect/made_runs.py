@@ -14,7 +14,7 @@ import pytest
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.plan.prediction import Limit
 from asyncrl_cli.records.generation import training_rollout_id
-from asyncrl_cli.records.groups import BufferSettings, Outcome
+from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.journal import recorded_run
@@ -75,7 +75,6 @@ def made_run(
     situation: Situation,
     steps: int = 12,
     run_id: str = "run-1",
-    of: BufferSettings | None = None,
 ) -> RunDirectory:
     """A run of this many steps in this situation."""
     monkeypatch.setattr(recorded_run, "TRAIN_S", situation.train_s)
@@ -83,14 +82,16 @@ def made_run(
     metrics = recorded_run.METRICS | {"share/engines_busy": situation.engines_busy, "reward/mean": 0.5}
     monkeypatch.setattr(recorded_run, "METRICS", metrics)
     run = make_run(folder, run_id)
+
+    def seconds(group: int) -> float:
+        return situation.straggler_s if situation.straggler_s and group % 7 == 2 else situation.group_s
+
     recorded = ScoredRun(
-        *(
-            run.path / FILE,
-            monkeypatch,
-            of or settings(max_staleness=2),
-            lambda group: situation.straggler_s if situation.straggler_s and group % 7 == 2 else situation.group_s,
-            situation.at_once,
-        ),
+        run.path / FILE,
+        monkeypatch,
+        settings(max_staleness=2),
+        seconds,
+        situation.at_once,
         reward_s=situation.reward_s,
     )
     for _ in range(steps):

@@ -323,14 +323,15 @@ def test_a_running_mean_is_a_mean_of_neighbours(values: list[float | None]) -> N
         assert mean is None or min(known) - 1e-9 <= mean <= max(known) + 1e-9
 
 
-def course(steps: int, **changes: Any) -> Curves:
+def course(**changes: Any) -> Curves:
+    steps = 30
     axis = dict.fromkeys(("steps", "tokens", "hours"), tuple(float(at) for at in range(steps)))
     varied = {name: tuple(at / steps + len(name) for at in range(steps)) for name in SERIES}
     return replace(Curves(axis, varied, {}, {}, max_staleness=2), **changes)
 
 
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:
-    (figure,) = [chart.figure for chart in curve_charts(course(30)) if chart.title == STALENESS]
+    (figure,) = [chart.figure for chart in curve_charts(course()) if chart.title == STALENESS]
     (shape,) = figure.layout.shapes
     assert (shape.y0, shape.y1, shape.label.text) == (2, 2, "bound 2")
     widest, mean = (trace.line.width for trace in figure.data)
@@ -343,7 +344,7 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
         return Points({"steps": at}, (0.5,) * len(at), ((0.4, 0.6),) * len(at))
 
     evaluations = {("greedy", 128): points(10, 20, 30), ("greedy", 512): points(0, 40), ("sampled", 512): points(0, 40)}
-    chart = curve_charts(course(30, accuracy=evaluations))[1]
+    chart = curve_charts(course(accuracy=evaluations))[1]
     assert chart.title == "Held-out accuracy"
     assert [trace.mode for trace in chart.figure.data] == ["lines+markers", "markers", "markers"]
     assert [trace.name for trace in chart.figure.data] == [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ import numpy as np
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import Ledger
 from asyncrl_cli.journal.progress import newest_serial
+from asyncrl_cli.journal.rollout_rows import read_batch
+from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Group, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -157,6 +161,25 @@ def finish(book: DurableLedger, *group_ids: int) -> None:
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)
+
+
+def prune(book: DurableLedger, before_step: int) -> int:
+    """Prune until nothing is left to prune. Returns the number of commits."""
+    commits = 1
+    while book.journal.prune(before_step):
+        commits += 1
+    return commits
+
+
+def batch_in(path: Path, step: int, earlier: bool = False) -> TrainingBatch:
+    """Read a batch through a read-only connection."""
+    with closing(open_for_reading(path)) as connection:
+        return read_batch(connection, step, earlier)
+
+
+def rows_in(path: Path, table: str) -> int:
+    with closing(open_for_reading(path)) as connection:
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
 def one_step(book: DurableLedger) -> None:

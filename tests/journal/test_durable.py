@@ -28,7 +28,7 @@ from buffer_stand_ins import (
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import LedgerError
 from asyncrl_cli.journal.schema import JournalError
-from asyncrl_cli.records.generation import CONTEXT, Segment
+from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -47,11 +47,6 @@ def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
     commit(book)
     book.journal.close()
     return opened(path)
-
-
-def prefix(opening: Opening, group_id: int, index: int, branch: int = 0) -> tuple[Segment, ...]:
-    (group,) = (group for group in opening.groups if group.group_id == group_id)
-    return group.prefixes.get(index, {}).get(branch, ())
 
 
 def test_a_new_journal_starts_at_step_0(path: Path) -> None:
@@ -103,7 +98,7 @@ def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
     one = rollout("0-0", [0] * 9)
     book.grown([*pieces(one, 0, 2), *pieces(one, 4, 6), *pieces(one, 1, 4)])
     book, opening = reopened(book, path)
-    assert tokens(joined("0-0", prefix(opening, 0, 0))) == tokens(part(one, 0, 4))
+    assert tokens(joined("0-0", opening.groups[0].prefixes[0][0])) == tokens(part(one, 0, 4))
     book.record([one])
     book, opening = reopened(book, path)
     assert contents(opening.groups[0].unscored[0]) == contents(one)

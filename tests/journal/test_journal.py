@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 from buffer_stand_ins import (
     SETTINGS,
+    batch_in,
     candidates,
     commit,
     content,
@@ -23,6 +24,7 @@ from buffer_stand_ins import (
     finish,
     one_step,
     pieces,
+    prune,
     publish_record,
     rollout,
 )
@@ -41,7 +43,6 @@ from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from asyncrl_cli.records.training import TrainingBatch
 from tests.conftest import not_writable
 
 pytestmark = pytest.mark.slow
@@ -60,12 +61,6 @@ def book_with_steps(path: Path, steps: int) -> DurableLedger:
     book.grown(pieces(rollout(f"{running[0]}-1")))
     commit(book)
     return book
-
-
-def batch_in(path: Path, step: int, earlier: bool = False) -> TrainingBatch:
-    """Read a batch through a read-only connection."""
-    with closing(open_for_reading(path)) as connection:
-        return read_batch(connection, step, earlier)
 
 
 def count(connection: sqlite3.Connection, table: str) -> int:
@@ -131,19 +126,11 @@ def test_a_lock_of_another_program_is_reported_and_loses_nothing(path: Path, mon
 # -- pruning
 
 
-def pruned(book: DurableLedger, before_step: int) -> int:
-    """Prune until nothing is left to prune. Returns the number of commits."""
-    commits = 1
-    while book.journal.prune(before_step):
-        commits += 1
-    return commits
-
-
 def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
     book = book_with_steps(path, 4)
     batches = [content(book.journal.batch(step)) for step in range(4)]
     snapshot = book.ledger.snapshot()
-    pruned(book, 2)
+    prune(book, 2)
     for step in (0, 1):
         with pytest.raises(LookupError, match=f"the tokens of step {step} are pruned"):
             book.journal.batch(step)
@@ -155,7 +142,7 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
     name = f"{half.group_id}-0"
     assert contents(half.unscored[0]) == contents(rollout(name))
     assert half.prefixes.keys() == {1}
-    pruned(book, 100)
+    prune(book, 100)
     with pytest.raises(LookupError, match="the tokens of step 3 are pruned"):
         book.journal.batch(3)
     finish(book, half.group_id)
@@ -168,8 +155,8 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
 def test_pruning_takes_small_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_file, "PRUNED_AT_ONCE", 2)
     book = book_with_steps(path, 4)
-    assert pruned(book, 3) == 4, "six groups, two at a time, and a last call that finds none"
-    assert pruned(book, 3) == 1
+    assert prune(book, 3) == 4, "six groups, two at a time, and a last call that finds none"
+    assert prune(book, 3) == 1
     assert book.journal.batch(3).step == 3
 
 
@@ -179,7 +166,7 @@ def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     commit(book)
     rows = "SELECT DISTINCT group_id FROM segments ORDER BY group_id"
     assert [g for (g,) in book.journal._connection.execute(rows)] == [0, 1, 2, 3]
-    pruned(book, 1)
+    prune(book, 1)
     assert [g for (g,) in book.journal._connection.execute(rows)] == [3]
     assert count(book.journal._connection, "rollouts") == 8, "their states are still known"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import PROMPT_IDS, SETTINGS, commit, fill, group_outcomes, pieces, rollout
+from buffer_stand_ins import PROMPT_IDS, SETTINGS, commit, fill, group_outcomes, pieces, prune, rollout, rows_in
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import JournalError
@@ -44,12 +44,6 @@ def same(one: Experts | None, other: Experts | None) -> bool:
     assert one is not None
     assert other is not None
     return one.dtype == other.dtype and np.array_equal(one, other)
-
-
-def rows_in(path: Path) -> int:
-    with closing(sqlite3.connect(path)) as connection:
-        (rows,) = connection.execute("SELECT count(*) FROM experts").fetchone()
-    return int(rows)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -93,10 +87,10 @@ def test_tokens_that_are_generated_again_have_the_new_experts(path: Path) -> Non
     book.grown(pieces(first))
     book.grown(pieces(replace(again, experts=None), 0, 2))  # by an engine that does not record experts
     commit(book)
-    assert rows_in(path) == 0
+    assert rows_in(path, "experts") == 0
     book.grown(pieces(again, 2))
     commit(book)
-    assert rows_in(path) == 1
+    assert rows_in(path, "experts") == 1
     book.record([again])
     commit(book)
     book.journal.close()
@@ -108,7 +102,7 @@ def test_tokens_without_experts_write_none_and_pruning_deletes_recorded_experts(
     book, (one, other, *_) = running(path)
     book.record([rollout(f"{one}-{index}", VERSIONS) for index in (0, 1)])
     commit(book)
-    assert rows_in(path) == 0
+    assert rows_in(path, "experts") == 0
     book.record([routed(f"{other}-{index}") for index in (0, 1)])
     for group in (one, other):
         book.score(group_outcomes(group))
@@ -117,9 +111,8 @@ def test_tokens_without_experts_write_none_and_pruning_deletes_recorded_experts(
     plain, with_experts = book.journal.batch(0).groups
     assert plain.rollouts[0].experts is plain.rollouts[0].prompt_experts is None
     assert with_experts.rollouts[0].experts is not None
-    while book.journal.prune(1):
-        pass
-    assert rows_in(path) == 0
+    prune(book, 1)
+    assert rows_in(path, "experts") == 0
 
 
 def test_damaged_experts_are_found(path: Path) -> None:

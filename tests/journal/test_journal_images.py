@@ -9,17 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from buffer_stand_ins import PROMPT_IDS, SETTINGS, candidates, commit, finish, publish_record, rollout
+from buffer_stand_ins import (
+    PROMPT_IDS,
+    SETTINGS,
+    batch_in,
+    candidates,
+    commit,
+    finish,
+    prune,
+    publish_record,
+    rollout,
+    rows_in,
+)
 
 from asyncrl_cli.journal.durable import DurableLedger
-from asyncrl_cli.journal.rollout_rows import read_batch, read_group
+from asyncrl_cli.journal.rollout_rows import read_group
 from asyncrl_cli.journal.schema import JournalError, open_for_reading
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import Candidate, Outcome
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
-from asyncrl_cli.records.training import TrainingBatch
 
 CAT, DOG, SCREEN = (Image.from_bytes(data) for data in (b"cat" * 1000, b"dog" * 1000, b"screen" * 1000))
 
@@ -39,16 +49,6 @@ def book_of(path: Path) -> DurableLedger:
     return book
 
 
-def counted(path: Path, table: str) -> int:
-    with closing(open_for_reading(path)) as connection:
-        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-
-
-def batch_of(path: Path, step: int) -> TrainingBatch:
-    with closing(open_for_reading(path)) as connection:
-        return read_batch(connection, step)
-
-
 def train(book: DurableLedger, serial: int, *images: Image) -> None:
     """Train a step with two groups that have these images."""
     for group in book.admit([pictured(one, *images) for one in candidates(serial, 2)]):
@@ -61,11 +61,11 @@ def train(book: DurableLedger, serial: int, *images: Image) -> None:
 def test_a_batch_has_its_images_in_place_and_each_is_stored_and_pickled_once(path: Path) -> None:
     book = book_of(path)
     train(book, 1, CAT, DOG)
-    batch = batch_of(path, 0)
+    batch = batch_in(path, 0)
     wanted = (PlacedImage(CAT, 0, 1), PlacedImage(DOG, 1, 1))
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     assert [rollout.images for rollout in rollouts] == [wanted] * 4
-    assert counted(path, "images") == 2
+    assert rows_in(path, "images") == 2
     assert pickle.dumps(batch).count(CAT.data) == 1
 
 
@@ -96,11 +96,11 @@ def test_images_of_later_turns_and_branches_are_recorded_with_the_rollout(path: 
     book.record(rollouts, [Outcome(name, Scored(float(name[-1]))) for name in ids])
     assert book.take(0) is None
     commit(book)
-    for group in batch_of(path, 0).groups:
+    for group in batch_in(path, 0).groups:
         for found in group.rollouts:
             assert found.images == (early, late)
             assert found.branches[0].images == (late,)
-    assert counted(path, "images") == 2
+    assert rows_in(path, "images") == 2
 
 
 def test_a_requeued_prompt_keeps_its_images(path: Path) -> None:
@@ -118,15 +118,14 @@ def test_pruning_deletes_images_that_no_kept_group_needs(path: Path) -> None:
     book = book_of(path)
     train(book, 1, CAT, DOG)
     train(book, 3, DOG)
-    while book.journal.prune(1):
-        pass
-    assert counted(path, "images") == 1
+    prune(book, 1)
+    assert rows_in(path, "images") == 1
     with closing(open_for_reading(path)) as connection:
         pruned = read_group(connection, 0)
     assert pruned.prompt.images == () and pruned.prompt_ids == PROMPT_IDS
-    assert [rollout.images for rollout in batch_of(path, 1).groups[0].rollouts] == [(PlacedImage(DOG, 0, 1),)] * 2
+    assert [rollout.images for rollout in batch_in(path, 1).groups[0].rollouts] == [(PlacedImage(DOG, 0, 1),)] * 2
     with pytest.raises(LookupError, match="pruned"):
-        batch_of(path, 0)
+        batch_in(path, 0)
 
 
 @pytest.mark.parametrize(
@@ -146,4 +145,4 @@ def test_damaged_images_are_noticed(path: Path, damage: str) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(damage)
     with pytest.raises((sqlite3.DatabaseError, JournalError), match="image"):
-        batch_of(path, 0)
+        batch_in(path, 0)

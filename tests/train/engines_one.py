@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import Rank
 
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -58,8 +59,6 @@ def with_trainer(spec: ExperimentSpec, **changes: Any) -> ExperimentSpec:
 
 def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:
     """Ids, mask and the weight of every token in the loss, the same for every update."""
-    import torch
-
     generator = torch.Generator().manual_seed(10 * rank + microbatch)
     ids = torch.randint(3, 90, (3 + rank, 12), generator=generator)
     mask = torch.rand(ids.shape, generator=generator) < 0.6
@@ -102,7 +101,6 @@ def train(
 def summed(spec: ExperimentSpec, folder: Path, rank: int) -> float:
     """How far the gradient that ranks have added up is from a sum in float64 of the same bfloat16 gradients, relative
     to its norm."""
-    import torch
     from deepspeed.utils import safe_get_full_grad
 
     from asyncrl_cli.train.model.policy import Policy
@@ -144,7 +142,6 @@ def state(engine: Any) -> list[Any]:
 
 def norm_by_hand(spec: ExperimentSpec, folder: Path) -> float:
     """The norm of the first update's gradient, by autograd on a model that is not sharded."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.train.model.policy import Policy

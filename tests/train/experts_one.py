@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import Rank
 from sequence_one import ROUTED, SMALL
 
@@ -61,7 +62,6 @@ def changed(spec: ExperimentSpec, setting: tuple[str, str]) -> ExperimentSpec:
 
 
 def build(name: str, folder: Path) -> None:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -78,8 +78,6 @@ def rows(spec: ExperimentSpec, group: int, experts: int) -> tuple[Any, dict[str,
     loss, the same for every update. ``group``: of ranks that share sequences. The last one has two tokens: some experts
     get none of them.
     """
-    import torch
-
     last = spec.trainer.ranks // spec.trainer.sequence_parallel - 1
     generator = torch.Generator().manual_seed(group)
     ids = torch.randint(3, 90, (3, 12) if group < last else (1, 3), generator=generator)
@@ -93,8 +91,6 @@ def rows(spec: ExperimentSpec, group: int, experts: int) -> tuple[Any, dict[str,
 
 
 def train(spec: ExperimentSpec, folder: Path, rank: int) -> dict[str, Any]:
-    import torch
-
     from asyncrl_cli.train.shards import engine_layout, shards, write_shard
     from asyncrl_cli.weights.mapped import Copies
 
@@ -125,7 +121,6 @@ def train(spec: ExperimentSpec, folder: Path, rank: int) -> dict[str, Any]:
 
 def by_hand(spec: ExperimentSpec, folder: Path) -> dict[str, Any]:
     """The same updates by autograd and torch's optimizer, on a model that is not divided."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.train.model.policy import Policy

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from ranks import Rank
 
 from asyncrl_cli.core.errors import UserError
@@ -51,7 +52,6 @@ def main(rank: Rank, models: Path) -> dict[Any, Any]:
 
 def differences(trainer: TrainerSpec, folder: str) -> list[str]:
     """Names of the tensors that differ between a loaded model and the model that transformers loads by itself."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, trainer.dtype))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from ranks import Rank
 from train_one import batch
 
@@ -23,8 +24,6 @@ SUB_GROUP = 20_000
 
 
 def main(rank: Rank, source: Path | None, target: Path | None, first: int, last: int) -> dict[str, Any]:
-    import torch
-
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.weights.mapped import MappedReplica
     from asyncrl_cli.weights.replica import Replica

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import varlen_kernel
 from ranks import Rank
 
@@ -48,8 +49,6 @@ LENGTHS = (13, 6, 9, 2)
 
 
 def main(rank: Rank) -> dict[Any, Any]:
-    import torch
-
     from asyncrl_cli.core.errors import UserError
     from asyncrl_cli.train.model.policy import Policy
     from asyncrl_cli.train.model.sequence_parallel import sequence_group
@@ -82,7 +81,6 @@ def main(rank: Rank) -> dict[Any, Any]:
 
 
 def model_of(kind: str, changes: dict[str, Any], attention: str = "sdpa") -> Any:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -92,8 +90,6 @@ def model_of(kind: str, changes: dict[str, Any], attention: str = "sdpa") -> Any
 
 def scored(policy: Any) -> tuple[Any, Any]:
     """Log-probs and entropies of rows of several lengths, and the gradient of a weighted sum of them."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 90, (len(LENGTHS), max(LENGTHS)), generator=generator)
     mask = torch.rand(ids.shape, generator=generator) < 0.6

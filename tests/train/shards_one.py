@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import Rank
 
 from asyncrl_cli.spec.inputs import LoraSpec
@@ -38,7 +39,6 @@ SIZES = {
 
 
 def main(rank: Rank) -> dict[Any, Any]:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folders = {tied: Path(f"{rank.out}.{tied}") for tied in (True, False)}
@@ -52,8 +52,6 @@ def main(rank: Rank) -> dict[Any, Any]:
 
 def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, str, bool]) -> Any:
     """This rank's memory, with NaN in the shards of other ranks; and the gathered weights in the same dtype."""
-    import torch
-
     from asyncrl_cli.train.model.lora import adapter_matrices
     from asyncrl_cli.train.shards import adapter_layout, adapter_shards, engine_layout, shards, write_shard
     from asyncrl_cli.weights.mapped import Copies

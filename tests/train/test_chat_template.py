@@ -13,15 +13,14 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.data.tokenizer import load_tokenizer
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.initial import model_key, model_stub, prepare_model
+from tests.train.test_train_episodes import experiment
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = {"architecture": "qwen3", "config": {**SIZES, "num_key_value_heads": 1, "head_dim": 8}}
 
 
 def spec(runs: Path, **model: Any) -> ExperimentSpec:
-    return ExperimentSpec.model_validate(
-        {"name": "x", "model": model, "task": {"use": "chain_sum"}, "stop": {"steps": 1}, "runs_dir": runs}
-    )
+    return experiment(model=model, runs_dir=runs)
 
 
 def chat_of(folder: Path) -> str:

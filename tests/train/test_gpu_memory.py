@@ -9,12 +9,12 @@ from asyncrl_cli.rollout.engine_settings import engine_environment
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import trainer_environment
 from asyncrl_cli.train.worker import FullGpu, explaining_a_full_gpu, free_gpu_cache
+from tests.train.test_train_episodes import experiment
 
 
 def spec(rollout: dict[str, object], trainer: dict[str, object]) -> ExperimentSpec:
-    smallest = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
     numbers = {"tokens_per_microbatch": 8192, "gradient_checkpointing": False}
-    return ExperimentSpec.model_validate(smallest | {"rollout": rollout, "trainer": numbers | trainer})
+    return experiment(rollout=rollout, trainer=numbers | trainer)
 
 
 def test_full_gpu_error_names_the_keys_that_help() -> None:

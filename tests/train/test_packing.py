@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import CONTEXT, TokenSequence
+from asyncrl_cli.records.generation import TokenSequence
 from asyncrl_cli.train.model.pass_layout import moved
 from asyncrl_cli.train.packing import TrainingRow, pad_rows, plan_microbatches
 
@@ -82,11 +82,9 @@ def test_a_rank_with_short_rows_splits_them_instead_of_running_empty() -> None:
     assert plan_microbatches([5, 5, 5, 4, 4], 5, ranks=2) == [[[0], [2], []], [[1], [3], [4]]]
 
 
-def row(prompt: int, response: int, seed: int = 0, sampled: list[bool] | None = None) -> TrainingRow:
+def row(prompt: int, response: int, seed: int = 0) -> TrainingRow:
     generator = np.random.default_rng(seed)
     versions = generator.integers(0, 10, response).astype(np.int32)
-    if sampled is not None:
-        versions[~np.array(sampled)] = CONTEXT
     tokens = TokenSequence.context(generator.integers(1, 1000, prompt)).extended(
         TokenSequence(
             generator.integers(1, 1000, response).astype(np.int32),
@@ -126,18 +124,11 @@ def test_rows_can_be_read_back(sizes: list[tuple[int, int]], seed: int) -> None:
         assert padded.rollouts[index].item() == one.rollout
 
 
-def test_tokens_the_policy_did_not_sample_do_not_count() -> None:
-    padded = pad_rows([row(2, 3, sampled=[True, False, True])])
-    assert padded.response_mask.tolist() == [[False, False, True, False, True]]
-    assert not padded.on_policy[0, 3]
-
-
 def test_an_empty_microbatch_is_a_row_that_counts_for_nothing() -> None:
     padded = pad_rows([])
     assert padded.input_ids.tolist() == [[0, 0]]
     assert not padded.response_mask.any()
     assert padded.rollouts.tolist() == [0]
-    assert padded.input_ids.tolist() == [[0, 0]]
 
 
 def test_rows_without_a_prompt_are_refused() -> None:

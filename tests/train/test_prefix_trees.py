@@ -67,22 +67,14 @@ def test_a_tree_is_cut_where_attention_costs_more_than_it_saves() -> None:
     assert len(plan_trees(keys_of(long), 1000, pair_cost=0.001)) == 1
 
 
-def trainer_of(attention: str, on_gpu: bool = True, ranks: int = 1) -> TrainerSpec:
-    return TrainerSpec(
-        attention=attention,  # type: ignore[arg-type]
-        gpus_per_rank=int(on_gpu),
-        dtype="bfloat16",
-        ranks=ranks,
-    )
-
-
 QWEN = AutoConfig.for_model("qwen3", hidden_size=1024, num_attention_heads=16, head_dim=128)
 
 
 def test_a_prompt_is_shared_with_varlen_if_it_is_long() -> None:
     def trees(prompt: int, attention: str) -> int:
         rows = keys_of([[7] * prompt + [index] * 100 for index in range(8)])
-        return len(trees_of_update(rows, trainer_of(attention), 2**16, QWEN))
+        trainer = TrainerSpec.model_validate({"attention": attention, "gpus_per_rank": 1, "dtype": "bfloat16"})
+        return len(trees_of_update(rows, trainer, 2**16, QWEN))
 
     assert [trees(prompt, "varlen") for prompt in (50, 100, 600)] == [8, 8, 1]
     assert trees(100, "sdpa") < 8
@@ -153,14 +145,14 @@ def group(lengths: list[int], prompt: int = 7, vocabulary: int = 50, experts: in
 LENGTHS = [9, 4, 12, 1, 6, 11]
 
 
-def both(rows: list[TrainingRow], packing: bool = False, vision: Any = None) -> tuple[PaddedRows, PaddedRows]:
+def both(rows: list[TrainingRow], packing: bool = False) -> tuple[PaddedRows, PaddedRows]:
     """The rows as one tree, and each alone, in the same order."""
     (tree,) = plan_trees([row.keys() for row in rows], 1000, 0.0)
     in_order = [rows[row] for row in tree.rows]
     own = replace_rows(tree)
     return (
-        microbatch(in_order, [own], vision, packing),
-        microbatch(in_order, single_rows([len(row) for row in in_order]), vision, packing),
+        microbatch(in_order, [own], None, packing),
+        microbatch(in_order, single_rows([len(row) for row in in_order]), None, packing),
     )
 
 

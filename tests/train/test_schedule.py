@@ -40,13 +40,8 @@ def test_after_the_end_the_last_rate_stays(total: int, schedule: RateSchedule) -
 
 
 def test_warmup_is_a_line_from_one_part() -> None:
-    assert [factor(update, 10, RateSchedule(kind="linear", warmup_updates=4)) for update in range(5)] == [
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        1.0,
-    ]
+    schedule = RateSchedule(kind="linear", warmup_updates=4)
+    assert [factor(update, 10, schedule) for update in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])

@@ -12,7 +12,6 @@ import varlen_kernel
 
 from asyncrl_cli.checks.model import _possible_attention
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import recompute_activations
 from asyncrl_cli.train.model.attention import attend_to_rows, why_not_varlen
 from asyncrl_cli.train.model.policy import ValueModel, check_policy
@@ -22,6 +21,7 @@ from tests.train.test_prefix_trees import LENGTHS as GROUP_LENGTHS
 from tests.train.test_prefix_trees import both, group
 from tests.train.test_prefix_trees import scored as scored_microbatch
 from tests.train.test_repeatable_attention import Operations
+from tests.train.test_train_episodes import experiment
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,7 @@ def test_sinks_are_refused_instead_of_left_out() -> None:
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+ON_GPUS = {"rollout": {"dtype": "bfloat16"}, "trainer": {"gpus_per_rank": 1, "dtype": "bfloat16"}}
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"attn_logit_softcapping": 50.0}, "caps the scores"),
     "gpt_oss": ({"num_local_experts": 2}, "sinks"),
@@ -130,30 +131,16 @@ def small(architecture: str, **changes: Any) -> Any:
 def test_models_that_the_kernel_cannot_compute_use_sdpa(architecture: str) -> None:
     changes, reason = UNUSABLE[architecture]
     model = small(architecture, **changes)
-    trainer = {"gpus_per_rank": 1, "dtype": "bfloat16"}
-    spec, why = _possible_attention(spec_with(trainer), model)
+    spec, why = _possible_attention(experiment(**ON_GPUS), model)
     assert (spec.trainer.attention, spec.trainer.packing) == ("sdpa", False)
     assert why is not None and reason in why
     with pytest.raises(ConfigError, match=reason) as refused:
-        _possible_attention(spec_with(trainer | {"attention": "varlen"}), model)
+        _possible_attention(experiment(**ON_GPUS | {"trainer": ON_GPUS["trainer"] | {"attention": "varlen"}}), model)
     assert (refused.value.location, refused.value.hint) == ("trainer.attention", "use sdpa")
 
 
 def test_other_models_keep_the_default() -> None:
     for architecture in (*ARCHITECTURES, "qwen3_moe"):
         assert why_not_varlen(make(architecture).model, bidirectional=True) is None
-    spec = spec_with({"gpus_per_rank": 1, "dtype": "bfloat16"})
+    spec = experiment(**ON_GPUS)
     assert _possible_attention(spec, small("qwen3", head_dim=128)) == (spec, None)
-
-
-def spec_with(trainer: dict[str, Any]) -> ExperimentSpec:
-    return ExperimentSpec.model_validate(
-        {
-            "name": "x",
-            "model": {"path": "/model"},
-            "task": {"use": "chain_sum"},
-            "rollout": {"dtype": "bfloat16"},
-            "trainer": trainer,
-            "stop": {"steps": 1},
-        }
-    )
