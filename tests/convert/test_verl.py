@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.convert.config import override, read_file
 from asyncrl_cli.cli.launch_script import command_words
+from asyncrl_cli.convert.config import override, read_file
 from asyncrl_cli.convert.table import Conversion, convert, spec_text
 from asyncrl_cli.convert.verl import ARGUMENT, read_command_line, trainer_of
 from asyncrl_cli.core.errors import ConfigError
