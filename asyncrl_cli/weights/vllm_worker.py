@@ -2,11 +2,13 @@
 
 vLLM imports this module as its ``worker_extension_cls``. The import registers the transport, and has the kernel kill
 the process when its parent ends. Weights are loaded with vLLM's own layerwise reload, which also rebuilds kernels with
-repacked weights. If a model's layers keep nothing else, a CPU loads them before the pause (``next_layers``).
+repacked weights. If a model's layers keep nothing else, a CPU loads them before the pause (``next_layers``), and a GPU
+repeats the copies of the first load (``copy_plan``).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -27,7 +29,10 @@ from asyncrl_cli.weights.layout import FIRST_EXPERT, first_expert_parts, slot_fr
 from asyncrl_cli.weights.mapped import MappedReplica, copies_of
 
 if TYPE_CHECKING:
+    from asyncrl_cli.weights.copy_plan import CopyPlan
     from asyncrl_cli.weights.next_layers import NextLayers
+
+log = logging.getLogger(__name__)
 
 BACKEND = "asyncrl_replica"
 ADAPTER_BACKEND = "asyncrl_adapter"
@@ -66,9 +71,15 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.preparing: Future[NextLayers | None]
         self.next_layers: NextLayers | None = None
         self.packs_weights = self.device.type == "cpu"
+        self.plans_copies = not self.packs_weights  # until a plan is recorded or refused
+        self.plan: CopyPlan | None = None
+        self.plan_is_proved = False
+        """True once a reload has left exactly the bits that the plan copies. Until then, versions are reloaded."""
+        self.sources: list[torch.Tensor] = []  # of the prepared version, for the plan
 
     def prepare(self, version: int, path: str) -> Future[Any]:
-        """Begin the part of an update that needs no pause: make the version's layers, or map and pin its memory."""
+        """Begin the part of an update that needs no pause: make the version's layers, or map and pin its memory and
+        plan its copies."""
         from asyncrl_cli.weights.next_layers import NextLayers, layers_are_plain
 
         self.next_layers = None  # left by a failed update
@@ -78,10 +89,24 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
             with self.replica.open(path, version) as tensors:
                 if makes_next:
                     return NextLayers(self.model, self.model_config, self.named_tensors(tensors))
+                self._plan_copies(tensors)
                 return None
 
         self.preparing = self.thread.submit(prepared_layers)
         return self.preparing
+
+    def _plan_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from asyncrl_cli.weights.copy_plan import CopyPlan, NoCopyPlan
+
+        memory = next(iter(tensors.values())).untyped_storage()
+        if self.plans_copies:
+            self.plans_copies = False
+            try:
+                self.plan = CopyPlan(self.model, self.model_config, memory, self.named_tensors(tensors))
+            except NoCopyPlan as refusal:
+                log.warning("each version is loaded with vLLM's reload, which takes longer: %s", refusal)
+        if self.plan is not None:
+            self.sources = self.plan.sources(memory)
 
     def prepared(self) -> bool:
         """True if ``prepare`` is complete. Raises ``ReplicaGone`` if the memory now has another version."""
@@ -94,7 +119,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
         from asyncrl_cli.weights.next_layers import with_own_weights
 
-        if self.next_layers is None:
+        if self.next_layers is None and not self.plan_is_proved:
             if self.device.type == "cpu":
                 # vLLM packs experts' weights for its CPU kernel only if the layer has no kernel yet. Otherwise it would
                 # write unpacked weights into the packed memory, and compute with numbers in the wrong order.
@@ -117,6 +142,9 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.reading.close()  # left open by a failed update
         # Open until ``finish_weight_update``, because the layerwise reload reads some tensors (padded ones) only there.
         tensors = self.reading.enter_context(self.replica.open(update_info.path, update_info.version))
+        if self.plan is not None and self.plan_is_proved:
+            self.plan.copy(self.sources, self.replica.loads())
+            return
         # Views, not copies: a tensor-parallel loader takes its part before it copies to the device.
         with self.replica.loads():
             self.model.load_weights(self.named_tensors(tensors))
@@ -151,12 +179,23 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
             self.thread.submit(self.next_layers.clear)
             self.next_layers = None
             return
-        refuse_missing(self.awaiting)
-        expect_nothing_more(self.model)
-        with self.replica.loads():
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied_head()
+        if not self.plan_is_proved:
+            refuse_missing(self.awaiting)
+            expect_nothing_more(self.model)
+            with self.replica.loads():
+                finalize_layerwise_reload(self.model, self.model_config)
+            self._repack_tied_head()
+            self._prove_plan()
         self.reading.close()
+        self.sources = []  # they would keep memory mapped that the agent has replaced
+
+    def _prove_plan(self) -> None:
+        # In the first pause of a layout: it comes before the engine's first request, so its length matters little.
+        if self.plan is not None:
+            self.plan_is_proved = self.plan.agrees(self.sources)
+            if not self.plan_is_proved:
+                log.warning("each version is loaded with vLLM's reload: recorded copies would load other weights")
+                self.plan = None
 
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head. If the weight is tied to the embedding, the layerwise reload

@@ -1,10 +1,10 @@
 """Loads small models into vLLM's classes, from a folder and from a published version, and compares all tensors.
 
-    python -m tests.weights.engine_models [--two-workers ARCHITECTURE] [--unpacked ARCHITECTURE]... ARCHITECTURE...
+    python -m tests.weights.engine_models [--two-workers ARCHITECTURE] [--copied ARCHITECTURE]... ARCHITECTURE...
 
 With ``--two-workers`` two tensor-parallel workers also load an architecture like workers on GPUs, first with all
-experts in both, then with half of them in each. With ``--unpacked`` one worker, then two also load an architecture as
-on GPUs, where no weight is packed and each version is reloaded in the pause.
+experts in both, then with half of them in each. With ``--copied`` one worker, then two also load an architecture as
+on GPUs, where no weight is packed and the second version is copied by plan.
 
 No engine runs: the classes are made with vLLM's loaders and the project's transfer engine, in processes that are forked
 after all imports, which take longer than the rest. Prints a line of JSON for each comparison: the differences, which
@@ -66,7 +66,7 @@ class Worker(NamedTuple):
     world: Path | None = None
     experts: bool = False
     packs: bool = True
-    """True if linear layers pack their weights, as on CPUs. Otherwise they are reloaded in the pause, as on GPUs."""
+    """True if linear layers pack their weights, as on CPUs. Otherwise copies are planned, as on GPUs."""
 
 
 class PinnedOnCpu(Copies):
@@ -87,14 +87,14 @@ class PinnedOnCpu(Copies):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--two-workers")
-    parser.add_argument("--unpacked", action="append", default=[])
+    parser.add_argument("--copied", action="append", default=[])
     parser.add_argument("architectures", nargs="+")
     given = parser.parse_args()
     torch.set_num_threads(1)
     alone = [(architecture, Worker()) for architecture in given.architectures]
-    found = in_two_processes([*alone, *((architecture, Worker(packs=False)) for architecture in given.unpacked)])
+    found = in_two_processes([*alone, *((architecture, Worker(packs=False)) for architecture in given.copied)])
     pairs = [(given.two_workers, experts, True) for experts in (False, True) if given.two_workers]
-    for architecture, experts, packs in [*pairs, *((architecture, False, False) for architecture in given.unpacked)]:
+    for architecture, experts, packs in [*pairs, *((architecture, False, False) for architecture in given.copied)]:
         with tempfile.TemporaryDirectory() as folder:
             workers = [Worker(rank, 2, Path(folder), experts, packs) for rank in range(2)]
             found += in_two_processes([(architecture, worker) for worker in workers])
@@ -141,7 +141,7 @@ def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, An
     transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
     slots = engine_layout(model, torch.float32)
     transfer.init_transfer_engine(ReplicaInitInfo([asdict(slot) for slot in slots]))
-    transfer.packs_weights = worker.packs
+    transfer.packs_weights, transfer.plans_copies = worker.packs, worker.size > 1 or not worker.packs
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     # Nothing may remain of the first version, or of an engine's random first weights.
     publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)
@@ -154,6 +154,7 @@ def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, An
         "class": type(served).__name__,
         "differ": sorted(differ) + sorted(ours.keys() - theirs.keys()),
         "rotary": rotary,
+        "copied": transfer.plan is not None and transfer.plan_is_proved,
         "tensors": len(theirs),
         "kernels": sum(name.endswith(KERNEL) for name in theirs),
         "rotaries": len(list(rotary_of(served))),

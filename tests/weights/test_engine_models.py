@@ -21,7 +21,7 @@ OFTEN = ("qwen3_moe", "gemma3_text")
 """They cover fused experts (loaded in the pause), dense layers (prepared), a tied and an untied head."""
 TORCHVISION = find_spec("torchvision") is not None
 SEEING = tuple(IMAGE_MODELS) if TORCHVISION else ()
-UNPACKED = ("qwen2", "gemma3_text")
+COPIED = ("qwen2", "gemma3_text")
 """They cover biases, an untied and a tied head, more norms, and a padded vocabulary in both."""
 PART = (63 * 128 + 64) * 4
 """Bytes from the first to the last of the 64 × 64 numbers that one of two workers has of a layer's ``o_proj``
@@ -48,8 +48,8 @@ def compare(*arguments: str, instructions: str = "DEFAULT") -> list[dict[str, An
 def compared() -> list[dict[str, Any]]:
     """With AVX2, because the order of some packed weights then depends on the number of OpenMP threads: gemma3's
     ``qkv_proj`` [160, 96] is one (decision 0052)."""
-    unpacked = [f"--unpacked={name}" for name in UNPACKED]
-    return compare("--two-workers", "qwen3_moe", *unpacked, *OFTEN, *SEEING, instructions="AVX2")
+    copied = [f"--copied={name}" for name in COPIED]
+    return compare("--two-workers", "qwen3_moe", *copied, *OFTEN, *SEEING, instructions="AVX2")
 
 
 def test_a_published_version_equals_the_folder(compared: list[dict[str, Any]]) -> None:
@@ -66,6 +66,7 @@ def test_workers_of_one_engine_get_their_parts_as_on_gpus(compared: list[dict[st
         check(found, ["qwen3_moe"] * 2)
         for one in found:
             assert (one["workers"], one["experts"], one["staged"]) == (2, 2 * 3, 2 * staged), "of two publishes"
+            assert not one["copied"], "no plan loads experts"
 
 
 @pytest.mark.skipif(not TORCHVISION, reason="vLLM's models for images import torchvision")
@@ -73,23 +74,23 @@ def test_a_published_version_equals_the_folder_for_models_that_see_images(compar
     check(compared[len(OFTEN) :][: len(SEEING)], SEEING)
 
 
-def test_a_version_of_unpacked_weights_equals_the_folder(compared: list[dict[str, Any]]) -> None:
-    check_unpacked(compared, UNPACKED)
+def test_a_version_that_is_copied_by_plan_equals_the_folder(compared: list[dict[str, Any]]) -> None:
+    check_copies(compared, COPIED)
 
 
 @pytest.mark.nightly
-def test_a_version_of_unpacked_weights_equals_the_folder_for_other_architectures() -> None:
+def test_a_version_that_is_copied_by_plan_equals_the_folder_for_other_architectures() -> None:
     names = ("qwen3", "llama", "phi3")
-    check_unpacked(compare(*(f"--unpacked={name}" for name in names), "qwen3"), names)
+    check_copies(compare(*(f"--copied={name}" for name in names), "qwen3"), names)
 
 
-def check_unpacked(results: list[dict[str, Any]], architectures: Sequence[str]) -> None:
+def check_copies(results: list[dict[str, Any]], architectures: Sequence[str]) -> None:
     """One worker, and two that stage the columns of ``o_proj`` and ``down_proj``."""
     for architecture in architectures:
-        unpacked = [found for found in results if not found["packs"] and found["architecture"] == architecture]
-        check(unpacked, [architecture] * 3)
-        assert [found["workers"] for found in unpacked] == [1, 2, 2]
-        assert [found["staged"] > 0 for found in unpacked] == [False, True, True]
+        planned = [found for found in results if not found["packs"] and found["architecture"] == architecture]
+        check(planned, [architecture] * 3)
+        assert [(found["workers"], found["copied"]) for found in planned] == [(1, True), (2, True), (2, True)]
+        assert [found["staged"] > 0 for found in planned] == [False, True, True]
 
 
 @pytest.mark.nightly

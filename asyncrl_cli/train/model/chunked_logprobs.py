@@ -22,9 +22,10 @@ smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 3
 vocabulary of 151,936 and a width of 2,560. A constant, because other chunk sizes add up gradients in another order, and
 a replayed step would not have the same bits."""
 
-BLOCK_NUMBERS, GPU_BLOCK_NUMBERS = 2**18, 2**24
-"""Numbers in a block, the unit in which entropies are summed. A chunk's probabilities never exist next to its logits.
-On a CPU a block stays in the cache. On a GPU it is larger, because each block costs several kernel launches."""
+BLOCK_NUMBERS = 2**18
+"""Numbers in a block, the unit in which a CPU sums entropies. A block stays in the cache, and a chunk's probabilities
+never exist next to its logits. On a GPU the block is the chunk: with a large vocabulary a block would have a row or
+two, and each block costs several kernel launches."""
 
 Entropy = Literal["none", "measure", "train"]
 """Entropies are not computed, computed, or computed with a gradient."""
@@ -166,11 +167,15 @@ def _logs(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
 
 def _entropies(logs: Tensor) -> Tensor:
     """Entropy of each row of log-probabilities, [positions]."""
+    if logs.is_cuda and logs.dtype == torch.float32:
+        from asyncrl_cli.train.model.entropy_kernel import row_entropies
+
+        return row_entropies(logs)
     return torch.cat([logs[block].exp().mul_(logs[block]).sum(-1).neg_() for block in _blocks(logs)])
 
 
 def _blocks(logs: Tensor) -> list[slice]:
-    return _chunks(logs.shape[0], logs.shape[1], GPU_BLOCK_NUMBERS if logs.is_cuda else BLOCK_NUMBERS)
+    return [slice(0, len(logs))] if logs.is_cuda else _chunks(logs.shape[0], logs.shape[1], BLOCK_NUMBERS)
 
 
 def _chunks(rows: int, width: int, max_numbers: int) -> list[slice]:
