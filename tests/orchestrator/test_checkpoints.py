@@ -12,13 +12,7 @@ import pytest
 
 import asyncrl_cli.orchestrator.checkpoints as subject
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
-from asyncrl_cli.runs.checkpoints import (
-    Checkpoint,
-    Digest,
-    TrainerLayout,
-    verified_checkpoint,
-    verify,
-)
+from asyncrl_cli.runs.checkpoints import Checkpoint, Digest, TrainerLayout, verified_checkpoint, verify
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 

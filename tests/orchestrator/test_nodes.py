@@ -12,14 +12,7 @@ from stand_ins import spec
 from asyncrl_cli.checks import machine
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import nodes as orchestrator_nodes
-from asyncrl_cli.orchestrator.nodes import (
-    SHOWN_NODES,
-    Node,
-    check_resources,
-    eligible,
-    numbers_of,
-    shortage,
-)
+from asyncrl_cli.orchestrator.nodes import SHOWN_NODES, Node, check_resources, eligible, numbers_of, shortage
 from asyncrl_cli.spec.sections import ClusterSpec, ExperimentSpec, NodeSelector
 
 

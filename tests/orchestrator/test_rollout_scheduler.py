@@ -16,19 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Encoder
-from stand_ins import (
-    Here,
-    StandInEngine,
-    actors,
-    client_over,
-    collecting,
-    kill,
-    prompts,
-    rollout,
-    run,
-    segment,
-    spec,
-)
+from stand_ins import Here, StandInEngine, actors, client_over, collecting, kill, prompts, rollout, run, segment, spec
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader

@@ -142,20 +142,6 @@ def once(*calls: str) -> Callable[[str], bool]:
     return dies
 
 
-async def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> None:
-    harness = Harness(Ranks(weights=(0, 1)))
-    done: list[Step] = []
-
-    async def work() -> str:
-        done.append(harness.ranks.weights)
-        return "done"
-
-    assert await harness.trainer.at_step(5, work) == "done"
-    assert done == [(0, 1, 2, 3, 4)], "only at the right step"
-    assert harness.read == harness.trained == [2, 3, 4]
-    assert harness.trainer.step == 5
-
-
 async def test_an_error_that_is_not_a_death_is_raised() -> None:
     harness = Harness(Ranks())
 
