@@ -10,18 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROPER = {
-    "Weights",
-    "Ray",
-    "Ray's",
-    "DeepSpeed",
-    "MLflow",
-    "Python",
-    "Python's",
-    "SQLite",
-    "Linux",
-    "Jinja",
-    "Hugging",
-    "OpenAI",
+    *("Weights", "Ray", "Ray's", "DeepSpeed", "MLflow", "Python", "Python's", "SQLite", "Linux", "Jinja"),
+    *("Hugging", "OpenAI"),
 }
 """Names with which a message may begin. It may also begin with a word in capitals."""
 

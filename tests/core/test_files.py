@@ -52,14 +52,6 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     assert {found.name for found in tmp_path.iterdir()} == {"link", "target"}
 
 
-def test_a_private_file_is_private_also_over_a_public_one(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
-    path.touch(0o644)
-    with atomic_write(path, private=True, durable=True) as file:
-        file.write(b"{}")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "new" / "model"
     with pytest.raises(TypeError), atomic_folder(path) as folder:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import spec
 
 import asyncrl_cli.orchestrator.checkpoints as subject
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.runs.checkpoints import Checkpoint, Digest, TrainerLayout, verified_checkpoint, verify
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class StandInRanks:
@@ -38,16 +38,8 @@ def ranks() -> StandInRanks:
 
 
 def checkpoints_of(run: RunDirectory, ranks: StandInRanks, **retention: int) -> Checkpoints:
-    spec = ExperimentSpec.model_validate(
-        {
-            "model": {"path": "org/model"},
-            "task": {"use": "chain_sum"},
-            "stop": {"steps": 100},
-            "trainer": {"ranks": 3, "zero_stage": 2},
-            "checkpoints": retention,
-        }
-    )
-    return Checkpoints(run.path / "checkpoints", ranks, spec)  # type: ignore[arg-type]
+    settings = spec(trainer={"ranks": 3, "zero_stage": 2}, checkpoints=retention)
+    return Checkpoints(run.path / "checkpoints", ranks, settings)  # type: ignore[arg-type]
 
 
 async def saved(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> Checkpoint:

@@ -19,11 +19,7 @@ class Run:
     """Outside sessions in a run that admits every wanted group at once, and a journal in memory."""
 
     def __init__(
-        self,
-        group_size: int = 2,
-        timeout_s: float = 60.0,
-        has_prompts: bool = True,
-        handed_out: Sequence[str] = (),
+        self, group_size: int = 2, timeout_s: float = 60.0, has_prompts: bool = True, handed_out: Sequence[str] = ()
     ) -> None:
         self.journal: dict[str, RolloutOutcome] = {}
         self.handed_out: list[str] = []

@@ -31,12 +31,7 @@ def test_ranks_are_numbered_by_node_and_by_gpu_on_a_node(places: list[tuple[int,
 
 
 def test_ranks_without_gpus_keep_the_order_of_their_bundles_on_a_node() -> None:
-    locations = [
-        RankLocation("b", "10.0.0.10"),
-        RankLocation("a", "10.0.0.9"),
-        RankLocation("b", "10.0.0.10"),
-        RankLocation("a", "10.0.0.9"),
-    ]
+    locations = [RankLocation("b", "10.0.0.10"), RankLocation("a", "10.0.0.9")] * 2
     assert rank_order(locations) == [1, 3, 0, 2]
 
 

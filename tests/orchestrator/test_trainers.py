@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import Actor, ReadyGroup
+from stand_ins import Actor, ReadyGroup, RemoteMethod
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
@@ -29,23 +30,11 @@ class Rank(Actor):
         self.rank = rank
 
     def __getattr__(self, method: str) -> Any:
-        return Remote(self, method)
+        return RemoteMethod(self, partial(self.do, method))
 
-    async def do(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def do(self, method: str, *arguments: Any) -> Any:
         self.ranks.calls.append((self.rank, method, arguments))
         return await self.ranks.behaviour(self, method, arguments)
-
-
-class Remote:
-    def __init__(self, rank: Rank, method: str) -> None:
-        self.rank = rank
-        self.method = method
-
-    def options(self, concurrency_group: str | None) -> Remote:
-        return self
-
-    def remote(self, *arguments: Any) -> Awaitable[Any]:
-        return self.rank.begin(self.rank.do(self.method, arguments))
 
 
 class Ranks:

@@ -19,7 +19,7 @@ from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator import uploads as subject
 from asyncrl_cli.orchestrator.uploads import Uploads
 from asyncrl_cli.records.groups import BufferSettings
-from asyncrl_cli.runs.checkpoints import checkpoint_name, keep_reasons, seal
+from asyncrl_cli.runs.checkpoints import checkpoint_name, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
@@ -119,11 +119,6 @@ def test_a_run_ends_while_an_upload_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         released.set()
     assert any("not done after 0 s for steps 2" in warning for warning in driver.warnings)
-
-
-def test_a_checkpoint_is_kept_until_its_upload_ends() -> None:
-    reasons = keep_reasons([2, 4, 6], {}, CheckpointSpec(keep_last=1), uploading=(2,))
-    assert reasons == {2: ("upload running",), 4: (), 6: ("last 1",)}
 
 
 def test_a_url_that_fsspec_cannot_write_is_refused_at_the_start() -> None:

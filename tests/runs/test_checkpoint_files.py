@@ -305,10 +305,12 @@ def test_pruning_after_every_step_keeps_what_pruning_at_the_end_keeps(
 
 
 def test_the_reasons_are_given() -> None:
-    reasons = keep_reasons(
-        [5, 10, 15, 20], {5: 0.5, 10: 0.5, 20: 0.1}, CheckpointSpec(keep_last=1, keep_every=20, keep_best=1), [15]
-    )
+    keep = CheckpointSpec(keep_last=1, keep_every=20, keep_best=1)
+    accuracies = {0: 0.1, 5: 0.5, 10: 0.5, 20: 0.1}
+    reasons = keep_reasons([0, 3, 5, 10, 15, 20], accuracies, keep, awaited=[15], uploading=(3,))
     assert reasons == {
+        0: ("every 20",),
+        3: ("upload running",),
         5: (),
         10: ("best 1",),
         15: ("evaluation running",),

@@ -193,10 +193,7 @@ def test_on_a_full_disk_lines_are_complete(tmp_path: Path) -> None:
         pytest.skip("no mount namespace can be created here")
     command = ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert ended.stdout.splitlines() == [
-        *2 * ["No space left on device"],
-        "True True",
-    ], ended.stderr
+    assert ended.stdout.splitlines() == [*2 * ["No space left on device"], "True True"], ended.stderr
 
 
 @pytest.mark.parametrize("problem", ["read-only", "no rights", "gone"])
