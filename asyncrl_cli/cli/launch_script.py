@@ -1,9 +1,9 @@
 """Finds the command in a shell script that starts a trainer.
 
 bash runs the script in a sandbox that has none of the programs, so each command only leaves its expanded words in
-bash's trace. Two runs show what the script itself decides. In the first, programs succeed and tested files exist; what
-programs print, and variables that nobody sets, are marks. In the second, programs fail, no file exists, programs print
-1, and such variables are empty. A value that differs between the runs is unknown, see ``unknown_fragment``.
+bash's trace. Two runs show what the script itself decides. In the first, programs succeed and tested files exist; their
+output, and variables that nobody sets, are marks. In the second, programs fail and print 1, no file exists, and such
+variables are empty. A value that differs between the runs is unknown, see ``unknown_fragment``.
 """
 
 from __future__ import annotations
@@ -184,18 +184,20 @@ class _Script:
 
     def command(self, argument_pattern: str) -> list[str]:
         """Return the words of the trainer's command, with marks of unknown fragments. Raises ``ConfigError``."""
-        first, second = (self._trainer_commands(trace, re.compile(argument_pattern)) for trace in self._traces)
-        if len(first) != 1:
-            message = f"the script has {len(first) or 'no'} commands with arguments of the trainer"
-            message += f"; bash's last error: {self._last_error}" if self._last_error and not first else ""
+        commands, other_commands = (
+            self._trainer_commands(trace, re.compile(argument_pattern)) for trace in self._traces
+        )
+        if len(commands) != 1:
+            message = f"the script has {len(commands) or 'no'} commands with arguments of the trainer"
+            message += f"; bash's last error: {self._last_error}" if self._last_error and not commands else ""
             raise ConfigError(message, location=self._path, hint=PASTE)
-        line, words = first[0]
-        if len(second) != 1 or len(second[0].words) != len(words):
+        line, words = commands[0]
+        if len(other_commands) != 1 or len(other_commands[0].words) != len(words):
             message = "the command depends on programs, files or variables that only a run has"
             raise ConfigError(message, location=f"{self._path}:{line}", hint=PASTE)
         if sum(map(len, words)) > MAX_CHARACTERS:
             raise ConfigError("the command is too long", location=f"{self._path}:{line}", hint=PASTE)
-        return [self._marked(*pair, line) for pair in zip(words, second[0].words, strict=True)]
+        return [self._with_marks(*pair, line) for pair in zip(words, other_commands[0].words, strict=True)]
 
     def _trainer_commands(self, trace: Sequence[_Command], argument_pattern: re.Pattern[str]) -> list[_Command]:
         """Raises ``ConfigError`` for a test of an unknown value, and for arguments outside a command."""
@@ -220,7 +222,7 @@ class _Script:
                 commands.append(_Command(line, words))
         return commands
 
-    def _marked(self, word: str, other_word: str, line: int) -> str:
+    def _with_marks(self, word: str, other_word: str, line: int) -> str:
         """A word of the first run with marks of its unknown fragments. ``other_word``: the same of the second run."""
         if fnmatchcase(other_word, "*".join(map(glob.escape, _MARK.split(word)[::3]))):
             return _MARK.sub(lambda mark: unknown_fragment(*self._unknown(mark)), word)
@@ -229,14 +231,14 @@ class _Script:
         return name + equals + unknown_fragment(_MARK.sub("…", value)[:60], reason, "", f"{self._path}:{line}")
 
     def _unknown(self, mark: re.Match[str]) -> Unknown:
-        kind, number = mark[1], int(mark[2])
-        if kind == "name":
-            line, name = self._unset[number]
+        if mark[1] == "name":
+            line, name = self._unset[int(mark[2])]
             name = name.removeprefix("$")
             return Unknown(f"${name}", f"the script does not set {name}", name, f"{self._path}:{line}")
-        words = next((words for line, words in self._traces[0] if line == number), [])
+        line = mark[2]
+        words = next((words for traced_line, words in self._traces[0] if traced_line == int(line)), [])
         text = f"$({' '.join(words)[:56]})"
-        return Unknown(text, f"line {number} has {text}", "", f"{self._path}:{number}")
+        return Unknown(text, f"line {line} has {text}", "", f"{self._path}:{line}")
 
 
 def _words(text: str) -> list[str]:
