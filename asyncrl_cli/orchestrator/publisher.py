@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,8 @@ from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.layout import size_of
 from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone
 
+LATE_S = 10.0
+"""A host is late when it takes more than twice as long as the fastest host plus this many seconds."""
 WITHDRAW_S = 10.0
 """Seconds that an engine has to return its requests when it is taken out of service."""
 RETRY_S = 1.0
@@ -107,6 +110,7 @@ class Publisher:
         self._turn = asyncio.Lock()
         self._delivery: asyncio.Task[None] | None = None
         self._waiting = 0  # number of engines that wait for a version that no host has
+        self._usual_s: float | None = None  # duration of the fastest pull in the last publish that pulled
 
     # -- publishing
 
@@ -196,8 +200,8 @@ class Publisher:
     async def _deliver(self, written_version: WrittenVersion) -> PublishRecord:
         """Have all serving engines load and prove a version. The ranks may train during the call.
 
-        An engine that fails is marked as dead. If an engine's host cannot get the version, the engine stops serving
-        until ``bring_up``, and other engines continue its requests. Engines that already serve the same bytes
+        An engine that fails is marked as dead. If an engine's host does not get the version in time, the engine stops
+        serving until ``bring_up``, and other engines continue its requests. Engines that already serve the same bytes
         load nothing; this happens when a version was written again for new engines.
         """
         started = time.monotonic()
@@ -238,17 +242,48 @@ class Publisher:
         nodes = {engine.process.node for engine in engines}
         # One pull for each host, however many engines it has.
         pulls = {node: asyncio.ensure_future(self._replicas.pull(node, publication.manifest)) for node in nodes}
-        updates = await asyncio.gather(
-            *(self._update(engine, publication, pulls[engine.process.node]) for engine in engines)
-        )
+        too_late = asyncio.ensure_future(self._too_late(pulls.values()))
+        try:
+            updates = await asyncio.gather(
+                *(self._update(engine, publication, pulls[engine.process.node], too_late) for engine in engines)
+            )
+        finally:
+            # This ends only the driver's wait. A late host's agent continues its pull, and ``bring_up`` joins it.
+            for waiting in (too_late, *pulls.values()):
+                waiting.cancel()
         return [update for update in updates if update is not None]
 
+    async def _too_late(self, pulls: Iterable[asyncio.Future[Pulled]]) -> None:
+        """Return when every host that still lacks the version counts as late (see ``LATE_S``).
+
+        One slow host must not hold back a publish: the version is recorded only after all serving engines have it.
+        """
+        started, waiting = time.monotonic(), set(pulls)
+        fastest: float | None = None
+        while waiting:
+            usual_s = self._usual_s if fastest is None else fastest
+            left_s = None if usual_s is None else max(0.0, 2 * usual_s + LATE_S - (time.monotonic() - started))
+            finished_pulls, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not finished_pulls:
+                return
+            for pull in finished_pulls:
+                # Hosts that fetched nothing do not count: the ranks wrote there, so they were done at once.
+                if pull.exception() is None and pull.result().fetched_bytes and fastest is None:
+                    self._usual_s = fastest = pull.result().seconds
+
     async def _update(
-        self, engine: EngineState, publication: Publication, pull: asyncio.Future[Pulled]
+        self,
+        engine: EngineState,
+        publication: Publication,
+        pull: asyncio.Future[Pulled],
+        too_late: asyncio.Future[None],
     ) -> Update | None:
-        actor = engine.process.actor
+        actor, version = engine.process.actor, publication.manifest.version
         try:
-            return await self._prove(engine, publication, await pull)
+            await _wait_for_any(pull, too_late)
+            if not pull.done():
+                raise PullFailed(f"its host did not get weight version {version} in time", location=engine.name)
+            return await self._prove(engine, publication, pull.result())
         except (PullFailed, ReplicaGone) as missing:
             # Not the engine's fault: it serves again when its host has the version (``bring_up``).
             await self._client.withdraw(engine, self._withdraw_s)
@@ -275,7 +310,7 @@ class Publisher:
             replaced = asyncio.ensure_future(publication.replaced.wait())
             try:
                 # A host slower than the publishes skips versions; otherwise it would never have the current one.
-                await asyncio.wait([pull, replaced], return_when=asyncio.FIRST_COMPLETED)
+                await _wait_for_any(pull, replaced)
                 if not pull.done():
                     continue
                 await self._prove(engine, publication, pull.result())
@@ -326,3 +361,7 @@ class Publisher:
             stall_s=answer.stall_s,
             gap=verdict.gap,
         )
+
+
+async def _wait_for_any(*either: asyncio.Future[Any]) -> None:
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -27,8 +27,9 @@ from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, ReplicaGone, Superseded
 
 CALL_S = 120.0
-"""Limit of a call in seconds, without the time for its bytes. If a pull takes longer, the host's engines do
-not serve until it has a version: one slow host must not hold back a publish forever."""
+"""Limit of a call that does not depend on other hosts, in seconds, without the time for its bytes."""
+PULL_S = 600.0
+"""Seconds after which a pull is restarted; chunks that arrived are kept."""
 PEERS = 16
 """Number of hosts without ranks that a host asks for chunks."""
 LOOK_S = 10.0
@@ -222,9 +223,8 @@ class Replicas:
         while pulled is None:
             agent = self._agent(node)
             try:
-                pulled = await agent.ask_for(
-                    "pull", manifest, self._holders(agent), self._limit_s, limit_s=2 * self._limit_s
-                )
+                limit_s = PULL_S + self._limit_s
+                pulled = await agent.ask_for("pull", manifest, self._holders(agent), PULL_S, limit_s=limit_s)
             except AgentLost:
                 continue
             except Superseded:

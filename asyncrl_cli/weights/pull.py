@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
+from typing import NamedTuple
 
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
 from asyncrl_cli.weights.replica import Buffer, Replica, digest_of
@@ -26,6 +27,8 @@ ASK_AGAIN_S = 0.5
 RETRY_S = 0.25
 MAX_RETRY_S = 5.0
 """First and longest delay in seconds after a holder's fault; the delay doubles with each further fault."""
+SLOW_S = 3.0
+"""A chunk may take this many seconds plus three times an idle holder's time for a chunk; then that holder takes it."""
 ASK = -1
 """Used in place of a chunk's index: ask the holder which chunks it has."""
 
@@ -39,6 +42,7 @@ class _Holder:
     faults: int = 0  # number of faults since its last chunk
     fault: str = ""  # the last fault
     refused: bool = False  # it sent wrong bytes, and is not asked again
+    chunk_s: float = 0.0  # duration of its last chunk
 
     def has(self, index: int) -> bool:
         return bool(self.chunks) and self.chunks[index] == 1
@@ -55,6 +59,11 @@ class _Holder:
 
 class _WrongBytes(HolderFault):
     """A chunk does not have the manifest's digest."""
+
+
+class _Transfer(NamedTuple):
+    connection: Connection
+    since: float
 
 
 class Pull:
@@ -77,7 +86,8 @@ class Pull:
         self._deadline = self._started + timeout_s
         self._changed = Condition()
         self._queue: list[int] = []
-        self._transferring: set[int] = set()  # chunks
+        self._transfers: dict[int, _Transfer] = {}
+        self._connections: list[Connection] = []
         self._fetched_bytes = 0
         self._superseded = False
         self._is_closed = False
@@ -95,10 +105,10 @@ class Pull:
             self._queue = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
             random.shuffle(self._queue)
             each = -(-STREAMS // max(1, len(self._holders)))
-            streams = [(holder, self._connect(holder.endpoint.url)) for holder in self._holders for _ in range(each)]
             threads = [
-                Thread(target=self._stream, args=(holder, connection, buffer), name="weights-pull", daemon=True)
-                for holder, connection in streams
+                Thread(target=self._stream, args=(holder, buffer), name="weights-pull", daemon=True)
+                for holder in self._holders
+                for _ in range(each)
             ]
             try:
                 for thread in threads:
@@ -109,7 +119,7 @@ class Pull:
                 with self._changed:
                     self._is_closed = True
                     self._changed.notify_all()
-                    for _, connection in streams:
+                    for connection in self._connections:
                         connection.abort()
                 for thread in threads:
                     if thread.ident is not None:
@@ -121,7 +131,7 @@ class Pull:
         return self._superseded or self._complete() or hopeless or self._error is not None
 
     def _complete(self) -> bool:
-        return not self._queue and not self._transferring
+        return not self._queue and not self._transfers
 
     def _result(self) -> Pulled:
         if self._error is not None:
@@ -143,9 +153,10 @@ class Pull:
             hint="check the network between these hosts, and the logs of their agents",
         )
 
-    def _stream(self, holder: _Holder, connection: Connection, buffer: Buffer) -> None:
+    def _stream(self, holder: _Holder, buffer: Buffer) -> None:
+        connection = self._connection(holder)
         try:
-            while (job := self._next_job(holder)) is not None:
+            while (job := self._next_job(holder, connection)) is not None:
                 try:
                     if job == ASK:
                         chunks = connection.available_chunks(self.manifest.version, len(self.manifest.digests))
@@ -156,6 +167,8 @@ class Pull:
                         self._fetch(holder, connection=connection, index=job, buffer=buffer)
                 except HolderFault as fault:
                     self._failed(holder, job, fault)
+                    connection.close()
+                    connection = self._connection(holder)
         except Exception as error:
             with self._changed:
                 self._error = error
@@ -163,7 +176,13 @@ class Pull:
         finally:
             connection.close()
 
-    def _next_job(self, holder: _Holder) -> int | None:
+    def _connection(self, holder: _Holder) -> Connection:
+        connection = self._connect(holder.endpoint.url)
+        with self._changed:
+            self._connections.append(connection)
+        return connection
+
+    def _next_job(self, holder: _Holder, connection: Connection) -> int | None:
         """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits if there is nothing to do."""
         with self._changed:
             while not (self._is_closed or holder.refused or self._complete()):
@@ -171,12 +190,16 @@ class Pull:
                 if time_s < holder.retry_at:
                     self._changed.wait(holder.retry_at - time_s)
                 elif (index := self._take(holder)) is not None:
-                    self._transferring.add(index)
+                    self._transfers[index] = _Transfer(connection, time_s)
                     return index
                 elif time_s >= holder.ask_at and not (holder.chunks and all(holder.chunks)):
                     holder.ask_at = time_s + ASK_AGAIN_S
                     return ASK
                 else:
+                    # This holder is idle: take over chunks that it would have sent three times by now.
+                    for index, transfer in self._transfers.items():
+                        if holder.has(index) and time_s - transfer.since > SLOW_S + 3 * holder.chunk_s:
+                            transfer.connection.abort()
                     self._changed.wait(ASK_AGAIN_S)
         return None
 
@@ -196,7 +219,8 @@ class Pull:
             raise _WrongBytes(f"it sent wrong bytes for chunk {index}")
         self._replica.add(buffer, index, digest)
         with self._changed:
-            self._transferring.remove(index)
+            transfer = self._transfers.pop(index)
+            holder.chunk_s = time.monotonic() - transfer.since
             holder.faults = 0
             self._fetched_bytes += sum(len(view) for view in views)
             if self._complete():
@@ -207,6 +231,6 @@ class Pull:
             if not self._is_closed:
                 holder.failed(fault)
             if job != ASK:
-                self._transferring.remove(job)
+                del self._transfers[job]
                 self._queue.append(job)
             self._changed.notify_all()

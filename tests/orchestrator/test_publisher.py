@@ -24,7 +24,7 @@ from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.system.remote import Unreachable
-from asyncrl_cli.weights.manifest import PullFailed, ReplicaGone, Superseded
+from asyncrl_cli.weights.manifest import ReplicaGone, Superseded
 
 pytestmark = pytest.mark.slow
 
@@ -312,21 +312,15 @@ async def test_an_engine_that_comes_up_during_the_write_is_published_to() -> Non
 # -- hosts
 
 
-async def test_a_host_that_cannot_get_a_version_is_left_behind_and_its_engine_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0)
-    harness, failing = Harness(Engine(), Engine(), Engine()), {"c2"}
+async def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.LATE_S", 0.0)
+    harness = Harness(Engine(), Engine(), Engine())
     await harness.serve(0)
-
-    async def works(agent: StandInAgent) -> None:
-        if agent._node in failing:
-            raise PullFailed("no host answers")
-
-    harness.hosts.works = works
+    slow = harness.hosts.agent("c2")
+    slow.may_fetch.clear()
     report = await harness.serve(1)
     assert (harness.withdrawn, harness.failed) == (["engine-2"], {})
-    assert ("weights", "engine-2", "no host answers; it does not serve until then") in harness.notes
+    assert harness.notes == [("weights", "engine-2", NOT_IN_TIME)]
     assert report.transfer_s == 0.5
     assert [loaded(harness, engine) for engine in range(3)] == [[0, 1], [0, 1], [0]]
     coming = asyncio.create_task(harness.publisher.bring_up(harness.engines[2]))
@@ -334,9 +328,12 @@ async def test_a_host_that_cannot_get_a_version_is_left_behind_and_its_engine_co
     assert not harness.engines[2].serving
     await harness.serve(2)
     assert harness.withdrawn == ["engine-2"], "it is not waited for again"
-    failing.clear()
+    slow.may_fetch.set()
     await coming
     assert (loaded(harness, 2), harness.engines[2].serving) == ([0, 2], True)
+
+
+NOT_IN_TIME = "its host did not get weight version 1 in time; it does not serve until then"
 
 
 async def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,17 @@ def test_a_holder_that_is_killed_in_the_middle(replica: Replica, holders: Holder
     assert "stalling" in pulled.faults
 
 
+def test_an_idle_holder_takes_over_slow_chunks(
+    replica: Replica, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_module, "SLOW_S", 1.0)  # on a busy machine the good one takes tenths of a second
+    stalling, good = holders("stalling", "good")
+    # With a longer limit the time limit for silence would end the transfer.
+    pulled = pull(replica, [stalling, good], timeout_s=transfer.SILENCE_S)
+    assert has_version(replica, pulled.path, 1)
+    assert pulled.faults == {"stalling": "it was slower than another"}
+
+
 def test_a_pull_is_superseded_while_it_fetches(replica: Replica, holders: Holders) -> None:
     """Ranks of this host begin versions 2 and 3 during the pull, so there is no memory for version 1."""
     (stalling,) = holders("stalling")
