@@ -1,14 +1,15 @@
 """The driver's side of scoring: every response gets a reward, or a reason why it has none.
 
 The scorer actor handles failures of reward functions. If the actor itself dies or does not answer, it is replaced, and
-its responses are scored again, one at a time, because any of them may be the cause. A response has no reward if the
-next actor is lost, too.
+its responses are scored again, each alone, because any of them may be the cause. A response that is alone when the next
+actor is lost has no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
@@ -23,8 +24,7 @@ from asyncrl_cli.workers.scoring import Answer, Response
 SCORER = "scorer"
 """The name of the actor and of its log file."""
 AT_ONCE = 16
-"""Smallest number of calls that the actor may have at a time; more if its processes can score more. With one call, many
-engines that deliver one or two rollouts each would wait for its latency (decision 0006)."""
+"""Smallest number of responses that the actor may have at a time; more if its processes can score more."""
 ACTOR_S = 60.0
 """Seconds that the actor may take to answer a ping. Rewards have their own time limit."""
 
@@ -42,10 +42,10 @@ class Scoring:
         self._task_object = task_object
         self._actor = SupervisedActor("scorer", name=SCORER, make=make_actor, start=_start, budget=budget)
         self._calls = task.reward_workers * task.reward_concurrency
-        at_once = max(AT_ONCE, self._calls)
-        self._per_call = -(-at_once // self._calls)
-        self._room = asyncio.Semaphore(at_once)
-        self._repeating = asyncio.Lock()
+        self._at_once = max(AT_ONCE, self._calls)
+        self._per_call = -(-self._at_once // self._calls)
+        self._room = asyncio.Semaphore(self._at_once)
+        self._entering = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the actor and load the task, to report an error in the task early."""
@@ -83,19 +83,34 @@ class Scoring:
         ]
 
     async def _score_some(self, responses: Sequence[Response]) -> list[Answer]:
-        try:
-            async with self._room:
+        async with self._room_for(len(responses)):
+            try:
                 return await self._ask(responses)
-        except ActorLost:
-            pass
+            except ActorLost:
+                pass
         scored: list[Answer] = []
         for response in responses:
-            try:
-                async with self._repeating:
+            async with self._room_for(self._at_once):
+                try:
                     scored += await self._ask([response])
-            except ActorLost as lost:
-                scored.append(RewardFailure(f"{SCORER}: {lost.message}, twice with prompt {response[0].uid!r}"))
+                except ActorLost as lost:
+                    scored.append(RewardFailure(f"{SCORER}: {lost.message}, twice with prompt {response[0].uid!r}"))
         return scored
+
+    @asynccontextmanager
+    async def _room_for(self, responses: int) -> AsyncIterator[None]:
+        """Wait until the actor has room for this many responses. It limits responses, not calls: many engines deliver
+        one or two rollouts at a time, and the latency of one call at a time would limit them (decision 0006)."""
+        acquired_count = 0
+        try:
+            async with self._entering:  # two callers that each have a part of the room could deadlock
+                while acquired_count < responses:
+                    await self._room.acquire()
+                    acquired_count += 1
+            yield
+        finally:
+            for _ in range(acquired_count):
+                self._room.release()
 
     async def _ask(self, responses: Sequence[Response]) -> list[Answer]:
         return await self._actor.call(lambda actor: _answer(actor.score.remote(list(responses)), actor))

@@ -75,6 +75,8 @@ class EpisodeActor(WorkerActor):
     def __init__(self, *settings: Any, **options: Any) -> None:
         super().__init__(*settings, **options)
         self._common: WorkerProcess | None = None
+        self._idle: list[WorkerProcess] = []
+        """Idle processes that play one episode at a time."""
         self._starting = asyncio.Lock()
         self._playing: dict[str, asyncio.Task[Played]] = {}
 
@@ -87,7 +89,8 @@ class EpisodeActor(WorkerActor):
 
         Raises ``TaskError`` if the task can no longer be loaded.
         """
-        playing = self._playing[key] = asyncio.create_task(self._play(prompt, access, isolated))
+        episode = self._play_isolated(prompt, access) if isolated else self._play(prompt, access)
+        playing = self._playing[key] = asyncio.create_task(episode)
         try:
             return await playing
         except asyncio.CancelledError:
@@ -101,14 +104,26 @@ class EpisodeActor(WorkerActor):
             if (playing := self._playing.get(key)) is not None:
                 playing.cancel()
 
-    async def _play(self, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
-        process = await (self.start_process(Role.EPISODES) if isolated else self._common_process())
-        process.retired |= isolated
+    async def _play(self, prompt: Prompt, access: ModelAccess) -> Played:
+        process = await self._common_process()
         played = await process.play(prompt, access)
         process.close_if_idle()
-        # No other episode can have ended an isolated process: this one did, so it starts again.
-        ended_it = isolated and played.retry is Retry.ISOLATED
-        return Played(played.score, Retry.RESTART) if ended_it else played
+        return played
+
+    async def _play_isolated(self, prompt: Prompt, access: ModelAccess) -> Played:
+        while self._idle and not self._idle[-1].usable:
+            self._idle.pop()
+        process = self._idle.pop() if self._idle else await self.start_process(Role.EPISODES)
+        try:
+            played = await process.play(prompt, access)
+        except asyncio.CancelledError:
+            process.retired = True
+            raise
+        process.close_if_idle()
+        if process.usable:
+            self._idle.append(process)
+        # No other episode can have ended the process: this one did, so it starts again.
+        return Played(played.score, Retry.RESTART) if played.retry is Retry.ISOLATED else played
 
     async def _common_process(self) -> WorkerProcess:
         async with self._starting:
