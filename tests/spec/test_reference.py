@@ -9,6 +9,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.reference import reference
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.schema import FILE, json_schema, schema_text
@@ -33,7 +34,9 @@ def test_the_schema_is_current() -> None:
     assert page.read_text() == schema_text(), f"run: python -m asyncrl_cli.spec.schema > specs/{FILE}"
 
 
-def test_specs_and_templates_name_the_schema() -> None:
+def test_specs_are_valid_and_they_and_templates_name_the_schema() -> None:
+    for spec in ROOT.glob("specs/*.yaml"):
+        load_spec(spec)
     for spec in [*ROOT.glob("specs/*.yaml"), *ROOT.glob("templates/*/spec.yaml")]:
         line = spec.read_text().partition("\n")[0]
         assert line.startswith("# yaml-language-server: $schema=")
