@@ -125,7 +125,7 @@ def command_words(arguments: Sequence[str], argument_pattern: str) -> list[str]:
 
 
 class _Script:
-    """What both runs show."""
+    """The traces of a script's two runs, and the variables that nobody sets."""
 
     def __init__(self, path: str) -> None:
         self._path = path

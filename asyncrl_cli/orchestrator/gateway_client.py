@@ -156,47 +156,51 @@ class _Link:
     async def _collect(self) -> None:
         while True:
             incoming: Incoming = await wait_for(self.actor.collect.remote(POLL_S), GATEWAY, POLL_S + ANSWER_S)
-            for number, segments in incoming.segments:
-                if (session := self._sessions.get(number)) is not None:
+            for session_number, segments in incoming.segments:
+                if (session := self._sessions.get(session_number)) is not None:
                     session.on_segments(segments)
-            if cancelled := [self._calls[number] for number in incoming.cancelled if number in self._calls]:
+            if cancelled := [
+                self._calls[request_number] for request_number in incoming.cancelled if request_number in self._calls
+            ]:
                 for call in cancelled:
                     call.cancel()
                 await asyncio.wait(cancelled)  # the requests below may use the same ids again
-            for number, request in incoming.requests.items():
-                self._begin(number, request)
+            for request_number, request in incoming.requests.items():
+                self._begin(request_number, request)
             for end in incoming.ends:
                 self._sessions.pop(end.session_number).end.set_result(end)
 
-    def _begin(self, number: int, request: Generation | ClientRequest) -> None:
+    def _begin(self, request_number: int, request: Generation | ClientRequest) -> None:
         session = None
         if isinstance(request, ClientRequest):
-            answering = self._answer_outside(number, request)
+            answering = self._answer_outside(request_number, request)
         else:
             session = None if request.session is None else self._sessions.get(request.session)
             if request.session is not None and (session is None or session.closing):
                 failure = RolloutFailure(request.request.rollout_id, "the session has ended")
-                self._next_outgoing().answers.append((number, failure))
+                self._next_outgoing().answers.append((request_number, failure))
                 return
-            answering = self._answer(number, request.request, self._generate if session is None else session.generate)
-        call = self._calls[number] = self._group.create_task(answering)
-        call.add_done_callback(lambda _: self._calls.pop(number))
+            answering = self._answer(
+                request_number, request.request, self._generate if session is None else session.generate
+            )
+        call = self._calls[request_number] = self._group.create_task(answering)
+        call.add_done_callback(lambda _: self._calls.pop(request_number))
         if session is not None:
             session.calls.add(call)
             call.add_done_callback(session.calls.discard)
 
-    async def _answer_outside(self, number: int, request: ClientRequest) -> None:
+    async def _answer_outside(self, request_number: int, request: ClientRequest) -> None:
         assert self._answer_client is not None, "the gateway has the paths for outside clients"
         try:
             answer = await self._answer_client(request)
         except Exception as error:  # such as a failed commit, which ends the run by another way
             log.error("a request of an outside client failed", exc_info=error)
             answer = ClientAnswer(500, {"message": f"{type(error).__name__} in the driver"}, "internal_error")
-        self._next_outgoing().answers.append((number, answer))
+        self._next_outgoing().answers.append((request_number, answer))
 
-    async def _answer(self, number: int, request: RolloutRequest, generate: Generate) -> None:
+    async def _answer(self, request_number: int, request: RolloutRequest, generate: Generate) -> None:
         def grown(segments: list[Segment]) -> None:
-            self._next_outgoing().segments.append((number, segments))
+            self._next_outgoing().segments.append((request_number, segments))
 
         result: Rollout | RolloutFailure
         try:
@@ -206,7 +210,7 @@ class _Link:
         except Exception as error:  # a bug fails this call, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(request.rollout_id, f"{type(error).__name__} in the driver")
-        self._next_outgoing().answers.append((number, result))
+        self._next_outgoing().answers.append((request_number, result))
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:

@@ -27,7 +27,7 @@ SETTINGS = BufferSettings(1, 1, 1, "wait", 10, 1, False)
 
 
 def journal_with(folder: Path, candidate: Candidate) -> sqlite3.Connection:
-    """A journal in which a batch has a group of one rollout."""
+    """A journal whose batch has a group of one rollout."""
     book = DurableLedger(folder / FILE, SETTINGS)
     book.admit([candidate])
     book.record([rollout("0-0")], [Outcome("0-0", Scored(1.0))])

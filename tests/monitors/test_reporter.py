@@ -31,7 +31,7 @@ FINDING = HealthFinding("equal_groups", 1, None, "32 of 32 groups", "a constant 
 
 
 def reporting(folder: Path) -> tuple[RunDirectory, io.StringIO, Recorder, Reporter]:
-    """A new run, what is displayed of it, its recorder and its reporter."""
+    """A new run, its displayed lines, its recorder and its reporter."""
     run, out = RunDirectory.create(folder, "test"), io.StringIO()
     recorder = Recorder(run, pytest.fail)
     return run, out, recorder, Reporter(recorder, PlainView(10, out))

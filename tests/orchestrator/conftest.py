@@ -1,4 +1,4 @@
-"""`killed`: the killed actors, of which stand-ins die; `run`: the folder of a new run."""
+"""`killed`: the killed actors, which are stand-ins; `run`: the folder of a new run."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_a_holder_that_fails_is_asked_less_and_less(replica: Replica) -> None:
     failing = partial(FailingConnection, asked=asked, failure=HolderFault("it has a fault"))
     with pytest.raises(PullFailed, match="it has a fault"):
         Pull(replica, manifest(1), failing, [Endpoint("n", "http://x")], 0.9).run()
-    # Each connection asks at once, after 0.25 s and after another 0.5 s.
+    # Each connection asks immediately, after 0.25 s and after another 0.5 s.
     assert 1 <= len(asked) <= 3 * pull_module.STREAMS
 
 
