@@ -44,9 +44,9 @@ def engine_uses(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None =
     if rollout.gpus_per_engine:
         graphs, nbytes = GRAPH_BYTES, tokens * ACTIVATION_WIDTHS * model.hidden * dtype_bytes
         activations = MemoryUse("activations", nbytes, f"a batch of {tokens:,} tokens")
-    else:  # decision 0052
-        graphs, nbytes = 0, adapters.bytes or weights.bytes
-        activations = MemoryUse("next version", nbytes, "prepared while this one serves")
+    else:
+        graphs = 0
+        activations = MemoryUse("next version", adapters.bytes, "prepared while this one serves")
     return nonzero_uses(
         [
             weights,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import ModelConfig
 
+from asyncrl_cli.weights.engine_layers import layers_are_plain, with_own_weights
 from asyncrl_cli.weights.layout import ByteRange
-from asyncrl_cli.weights.next_layers import layers_are_plain, with_own_weights
 
 
 class NoCopyPlan(Exception):

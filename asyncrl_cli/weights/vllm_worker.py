@@ -2,8 +2,7 @@
 
 vLLM imports this module as its ``worker_extension_cls``. The import registers the transport, and has the kernel kill
 the process when its parent ends. Weights are loaded with vLLM's own layerwise reload, which also rebuilds kernels with
-repacked weights. If a model's layers keep nothing else, a CPU loads them before the pause (``next_layers``), and a GPU
-repeats the copies of the first load (``copy_plan``).
+repacked weights. If a model's layers keep nothing else, a GPU repeats the copies of the first load (``copy_plan``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from asyncrl_cli.weights.mapped import MappedReplica, copies_of
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.copy_plan import CopyPlan
-    from asyncrl_cli.weights.next_layers import NextLayers
 
 log = logging.getLogger(__name__)
 
@@ -65,61 +63,45 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.replica = MappedReplica(self.slots, copies_of(self.device))
         self.experts = _own_experts(self.model)
         self.reading = ExitStack()
-        # oneDNN orders a packed weight by the number of OpenMP threads, and vLLM has one kernel for all weights of a
-        # shape. With weights in another order it would give wrong products (decision 0052).
-        self.thread = ThreadPoolExecutor(1, "weights", torch._C.set_num_threads, (torch.get_num_threads(),))
-        self.preparing: Future[NextLayers | None]
-        self.next_layers: NextLayers | None = None
-        self.packs_weights = self.device.type == "cpu"
-        self.plans_copies = not self.packs_weights  # until a plan is recorded or refused
+        self.thread = ThreadPoolExecutor(1, "weights")
+        self.preparing: Future[None]
+        self.plans_copies = self.device.type != "cpu"  # until a plan is recorded or refused
         self.plan: CopyPlan | None = None
         self.plan_is_proved = False
         """True once a reload has left exactly the bits that the plan copies. Until then, versions are reloaded."""
         self.sources: list[torch.Tensor] = []  # of the prepared version, for the plan
 
     def prepare(self, version: int, path: str) -> Future[Any]:
-        """Begin the part of an update that needs no pause: make the version's layers, or map and pin its memory and
-        plan its copies."""
-        from asyncrl_cli.weights.next_layers import NextLayers, layers_are_plain
-
-        self.next_layers = None  # left by a failed update
-        makes_next = self.packs_weights and layers_are_plain(self.model)
-
-        def prepared_layers() -> NextLayers | None:
-            with self.replica.open(path, version) as tensors:
-                if makes_next:
-                    return NextLayers(self.model, self.model_config, self.named_tensors(tensors))
-                self._plan_copies(tensors)
-                return None
-
-        self.preparing = self.thread.submit(prepared_layers)
+        """Begin the part of an update that needs no pause: map and pin the version's memory, and plan its copies."""
+        self.preparing = self.thread.submit(self._plan_copies, version, path)
         return self.preparing
 
-    def _plan_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _plan_copies(self, version: int, path: str) -> None:
         from asyncrl_cli.weights.copy_plan import CopyPlan, NoCopyPlan
 
-        memory = next(iter(tensors.values())).untyped_storage()
-        if self.plans_copies:
-            self.plans_copies = False
-            try:
-                self.plan = CopyPlan(self.model, self.model_config, memory, self.named_tensors(tensors))
-            except NoCopyPlan as refusal:
-                log.warning("each version is loaded with vLLM's reload, which takes longer: %s", refusal)
-        if self.plan is not None:
-            self.sources = self.plan.sources(memory)
+        with self.replica.open(path, version) as tensors:
+            memory = next(iter(tensors.values())).untyped_storage()
+            if self.plans_copies:
+                self.plans_copies = False
+                try:
+                    self.plan = CopyPlan(self.model, self.model_config, memory, self.named_tensors(tensors))
+                except NoCopyPlan as refusal:
+                    log.warning("each version is loaded with vLLM's reload, which takes longer: %s", refusal)
+            if self.plan is not None:
+                self.sources = self.plan.sources(memory)
 
     def prepared(self) -> bool:
         """True if ``prepare`` is complete. Raises ``ReplicaGone`` if the memory now has another version."""
         if self.preparing.done():
-            self.next_layers = self.preparing.result()
+            self.preparing.result()
         return self.preparing.done()
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        from asyncrl_cli.weights.next_layers import with_own_weights
+        from asyncrl_cli.weights.engine_layers import with_own_weights
 
-        if self.next_layers is None and not self.plan_is_proved:
+        if not self.plan_is_proved:
             if self.device.type == "cpu":
                 # vLLM packs experts' weights for its CPU kernel only if the layer has no kernel yet. Otherwise it would
                 # write unpacked weights into the packed memory, and compute with numbers in the wrong order.
@@ -136,9 +118,6 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
         """Load every tensor. Raises ``ReplicaGone`` if the memory now has another version."""
-        if self.next_layers is not None:
-            self.next_layers.install()
-            return
         self.reading.close()  # left open by a failed update
         # Open until ``finish_weight_update``, because the layerwise reload reads some tensors (padded ones) only there.
         tensors = self.reading.enter_context(self.replica.open(update_info.path, update_info.version))
@@ -173,12 +152,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        from asyncrl_cli.weights.next_layers import expect_nothing_more, refuse_missing
+        from asyncrl_cli.weights.engine_layers import expect_nothing_more, refuse_missing
 
-        if self.next_layers is not None:
-            self.thread.submit(self.next_layers.clear)
-            self.next_layers = None
-            return
         if not self.plan_is_proved:
             refuse_missing(self.awaiting)
             expect_nothing_more(self.model)
@@ -200,7 +175,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head. If the weight is tied to the embedding, the layerwise reload
         # misses this copy, and the engine would answer with the old head.
-        from asyncrl_cli.weights.next_layers import language_model
+        from asyncrl_cli.weights.engine_layers import language_model
 
         head = getattr(language_model(self.model), "lm_head", None)
         if self.device.type != "cpu" or head is None or not hasattr(head, "cpu_linear"):

@@ -68,7 +68,7 @@ def problems(package: Package) -> Iterator[str]:
     yield from _expressions(package)
     seeing = package.find("vllm.model_executor.models.interfaces.SupportsMultiModal")
     if seeing is None or package.member(seeing, "get_language_model") is None:
-        yield "weights/next_layers.py: vLLM's models with vision have no get_language_model()"
+        yield "weights/engine_layers.py: vLLM's models with vision have no get_language_model()"
     for kind, name in (
         ("tool", "vllm.tool_parsers._TOOL_PARSERS_TO_REGISTER"),
         ("reasoning", "vllm.reasoning._REASONING_PARSERS_TO_REGISTER"),

@@ -30,8 +30,7 @@ from unittest.mock import patch
 
 from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
 
-# New threads begin with two OpenMP threads, and the main thread has one (``main``).
-os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
 
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first, as in vLLM's own worker: it adapts torch to CPUs
@@ -141,7 +140,7 @@ def compared_in(folder: Path, architecture: str, worker: Worker) -> dict[str, An
     transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
     slots = engine_layout(model, torch.float32)
     transfer.init_transfer_engine(ReplicaInitInfo([asdict(slot) for slot in slots]))
-    transfer.packs_weights, transfer.plans_copies = worker.packs, worker.size > 1 or not worker.packs
+    transfer.plans_copies = worker.size > 1 or not worker.packs
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     # Nothing may remain of the first version, or of an engine's random first weights.
     publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.stack
 
 LIMIT_S = 1000.0
 OFTEN = ("qwen3_moe", "gemma3_text")
-"""They cover fused experts (loaded in the pause), dense layers (prepared), a tied and an untied head."""
+"""They cover fused experts, dense layers, a tied and an untied head."""
 TORCHVISION = find_spec("torchvision") is not None
 SEEING = tuple(IMAGE_MODELS) if TORCHVISION else ()
 COPIED = ("qwen2", "gemma3_text")
@@ -32,12 +31,10 @@ NEED_TORCHVISION = {"qwen3_5_text"}
 RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED})
 
 
-def compare(*arguments: str, instructions: str = "DEFAULT") -> list[dict[str, Any]]:
-    """One program for all architectures: importing vLLM takes longer than the rest. ``instructions``: the largest
-    instruction set that oneDNN may use."""
+def compare(*arguments: str) -> list[dict[str, Any]]:
+    """One program for all architectures: importing vLLM takes longer than the rest."""
     command = [sys.executable, "-m", "tests.weights.engine_models", *arguments]
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
     assert "Failed to load weights" not in done.stdout + done.stderr, "vLLM warns of layers that are not published"
@@ -46,10 +43,8 @@ def compare(*arguments: str, instructions: str = "DEFAULT") -> list[dict[str, An
 
 @pytest.fixture(scope="module")
 def compared() -> list[dict[str, Any]]:
-    """With AVX2, because the order of some packed weights then depends on the number of OpenMP threads: gemma3's
-    ``qkv_proj`` [160, 96] is one (decision 0052)."""
     copied = [f"--copied={name}" for name in COPIED]
-    return compare("--two-workers", "qwen3_moe", *copied, *OFTEN, *SEEING, instructions="AVX2")
+    return compare("--two-workers", "qwen3_moe", *copied, *OFTEN, *SEEING)
 
 
 def test_a_published_version_equals_the_folder(compared: list[dict[str, Any]]) -> None:
