@@ -176,7 +176,7 @@ def plan_microbatches(
     shortest (``divided``). A rank puts its rows, in this order, into the first micro-batch with room (first-fit
     decreasing). If they are padded, no other grouping needs fewer micro-batches, because each begins with its longest
     row; if they are packed, the best grouping may need 2 in 11 fewer (G. Dósa, 2007). A rank with fewer micro-batches
-    than another halves its largest ones, which costs nothing, and gets empty ones only when no rows are left to split.
+    than another gets empty ones.
 
     Returns:
         ``plan[rank][microbatch]``: indices into ``lengths``, from the longest row to the shortest. Every index occurs
@@ -187,9 +187,7 @@ def plan_microbatches(
         for rows in divided(lengths, ranks)
     ]
     microbatch_count = max(1, *(len(microbatches) for microbatches in plan))
-    for microbatches in plan:
-        _split(microbatches, lengths=lengths, count=microbatch_count, packing=packing)
-    return plan
+    return [microbatches + [[] for _ in range(microbatch_count - len(microbatches))] for microbatches in plan]
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: int, packing: bool) -> list[list[int]]:
@@ -206,22 +204,6 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: in
             microbatches.append([row])
             sizes.append(lengths[row])
     return microbatches
-
-
-def _split(microbatches: list[list[int]], lengths: Sequence[int], count: int, packing: bool) -> None:
-    """Halve the largest micro-batches in place, then add empty ones, until there are ``count``."""
-    while len(microbatches) < count:
-        # Tokens that the model computes; 0 where there is nothing to halve.
-        sizes = [
-            0 if len(rows) < 2 else sum(lengths[row] for row in rows) if packing else len(rows) * lengths[rows[0]]
-            for rows in microbatches
-        ]
-        if not any(sizes):
-            microbatches.extend([] for _ in range(count - len(microbatches)))
-            return
-        largest = sizes.index(max(sizes))
-        rows = microbatches[largest]
-        microbatches[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
 def microbatch(
