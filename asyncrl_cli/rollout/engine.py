@@ -43,6 +43,7 @@ from asyncrl_cli.rollout.vllm_images import VllmImages
 from asyncrl_cli.rollout.vllm_inflight import (
     newest_experts,
     request_id,
+    requests_without_tokens,
     running_segments,
     running_tokens,
     sampled_logprobs,
@@ -99,8 +100,9 @@ class Engine:
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
         self._probes = 0
-        # vLLM never queues requests: it gets only as many as it runs at a time, and none while it loads weights. So the
-        # cache salt, chosen when a request is submitted, names the version that it starts under (decision 0005).
+        # vLLM never queues requests: it gets only as many as it runs at a time, and none while it loads weights. Those
+        # without a token at a pause are submitted again. So the cache salt, chosen when a request is submitted, names
+        # the version of its first token (decision 0005).
         self._slots = PrioritySemaphore(spec.rollout.running_rollouts)
         self._loading = True
         self._aborts = 0
@@ -124,7 +126,10 @@ class Engine:
         aborts = self._aborts
         processed = await self._images.processed(request.images)
         async with self._slots.slot(request.priority):
-            output = await self._final_output(request, prefix_ids, processed, aborts)
+            while True:
+                output = await self._final_output(request, prefix_ids, processed, aborts)
+                if output.finish_reason != "abort" or output.token_ids or self._aborts > aborts:
+                    break  # otherwise ``_load`` ended it before its first token
         self._ended_tokens += len(output.token_ids)
         earlier_experts, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
@@ -275,6 +280,10 @@ class Engine:
         # ``on_pause`` sees all of them (decision 0010).
         await self._vllm.start_weight_update()
         on_pause()
+        if policy == "keep":
+            # Their prompts, or prompts in the cache that their salt names, have the old version's keys, values and
+            # images. All their tokens would have the new version, so they begin again under it (decision 0005).
+            await self._vllm.abort(requests_without_tokens(self._vllm))
         await self._vllm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
         await self._vllm.finish_weight_update(str(version))
         if self._adapter is not None:

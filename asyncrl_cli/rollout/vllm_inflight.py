@@ -75,6 +75,12 @@ def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
     return segments
 
 
+def requests_without_tokens(vllm: Any) -> list[str]:
+    """The ids of running requests for which no token has been generated."""
+    states = vllm.output_processor.request_states.values()
+    return [state.external_req_id for state in states if not state.detokenizer.output_token_ids]
+
+
 def running_tokens(vllm: Any) -> int:
     """Number of tokens generated so far for all running requests."""
     return sum(len(state.detokenizer.output_token_ids) for state in vllm.output_processor.request_states.values())

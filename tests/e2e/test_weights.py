@@ -234,6 +234,37 @@ def test_a_request_after_an_update_sees_nothing_of_the_old_weights(
     check_request_after_update(bench, loop, policy, version)
 
 
+def test_a_request_without_a_token_at_the_pause_begins_under_the_new_version(
+    bench: Bench, loop: asyncio.AbstractEventLoop
+) -> None:
+    """It was sent under the old version, whose keys and values of its prompt are in the prefix cache."""
+    prompt = [7] * 15 + [8] * 25
+    pause = bench.engine._vllm.engine_core.pause_scheduler_async
+    late: list[asyncio.Task[Rollout]] = []
+
+    async def pause_before_they_arrive(**options: Any) -> None:
+        await pause(**options)
+        bench.engine._loading = False  # they were sent before the pause, but the core reads them after it
+        late.extend(asyncio.create_task(bench.generate(prompt, 24)) for _ in range(4))
+        while len(bench.engine._vllm.output_processor.request_states) < len(late):
+            await asyncio.sleep(0)
+        bench.engine._loading = True
+
+    async def generate() -> tuple[Rollout, list[Rollout]]:
+        await bench.publish(45, "keep")
+        running = asyncio.create_task(bench.generate(prompt, 60))
+        await bench.generate(prompt, 8)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bench.engine._vllm.engine_core, "pause_scheduler_async", pause_before_they_arrive)
+            await bench.publish(46, "keep")
+        return await running, await asyncio.gather(*late)
+
+    _, rollouts = loop.run_until_complete(generate())
+    for rollout in rollouts:
+        assert set(rollout.versions.tolist()) == {46}
+        assert gaps(bench, rollout, 46).max() < TOLERANCE
+
+
 def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
     probe = (5, 9, 30, 31, 60, 22, 14)
     rollout = Rollout(

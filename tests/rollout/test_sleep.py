@@ -27,6 +27,7 @@ class Vllm:
         self.asleep = False
         self.calls: list[str] = []
         self.engine_core = self
+        self.output_processor = SimpleNamespace(request_states={})
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.calls.append(f"sleep {level} {mode}")
@@ -42,6 +43,9 @@ class Vllm:
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self.touch("pause")
+
+    async def abort(self, request_ids: list[str]) -> None:
+        assert request_ids == []
 
     async def resume_scheduler_async(self) -> None:
         self.touch("resume")
