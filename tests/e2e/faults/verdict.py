@@ -18,6 +18,8 @@ from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_snapshot
 
+LOGPROB_GAP = 1e-3
+"""Nats, in fp32: most by which engine and trainer may differ for tokens that the same weights sampled."""
 CLEANING_S = 120.0
 """Seconds that the reaper has to clean up."""
 
@@ -46,7 +48,13 @@ def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
     with closing(open_for_reading(run.journal)) as connection:
         found = audit(connection, run.steps, uid_of)
     violations = [*found.violations, *run.evidence.contradictions]
-    reported = [row["step"] for row in steps_of(run.folder)]
+    steps = steps_of(run.folder)
+    violations += [
+        f"step {step['step']}: log-probs of engine and trainer differ by {gap:.3g} nats for equal weights"
+        for step in steps
+        if (gap := step.get("engine/logprob_gap_max", 0.0)) > LOGPROB_GAP
+    ]
+    reported = [step["step"] for step in steps]
     if reported != list(range(1, run.steps + 1)):
         violations.append(f"metrics.jsonl reports {len(reported)} steps, instead of each of {run.steps} once")
     if left := left_behind(run, before):
