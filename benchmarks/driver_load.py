@@ -315,6 +315,8 @@ class Driver:
                 raise Measured  # this cancels all tasks
         except* Measured:
             pass
+        if not done["rollouts"]:
+            raise SystemExit("no rollout ended in the measured time: raise --seconds")
         return {
             "tokens/s": done["tokens"] / seconds,
             "groups/s": done["groups"] / seconds,
