@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.journal.rollout_rows import read_group
 from asyncrl_cli.records.groups import BufferSettings, LedgerState
-from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.prompt import OWN_UID_PREFIX, Prompt
 from asyncrl_cli.records.training import CORRECT
 
 # SQLite takes a partial index only for a query that repeats the index's own condition.
@@ -153,23 +153,26 @@ class AdmittedPrompt(NamedTuple):
 
 
 def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedPrompt]:
-    """Return the newest prompts that came from the data loader, newest first. Excludes prompts from before a change of
-    the data was accepted, and prompts that a checkpoint had kept."""
+    """Return the newest prompts that came from the data loader, newest first. Excludes programs' own prompts, prompts
+    from before a change of the data was accepted, and prompts that a checkpoint had kept."""
     recorded = meta(connection)
     passed_over = max(len((recorded.get("base") or {}).get("prompts", ())), int(recorded.get(ACCEPTED, 0)))
     rows = connection.execute(
-        "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > ? ORDER BY id DESC LIMIT ?",
-        (passed_over, count),
+        "SELECT epoch, position, uid, prompt, fields FROM groups WHERE serial > ? AND uid NOT GLOB ? "
+        "ORDER BY id DESC LIMIT ?",
+        (passed_over, f"{OWN_UID_PREFIX}*", count),
     )
     return [AdmittedPrompt(*row) for row in rows]
 
 
 def untrained_prompts(connection: sqlite3.Connection, step: int) -> list[Prompt]:
-    """Return the prompts of all groups that are admitted and not trained before ``step``, in admission order."""
+    """Return the prompts of all groups that are admitted and not trained before ``step``, in admission order, without
+    programs' own prompts, for which nobody waits any more."""
     rows = connection.execute(
         "SELECT id FROM groups WHERE id IN "
-        f"(SELECT id FROM groups WHERE {OUTSTANDING} UNION ALL SELECT id FROM groups WHERE step >= ?) ORDER BY id",
-        (step,),
+        f"(SELECT id FROM groups WHERE {OUTSTANDING} UNION ALL SELECT id FROM groups WHERE step >= ?) "
+        "AND uid NOT GLOB ? ORDER BY id",
+        (step, f"{OWN_UID_PREFIX}*"),
     ).fetchall()
     return [read_group(connection, group_id).prompt for (group_id,) in rows]
 
@@ -181,7 +184,7 @@ def solved_streaks(connection: sqlite3.Connection) -> dict[str, int]:
         """
         SELECT g.uid, min(r.reward) FROM groups g JOIN rollouts r ON r.group_id = g.id
         WHERE g.state IN ('finished', 'taken') OR (g.state = 'rejected' AND g.reason = 'uniform')
-        GROUP BY g.id ORDER BY g.id
+        GROUP BY g.id ORDER BY g.ended_at, g.id
         """
     ):
         if lowest >= CORRECT:

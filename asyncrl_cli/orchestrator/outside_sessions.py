@@ -29,7 +29,7 @@ from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
 from asyncrl_cli.journal.rollout_rows import RolloutOutcome
 from asyncrl_cli.journal.schema import JournalError
-from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.prompt import OWN_UID_PREFIX, Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 from asyncrl_cli.tasks.function_task import row_of
@@ -48,10 +48,6 @@ ENDINGS = {
 }
 """Why a session without a reward has ended, by the group's state."""
 LEFT_TEXT = "its deadline is over, or its program gave up"
-
-
-OWN_UID_PREFIX = "outside/"
-"""Prefix of the uids of programs' own prompts."""
 
 
 UNKNOWN = Prompt("unknown", "")
@@ -174,7 +170,8 @@ class OutsideSessions:
             try:
                 await asyncio.shield(session.handed_out)
             except ProgramGone:
-                return Played(RewardFailure("the program that sent its prompt left before it got the session"))
+                left = "the program that sent its prompt left before it got the session"
+                return Played(RewardFailure(left, counts=False))
             try:
                 async with asyncio.timeout(session.deadline - time.time()):
                     return Played(await asyncio.shield(session.result))

@@ -221,7 +221,7 @@ class RolloutScheduler:
             if group.group_id in self._open:
                 finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
                 await self._conclude(finished, [Outcome(request.rollout_id, score)])
-                is_recorded = True
+                is_recorded = isinstance(score, Scored)
         finally:
             episodes.conclude(request.rollout_id, is_recorded)
 
@@ -298,6 +298,9 @@ class RolloutScheduler:
             self.rejected_in_a_row.clear()
         for group_id, reason in settled.rejected:
             self._visited(group_id, settled)
+            failure = failures.get(group_id, UNSCORED_FAILURE)
+            if not failure.counts:
+                continue
             self.rejected_in_a_row[reason] += 1
             if reason == "uniform":
                 self.failures.count_group()
@@ -305,7 +308,6 @@ class RolloutScheduler:
                 if in_a_row >= MIN_FAILURES and _is_power_of_2(in_a_row):
                     self._warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
                 continue
-            failure = failures.get(group_id, UNSCORED_FAILURE)
             self.failures.count_group(failure)
             self._lost += 1
             if _is_power_of_2(self._lost):

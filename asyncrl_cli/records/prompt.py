@@ -12,6 +12,8 @@ from typing import Any
 from asyncrl_cli.records.images import Image, data_url
 
 Message = Mapping[str, Any]
+OWN_UID_PREFIX = "outside/"
+"""Prefix of the uids of prompts that programs outside of the run send. They are no rows of the data."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,12 @@ class Scored:
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
     """A response without a reward. ``reason``: one line with the function, the prompt and the error. ``location``: the
-    failing line of the user's code as ``file:line``, if known."""
+    failing line of the user's code as ``file:line``, if known. ``counts``: False if nothing has failed, and the group
+    does not count for ``rollout.max_failed_share``."""
 
     reason: str
     location: str = ""
+    counts: bool = True
 
     def __str__(self) -> str:
         return f"{self.location}: {self.reason}" if self.location else self.reason

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from asyncrl_cli.data.chat_template import chat_of
 from asyncrl_cli.records.prompt import Prompt, with_data_urls
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
-from asyncrl_cli.tasks.base import ModelAccess, ScoreLater, Split, Task, is_episodic
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult, ScoreLater, Split, Task, is_episodic
 from asyncrl_cli.tasks.mcp_tools import McpServers
 from asyncrl_cli.tasks.play import ask, play
 from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
@@ -141,9 +141,10 @@ class OneCall:
             if tools:
                 raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")
             row = replace(prompt, content=messages)
-            environment = ToolEnvironment(row, (), judge=lambda *_: 0.0, servers=self._servers)
+            # The reward tells whether a reply without a call of a tool has ended the episode, or a limit has.
+            environment = ToolEnvironment(row, (), judge=lambda *_: 1.0, servers=self._servers)
             result, _ = await play(environment, model, http, variables=variables, images=prompt.images)
-            return ScoreLater(result.metrics)
+            return ScoreLater(result.metrics) if result.reward else RewardResult(0.0, result.metrics)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         return self.task.reward(prompt, response, finished)

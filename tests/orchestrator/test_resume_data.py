@@ -12,13 +12,13 @@ from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.journal.durable import DurableLedger
-from asyncrl_cli.journal.progress import newest_serial
+from asyncrl_cli.journal.progress import newest_serial, untrained_prompts
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.launch import DriverStart
 from asyncrl_cli.orchestrator.resume import Plan, check_data
 from asyncrl_cli.records.groups import BufferSettings, Candidate
-from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.prompt import OWN_UID_PREFIX, Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.inputs import SplitSpec
 
@@ -88,6 +88,21 @@ def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: Run
     book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC), {"step": 0, "prompts": [waiting]})
     book.admit([Candidate(1, Prompt("from before", "text"), (1,), {"epoch": 0, "position": 5})])
     book.journal.commit(book.journal.noted())
+    check_data(run, experiment, PLAN)
+
+
+@pytest.mark.parametrize("rows_before", [0, 2])
+def test_own_prompts_of_programs_have_no_row_to_be_compared_with(run: RunDirectory, rows_before: int) -> None:
+    experiment = with_data(run, ROWS)
+    loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
+    book = DurableLedger(run.path / FILE, SETTINGS)
+    for number in range(1, rows_before + 1):
+        book.admit([Candidate(number, loader.next(), (1,), loader.state())])
+    own_prompt = Prompt(f"{OWN_UID_PREFIX}1", "a program's own")
+    book.admit([Candidate(rows_before + 1, own_prompt, (1,), loader.state())])
+    book.journal.commit(book.journal.noted())
+    assert [prompt.uid for prompt in book.journal.read(untrained_prompts, 0)] == ["p0", "p1"][:rows_before]
+    book.journal.close()
     check_data(run, experiment, PLAN)
 
 

@@ -26,7 +26,7 @@ from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import MIN_FAILURES, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
-from asyncrl_cli.records.groups import BufferSettings, Counts, PublishRecord, TakenBatch, Waiting
+from asyncrl_cli.records.groups import BufferSettings, Counts, Outcome, PublishRecord, TakenBatch, Waiting
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.workers.scoring import Response
@@ -274,6 +274,15 @@ async def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
         assert harness.reasons == ["out of memory", "another"]
         assert harness.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
         assert ("0-1", "out of memory") in harness.table("rollouts", "group_id || '-' || rollout_index, failure")
+
+
+async def test_a_group_that_a_program_left_is_no_failure(tmp_path: Path) -> None:
+    async with source(tmp_path) as harness:
+        left = RewardFailure("its program left", counts=False)
+        await harness.groups._conclude([], [Outcome("0-0", left)])
+        assert harness.states()[0] == "rejected"
+        assert harness.reasons == harness.warned == []
+        assert not harness.groups.rejected_in_a_row
 
 
 async def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(

@@ -22,14 +22,14 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.tasks.base import AgentTask, PromptTask
+from asyncrl_cli.tasks.base import AgentTask, PromptTask, RewardResult, ScoreLater
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mcp_tools import ServerLost
 from asyncrl_cli.tasks.tools import ToolEnvironment
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play
 from tests.tasks.mcp_server import DOT
-from tests.tasks.test_play import playing, policy, reply_with, run
+from tests.tasks.test_play import played, playing, policy, reply_with, run
 
 pytestmark = pytest.mark.slow
 
@@ -233,6 +233,13 @@ def test_a_task_with_a_reward_becomes_an_episode(scored: Any, folder: Path) -> N
     assert scored.reward(*(scored.prompts("train", 1)[0], "#", True)) == 0.0
     plain = load_task(TaskSpec.model_validate({"use": "exact", "tools": {"mcp": {"local": STDIO}}}), folder)
     assert not isinstance(plain, AgentTask), "rewards are loaded without the servers"
+
+
+def test_a_reply_that_calls_a_tool_is_not_scored_at_a_limit(scored: Any) -> None:
+    call = reply_with("3", ("surroundings", "{}"))
+    refused = {"error": {"message": "too many", "code": "max_calls_exceeded"}}
+    assert played(scored, [call, refused], 400)[0] == RewardResult(0.0, {"tool_calls": 1.0, "tool_errors": 0.0})
+    assert isinstance(played(scored, [call, reply_with("3")])[0], ScoreLater)
 
 
 @pytest.mark.parametrize(
