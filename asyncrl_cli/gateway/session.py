@@ -390,7 +390,7 @@ class Session:
         """Make the last message a turn if it is a kept reply, and calls continue its exact tokens. ``rendered``: the
         messages before it."""
         # Without an await until ``begin``: another call must not restore the same reply.
-        tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids)
+        tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids, rendered.images)
         if tokens is None or rendered.chat is None or rendered.history is None:
             return
         ids = tuple(tokens.ids.tolist())

@@ -57,12 +57,24 @@ class Branch:
     turns: list[ReplyEnd] = field(default_factory=list)
     busy: bool = False
     finish: FinishReason = "length"
-    images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt
+    images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt; unknown for tokens of an earlier play
     kept_end: int = 0  # as in ``Transcript``
 
     def images_until(self, end: int) -> tuple[PlacedImage, ...]:
         """The images in the first ``end`` tokens."""
         return tuple(placed for placed in self.images if placed.end <= end)
+
+    def records(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...], start: int = 0) -> bool:
+        """True if a recorded context from ``start`` on equals the prompt's tokens there, ends with the prompt, and has
+        the same images: images of one size have the same tokens."""
+        tokens, prompt_length = self.prefix.tokens, len(prompt)
+        return (
+            len(tokens.ids) >= prompt_length
+            and np.array_equal(tokens.ids[start:prompt_length], prompt[start:])
+            and bool((tokens.versions[start:prompt_length] == CONTEXT).all())
+            and bool((tokens.versions[prompt_length : prompt_length + 1] != CONTEXT).all())
+            and self.images_until(prompt_length) == images
+        )
 
     def extends(self, turn: ReplyEnd) -> bool:
         """True if a call may continue the turn in this branch."""
@@ -139,8 +151,8 @@ class Transcript:
         self._on_segments = on_segments
         self._branches: list[Branch] = []
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
-        # By branch number: tokens of recorded branches that no call has begun yet.
-        self._recorded = {index: TokenPrefix(segments) for index, segments in recorded.items()}
+        # Recorded branches that no call has begun yet, by number.
+        self._recorded = {index: Branch(index, TokenPrefix(segments)) for index, segments in recorded.items()}
         self._kept_replies = dict(kept_replies or {})
         # New branches get other numbers than kept ones: the journal has the kept tokens under these.
         self._next_index = 1 + max(self._kept_replies, default=-1)
@@ -155,14 +167,16 @@ class Transcript:
         """True if kept replies are not yet the turns of a conversation."""
         return bool(self._kept_replies) or any(branch.kept_end > branch.length for branch in self._branches)
 
-    def recorded_reply(self, branch: Branch | None, prompt_ids: Sequence[int]) -> TokenSequence | None:
+    def recorded_reply(
+        self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...]
+    ) -> TokenSequence | None:
         """The kept reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
         prompt = np.asarray(prompt_ids, np.int32)
         start = 0 if branch is None else branch.length
-        candidates = [self._recorded[index] for index in self._kept_replies] if branch is None else [branch.prefix]
-        for prefix in candidates:
-            if _begins_with_prompt(prefix.tokens, start, prompt):
-                tokens = prefix.tokens
+        candidates = [self._recorded[index] for index in self._kept_replies] if branch is None else [branch]
+        for candidate in candidates:
+            if candidate.records(prompt, images, start):
+                tokens = candidate.prefix.tokens
                 end = len(prompt) + _run_length(tokens.versions[len(prompt) :])
                 return tokens.slice(len(prompt), end) if end > len(prompt) else None
         return None
@@ -183,16 +197,12 @@ class Transcript:
     def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:
         """Begin a call. ``prompt_ids`` begin with all tokens of ``branch``; without a branch, the call begins one."""
         prompt = np.asarray(prompt_ids, np.int32)
-        if (
-            branch is not None
-            and branch.kept_end > branch.length
-            and not _begins_with_prompt(branch.prefix.tokens, branch.length, prompt)
-        ):
+        if branch is not None and branch.kept_end > branch.length and not branch.records(prompt, images, branch.length):
             branch = None  # the recorded tokens stay, for a call that continues them
         if branch is None:
-            branch = self._new(prompt)
+            branch = self._new(prompt, images)
         end, prompt_length = branch.length, len(prompt)
-        if not _begins_with_prompt(branch.prefix.tokens, end, prompt):
+        if not branch.records(prompt, images, end):
             branch.prefix.cut(end)
             self._add(branch, TokenSequence.context(prompt[end:]).segments(self._name(branch), end))
         branch.busy, branch.images = True, images
@@ -240,7 +250,7 @@ class Transcript:
             self._branches.remove(branch)
             self._kept_replies[branch.index] = KeptReplies(branch.kept_end, branch.finish)
         if branch.length == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
-            self._recorded[branch.index] = branch.prefix
+            self._recorded[branch.index] = Branch(branch.index, branch.prefix, images=branch.images)
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
         """All branches with a reply, in the order they began; None if there are none."""
@@ -259,7 +269,7 @@ class Transcript:
 
     def _trained_branches(self) -> list[Branch]:
         kept_branches = [
-            Branch(index, self._recorded[index], kept_end=replies.end, finish=replies.finish)
+            Branch(index, self._recorded[index].prefix, kept_end=replies.end, finish=replies.finish)
             for index, replies in self._kept_replies.items()
         ]
         branches = [branch for branch in self._branches if branch.trained_length]
@@ -272,7 +282,7 @@ class Transcript:
         indices = {id(branch): index for index, branch in enumerate(replied)}
         return tuple((indices[id(branch)], end) for branch, end in self._replies)
 
-    def _new(self, prompt: NDArray[np.int32]) -> Branch:
+    def _new(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...]) -> Branch:
         """Begin a branch. If a recorded branch begins with this prompt, take its tokens, whatever its number."""
         unused = (branch for branch in self._branches if branch.length == 0 and not branch.busy)
         branch = next(unused, None)
@@ -280,11 +290,11 @@ class Transcript:
             branch = Branch(self._next_index)
             self._next_index += 1
             self._branches.append(branch)
-        branch.prefix = TokenPrefix()
+        branch.prefix, branch.images = TokenPrefix(), ()
         # First the recorded branch with the same number, which is the right one unless the order of calls has changed.
         for index in sorted(self._recorded, key=lambda index: (index != branch.index, index)):
-            if _begins_with_prompt(self._recorded[index].tokens, 0, prompt):
-                recorded = self._recorded.pop(index)
+            if self._recorded[index].records(prompt, images):
+                recorded = self._recorded.pop(index).prefix
                 if index in self._kept_replies:  # the same number, under which the journal has them
                     replies = self._kept_replies.pop(index)
                     branch.index, branch.kept_end, branch.finish = index, replies.end, replies.finish
@@ -292,6 +302,7 @@ class Transcript:
                     branch.prefix = recorded
                 else:
                     self._add(branch, recorded.tokens.segments(self._name(branch)))
+                branch.images = images
                 break
         return branch
 
@@ -304,17 +315,6 @@ class Transcript:
         if new_segments and self._on_segments is not None:
             self._on_segments(new_segments)
         return new_segments
-
-
-def _begins_with_prompt(tokens: TokenSequence, start: int, prompt: NDArray[np.int32]) -> bool:
-    """True if the recorded context from ``start`` on equals the prompt's tokens there, and ends with the prompt."""
-    prompt_length = len(prompt)
-    return (
-        len(tokens.ids) >= prompt_length
-        and np.array_equal(tokens.ids[start:prompt_length], prompt[start:])
-        and bool((tokens.versions[start:prompt_length] == CONTEXT).all())
-        and bool((tokens.versions[prompt_length : prompt_length + 1] != CONTEXT).all())
-    )
 
 
 def _run_length(versions: NDArray[np.int32], is_sampled: bool = True) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from asyncrl_cli.tasks.base import ModelAccess, Step
 from asyncrl_cli.tasks.play import play
 from tests.data.pictures import picture
 from tests.gateway.conversation_stand_ins import rollout_of
-from tests.gateway.gateway_stand_ins import MODEL, Engine, key_of, served
+from tests.gateway.gateway_stand_ins import MODEL, Engine, key_of, served, until
 from tests.small_models import IMAGE_FOLDERS
 
 pytestmark = [pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing"), pytest.mark.slow]
@@ -113,6 +114,31 @@ async def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) 
         rollout = rollout_of(session)
         shown = [[placed.image for placed in one.images] for one in rollout.sequences]
         assert shown == [[Image.from_bytes(RED)], [Image.from_bytes(blue)]]
+
+
+async def test_reply_of_a_cancelled_call_is_not_continued_under_another_image(chat: ChatFormat) -> None:
+    engine = Engine(lambda *_: "one two three", chat=chat, held=asyncio.Event())
+    async with served(engine) as there:
+        session = there.session()
+        call = body("chat", [message("chat", RED, "?")]) | {"stream": True}
+        async with there.http.stream(
+            "POST",
+            "/sessions/7-0/v1/chat/completions",
+            json=call,
+            headers={"Authorization": f"Bearer {key_of('7-0')}"},
+        ) as answer:
+            assert await anext(answer.aiter_text())  # some tokens
+        await until(lambda: engine.cancelled == 1)
+        engine.held = None
+        blue = Image.from_bytes(picture("blue", 112))  # as many tokens as RED
+        answer = await there.post(
+            "/v1/chat/completions", body("chat", [message("chat", blue.data, "?")]), session="7-0"
+        )
+        assert answer.status_code == 200, answer.text
+        first, second = engine.asked
+        assert second.prompt_ids == first.prompt_ids and not second.prefix
+        rollout = rollout_of(session)
+        assert [placed.image for placed in rollout.images] == [blue] and not rollout.branches
 
 
 async def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFormat) -> None:
