@@ -31,7 +31,7 @@ from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.history import Conversation, ConversationKey
 from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.reply_stream import FieldStream, ReplyPart
-from asyncrl_cli.gateway.transcript import Branch, Call, KeptReplies, ReplyEnd, Transcript
+from asyncrl_cli.gateway.transcript import Branch, Call, KeptReplies, ReplyEnd, Transcript, images_until
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message
@@ -467,7 +467,7 @@ class Session:
             ids, places = await render(partial(chat.render, conversation.messages, tools, images))
         return Rendered(
             tuple(ids),
-            self._turn_before(ids) if self._chat.renders_history else None,
+            self._turn_before(ids, places) if self._chat.renders_history else None,
             tools=tools,
             history=conversation.after(None, continues),
             chat=chat,
@@ -481,7 +481,7 @@ class Session:
         self._refuse_flood(len(prompt))
         with _chat_errors():
             ids = await render(partial(self._chat.encode, prompt))
-        return Rendered(tuple(ids), self._turn_before(ids))
+        return self._rendered(ids)
 
     async def render_ids(self, prompt: Sequence[int]) -> Rendered:
         """As ``render_text``, for token ids."""
@@ -490,15 +490,27 @@ class Session:
             raise self._too_long(f"{len(prompt)} tokens")
         if any(not 0 <= token < self._chat.vocabulary for token in prompt):
             raise invalid_value(f"token ids must be from 0 to {self._chat.vocabulary - 1}")
-        return Rendered(tuple(prompt), self._turn_before(prompt))
+        return self._rendered(prompt)
 
-    def _turn_before(self, prompt_ids: Sequence[int]) -> tuple[Branch, ReplyEnd] | None:
-        """The turn that ends with the longest beginning of a call's prompt, if any."""
+    def _rendered(self, prompt_ids: Sequence[int]) -> Rendered:
+        """A prompt of token ids. Its images are the images of the turn that it continues."""
+        continued_turn = self._turn_before(prompt_ids)
+        images = continued_turn[0].images_until(continued_turn[1].end) if continued_turn else ()
+        return Rendered(tuple(prompt_ids), continued_turn, images=images)
+
+    def _turn_before(
+        self, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] | None = None
+    ) -> tuple[Branch, ReplyEnd] | None:
+        """The turn that ends with the longest beginning of a call's prompt, if any. ``images``: the prompt's; None:
+        any."""
         ids = np.asarray(prompt_ids, np.int32)
 
         def covers(branch: Branch, turn: ReplyEnd) -> int | None:
             turn_ids = branch.prefix.tokens.ids[: turn.end]
-            return turn.end if np.array_equal(turn_ids, ids[: turn.end]) else None
+            if not np.array_equal(turn_ids, ids[: turn.end]):
+                return None
+            same_images = images is None or branch.images_until(turn.end) == images_until(images, turn.end)
+            return turn.end if same_images else None
 
         return self._transcript.longest_turn(covers)
 

@@ -61,8 +61,7 @@ class Branch:
     kept_end: int = 0  # as in ``Transcript``
 
     def images_until(self, end: int) -> tuple[PlacedImage, ...]:
-        """The images in the first ``end`` tokens."""
-        return tuple(placed for placed in self.images if placed.end <= end)
+        return images_until(self.images, end)
 
     def records(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...], start: int = 0) -> bool:
         """True if a recorded context from ``start`` on equals the prompt's tokens there, ends with the prompt, and has
@@ -315,6 +314,11 @@ class Transcript:
         if new_segments and self._on_segments is not None:
             self._on_segments(new_segments)
         return new_segments
+
+
+def images_until(images: Sequence[PlacedImage], end: int) -> tuple[PlacedImage, ...]:
+    """The images in the first ``end`` tokens."""
+    return tuple(placed for placed in images if placed.end <= end)
 
 
 def _run_length(versions: NDArray[np.int32], is_sampled: bool = True) -> int:

@@ -61,12 +61,16 @@ def message(api: str, data: bytes, text: str) -> dict[str, Any]:
     return {"role": "user", "content": [image(data), {"type": text_type, "text": text}]}
 
 
-@pytest.fixture(scope="module")
-def chat() -> ChatFormat:
+def chat_format(**options: Any) -> ChatFormat:
     folder = IMAGE_FOLDERS / "qwen2_5_vl"
     tokenizer = load_tokenizer(folder, None)
     tokenizer.chat_template = TEMPLATE
-    return ChatFormat(tokenizer, images=ImageTokens(str(folder), max_images=2, max_pixels=2**20))
+    return ChatFormat(tokenizer, images=ImageTokens(str(folder), max_images=2, max_pixels=2**20), **options)
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    return chat_format()
 
 
 def body(api: str, messages: list[Any]) -> dict[str, Any]:
@@ -99,7 +103,9 @@ async def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, a
         assert tuple(rollout.ids[: len(two.prompt_ids)].tolist()) == two.prompt_ids
 
 
-async def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> None:
+@pytest.mark.parametrize("renders_history", [False, True])
+async def test_same_text_with_another_image_is_another_branch(renders_history: bool) -> None:
+    chat = chat_format(renders_history=renders_history)
     async with served(Engine(lambda *_: "two", chat=chat)) as there:
         session = there.session()
         reply, later = {"role": "assistant", "content": "two"}, {"role": "user", "content": "sure?"}
@@ -114,6 +120,27 @@ async def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) 
         rollout = rollout_of(session)
         shown = [[placed.image for placed in one.images] for one in rollout.sequences]
         assert shown == [[Image.from_bytes(RED)], [Image.from_bytes(blue)]]
+
+
+async def test_token_ids_that_continue_a_chat_keep_its_images(chat: ChatFormat) -> None:
+    engine = Engine(lambda *_: "two", chat=chat)
+    async with served(engine) as there:
+        session = there.session()
+        await there.post("/v1/chat/completions", body("chat", [message("chat", RED, "?")]), session="7-0")
+        chat_rollout = rollout_of(session)
+        ids = [*chat_rollout.ids.tolist(), *chat.encode("more")]
+        engine.held = asyncio.Event()
+        cancelled = asyncio.create_task(there.post("/v1/completions", {"prompt": ids}, session="7-0"))
+        await until(lambda: engine.running == 1)
+        cancelled.cancel()
+        await until(lambda: engine.cancelled == 1)
+        assert rollout_of(session).images == chat_rollout.images
+        engine.held = None
+        answer = await there.post("/v1/completions", {"prompt": ids}, session="7-0")
+        assert answer.status_code == 200, answer.text
+        assert engine.asked[-1].images == engine.asked[0].images
+        rollout = rollout_of(session)
+        assert rollout.images == chat_rollout.images and not rollout.branches
 
 
 async def test_reply_of_a_cancelled_call_is_not_continued_under_another_image(chat: ChatFormat) -> None:
