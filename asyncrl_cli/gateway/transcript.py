@@ -252,8 +252,16 @@ class Transcript:
             self._recorded[branch.index] = Branch(branch.index, branch.prefix, images=branch.images)
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
-        """All branches with a reply, in the order they began; None if there are none."""
-        rollouts = [
+        """All branches with a reply, in the order they began; None if there are none.
+
+        The rollout's finish reason is the last reply's, like the text that is scored. If all replies are of an earlier
+        play, it is the newest branch's.
+        """
+        branches = self._trained_branches()
+        if not branches:
+            return None
+        last_branch = self._replies[-1][0] if self._replies else branches[-1]
+        root, *others = [
             Rollout(
                 *branch.prefix.tokens.slice(0, branch.trained_length).arrays,
                 rollout_id=branch_id(self._rollout_id, index),
@@ -262,9 +270,9 @@ class Transcript:
                 finish_reason=branch.finish,
                 images=branch.images_until(branch.length),
             )
-            for index, branch in enumerate(self._trained_branches())
+            for index, branch in enumerate(branches)
         ]
-        return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
+        return replace(root, branches=tuple(others), finish_reason=last_branch.finish)
 
     def _trained_branches(self) -> list[Branch]:
         kept_branches = [

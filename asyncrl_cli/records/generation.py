@@ -218,7 +218,7 @@ class Rollout(TokenSequence):
 
     @property
     def finished(self) -> bool:
-        """True if the model ended the response itself."""
+        """True if the model ended the response itself; in an episode its last reply, in whichever branch."""
         return self.finish_reason == "stop"
 
     def __reduce__(self) -> tuple[Any, ...]:

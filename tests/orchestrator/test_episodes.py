@@ -24,9 +24,11 @@ from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.train.packing import training_rows
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import Response
 from tests.gateway.conversation_stand_ins import ask_chat, end_of
@@ -52,7 +54,8 @@ class Model:
         self.asked.append(request)
         assert request.sampling.seed is not None
         letters = [97 + (request.sampling.seed // 7**place) % 26 for place in range(4)]
-        ids = np.array([*CHAT.encode("".join(map(chr, letters))), end_of(CHAT)], np.int32)
+        full = np.array([*CHAT.encode("".join(map(chr, letters))), end_of(CHAT)], np.int32)
+        ids = full[: request.sampling.max_tokens]
         logprobs = np.full(len(ids), -1.0, np.float32)
         done = TokenSequence.join(request.prefix)
         assert done.ids.tolist() == ids[: len(done.ids)].tolist()
@@ -61,11 +64,11 @@ class Model:
         await self.held.wait()
         text = CHAT.decode(ids.tolist())
         return Rollout(
-            *(ids, logprobs, np.full(5, 3, np.int32)),
+            *(ids, logprobs, np.full(len(ids), 3, np.int32)),
             rollout_id=request.rollout_id,
             prompt_ids=request.prompt_ids,
             text=text,
-            finish_reason="stop",
+            finish_reason="stop" if len(ids) == len(full) else "length",
         )
 
 
@@ -263,6 +266,24 @@ async def test_without_a_score_the_last_reply_is_judged() -> None:
     assert score == Scored(0.5)
     assert rollout is not None
     assert harness.judged == [(PROMPT, CHAT.decode(rollout.ids[-5:].tolist()), True)]
+
+
+@pytest.mark.parametrize("last", ["stop", "length"])
+async def test_last_reply_of_any_branch_decides_whether_a_rollout_is_truncated(last: str) -> None:
+    async def agent(session: Session) -> Played:
+        for text, is_last in (("one", False), ("two", True)):
+            limit = 3 if is_last == (last == "length") else None
+            await ask_chat(session, [{"role": "user", "content": text}], None, CallOptions(max_tokens=limit))
+        return Played(None)
+
+    harness = Harness(agent)
+    rollout, _ = await harness.run()
+    assert rollout is not None and len(rollout.sequences) == 2
+    ((_, text, finished),) = harness.judged
+    assert (text, finished) == (rollout.branches[0].text.removeprefix("two"), last == "stop")
+    batch = TrainingBatch(0, 3, (TrainingGroup(12, "row/1", 3, (rollout,), (0.5,)),))
+    (rows,) = training_rows(batch, np.zeros(1, bool), spec(algorithm={"mask_truncated": True}))
+    assert len(rows) == (2 if last == "stop" else 0)
 
 
 async def test_a_cancelled_episode_leaves_no_session() -> None:
