@@ -239,7 +239,7 @@ class GenerationClient:
             self._note_segments(engine, delivery.segments)
             received_at = time.time()
             for placement in delivery.placements:
-                if (entry := engine.pending.get(placement.rollout_id)) is not None:
+                if (entry := engine.sent(placement.rollout_id)) is not None:
                     entry.placement = received_at, placement
             self._settle(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
@@ -355,7 +355,7 @@ class GenerationClient:
     def _note_segments(self, engine: EngineState, segments: list[Segment]) -> None:
         by_listener: dict[OnSegments, list[Segment]] = {}
         for segment in segments:
-            if (entry := engine.pending.get(segment.rollout_id)) is not None:
+            if (entry := engine.sent(segment.rollout_id)) is not None:
                 entry.tokens.add(segment)
                 if entry.on_segments is not None:
                     by_listener.setdefault(entry.on_segments, []).append(segment)
@@ -367,13 +367,13 @@ class GenerationClient:
         failed: list[OpenRequest] = []
         # Results of requests that are not pending come too late: they were cancelled, or continue elsewhere.
         for rollout in delivery.rollouts:
-            if (entry := engine.pending.get(rollout.rollout_id)) is not None:
+            if (entry := engine.sent(rollout.rollout_id)) is not None:
                 request = entry.request
                 results.append((entry, replace(rollout, prompt_ids=request.prompt_ids, images=request.images)))
                 pause_s = min(PAUSE_SHARE * (time.time() - entry.sent_at), LONGEST_PAUSE_S)
                 self.pause_s += 0.1 * (pause_s - self.pause_s)
         for failure in delivery.failures:
-            if (entry := engine.pending.get(failure.rollout_id)) is None:
+            if (entry := engine.sent(failure.rollout_id)) is None:
                 continue
             if entry.attempt < self._retries:
                 entry.attempt += 1
@@ -381,9 +381,7 @@ class GenerationClient:
             else:
                 results.append((entry, failure))
         self._end(results)
-        self._continue(
-            [engine.pending[name] for name in delivery.aborted if name in engine.pending], RequestEnding.ABORTED
-        )
+        self._continue(list(filter(None, map(engine.sent, delivery.aborted))), RequestEnding.ABORTED)
         self._continue(failed, RequestEnding.FAILED)
 
     def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 ABORT_POLL_S = 0.02
 """Seconds that an abort waits for requests to return. It is then repeated, for requests that reached vLLM since."""
 
+PROBE_PRIORITY = -1
+"""vLLM runs it before rollouts, which have priority 0."""
 PREPARED_CHECK_S = 1.0
 """Seconds without a worker's signal after which the engine asks whether the update is prepared: a process that died
 sends no signal. Each question waits for the core, between two of its steps."""
@@ -271,10 +273,10 @@ class Engine:
         core = self._vllm.engine_core
         # Before the pause: a request submitted from now on must wait, or its salt would name the old version.
         self._loading = True
-        if policy == "drain":
-            await core.pause_scheduler_async(mode="wait", clear_cache=True)
-        else:
-            await core.pause_scheduler_async(mode="keep", clear_cache=policy == "recompute")
+        while policy == "drain" and self._occupancy.requests:
+            # Not vLLM's mode "wait", which leaves requests behind that it interrupted for lack of cache.
+            await self._all_returned.wait()
+        await core.pause_scheduler_async(mode="keep", clear_cache=policy != "keep")
         started = time.monotonic()
         # vLLM sent the last tokens before it answered the pause. Once it has answered this call, they have arrived, and
         # ``on_pause`` sees all of them (decision 0010).
@@ -343,7 +345,7 @@ class Engine:
                 params,
                 request_id=f"probe-{self._probes}",
                 lora_request=self._adapter,
-                priority=0,
+                priority=PROBE_PRIORITY,
             ):
                 final_output = output
         logprobs = [

@@ -107,7 +107,10 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "model": model_dir,
         "dtype": rollout.dtype,
         "max_model_len": spec.model.max_length,
-        "max_num_seqs": rollout.running_rollouts,
+        # One more for the probe, and the first place in the queue: otherwise it would wait in a full engine until a
+        # rollout ends or its cache has room for an interrupted one, and the driver would take the engine for hung.
+        "max_num_seqs": rollout.running_rollouts + 1,
+        "scheduling_policy": "priority",
         "seed": spec.seed,
         "load_format": load_format,
         "generation_config": "vllm",
@@ -141,7 +144,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "kv_cache_memory_bytes": kv_cache_bytes(spec, per_token),
             # vLLM's CPU sampler cannot split a seeded request over chunks of its prompt.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(spec.model.max_length, 2048),
+            "max_num_batched_tokens": max(spec.model.max_length, 2048, rollout.running_rollouts + 1),
         }
     if (lora := spec.model.published_adapter) is not None:
         args |= {
@@ -172,7 +175,7 @@ def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
     still computes on the whole GPU.
     """
     large = gpu_bytes is not None and gpu_bytes >= LARGE_GPU_BYTES
-    return max(8192 if large else 2048, spec.rollout.running_rollouts)
+    return max(8192 if large else 2048, spec.rollout.running_rollouts + 1)
 
 
 def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, Any]:

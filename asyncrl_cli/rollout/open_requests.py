@@ -66,6 +66,10 @@ class EngineState:
     def name(self) -> str:
         return self.process.name
 
+    def sent(self, rollout_id: str) -> OpenRequest | None:
+        """The request that the engine has by this id. A result for one in the outbox is of an earlier request."""
+        return None if rollout_id in self.outbox else self.pending.get(rollout_id)
+
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:

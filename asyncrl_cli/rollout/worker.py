@@ -116,11 +116,17 @@ class RolloutWorker:
         self._clock.set_busy(bool(self._running))
 
     async def cancel(self, rollout_ids: list[str]) -> None:
-        """Stop generating these rollouts; they are not delivered."""
+        """Stop generating these rollouts; they are not delivered. Another request may have the same id."""
         for rollout_id in rollout_ids:
             if task := self._running.pop(rollout_id, None):
                 task.cancel()
             self._forget(rollout_id)
+        ended = self._next_delivery
+        self._next_delivery = Delivery(
+            rollouts=[rollout for rollout in ended.rollouts if rollout.rollout_id not in rollout_ids],
+            failures=[failure for failure in ended.failures if failure.rollout_id not in rollout_ids],
+            aborted=[rollout_id for rollout_id in ended.aborted if rollout_id not in rollout_ids],
+        )
         self._clock.set_busy(bool(self._running))
 
     async def abort(self) -> None:

@@ -128,6 +128,8 @@ def training_rows(batch: TrainingBatch, uniform: Tensor, spec: ExperimentSpec) -
 def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[TrainingRow]:
     rollouts, rewards, turns = batch.groups[group].rollouts, batch.groups[group].rewards, batch.groups[group].turns
     at_a_version = batch.step % spec.pipeline.publish_every == 0
+    # vLLM computes a rollout's context again after an update, but returns no experts of that (``router_replay``).
+    recomputes = spec.pipeline.weight_update != "keep" and not spec.algorithm.router_replay
     for index, rollout in enumerate(rollouts):
         if rewards[index] is None or (spec.algorithm.mask_truncated and not rollout.finished):
             continue
@@ -135,7 +137,7 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
             if not (sampled := sequence.sampled).any():
                 continue
             one_version = bool((sequence.versions[sampled] == batch.version).all())
-            exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
+            exact = at_a_version and (one_version or recomputes)
             trained_tokens = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # no loss depends on later tokens
             tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(trained_tokens)
             yield TrainingRow(

@@ -265,6 +265,24 @@ def test_a_request_without_a_token_at_the_pause_begins_under_the_new_version(
         assert gaps(bench, rollout, 46).max() < TOLERANCE
 
 
+def test_a_probe_does_not_wait_for_a_rollout_of_a_full_engine(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
+    slots = bench.engine._slots._free
+
+    async def probe() -> set[asyncio.Task[Any]]:
+        await bench.publish(55, "keep", endless=True)
+        sampling = Sampling(temperature=0.01, max_tokens=60, seed=0)  # it never prefers the end token
+        requests = [RolloutRequest(f"full-{index}", (3, 40, 50), sampling) for index in range(slots)]
+        running = {asyncio.create_task(bench.engine.generate(request)) for request in requests}
+        while bench.engine._occupancy.requests < slots:
+            await asyncio.sleep(0)
+        attesting = asyncio.create_task(bench.engine.attest((3, 4, 5), 0.0))
+        first_done, _ = await asyncio.wait({attesting, *running}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*running)
+        return first_done - {attesting}
+
+    assert not loop.run_until_complete(probe())
+
+
 def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
     probe = (5, 9, 30, 31, 60, 22, 14)
     rollout = Rollout(

@@ -28,6 +28,8 @@ class Vllm:
         self.calls: list[str] = []
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states={})
+        self.held = asyncio.Event()
+        self.held.set()
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.calls.append(f"sleep {level} {mode}")
@@ -66,6 +68,7 @@ class Vllm:
 
     async def generate(self, prompt: Any, params: Any, **options: Any) -> Any:
         self.touch(f"generate under {prompt['cache_salt']}")
+        await self.held.wait()
         span = SimpleNamespace(start=0, end=1, version="3")
         output = SimpleNamespace(
             token_ids=[5],
@@ -118,6 +121,23 @@ async def test_weights_are_loaded_after_the_sleep(vllm: Vllm) -> None:
     assert engine._loading, "it has no weights yet, so no request may start"
     await update
     assert vllm.calls == ["sleep 1 keep", "wake_up", "pause", "start", "update", "finish", "resume"]
+
+
+@IMPORTS_VLLM
+async def test_drain_waits_for_requests_that_vllm_has_interrupted(vllm: Vllm) -> None:
+    """vLLM's own mode "wait" ends while such a request is in its queue."""
+    engine = Engine(SPEC, "")
+    await engine.serve_own(3)
+    engine._layout = ()
+    vllm.held.clear()
+    rollout = asyncio.ensure_future(engine.generate(request("3-0")))
+    await turns(20)
+    update = asyncio.ensure_future(engine.update_weights(4, "/memory", (), "drain"))
+    await turns(20)
+    assert "pause" not in vllm.calls
+    vllm.held.set()
+    await update
+    assert (await rollout).ids.tolist() == [5]
 
 
 @IMPORTS_VLLM

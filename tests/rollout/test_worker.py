@@ -146,6 +146,22 @@ async def test_a_cancelled_rollout_is_stopped_and_not_delivered(worker: RolloutW
     assert engine.cancelled == ["a"]
 
 
+async def test_the_result_of_a_cancelled_rollout_is_not_that_of_a_later_request_with_its_id(
+    worker: RolloutWorker,
+) -> None:
+    engine = await submitted(worker, "a", "failed", "aborted", "b")
+    engine.waiting["a"].set_result(rollout("a"))
+    engine.waiting["failed"].set_exception(RuntimeError())
+    engine.waiting["aborted"].set_exception(Aborted([]))
+    engine.waiting["b"].set_result(rollout("b"))
+    await asyncio.sleep(0.0)
+    await asyncio.sleep(0.0)
+    await worker.cancel(["a", "failed", "aborted"])
+    await worker.submit([request("a"), request("failed"), request("aborted")])
+    delivery = await worker.collect(60.0)
+    assert (ids(delivery), delivery.failures, delivery.aborted) == (["b"], [], [])
+
+
 async def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> None:
     engine: Any = worker._engine
     engine.stall_s = 0.25

@@ -239,6 +239,8 @@ def test_one_broken_rule(write: Write, overrides: list[str], path: str, words: s
         ("{calculate_kv_scales: true}", "calculate_kv_scales", "publishes"),
         ("{speculative_config: {method: suffix}}", "speculative_config", "would not continue as it began"),
         ("{enable_lora: true}", "enable_lora", "model.lora.serve"),
+        ("{logits_processors: [my.Processor]}", "logits_processors", "the distribution of the weights"),
+        ("{override_generation_config: {top_k: 5}}", "override_generation_config", "rollout.sampling"),
         ("{a: .inf}", "a", "must be a finite number"),
     ],
 )

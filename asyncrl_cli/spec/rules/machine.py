@@ -33,6 +33,7 @@ OWN_ENGINE_ARGS = {
 
 _ONE_ACTOR = "an engine is one process group on one host, with only the GPUs of rollout.gpus_per_engine"
 _DRAWS = "guessed tokens use other random numbers, so an interrupted rollout would not continue as it began"
+_SAMPLED = "tokens must be sampled from the distribution of the weights, as the trainer computes it"
 _EXACT = "engines must compute with exactly the weights that the trainer publishes"
 IMPOSSIBLE_ENGINE_ARGS = {
     "pipeline_parallel_size": ((1,), _ONE_ACTOR, "use rollout.gpus_per_engine (tensor parallelism)"),
@@ -46,6 +47,8 @@ IMPOSSIBLE_ENGINE_ARGS = {
         "remove it, or set it to mp",
     ),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), ((), _DRAWS, "remove it")),
+    **dict.fromkeys(("logits_processors", "watermark_config"), ((), _SAMPLED, "remove it")),
+    "override_generation_config": ((), "asyncrl sets every sampling parameter itself", "use rollout.sampling"),
     "quantization_config": ((), _EXACT, "remove it; rollout.engine_args.quantization can be fp8_per_tensor on GPUs"),
     "calculate_kv_scales": ((False,), _EXACT, "remove it"),
     "runner": (("auto", "generate"), "only a generating engine can produce rollouts", "remove it"),
