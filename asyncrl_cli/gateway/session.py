@@ -166,23 +166,35 @@ class Session:
         self._limits = limits
         self._priority = priority
         self._until_recorded = record.until_recorded
-        kept_replies = {
-            index: replies
-            for index, segments in record.segments.items()
-            if record.continues
-            and (
-                replies := KeptReplies.from_tokens(
-                    TokenSequence.join(segments), chat.end_tokens, limits.max_call_tokens
+        kept_replies = None
+        if record.continues:
+            kept_replies = self._kept_replies(record.segments, limits.max_call_tokens)
+            if limits.max_sampled_tokens is not None:  # the last reply had the tokens that the others left
+                remaining_tokens = limits.max_sampled_tokens - sum(
+                    kept.sampled_tokens for kept in kept_replies.values()
                 )
-            )
-        }
-        self.calls = sum(replies.replies for replies in kept_replies.values())
+                kept_replies = self._kept_replies(record.segments, min(limits.max_call_tokens, remaining_tokens))
+        self.calls = sum(kept.replies for kept in (kept_replies or {}).values())
         """Replies requested so far."""
-        self.sampled_tokens = sum(replies.sampled_tokens for replies in kept_replies.values())
+        self.sampled_tokens = sum(kept.sampled_tokens for kept in (kept_replies or {}).values())
         """Tokens of all complete replies."""
         self._transcript = Transcript(rollout_id, record.segments, record.on_segments, kept_replies)
         self._running: set[asyncio.Task[Rollout]] = set()
         self._closed = False
+
+    def _kept_replies(
+        self, recorded: Mapping[int, tuple[Segment, ...]], max_call_tokens: int
+    ) -> dict[int, KeptReplies]:
+        kept_replies = {
+            index: KeptReplies.from_tokens(
+                TokenSequence.join(segments),
+                finish_of=partial(self._finish_of, stop=self._sampling.stop),
+                max_length=self._limits.max_length,
+                max_call_tokens=max_call_tokens,
+            )
+            for index, segments in recorded.items()
+        }
+        return {index: kept for index, kept in kept_replies.items() if kept is not None}
 
     def close(self) -> None:
         """End the session: running calls are cancelled and later ones refused, both with an ``ApiError``."""
@@ -346,6 +358,10 @@ class Session:
             return None
         return tokens, "stop" if tokens.ids[-1] in self._chat.end_tokens else "length"
 
+    def _finish_of(self, ids: Sequence[int], stop: Sequence[str]) -> FinishReason:
+        has_end = ids[-1] in self._chat.end_tokens or stopped_at(self._chat.decode, ids, stop) is not None
+        return "stop" if has_end else "length"
+
     # -- rendering a call
 
     @property
@@ -387,8 +403,8 @@ class Session:
         return await self._render_chat(messages, tools, render, variables=variables, continues=continues, images=images)
 
     def _restore(self, rendered: Rendered, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
-        """Make the last message a turn if it is a kept reply, and calls continue its exact tokens. ``rendered``: the
-        messages before it."""
+        """Make the last message a turn if it is a recorded reply, and calls continue its exact tokens. ``rendered``:
+        the messages before it."""
         # Without an await until ``begin``: another call must not restore the same reply.
         tokens = self._transcript.recorded_reply(rendered.branch, rendered.prompt_ids, rendered.images)
         if tokens is None or rendered.chat is None or rendered.history is None:
@@ -407,7 +423,7 @@ class Session:
             messages=history,
             stopped=cut(text, self._sampling.stop) != text,
         )
-        finish: FinishReason = "stop" if ids[-1] in self._chat.end_tokens else "length"
+        finish = self._finish_of(ids, self._sampling.stop)
         self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
 
     async def _render_chat(

@@ -14,12 +14,12 @@ abandoned. A call with the same prompt gets them; another prompt replaces them.
 
 A program outside of the run does not begin again when the run does: it has the earlier replies. For it, complete
 recorded replies stay in the rollout whether or not a call repeats them (``kept_replies``), and another prompt begins
-another branch.
+another branch. Other recorded replies count once a call continues them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -58,7 +58,7 @@ class Branch:
     busy: bool = False
     finish: FinishReason = "length"
     images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt; unknown for tokens of an earlier play
-    kept_end: int = 0  # as in ``Transcript``
+    kept_end: int = 0  # end of its ``KeptReplies``
 
     def images_until(self, end: int) -> tuple[PlacedImage, ...]:
         return images_until(self.images, end)
@@ -95,18 +95,25 @@ class KeptReplies:
     sampled_tokens: int = 0
 
     @classmethod
-    def from_tokens(cls, tokens: TokenSequence, end_tokens: Container[int], max_call_tokens: int) -> KeptReplies | None:
-        """The complete replies in recorded tokens. The last one is complete if context follows it, it ends with one of
-        ``end_tokens``, or it has ``max_call_tokens``. None without a complete reply."""
+    def from_tokens(
+        cls,
+        tokens: TokenSequence,
+        finish_of: Callable[[Sequence[int]], FinishReason],
+        max_length: int,
+        max_call_tokens: int,
+    ) -> KeptReplies | None:
+        """The complete replies in recorded tokens. The last one is complete if context follows it, the model or a limit
+        of the session ended it. ``finish_of`` returns "stop" for the model's end. None without a complete reply."""
         kept_replies, start = None, 0
         while start < len(tokens.ids):
             is_sampled = tokens.versions[start] != CONTEXT
             length = _run_length(tokens.versions[start:], is_sampled)
             end = start + length
-            has_end_token = int(tokens.ids[end - 1]) in end_tokens
-            if is_sampled and (end < len(tokens.ids) or has_end_token or length >= max_call_tokens):
+            finish = finish_of(tokens.ids[start:end].tolist()) if is_sampled else "length"
+            is_limited = length >= max_call_tokens or end >= max_length
+            if is_sampled and (end < len(tokens.ids) or finish == "stop" or is_limited):
                 replies, count = (kept_replies.replies, kept_replies.sampled_tokens) if kept_replies else (0, 0)
-                kept_replies = cls(end, "stop" if has_end_token else "length", replies + 1, count + length)
+                kept_replies = cls(end, finish, replies + 1, count + length)
             start = end
         return kept_replies
 
@@ -145,40 +152,41 @@ class Transcript:
         kept_replies: Mapping[int, KeptReplies] | None = None,
     ) -> None:
         """``recorded``: each branch's segments from an earlier play of the rollout. ``kept_replies``: by branch, the
-        recorded replies that stay in the rollout."""
+        recorded replies that stay in the rollout; None: the program repeats its calls."""
         self._rollout_id = rollout_id
         self._on_segments = on_segments
         self._branches: list[Branch] = []
         self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in order
         # Recorded branches that no call has begun yet, by number.
         self._recorded = {index: Branch(index, TokenPrefix(segments)) for index, segments in recorded.items()}
-        self._kept_replies = dict(kept_replies or {})
-        # New branches get other numbers than kept ones: the journal has the kept tokens under these.
-        self._next_index = 1 + max(self._kept_replies, default=-1)
+        for index, replies in (kept_replies or {}).items():
+            self._recorded[index].kept_end, self._recorded[index].finish = replies.end, replies.finish
+        # A program that continues has other branches than the recorded ones, which the journal has under their numbers.
+        self._continues = kept_replies is not None
+        self._next_index = 1 + max(self._recorded, default=-1) if self._continues else 0
 
     @property
     def has_reply(self) -> bool:
         """True if the rollout has a complete reply."""
-        return bool(self._replies or self._kept_replies)
+        return bool(self._trained_branches())
 
     @property
     def restorable(self) -> bool:
-        """True if kept replies are not yet the turns of a conversation."""
-        return bool(self._kept_replies) or any(branch.kept_end > branch.length for branch in self._branches)
+        """True if recorded replies are not yet the turns of a conversation, and the program does not repeat calls."""
+        has_more = any(branch.prefix.end > branch.length for branch in self._branches if not branch.busy)
+        return self._continues and (bool(self._recorded) or has_more)
 
     def recorded_reply(
         self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...]
     ) -> TokenSequence | None:
-        """The kept reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
+        """The recorded reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
         prompt = np.asarray(prompt_ids, np.int32)
-        start = 0 if branch is None else branch.length
-        candidates = [self._recorded[index] for index in self._kept_replies] if branch is None else [branch]
-        for candidate in candidates:
-            if candidate.records(prompt, images, start):
-                tokens = candidate.prefix.tokens
-                end = len(prompt) + _run_length(tokens.versions[len(prompt) :])
-                return tokens.slice(len(prompt), end) if end > len(prompt) else None
-        return None
+        branch = branch or self._recorded_branch(prompt, images)
+        if branch is None or not branch.records(prompt, images, branch.length):
+            return None
+        tokens = branch.prefix.tokens
+        end = len(prompt) + _run_length(tokens.versions[len(prompt) :])
+        return tokens.slice(len(prompt), end) if end > len(prompt) else None
 
     def longest_turn(self, covers: Callable[[Branch, ReplyEnd], int | None]) -> tuple[Branch, ReplyEnd] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
@@ -245,11 +253,10 @@ class Transcript:
         branch.busy = False
         if not keep:
             branch.prefix.cut(branch.length)
-        if branch.kept_end > branch.length == 0:
-            self._branches.remove(branch)
-            self._kept_replies[branch.index] = KeptReplies(branch.kept_end, branch.finish)
         if branch.length == 0:  # a branch without a reply: its tokens are recorded ones, for any call with this prompt
-            self._recorded[branch.index] = Branch(branch.index, branch.prefix, images=branch.images)
+            self._recorded[branch.index] = replace(branch)
+            if self._continues:
+                self._branches.remove(branch)
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout | None:
         """All branches with a reply, in the order they began; None if there are none.
@@ -275,12 +282,8 @@ class Transcript:
         return replace(root, branches=tuple(others), finish_reason=last_branch.finish)
 
     def _trained_branches(self) -> list[Branch]:
-        kept_branches = [
-            Branch(index, self._recorded[index].prefix, kept_end=replies.end, finish=replies.finish)
-            for index, replies in self._kept_replies.items()
-        ]
-        branches = [branch for branch in self._branches if branch.trained_length]
-        return sorted([*branches, *kept_branches], key=lambda branch: branch.index)
+        branches = [branch for branch in (*self._branches, *self._recorded.values()) if branch.trained_length]
+        return sorted(branches, key=lambda branch: branch.index)
 
     def replies(self) -> tuple[tuple[int, int], ...]:
         """For each complete reply, in order: the index of its sequence in ``rollout``, and the index after its last
@@ -291,6 +294,9 @@ class Transcript:
 
     def _new(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...]) -> Branch:
         """Begin a branch. If a recorded branch begins with this prompt, take its tokens, whatever its number."""
+        if self._continues and (recorded_branch := self._recorded_branch(prompt, images)):
+            self._branches.append(self._recorded.pop(recorded_branch.index))
+            return recorded_branch
         unused = (branch for branch in self._branches if branch.length == 0 and not branch.busy)
         branch = next(unused, None)
         if branch is None:
@@ -302,9 +308,6 @@ class Transcript:
         for index in sorted(self._recorded, key=lambda index: (index != branch.index, index)):
             if self._recorded[index].records(prompt, images):
                 recorded = self._recorded.pop(index).prefix
-                if index in self._kept_replies:  # the same number, under which the journal has them
-                    replies = self._kept_replies.pop(index)
-                    branch.index, branch.kept_end, branch.finish = index, replies.end, replies.finish
                 if index == branch.index:
                     branch.prefix = recorded
                 else:
@@ -312,6 +315,10 @@ class Transcript:
                 branch.images = images
                 break
         return branch
+
+    def _recorded_branch(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...]) -> Branch | None:
+        branches = (branch for _, branch in sorted(self._recorded.items()) if branch.records(prompt, images))
+        return next(branches, None)
 
     def _name(self, branch: Branch) -> str:
         return branch_id(self._rollout_id, branch.index)

@@ -353,6 +353,51 @@ async def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> N
     assert rollout.versions.tolist() == versions.tolist()
 
 
+@pytest.mark.parametrize(
+    ("limits", "finish"),
+    [
+        (SessionLimits(max_length=100, max_call_tokens=50), "stop"),
+        (SessionLimits(max_length=9, max_call_tokens=50), "length"),
+        (SessionLimits(max_length=100, max_call_tokens=50, max_sampled_tokens=4), "length"),
+    ],
+)
+async def test_last_reply_that_the_runs_stop_or_limits_ended_is_kept_at_a_restart(
+    limits: SessionLimits, finish: str
+) -> None:
+    record = Record()
+    stopped = finish == "stop"
+    model = Model("so ##" if stopped else "a long reply")
+    session = new_session(model, limits=limits, on_segments=record.add, continues=True)
+    (reply,) = await ask_chat(session, HELLO, None, CallOptions(max_tokens=5))
+    model = Model("more")
+    again = new_session(model, limits=limits, segments=record.recorded(), continues=True)
+    assert again.has_reply
+    assert (again.calls, again.sampled_tokens) == (1, len(reply.token_ids))
+    rollout = rollout_of(again)
+    assert (rollout.ids.tolist(), rollout.finish_reason) == ([*reply.prompt_ids, *reply.token_ids], finish)
+    if stopped:
+        await ask_chat(again, [*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions())
+        rollout = rollout_of(again)
+        assert CHAT.decode(rollout.ids.tolist(), special=True) == "helloso ##<eos>?more<eos>"
+        assert int(rollout.sampled.sum()) == 10 and not rollout.branches
+
+
+async def test_last_reply_that_the_clients_limit_ended_is_kept_if_the_next_call_continues_it() -> None:
+    record = Record()
+    session = new_session(Model("first"), on_segments=record.add, continues=True)
+    (reply,) = await ask_chat(session, HELLO, None, CallOptions(max_tokens=4))
+    again = new_session(Model("other", "more"), segments=record.recorded(), on_segments=record.add, continues=True)
+    assert not again.has_reply and again.rollout() is None, "perhaps interrupted"
+    await ask_chat(again, [{"role": "user", "content": "hi"}], None, CallOptions())
+    await ask_chat(again, [*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions())
+    rollout = rollout_of(again)
+    texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
+    assert texts == ["hellofirs<eos>?more<eos>", "hiother<eos>"]
+    assert int(rollout.sampled.sum()) == 9
+    reported = [record.sequences[name].tokens.ids.tolist() for name in ("3-1", "3-1.1")]
+    assert reported == [sequence.ids.tolist() for sequence in rollout.sequences], "no token is recorded twice"
+
+
 async def test_recorded_branches_are_found_in_any_order() -> None:
     record, chats = Record(), [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
     model = HashModel(CHAT)
