@@ -21,7 +21,7 @@ from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
 from asyncrl_cli.gateway.reply_stream import ReplyPart
-from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session, gathered
+from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
 from asyncrl_cli.gateway.sessions import OutsideClients, Sessions
 from asyncrl_cli.gateway.wire import ChatBody, encoded
 from asyncrl_cli.gateway.wire import Request as Body
@@ -202,16 +202,10 @@ async def respond(
 
 
 async def _generate(session: Session, prepared: Prepared, parts_queue: PartQueue | None) -> Prompts:
-    options = prepared.options
-
-    async def replies(index: int, rendered: Rendered) -> list[Reply]:
-        def queue(choice: int, reply_part: ReplyPart) -> None:
-            assert parts_queue is not None
-            parts_queue.put_nowait((index * options.n + choice, reply_part))
-
-        return await session.answer(rendered, options, None if parts_queue is None else queue)
-
-    return await gathered([replies(index, prompt) for index, prompt in enumerate(prepared.rendered)])
+    n = prepared.options.n
+    on_part = None if parts_queue is None else lambda index, part: parts_queue.put_nowait((index, part))
+    replies = await session.answer(prepared.rendered, prepared.options, on_part)
+    return [replies[start : start + n] for start in range(0, len(replies), n)]
 
 
 def token_counts(prompts: Prompts) -> tuple[int, int]:

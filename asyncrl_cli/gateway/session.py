@@ -42,7 +42,7 @@ from asyncrl_cli.rollout.response_text import cut
 Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 """``GenerationClient.generate``."""
 OnPart = Callable[[int, ReplyPart], None]
-"""Called with a choice and its next part."""
+"""Called with the index of a call's reply, and its next part."""
 
 ALWAYS_RENDERED = 64 * 2**10
 """Texts of so many characters are rendered whatever the model's length, because a template may omit most of them."""
@@ -217,37 +217,44 @@ class Session:
 
     # -- a call
 
-    async def answer(self, rendered: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:
-        """Answer a call with ``options.n`` replies.
+    async def answer(
+        self, prompts: Sequence[Rendered], options: CallOptions, on_part: OnPart | None = None
+    ) -> list[Reply]:
+        """Answer a call with ``options.n`` replies to each prompt, in order. ``on_part`` gets a reply's index.
 
-        Raises ``ApiError`` if the call cannot be answered, and the exceptions of ``generate``.
+        Raises ``ApiError`` if the call cannot be answered, and the exceptions of ``generate``. Then none of its replies
+        is in the rollout.
         """
         self._refuse_if_ended()
-        if not rendered.prompt_ids:
+        if not all(rendered.prompt_ids for rendered in prompts):
             raise invalid_value("the prompt is empty")
-        sampling = self._sampling_of(options, len(rendered.prompt_ids))
+        count = options.n * len(prompts)
+        samplings = [self._sampling_of(options, len(rendered.prompt_ids), count) for rendered in prompts]
         # Before the first await: two concurrent calls must not get the same number, or extend the same branch.
-        first_index, self.calls = self.calls, self.calls + options.n
-        calls = [
-            self._transcript.begin(None if choice else rendered.branch, rendered.prompt_ids, rendered.images)
-            for choice in range(options.n)
-        ]
+        first_index, self.calls = self.calls, self.calls + count
+        calls: list[Call] = []
         replies = []
-        for choice, call in enumerate(calls):
-            index = first_index + choice
-            reply = self._reply(
-                call,
-                rendered,
-                sampling=self._seeded(sampling, options, choice=choice, index=index),
-                index=index,
-                on_part=None if on_part is None else partial(on_part, choice),
-            )
-            replies.append(reply)
+        for rendered, sampling in zip(prompts, samplings, strict=True):
+            for choice in range(options.n):
+                branch = None if choice else rendered.branch
+                call = self._transcript.begin(branch, rendered.prompt_ids, rendered.images)
+                index = first_index + len(calls)
+                reply = self._reply(
+                    call,
+                    rendered,
+                    sampling=self._seeded(sampling, options, choice=choice, index=index),
+                    index=index,
+                    on_part=None if on_part is None else partial(on_part, len(calls)),
+                )
+                calls.append(call)
+                replies.append(reply)
         try:
             complete_replies = await gathered(replies)
+            for _, end in complete_replies:
+                end()
             if self._until_recorded is not None:
                 await self._until_recorded()
-            return complete_replies
+            return [reply for reply, _ in complete_replies]
         finally:
             for call in calls:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # does nothing if the call has ended
@@ -260,7 +267,8 @@ class Session:
         sampling: Sampling,
         index: int,
         on_part: Callable[[ReplyPart], None] | None,
-    ) -> Reply:
+    ) -> tuple[Reply, Callable[[], None]]:
+        """Complete a reply. Returns it with a function that adds it to the rollout."""
         stream = None if on_part is None else self._stream(rendered, sampling.stop)
 
         def send(next_parts: Callable[[FieldStream], list[ReplyPart]]) -> None:
@@ -275,6 +283,8 @@ class Session:
         if replayed is None:
             streamed = stream is not None
             tokens, finish = await self._sample(call, sampling, index, streamed=streamed, on_tokens=on_tokens)
+            # If another reply fails, a repeated call gets these tokens.
+            self._transcript.grow(call, tokens.segments(self.rollout_id))
         else:
             tokens, finish = replayed
         ids = tuple(tokens.ids.tolist())
@@ -289,11 +299,14 @@ class Session:
             messages=rendered.history and rendered.history.then(_joined_reply(rendered.continued_message, message)),
             stopped=text != decoded,
         )
-        self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
-        self.sampled_tokens += len(ids)
-        self.last_text = text
         send(lambda stream: stream.finish(message))
-        return Reply(
+
+        def end() -> None:
+            self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
+            self.sampled_tokens += len(ids)
+            self.last_text = text
+
+        reply = Reply(
             message=message,
             text=text,
             prompt_ids=call.prompt_ids,
@@ -301,6 +314,7 @@ class Session:
             logprobs=tokens.logprobs,
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
         )
+        return reply, end
 
     def _stream(self, rendered: Rendered, stop: Sequence[str]) -> FieldStream:
         if rendered.chat is not None:
@@ -532,13 +546,13 @@ class Session:
 
     # -- limits and sampling
 
-    def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
+    def _sampling_of(self, options: CallOptions, prompt_tokens: int, reply_count: int) -> Sampling:
         limits = self._limits
         call_limit = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
         room = limits.max_length - prompt_tokens
         if room < 1:
             raise self._too_long(f"{prompt_tokens} tokens")
-        if limits.max_calls is not None and self.calls + options.n > limits.max_calls:
+        if limits.max_calls is not None and self.calls + reply_count > limits.max_calls:
             raise self._refused("max_calls_exceeded", f"this session has reached its limit of {limits.max_calls} calls")
         if limits.max_sampled_tokens is not None:
             remaining_tokens = limits.max_sampled_tokens - self.sampled_tokens

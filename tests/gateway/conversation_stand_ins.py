@@ -104,14 +104,14 @@ async def ask_chat(
     **more: Any,
 ) -> list[Reply]:
     """``more``: the variables of the template, and whether the reply continues the last message."""
-    return await session.answer(await session.render_chat(messages, tools, inline, **more), options, on_part)
+    return await session.answer([await session.render_chat(messages, tools, inline, **more)], options, on_part)
 
 
 async def ask_text(
     session: Session, prompt: str | Sequence[int], options: CallOptions, on_part: OnPart | None = None
 ) -> list[Reply]:
     rendered = session.render_text(prompt, inline) if isinstance(prompt, str) else session.render_ids(prompt)
-    return await session.answer(await rendered, options, on_part)
+    return await session.answer([await rendered], options, on_part)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.data.tokenizer import character_tokenizer
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import CallOptions, Session, SessionLimits, SessionRecord
+from asyncrl_cli.gateway.session import CallOptions, Reply, Session, SessionLimits, SessionRecord
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
@@ -29,6 +29,7 @@ from tests.gateway.conversation_stand_ins import (
     byte_tokenizer,
     character_chat,
     end_of,
+    inline,
     rollout_of,
 )
 
@@ -311,6 +312,35 @@ async def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int)
     for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
         reported = [token for part in parts for token in part.ids.tolist()]
         assert reported == sequence.ids.tolist()
+
+
+@pytest.mark.parametrize("prompts", [["a", "a"], ["a", "b"]])
+async def test_complete_replies_of_a_failed_call_are_not_in_the_rollout(prompts: list[str]) -> None:
+    """The other choices of ``n``, or the other prompts of a list."""
+    model = Model("one", "two")
+    generate = model.generate
+
+    async def fails_after_a_reply(request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
+        if request.rollout_id.endswith("/1"):
+            raise GenerationFailed("no engine")
+        return await generate(request, on_segments)
+
+    model.generate = fails_after_a_reply  # type: ignore[method-assign]
+    session = new_session(model)
+
+    async def ask() -> list[Reply]:
+        rendered = [await session.render_text(text, inline) for text in dict.fromkeys(prompts)]
+        return await session.answer(rendered, CallOptions(n=2 // len(rendered)))
+
+    with pytest.raises(GenerationFailed):
+        await ask()
+    assert session.rollout() is None
+    assert (session.last_text, session.sampled_tokens, len(session.replies())) == ("", 0, 0)
+    assert [reply.text for reply in await ask()] == ["one", "two"], "the complete one is not sampled again"
+    rollout = rollout_of(session)
+    texts = [CHAT.decode(sequence.ids.tolist()) for sequence in rollout.sequences]
+    assert texts == [f"{prompts[0]}one", f"{prompts[1]}two"]
+    assert session.sampled_tokens == 8 and len(model.requests) == 2
 
 
 async def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens() -> None:
