@@ -229,16 +229,20 @@ class Session:
         if not all(rendered.prompt_ids for rendered in prompts):
             raise invalid_value("the prompt is empty")
         count = options.n * len(prompts)
-        samplings = [self._sampling_of(options, len(rendered.prompt_ids), count) for rendered in prompts]
+        kept_lengths: list[int] = []  # of replies that are repeated, and so counted already
+        for rendered in prompts:
+            lengths = self._transcript.kept_lengths(rendered.branch, rendered.prompt_ids, rendered.images)
+            kept_lengths += lengths[: options.n]
+        samplings = [self._sampling_of(options, len(rendered.prompt_ids), count, kept_lengths) for rendered in prompts]
         # Before the first await: two concurrent calls must not get the same number, or extend the same branch.
-        first_index, self.calls = self.calls, self.calls + count
         calls: list[Call] = []
         replies = []
         for rendered, sampling in zip(prompts, samplings, strict=True):
             for choice in range(options.n):
                 branch = None if choice else rendered.branch
                 call = self._transcript.begin(branch, rendered.prompt_ids, rendered.images)
-                index = first_index + len(calls)
+                index = self.calls
+                self.calls += not call.is_kept
                 reply = self._reply(
                     call,
                     rendered,
@@ -303,7 +307,8 @@ class Session:
 
         def end() -> None:
             self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
-            self.sampled_tokens += len(ids)
+            if not call.is_kept:
+                self.sampled_tokens += len(ids)
             self.last_text = text
 
         reply = Reply(
@@ -368,7 +373,7 @@ class Session:
             return tokens.slice(0, stop_at), "stop"
         if count >= sampling.max_tokens:
             tokens = tokens.slice(0, sampling.max_tokens)
-        elif not call.has_next and tokens.ids[-1] not in self._chat.end_tokens:
+        elif not (call.has_next or call.is_kept) and tokens.ids[-1] not in self._chat.end_tokens:
             return None
         return tokens, "stop" if tokens.ids[-1] in self._chat.end_tokens else "length"
 
@@ -546,16 +551,18 @@ class Session:
 
     # -- limits and sampling
 
-    def _sampling_of(self, options: CallOptions, prompt_tokens: int, reply_count: int) -> Sampling:
+    def _sampling_of(
+        self, options: CallOptions, prompt_tokens: int, reply_count: int, kept_lengths: Sequence[int]
+    ) -> Sampling:
         limits = self._limits
         call_limit = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
         room = limits.max_length - prompt_tokens
         if room < 1:
             raise self._too_long(f"{prompt_tokens} tokens")
-        if limits.max_calls is not None and self.calls + reply_count > limits.max_calls:
+        if limits.max_calls is not None and self.calls + reply_count - len(kept_lengths) > limits.max_calls:
             raise self._refused("max_calls_exceeded", f"this session has reached its limit of {limits.max_calls} calls")
         if limits.max_sampled_tokens is not None:
-            remaining_tokens = limits.max_sampled_tokens - self.sampled_tokens
+            remaining_tokens = limits.max_sampled_tokens - self.sampled_tokens + sum(kept_lengths)
             if remaining_tokens < 1:
                 raise self._refused(
                     "max_sampled_tokens_exceeded",

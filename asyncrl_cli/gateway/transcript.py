@@ -19,7 +19,7 @@ another branch. Other recorded replies count once a call continues them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -138,6 +138,11 @@ class Call:
         return len(self.prompt_ids)
 
     @property
+    def is_kept(self) -> bool:
+        """True if the call repeats a kept reply."""
+        return self.branch.kept_end > self.prompt_length
+
+    @property
     def newest_version(self) -> int:
         """The newest weight version among the prompt's tokens; 0 if none was sampled."""
         return int(self.branch.prefix.tokens.versions[: self.prompt_length].max(initial=0))
@@ -181,12 +186,26 @@ class Transcript:
     ) -> TokenSequence | None:
         """The recorded reply to a prompt, which continues ``branch`` or begins one; None if there is none."""
         prompt = np.asarray(prompt_ids, np.int32)
-        branch = branch or self._recorded_branch(prompt, images)
+        branch = branch or next(self._recorded_branches(prompt, images), None)
         if branch is None or not branch.records(prompt, images, branch.length):
             return None
         tokens = branch.prefix.tokens
         end = len(prompt) + _run_length(tokens.versions[len(prompt) :])
         return tokens.slice(len(prompt), end) if end > len(prompt) else None
+
+    def kept_lengths(
+        self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...]
+    ) -> list[int]:
+        """Tokens of each kept reply to a prompt that no call has repeated yet."""
+        prompt = np.asarray(prompt_ids, np.int32)
+        branches = list(self._recorded_branches(prompt, images))
+        if branch is not None and branch.records(prompt, images, branch.length):
+            branches.insert(0, branch)
+        return [
+            _run_length(branch.prefix.tokens.versions[len(prompt) :])
+            for branch in branches
+            if branch.kept_end > len(prompt)
+        ]
 
     def longest_turn(self, covers: Callable[[Branch, ReplyEnd], int | None]) -> tuple[Branch, ReplyEnd] | None:
         """The turn that covers most of a call's prompt; among equals, a turn that can be extended.
@@ -294,7 +313,7 @@ class Transcript:
 
     def _new(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...]) -> Branch:
         """Begin a branch. If a recorded branch begins with this prompt, take its tokens, whatever its number."""
-        if self._continues and (recorded_branch := self._recorded_branch(prompt, images)):
+        if self._continues and (recorded_branch := next(self._recorded_branches(prompt, images), None)):
             self._branches.append(self._recorded.pop(recorded_branch.index))
             return recorded_branch
         unused = (branch for branch in self._branches if branch.length == 0 and not branch.busy)
@@ -316,9 +335,8 @@ class Transcript:
                 break
         return branch
 
-    def _recorded_branch(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...]) -> Branch | None:
-        branches = (branch for _, branch in sorted(self._recorded.items()) if branch.records(prompt, images))
-        return next(branches, None)
+    def _recorded_branches(self, prompt: NDArray[np.int32], images: tuple[PlacedImage, ...]) -> Iterator[Branch]:
+        return (branch for _, branch in sorted(self._recorded.items()) if branch.records(prompt, images))
 
     def _name(self, branch: Branch) -> str:
         return branch_id(self._rollout_id, branch.index)

@@ -412,6 +412,22 @@ async def test_last_reply_that_the_runs_stop_or_limits_ended_is_kept_at_a_restar
         assert int(rollout.sampled.sum()) == 10 and not rollout.branches
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_repeated_call_of_kept_replies_counts_once(n: int) -> None:
+    """The answers were lost in the restart, and the session's limits are reached."""
+    record = Record()
+    limits = SessionLimits(max_length=100, max_call_tokens=50, max_calls=n, max_sampled_tokens=6 * n)
+    session = new_session(Model(*["first"] * n), limits=limits, on_segments=record.add, continues=True)
+    replies = await ask_chat(session, HELLO, None, CallOptions(n=n))
+    again = new_session(Model(), limits=limits, segments=record.recorded(), continues=True)
+    repeated = await ask_chat(again, HELLO, None, CallOptions(n=n))
+    assert [reply.token_ids for reply in repeated] == [reply.token_ids for reply in replies]
+    assert (again.calls, again.sampled_tokens) == (n, 6 * n)
+    assert len(rollout_of(again).sequences) == n
+    with pytest.raises(ApiError, match="limit of"):
+        await ask_chat(again, HELLO, None, CallOptions(n=n))
+
+
 async def test_last_reply_that_the_clients_limit_ended_is_kept_if_the_next_call_continues_it() -> None:
     record = Record()
     session = new_session(Model("first"), on_segments=record.add, continues=True)
