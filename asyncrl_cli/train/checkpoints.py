@@ -306,11 +306,18 @@ def save_file(state: Any, path: Path) -> Digest:
 def load_state(engine: Any, source: Source, rank: int) -> None:
     """Load this rank's part into a fresh engine; collective. Deletes the universal checkpoint.
 
-    A rank that did not exist when the checkpoint was saved keeps its initial random-number states.
+    A rank that did not exist when the checkpoint was saved keeps its initial random-number states. The optimizer keeps
+    the spec's settings (weight decay, betas, clipping), which a resume may have changed.
     """
     import numpy as np
     import torch
 
+    optimizer = engine.optimizer
+    settings = [
+        {name: value for name, value in group.items() if name not in ("params", "step", "lr")}
+        for group in optimizer.param_groups
+    ]
+    clip_norm = getattr(optimizer, "clip_grad", None)  # DeepSpeed's, under ZeRO
     if not source.is_universal:
         with reading_tensors(source.folder):
             engine.load_checkpoint(str(source.folder), tag=STATE)
@@ -325,6 +332,10 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)
     # Otherwise the trainer never stepped: nothing was converted, and the engine already has the initial weights.
+    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+        group.update(group_settings)
+    if clip_norm is not None:
+        optimizer.clip_grad = clip_norm
     path = _random_states(source.root, rank)
     if path.is_file():
         with reading_tensors(path):

@@ -136,7 +136,8 @@ def plan_minibatch(learner: Learner, rows: list[TrainingRow], tokens: int) -> Mi
     trainer, policy = learner.spec.trainer, learner.engine.module
     shares = trainer.ranks // trainer.sequence_parallel
     trees = single_rows([len(row) for row in rows])
-    if policy.shares_prefixes:
+    # Rows with and without recorded experts are mixed after a resume that has changed ``router_replay``.
+    if policy.shares_prefixes and len({row.tokens.experts is None for row in rows}) == 1:
         trees = trees_of_update([row.keys() for row in rows], trainer, tokens, policy.model.config)
     # The mask of joined trees has the square of all their positions, so with varlen trees are padded.
     packing = trainer.packing and not (trainer.attention == "varlen" and len(trees) < len(rows))

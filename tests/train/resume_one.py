@@ -23,6 +23,12 @@ SUB_GROUP = 20_000
 """Elements of one part of ZeRO-3's optimizer: few, because the small model must have several parts, like large ones."""
 
 
+def optimizer_settings(engine: Any) -> tuple[float, float]:
+    """Weight decay and clipping, as DeepSpeed uses them."""
+    (weight_decay,) = {group["weight_decay"] for group in engine.optimizer.param_groups}
+    return weight_decay, getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
+
+
 def main(rank: Rank, source: Path | None, target: Path | None, first: int, last: int) -> dict[str, Any]:
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.weights.mapped import MappedReplica
@@ -69,6 +75,7 @@ def main(rank: Rank, source: Path | None, target: Path | None, first: int, last:
     result = {
         "published": published,
         "updates": worker._updates,
+        "optimizer": optimizer_settings(worker._engine),
         "draws": (random.random(), np.random.random(), torch.rand(1).item()),
         "weights": weights(),
         "probe": worker._probe(()),

@@ -98,6 +98,15 @@ def test_the_same_ranks_resume_to_the_bit(two_ranks: Any) -> None:
     assert reference[0]["draws"] != reference[1]["draws"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resume_takes_changed_settings_of_the_optimizer(two_ranks: Any, tmp_path: Path, ranks: int) -> None:
+    _, trainer, reference, checkpoint = two_ranks
+    changed = {"trainer.optimizer.weight_decay": 0.5, "trainer.optimizer.max_grad_norm": 0.25}
+    results, _ = train(tmp_path / "changed", trainer | changed | {"ranks": ranks}, checkpoint, False, 2, 2)
+    assert {result["optimizer"] for result in results} == {(0.5, 0.25)} != {reference[0]["optimizer"]}
+    assert differs(results[0]["weights_after"], reference[0]["weights_after"]) > 1e-5
+
+
 def test_a_trainer_that_never_stepped_resumes_from_the_initial_model(two_ranks: Any, tmp_path: Path) -> None:
     _, trainer, *_ = two_ranks
     reference, checkpoint = train(tmp_path / "first", trainer, None, True, 0, 0)

@@ -61,9 +61,17 @@ def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Groups with equal rewards are excluded only if their advantages are 0, which is so with a group baseline."""
+    """Groups with equal rewards are excluded only if they have no gradient: their advantages are 0 with a group
+    baseline, but a KL penalty and an entropy bonus still have one."""
     algorithm = spec.algorithm
-    if algorithm.uniform_groups == "train" or algorithm.advantage in GROUP_BASELINES:
+    if algorithm.uniform_groups == "train":
+        return
+    penalties = [key for key in ("kl_coef", "entropy_coef") if getattr(algorithm, key)]
+    if algorithm.advantage in GROUP_BASELINES:
+        if penalties and algorithm.uniform_groups == "skip":
+            message = f"skip excludes groups with equal rewards, also from {' and '.join(penalties)}"
+            hint = "set it to train: otherwise the penalty weakens with every prompt that is solved"
+            yield warning("algorithm.uniform_groups", message, hint)
         return
     if spec.rollout.group_size == 1:
         message = f"the rewards of a group of one are always equal, so {algorithm.uniform_groups} excludes every group"
@@ -168,12 +176,16 @@ def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
         ("sequence_divisor", algorithm.aggregation == "sequence_sum", "aggregation: sequence_sum"),
         ("critic", algorithm.advantage == GAE, f"advantage: {GAE}"),
         ("gae_lambda", algorithm.advantage == GAE, f"advantage: {GAE}"),
+        ("gamma", algorithm.advantage in ("none", GAE, *TURN_BASELINES), f"advantage: {GAE} or one of turns"),
+        ("overlong_buffer", bool(algorithm.overlong_penalty), "overlong_penalty"),
         ("baseline_half_life", algorithm.advantage == RUNNING_BASELINE, f"advantage: {RUNNING_BASELINE}"),
         ("reward_aggregation", has_parts or algorithm.reward_aggregation == "sum_then_normalize", "reward_parts"),
         ("reference_path", has_reference, "kl_coef, or preset: distill"),
         ("reference_update_every", has_reference, "kl_coef"),
     ):
-        default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
+        default = AlgorithmSpec.model_fields[key].get_default(
+            call_default_factory=True, validated_data={"preset": algorithm.preset}
+        )
         if not is_meaningful and getattr(algorithm, key) != default:
             report = Problem if key in ("reward_aggregation", "reference_path") else warning
             yield report(f"algorithm.{key}", f"has no effect without {required}", "set that, or remove this key")

@@ -78,8 +78,9 @@ class Copy:
         return {folder / STATE / FILE: state} if rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Load the weights that ``state`` returned; without a file, keep the initial model. Collective."""
-        if not (folder / STATE / FILE).is_file():
+        """Load the weights that ``state`` returned. Keeps the initial model without a file, or if the reference is not
+        refreshed any more: the next checkpoint would not have it. Collective."""
+        if not self._every or not (folder / STATE / FILE).is_file():
             return
         with reading_tensors(folder):
             state = torch.load(folder / STATE / FILE, map_location="cpu", mmap=True)
