@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from asyncrl_cli.train.model.pass_layout import PassLayout
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow, microbatch
 from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout, plan_trees, single_rows, trees_of_update, windows_of
+from asyncrl_cli.train.step import plan_minibatch
+from tests.orchestrator.stand_ins import spec
 from tests.train.test_policy import ARCHITECTURES, make
 
 pytestmark = pytest.mark.slow
@@ -258,6 +261,18 @@ def test_tokens_with_other_experts_are_not_shared() -> None:
     padded = microbatch(two, [tree], None, False)
     assert padded.experts is not None
     assert padded.experts[0, :6].tolist() == ids[1:7].tolist()
+
+
+def test_rows_with_and_without_recorded_experts_are_not_shared() -> None:
+    """A resume has changed `algorithm.router_replay`."""
+    first, second = group([3, 3])
+    experts = np.zeros((len(first), 2), np.uint8)
+    rows = [replace(first, tokens=replace(first.tokens, experts=experts)), second]
+    policy = make("qwen3")
+    policy.shares_prefixes = True
+    engine = SimpleNamespace(module=policy, device=torch.device("cpu"))
+    learner: Any = SimpleNamespace(spec=spec(), engine=engine, rank=0, vision=None)
+    assert [tree.rows for tree in plan_minibatch(learner, rows, 1000).trees] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("architecture", [*FAMILIES, "gemma2"])

@@ -49,6 +49,9 @@ def test_reference_becomes_the_policy_at_each_refresh(adapted: bool, tmp_path: P
     resumed = copied(every=3)
     resumed.load(tmp_path)
     assert torch.equal(answers(resumed), before)
+    refreshed_no_more = copied(every=0)
+    refreshed_no_more.load(tmp_path)
+    assert torch.equal(answers(refreshed_no_more), initial)
 
 
 def test_one_that_never_changes_takes_no_file(tmp_path: Path) -> None:
