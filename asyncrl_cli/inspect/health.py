@@ -223,6 +223,10 @@ class _History:
         self.critic_warmup = setting(spec, "algorithm.critic.warmup_steps", 0)
         # A distilled policy does not learn from rewards.
         self.has_rewards = value_at(spec, "algorithm.reward_coef") != 0
+        # Otherwise the algorithm compares other rewards than the recorded ones, which may all be equal.
+        self.compares_recorded_rewards = not any(
+            value_at(spec, f"algorithm.{key}") for key in ("reward_parts", "overlong_penalty")
+        )
         uniform, estimator = (value_at(spec, f"algorithm.{key}") for key in ("uniform_groups", "advantage"))
         self.compares_groups = self.has_rewards and (uniform != "train" or estimator in (None, *GROUP_BASELINES))
         # Otherwise different steps have different kinds of prompts.
@@ -267,7 +271,8 @@ class _History:
         """True if no two rewards that the algorithm compares differ in the newest step."""
         if not self.has_rewards:
             return False
-        return self.value("reward/std") == 0.0 or (self.compares_groups and self.value("reward/uniform_groups") == 1.0)
+        recorded_are_equal = self.compares_recorded_rewards and self.value("reward/std") == 0.0
+        return recorded_are_equal or (self.compares_groups and self.value("reward/uniform_groups") == 1.0)
 
     @property
     def learned_nothing(self) -> bool:
@@ -390,8 +395,10 @@ def _entropy(history: _History, entropy: float, _: bool) -> Symptom:
 
 
 def _reward_from_start(history: _History, reward: float, _: bool) -> Symptom:
+    if not (history.has_rewards and history.compares_recorded_rewards and history.is_binary):
+        return ()
     # If all groups are equal, ``equal_groups`` speaks.
-    if not history.has_rewards or not history.is_binary or history.has_equal_rewards:
+    if history.has_equal_rewards:
         return ()
     rewards = [*history.rewards[:FIRST_STEPS], reward]
     if max(rewards) <= NEVER_CORRECT:

@@ -162,6 +162,14 @@ GOOD: dict[str, tuple[dict[str, Any], Callable[[int], Changes]]] = {
         spec(algorithm={"uniform_groups": "reject"}),
         lambda step: rewards(0.8 - 0.6 * (step > 20), uniform=0.0),
     ),
+    "metrics as the only rewards": (
+        spec(algorithm={"reward_parts": {"brevity": 1.0}}),
+        lambda _: rewards(0.0, uniform=0.0) | {"train/gradient_norm": 0.3},
+    ),
+    "penalty for overlong responses": (
+        spec(algorithm={"overlong_penalty": 1.0}),
+        lambda _: rewards(1.0, uniform=0.5),
+    ),
     "distillation": (
         spec(algorithm={"advantage": "none", "uniform_groups": "train", "reward_coef": 0.0}),
         lambda step: rewards(0.0, uniform=1.0),
