@@ -88,7 +88,7 @@ def measure(name: str, attention: str, options: argparse.Namespace, joined: bool
             batch = batch_of(options, prompt, max(number, 0))
             for shares in ways if number % 2 else ways[::-1]:
                 engine.module.shares_prefixes = shares
-                report, _ = train_batch(learner, batch, 0)
+                report = train_batch(learner, batch)
                 if number < 0:  # compiles kernels
                     continue
                 rates[shares].append(report.trained_tokens / (report.seconds if gpu else report.cpu_s))

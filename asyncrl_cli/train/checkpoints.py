@@ -9,7 +9,7 @@ A rank copies its state into this host's memory and continues to train while a t
 
     state/
       *.pt              DeepSpeed's
-      trainer.json      the trainer's own counters
+      trainer.json      the number of updates that changed the weights
       random-N.pt       rank N's random-number states
     critic/state/       the same for the critic, where there is one
 """
@@ -29,7 +29,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +41,12 @@ from asyncrl_cli.system.memory import available_memory
 log = logging.getLogger(__name__)
 
 UNIVERSAL = "universal"
-COUNTERS_FILE = "trainer.json"
+COUNTER_FILE = "trainer.json"
 CRITIC = "critic"
 """The folder of a checkpoint's critic."""
 FORCE_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 MOST_MEMORY = 0.9
 """Share of the host's available memory that copies of the ranks' states may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """The trainer's progress."""
-
-    updates: int  # in the learning-rate schedule
-    optimizer_steps: int  # updates that changed the weights
 
 
 def _zero_stage(enum: object, name: str) -> object:
@@ -110,7 +102,7 @@ class Source:
 
     checkpoint: Checkpoint
     root: Path  # the folder that was saved
-    counters: Counters
+    optimizer_steps: int  # updates that changed the weights
     folder: Path  # ``root``, or the folder for the universal checkpoint made from it
 
     @property
@@ -152,16 +144,16 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, engine_name: str =
             hint="resume with the algorithm that saved it, or start a new run from `asyncrl checkpoint export`",
         )
     try:
-        counters = Counters(**json.loads((root / STATE / COUNTERS_FILE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        optimizer_steps = int(json.loads((root / STATE / COUNTER_FILE).read_text())["optimizer_steps"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(
-            f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", location=str(root)
+            f"the checkpoint is damaged: {STATE}/{COUNTER_FILE} cannot be read: {error}", location=str(root)
         ) from error
     were, are = ((layout.ranks, layout.zero_stage, layout.expert_parallel) for layout in (saved, trainer))
     if saved.zero_stage == 0 or were == are:
-        return Source(checkpoint, root=root, counters=counters, folder=root)
+        return Source(checkpoint, root=root, optimizer_steps=optimizer_steps, folder=root)
     folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", engine_name, checkpoint.folder.name))))
-    return Source(checkpoint, root=root, counters=counters, folder=folder)
+    return Source(checkpoint, root=root, optimizer_steps=optimizer_steps, folder=folder)
 
 
 def to_universal(source: Source) -> None:
@@ -170,7 +162,7 @@ def to_universal(source: Source) -> None:
     Does nothing for a trainer that never stepped, because DeepSpeed's converter fails on it. Raises ``RunError`` with
     the converter's last line when it fails.
     """
-    if not source.counters.optimizer_steps:
+    if not source.optimizer_steps:
         return
     shutil.rmtree(source.folder, ignore_errors=True)
     source.folder.mkdir()
@@ -272,8 +264,8 @@ class Snapshot:
         return fits and self._sharers > 0
 
 
-def save_state(engine: Any, snapshot: Snapshot, folder: Path, rank: int, updates: int) -> None:
-    """Add this rank's shards and random-number states to ``snapshot``, and write the counters; collective."""
+def save_state(engine: Any, snapshot: Snapshot, folder: Path, rank: int) -> None:
+    """Add this rank's shards and random-number states to ``snapshot``, and write the counter; collective."""
     import numpy as np
     import torch
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -290,8 +282,8 @@ def save_state(engine: Any, snapshot: Snapshot, folder: Path, rank: int, updates
     snapshot.files[_random_states(folder, rank)] = states
     if rank == 0:
         # DeepSpeed's count of steps includes skipped updates.
-        counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
-        (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
+        optimizer_steps = int(engine.global_steps - engine.skipped_steps)
+        (folder / STATE / COUNTER_FILE).write_text(json.dumps({"optimizer_steps": optimizer_steps}) + "\n")
 
 
 def save_file(state: Any, path: Path) -> Digest:
@@ -321,7 +313,7 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
     if not source.is_universal:
         with reading_tensors(source.folder):
             engine.load_checkpoint(str(source.folder), tag=STATE)
-    elif source.counters.optimizer_steps:
+    elif source.optimizer_steps:
         with reading_tensors(source.folder):
             engine.load_checkpoint(str(source.folder), tag=UNIVERSAL)
         # DeepSpeed's loader gives all parts of the optimizer the same step counter, and each part would advance it:

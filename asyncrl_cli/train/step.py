@@ -28,8 +28,8 @@ from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
 
-def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[StepReport, int]:
-    """Train on one batch; returns the report and the run's number of optimizer updates so far.
+def train_batch(learner: Learner, batch: TrainingBatch) -> StepReport:
+    """Train on one batch.
 
     Collective over the ranks. Raises ``RunError`` when too many updates in a row were not finite.
     """
@@ -61,12 +61,12 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics["train/baseline_groups"] = float(sum(bool(group.earlier) for group in batch.groups))
         metrics["train/baseline_error"] = (rewards.rollouts - rewards.baseline).abs().mean().item()
     is_first = True
-    for minibatch in minibatches * trainer.epochs:
-        total_updates = (trainer.schedule.steps or spec.stop.total) * per_step
-        factor = schedule.factor(updates, total_updates, trainer.schedule)
+    total_updates = (trainer.schedule.steps or spec.stop.total) * per_step
+    # The position follows from the step, not from a count of updates: a resume may change the updates of a step.
+    for update_index, minibatch in enumerate(minibatches * trainer.epochs, start=batch.step * per_step):
+        factor = schedule.factor(update_index, total_updates, trainer.schedule)
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
-        updates += 1
         # Every group was uniform: there is nothing to learn. ``rows`` are the rows of all ranks, so all skip or none:
         # a rank that skipped alone would miss collective calls.
         if not minibatch.rows:
@@ -95,7 +95,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         of_step = reduce_over_ranks(sums, learner.engine.device, data_group(trainer))
         metrics |= of_step.summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
-    report = StepReport(
+    return StepReport(
         metrics,
         seconds=time.monotonic() - started,
         trained_tokens=trained,
@@ -106,7 +106,6 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         flops=flops,
         peak_flops=_peak(spec, learner.engine.device),
     )
-    return report, updates
 
 
 def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:

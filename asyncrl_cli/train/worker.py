@@ -86,7 +86,6 @@ class TrainerWorker:
         set_environment(environment or {})
         self._spec = spec
         self._log_dir = log_dir
-        self._updates = 0
         self._listener: socket.socket | None = None
         self._base_logprobs: dict[tuple[int, ...], Any] = {}  # of the newest probe, without adapters
 
@@ -211,7 +210,6 @@ class TrainerWorker:
         for engine_name, source in sources.items():
             engine = critic if critic is not None and engine_name == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
-            self._updates = source.counters.updates
         if base and base_bits(self._model) != base:  # engines would apply the adapters to other weights (decision 0053)
             raise RunError(
                 f"this checkpoint's adapters were trained on another model than the one in {model_dir}",
@@ -231,7 +229,7 @@ class TrainerWorker:
         if isinstance(reference := self._learner.reference, Copy):
             reference.before_step(batch.step, self._model)
         with explaining_a_full_gpu(self._spec, self._rank):
-            report, self._updates = train_batch(self._learner, batch, self._updates)
+            report = train_batch(self._learner, batch)
         free_gpu_cache(self._spec)
         return report
 
@@ -307,7 +305,7 @@ class TrainerWorker:
                     save_adapter(matrices, lora, self._model_dir, Path(adapter_folder))
 
     def save_checkpoint(self, folder: str, sharers: int) -> None:
-        """Copy this rank's shard of weights and optimizer, its counters and random-number states, and the reference.
+        """Copy this rank's shard of weights and optimizer, its counter and random-number states, and the reference.
 
         Collective. Training may continue when all ranks have returned. ``sharers``: ranks on this host; 0: write files
         instead of copying.
@@ -318,9 +316,9 @@ class TrainerWorker:
         root, snapshot = Path(folder), self._snapshot
         with snapshot.recording(sharers):
             # Policy before critic on every rank: DeepSpeed's saving has barriers.
-            save_state(self._engine, snapshot, folder=root, rank=self._rank, updates=self._updates)
+            save_state(self._engine, snapshot, folder=root, rank=self._rank)
             if (critic := self._learner.critic) is not None:
-                save_state(critic, snapshot, folder=root / CRITIC, rank=self._rank, updates=self._updates)
+                save_state(critic, snapshot, folder=root / CRITIC, rank=self._rank)
             if isinstance(self._learner.reference, Copy):
                 snapshot.files |= self._learner.reference.state(root, self._rank)
 

@@ -123,7 +123,7 @@ def run_rank(rank: int, port: int, folder: Path, settings: dict[str, Any]) -> No
     join_process_group(rank, RANKS, "127.0.0.1", port, gpu=False, listener=listener)
     engine = start_engine(spec, str(folder))
     learner = Learner(spec, rank, Objective.of(spec.algorithm, folder), engine, SkipLimit(1))
-    report, _ = train_batch(learner, random_batch(np.array([LENGTHS]), prompt=4), 0)
+    report = train_batch(learner, random_batch(np.array([LENGTHS]), prompt=4))
     print(json.dumps({"loss": report.metrics["train/loss"]}), flush=True)
 
 

@@ -107,9 +107,9 @@ def profile(bench: Bench) -> dict[str, Any]:
     folder, batch = bench.out / "models" / bench.part, timed_batch(bench.device)
     prepare(settings, bench.device, folder)
     with learner(settings, folder) as rank:
-        train_batch(rank, batch, 0)  # compiles kernels
+        train_batch(rank, batch)  # compiles kernels
         with torch.profiler.profile(activities=activities) as profiler:
-            report, _ = train_batch(rank, batch, 0)
+            report = train_batch(rank, batch)
     events = [
         (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
@@ -252,7 +252,7 @@ def speed(rank: Learner, batch: TrainingBatch) -> dict[str, Any]:
     reports = []
     for _ in range(1 + TIMED_STEPS):  # the first one compiles kernels
         passes.clear()
-        reports.append(train_batch(rank, batch, 0)[0])
+        reports.append(train_batch(rank, batch))
     hook.remove()
     report = sorted(reports[1:], key=lambda report: report.seconds)[TIMED_STEPS // 2]
     figures: dict[str, Any] = {

@@ -74,7 +74,7 @@ def main(rank: Rank, source: Path | None, target: Path | None, first: int, last:
         torch.distributed.all_reduce(tensor)
     result = {
         "published": published,
-        "updates": worker._updates,
+        "updates": worker._engine.global_steps,
         "optimizer": optimizer_settings(worker._engine),
         "draws": (random.random(), np.random.random(), torch.rand(1).item()),
         "weights": weights(),

@@ -118,8 +118,11 @@ def test_resume_runs_no_code_from_a_checkpoint(tmp_path: Path) -> None:
     shards, random_states = (source.root / "state" / name for name in ("model.pt", "random-0.pt"))
     torch.save(Code(tmp_path / "made"), shards)
     torch.save(Code(tmp_path / "made"), random_states)
-    reads = SimpleNamespace(load_checkpoint=lambda *_, **__: torch.load(shards, weights_only=False))
-    reads_nothing = SimpleNamespace(load_checkpoint=lambda *_, **__: None)
+    optimizer = SimpleNamespace(param_groups=[])
+    reads = SimpleNamespace(
+        optimizer=optimizer, load_checkpoint=lambda *_, **__: torch.load(shards, weights_only=False)
+    )
+    reads_nothing = SimpleNamespace(optimizer=optimizer, load_checkpoint=lambda *_, **__: None)
     for engine in (reads, reads_nothing):
         with pytest.raises(RunError, match="more than tensors"):
             load_state(engine, source, 0)

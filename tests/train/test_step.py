@@ -26,6 +26,7 @@ from asyncrl_cli.train.model.policy import Policy, ValueModel
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import longest_response, training_rows
 from asyncrl_cli.train.precompute import Learner
+from asyncrl_cli.train.schedule import factor
 from asyncrl_cli.train.step import train_batch
 from asyncrl_cli.train.step_rewards import StepRewards
 
@@ -85,7 +86,7 @@ def step(
         reference if spec.algorithm.kl_coef else None,
         critic if spec.algorithm.needs_critic else None,
     )
-    report, _ = train_batch(learner, batch, 0)
+    report = train_batch(learner, batch)
     parameters = [*policy.parameters(), *value_model.parameters()]
     gradient = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
     engine.restore()
@@ -163,6 +164,20 @@ def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
     _, both = step(models, twice, batch_of(4), rate=0.1)
     assert (first["train/updates"], both["train/updates"]) == (2, 4)
     assert both["train/kl_proximal"] > first["train/kl_proximal"] > 0
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (2, 3)])
+def test_learning_rate_follows_from_the_step_whatever_updates_earlier_steps_had(
+    models: Any, minibatches: int, epochs: int
+) -> None:
+    trainer = {"minibatches": minibatches, "epochs": epochs, "schedule": {"kind": "linear"}}
+    spec = experiment_of(trainer=trainer, stop={"steps": 10})
+    _, metrics = step(models, spec, batch_of(4))
+    per_step = minibatches * epochs
+    last_factor = factor(
+        5 * per_step - 1, 10 * per_step, spec.trainer.schedule
+    )  # the batch's step is 4, after 4 others
+    assert metrics["train/learning_rate"] == spec.trainer.optimizer.learning_rate * last_factor
 
 
 def recorded_by(policy: Policy, noise: float) -> TrainingBatch:

@@ -148,9 +148,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tuple[torch.Tensor, int, float]:
     """The step's gradient as one vector, the number of trained tokens, and the loss."""
     policy.zero_grad()
-    report, _ = train_batch(
-        Learner(spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy), SkipLimit(0)), batch, updates=0
-    )
+    report = train_batch(Learner(spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy), SkipLimit(0)), batch)
     found = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     return found.clone(), report.trained_tokens, report.metrics["train/loss"]
 
@@ -240,7 +238,7 @@ def test_a_step_uses_the_recorded_experts_in_all_its_passes(tmp_path: Path) -> N
         learner = Learner(
             spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy), SkipLimit(0), reference=reference
         )
-        train_batch(learner, of, updates=0)
+        train_batch(learner, of)
         return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
     assert step(batch, 0).equal(step(batch, 1))

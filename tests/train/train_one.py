@@ -132,7 +132,6 @@ def train(spec: ExperimentSpec, folder: str, rank: int) -> dict[str, Any]:
         start_critic(spec, folder) if spec.algorithm.needs_critic else None,
         engine.module.vision,
     )
-    updates = 0
     for step in range(spec.stop.steps):
         rollouts = batch(step, spec.pipeline.groups_per_step)
         if spec.algorithm.router_replay:
@@ -140,7 +139,7 @@ def train(spec: ExperimentSpec, folder: str, rank: int) -> dict[str, Any]:
             rollouts = routed(rollouts, config.num_hidden_layers, config.num_experts)
         if spec.model.max_images:
             rollouts = shown(rollouts, engine.module.model.config.image_token_id)
-        report, updates = train_batch(learner, rollouts, updates)
+        report = train_batch(learner, rollouts)
     named = list(engine.module.model.named_parameters())
     if spec.trainer.expert_parallel > 1:  # the model's own names
         state = {weight.name: weight.merged().clone() for weight in full_weights(engine.module.model, 3)}
