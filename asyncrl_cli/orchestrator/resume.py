@@ -27,7 +27,7 @@ from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.checkpoints import check_layout
+from asyncrl_cli.train.checkpoints import CRITIC, check_layout, find_source
 
 COMPARED_ROWS = 1000
 """Number of the journal's newest prompts that are compared with the data."""
@@ -82,6 +82,8 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     checkpoint = verified_checkpoint(run, step, lease=False) if step != 0 else None
     if checkpoint is not None:
         check_layout(checkpoint, spec.trainer)
+        if spec.algorithm.needs_critic:  # a run without a critic may change to one
+            find_source(checkpoint, spec.trainer, CRITIC)
     first_step = checkpoint.step if checkpoint else 0
     if without_journal:
         start = DriverStart("resume", note, checkpoint, base=checkpoint.state() if checkpoint else None)

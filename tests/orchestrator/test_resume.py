@@ -76,6 +76,16 @@ def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_j
     return prepare(run, of, step, "n=1", without_journal).carry_out(run)
 
 
+def test_checkpoint_without_a_critic_is_refused_before_anything_changes(run: RunDirectory) -> None:
+    record(run, taken=5)
+    save(run, 5)
+    before = on_disk(run)
+    with_critic = SPEC.model_copy(update={"algorithm": spec(algorithm={"preset": "ppo"}).algorithm})
+    with pytest.raises(RunError, match="the checkpoint has no critic"):
+        prepare(run, with_critic, step=None, note="algorithm.advantage=gae", without_journal=False)
+    assert on_disk(run) == before
+
+
 def on_disk(run: RunDirectory) -> dict[str, bytes]:
     """Every file, except those that SQLite creates to read a journal."""
     files = {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
