@@ -69,9 +69,8 @@ def kept_horizon(recorded_spec: ExperimentSpec, resumed_spec: ExperimentSpec) ->
     recorded, resumed = recorded_spec.trainer.schedule, resumed_spec.trainer.schedule
     if (
         recorded_spec.stop.total == resumed_spec.stop.total
-        or recorded.kind == "constant"
-        or recorded != resumed
-        or resumed.steps is not None
+        or "constant" in (recorded.kind, resumed.kind)
+        or (recorded.steps, resumed.steps) != (None, None)
     ):
         return None
     return recorded_spec.stop.total
@@ -79,7 +78,7 @@ def kept_horizon(recorded_spec: ExperimentSpec, resumed_spec: ExperimentSpec) ->
 
 def training_changes(changed: str) -> list[str]:
     """Return the changes, out of a comma-separated list, that affect the weights when a batch is trained again."""
-    return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[\w.]+=[^,]*)", changed)
+    return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[^=,]+=[^,]*)", changed)
 
 
 def refuse_fixed(keys: Iterable[str]) -> None:

@@ -238,6 +238,10 @@ def test_only_the_scoring_of_the_members_of_a_mix_may_change() -> None:
     [
         ({"kind": "cosine"}, {"kind": "cosine"}, 10),
         ({"kind": "linear"}, {"kind": "linear"}, 10),
+        ({"kind": "linear"}, {"kind": "linear", "final_fraction": 0.1}, 10),
+        ({"kind": "linear"}, {"kind": "cosine", "warmup_updates": 2}, 10),
+        ({"kind": "cosine", "steps": 6}, {"kind": "cosine"}, None),
+        ({"kind": "cosine"}, {"kind": "constant"}, None),
         ({"kind": "constant"}, {"kind": "constant"}, None),
         ({"kind": "cosine", "steps": 6}, {"kind": "cosine", "steps": 6}, None),
         ({"kind": "cosine"}, {"kind": "cosine", "steps": 20}, None),
@@ -256,6 +260,8 @@ def test_more_steps_keep_the_length_of_the_schedule(
 def test_changes_of_the_training_are_found_in_a_note() -> None:
     note = "stop.steps=20, trainer.optimizer.learning_rate=0.1, rollout.engines=2, algorithm.clip_low=0.1, steps 3"
     assert training_changes(note) == ["trainer.optimizer.learning_rate=0.1", "algorithm.clip_low=0.1"]
+    parts = ["algorithm.reward_parts.format-ok=0.5", "algorithm.reward_parts.is short=None"]
+    assert training_changes(f"stop.steps=20, {', '.join(parts)}, seed=1") == parts
     assert training_changes("") == []
 
 
