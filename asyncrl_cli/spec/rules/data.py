@@ -35,6 +35,8 @@ EXTERNAL = "external"
 GYM = "gym/"
 """Prefix of the names of reasoning-gym data sets."""
 HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
+ROW_KEYS = ("prompt_column", "uid_column", "template", "image_column", "system")
+"""Keys of a split that say how its rows become prompts."""
 SOURCES = (
     "name .jsonl, .json, .parquet or .csv files (relative to the spec; text also as .gz), `hf:owner/name`, or "
     "`module:function`"
@@ -199,7 +201,8 @@ def _source_fault(path: str, several: bool) -> str:
 
 @rule
 def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A split's `template` names columns. Only data sets have `config` and `split`, and a hub id needs a `split`."""
+    """A split's `template` names columns. Only data sets have `config` and `split`, and a hub id needs a `split`.
+    Keys about rows, such as `prompt_column` and `system`, need a `path`."""
     for key, split in all_splits(spec):
         first_path = next(iter(split.paths), None)
         source_type = None if first_path is None else source_type_of(first_path)
@@ -209,6 +212,10 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             except ValueError as error:
                 hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
                 yield Problem(f"{key}.template", f"invalid template: {error}", hint)
+        for name in ROW_KEYS if split.path is None else ():
+            if getattr(split, name) != SplitSpec.model_fields[name].default:
+                hint = "set it in the members' splits, or remove it" if spec.task.mix else "give a path, or remove it"
+                yield Problem(f"{key}.{name}", "is about the rows of a path, and this split has no path", hint)
         if source_type == "hub" and not HUB_ID.fullmatch(first_path or ""):
             yield Problem(f"{key}.path", f"`{first_path}` is not a hub id", "write it as hf:owner/name")
         if source_type == "hub" and split.split is None:
