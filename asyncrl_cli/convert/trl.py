@@ -174,12 +174,14 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
 
 
 class _Batch(NamedTuple):
-    """TRL's batch sizes: completions per generation batch and per update, and updates per generation batch."""
+    """TRL's batch sizes: completions, and optimizer updates and global steps per generation batch."""
 
     completions: int
     group_size: int
     passes: int
     updates: int
+    global_steps: int
+    """`warmup_steps`, `max_steps`, `save_steps` and `eval_steps` count these: updates, but batches in PPO."""
 
     @classmethod
     def from_arguments(cls, c: ForeignConfig, processes: int) -> _Batch:
@@ -195,7 +197,7 @@ class _Batch(NamedTuple):
         group_size = 1 if c.get("variant") in ("ppo", "gkd") else c.count("num_generations", minimum=1)
         passes = max(completions // per_update, 1)
         updates = passes * c.count("num_iterations", "num_ppo_epochs", minimum=1)
-        return cls(completions, group_size, passes, updates)
+        return cls(completions, group_size, passes, updates, 1 if is_ppo else updates)
 
 
 def _sizes(c: ForeignConfig) -> dict[str, Any]:
@@ -223,9 +225,9 @@ def _sizes(c: ForeignConfig) -> dict[str, Any]:
 
     steps: int | None = None  # None: TRL counts epochs
     if c.number("max_steps") > 0:
-        steps = max(multiple(c.number("max_steps"), batch.updates) // batch.updates, 1)
+        steps = max(multiple(c.number("max_steps"), batch.global_steps) // batch.global_steps, 1)
     elif c.number("total_episodes") > 0:
-        steps = max(c.count("total_episodes") // batch.completions, 1)
+        steps = math.ceil(c.number("total_episodes") / batch.completions)
     warmup = c.number("warmup_steps")
     # A `warmup_steps` below 1 is a share, like `warmup_ratio`.
     ratio = warmup if 0 < warmup < 1 else 0.0 if warmup else c.number("warmup_ratio")
@@ -237,6 +239,7 @@ def _sizes(c: ForeignConfig) -> dict[str, Any]:
         c.check("in_turn")
     versions = (c.count("max_staleness") + 1) * c.count("weight_sync_steps", minimum=1)
     all_steps = steps or ASSUMED_STEPS
+    warmup_updates = ratio * all_steps * batch.updates if ratio else int(warmup) * batch.updates // batch.global_steps
     return {
         "model.max_length": prompt + response,
         "rollout.engines": devices.engines,
@@ -249,19 +252,19 @@ def _sizes(c: ForeignConfig) -> dict[str, Any]:
         **_objective(c, batch.updates),
         "trainer.ranks": devices.ranks,
         "trainer.gpus_per_rank": 0 if uses_cpu else devices.per_rank,
-        "trainer.schedule.warmup_updates": round(ratio * all_steps * batch.updates) if ratio else int(warmup),
+        "trainer.schedule.warmup_updates": round(warmup_updates),
         "trainer.minibatches": 1 if groups % batch.passes else batch.passes,
         "trainer.tokens_per_microbatch": c.count("per_device_train_batch_size", minimum=1) * (prompt + response),
         "pipeline.groups_per_step": groups,
-        "evaluation.every": _interval(c, "evaluation.every", "eval", steps=all_steps, updates=batch.updates),
-        "checkpoints.every": _interval(c, "checkpoints.every", "save", steps=all_steps, updates=batch.updates),
+        "evaluation.every": _interval(c, "evaluation.every", "eval", all_steps, batch.global_steps),
+        "checkpoints.every": _interval(c, "checkpoints.every", "save", all_steps, batch.global_steps),
         "stop.steps": steps,
         "stop.epochs": None if steps else max(math.ceil(c.number("num_train_epochs")), 1),
     }
 
 
-def _interval(c: ForeignConfig, key: str, prefix: str, *, steps: int, updates: int) -> int:
-    """An interval in steps. TRL counts optimizer updates, a share of all updates, or epochs."""
+def _interval(c: ForeignConfig, key: str, prefix: str, steps: int, global_steps: int) -> int:
+    """An interval in steps. TRL counts global steps, a share of all of them, or epochs."""
     strategy = str(c.get(f"{prefix}_strategy"))
     if strategy in ("no", "False", "None"):
         return 0
@@ -269,7 +272,7 @@ def _interval(c: ForeignConfig, key: str, prefix: str, *, steps: int, updates: i
     if strategy != "steps" or not count:
         c.check("interval_in_epochs", key)
         return 0
-    return max(round(count * steps), 1) if count < 1 else multiple(count, updates) // updates
+    return max(round(count * steps), 1) if count < 1 else multiple(count, global_steps) // global_steps
 
 
 def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
