@@ -100,8 +100,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         "task.use": _task(c),
         "data.train.path": _data_path(c, "data.train.path", c.text("data.train.path", "data.train_files")),
         **_reward_parts(c, estimator),
-        # Ratios are never negative, so a clip_low above 1 has no effect.
-        "algorithm.clip_low": min(c.number("$actor.clip_ratio_low", "$actor.clip_ratio"), 1.0),
+        "algorithm.clip_low": _clip_low(c),
         **_correction(c),
         "algorithm.overlong_penalty": (c.number(f"{overlong}penalty_factor") or 1.0) if overlong else 0.0,
         "algorithm.overlong_buffer": min(c.number(f"{overlong}len") / max(response_tokens, 1), 1) if overlong else None,
@@ -112,6 +111,13 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
     if c.get("model_engine") == "veomni" and "actor_rollout_ref.actor.optim.lr_scheduler_type" not in c.values:
         values["trainer.schedule.kind"] = "cosine"
     return values
+
+
+def _clip_low(c: ForeignConfig) -> float | None:
+    if c.get("$actor.policy_loss.loss_mode") == "sapo":
+        return None
+    # Ratios are never negative, so a clip_low above 1 has no effect.
+    return min(c.number("$actor.clip_ratio_low", "$actor.clip_ratio"), 1.0)
 
 
 def _reward_parts(c: ForeignConfig, estimator: str) -> dict[str, Any]:
