@@ -102,6 +102,7 @@ def settings(c: ForeignConfig) -> dict[str, Any]:
         **_reward_parts(c, estimator),
         "algorithm.clip_low": _clip_low(c),
         **_correction(c),
+        "algorithm.critic.warmup_steps": max(c.count("trainer.critic_warmup") - 1, 0) if estimator == "gae" else None,
         "algorithm.overlong_penalty": (c.number(f"{overlong}penalty_factor") or 1.0) if overlong else 0.0,
         "algorithm.overlong_buffer": min(c.number(f"{overlong}len") / max(response_tokens, 1), 1) if overlong else None,
         **_sizes(c, prompt_tokens + response_tokens, has_images=bool(column or image_limit or sees_images(path))),
