@@ -155,6 +155,8 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         """Ask for an attribute; ``__name__`` is the only special one."""
+        if name == "__all__":  # `from solution import *` needs it; `_Names` looks up the names that it does not bring
+            return ()
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         return _ask(self, "getattr", name)

@@ -70,6 +70,12 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
         {},
     ),
     "behind a guard": ("def run():\n    assert add(1, 2) == 3\nif __name__ == '__main__': run()", {}),
+    "all names of the solution": ("from solution import *\nassert add(1, 2) == 3", {}),
+    "a guarded import": ("try: import no_such_module\nexcept ImportError: pass\nassert add(1, 2) == 3", {}),
+    "a module of its own": (
+        "import sys, types\nsys.modules['mine'] = types.ModuleType('mine')\nimport mine\nassert add(1, 2) == 3",
+        {},
+    ),
     "modules that are not imported": ("assert math.isclose(add(1, 2), 3) and np.allclose(add(1, 2), 3)", {}),
 }
 
@@ -94,9 +100,20 @@ def test_usual_forms_of_tests(form: str) -> None:
         ("@pytest.mark.parametrize('x', [1])\ndef test_a(x): assert add(x, 2) == 3", "takes arguments"),
         ("try: assert add(1, 2) == 3\nexcept Exception: pass", "pass without any code"),
         ("class TestAdd:\n    def test_a(self): pass", "pass without any code"),
+        ("from main import add\nassert add(1, 2) == 3", "import main, which is not installed"),
+        ("def test_a():\n    from . import add\n    assert add(1, 2) == 3", "import ., which"),
+        (
+            "from unittest.mock import patch\nwith patch('builtins.input', return_value='1'): assert add() == 1",
+            "patch builtins.input, but",
+        ),
+        (
+            "import builtins\nfrom unittest import mock\n@mock.patch.object(builtins, 'input')\n"
+            "def test_a(replaced): assert add() == 1",
+            "patch builtins, but",
+        ),
     ],
 )
-def test_tests_that_check_nothing_are_refused(tests: str, why: str) -> None:
+def test_tests_that_cannot_tell_right_code_are_refused(tests: str, why: str) -> None:
     with pytest.raises(UnusableTests, match=why):
         UnitTests().check_prompt(Prompt("row", "?", {"tests": tests}))
 

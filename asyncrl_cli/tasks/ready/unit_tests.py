@@ -11,8 +11,10 @@ import ast
 import sys
 import time
 from dataclasses import replace
+from importlib.machinery import PathFinder
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.bubblewrap import packages
 from asyncrl_cli.sandbox.judge import Check, Limits, SandboxKind, run
 from asyncrl_cli.sandbox.trial import check_judge
 from asyncrl_cli.tasks.base import RewardResult
@@ -123,8 +125,12 @@ def code_in(response: str) -> str:
 
 
 def tests_in(code: str, entry_point: str | None) -> list[Check]:
-    """The tests in a piece of code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing."""
+    """The tests in a piece of code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing or
+    would reject right code."""
     tree = ast.parse(code)
+    _check_replaced_builtins(tree)
+    if "sys.modules" not in code:  # a test may define modules there
+        _check_imports(tree)
     functions = [node for node in tree.body if isinstance(node, Function)]
     tests = [(node.name, node, 0) for node in functions if node.name == "test" or node.name.startswith("test_")]
     for holder in tree.body:
@@ -159,6 +165,36 @@ def _check_arguments(node: Function, passed_arguments: int) -> None:
         "parametrize" in decorator for decorator in decorators
     ):
         raise UnusableTests(f"{node.name} takes arguments: pytest's fixtures and parameters are not supported")
+
+
+def _check_imports(tree: ast.Module) -> None:
+    """Raise ``UnusableTests`` for a module that the sandbox lacks. An import in a ``try`` statement may fail."""
+    guarded = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if node in guarded or not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            modules = ["." * node.level + (node.module or "")]
+        else:
+            modules = [alias.name for alias in node.names]
+        for module in modules:
+            name = module.partition(".")[0]
+            if name not in {"solution", *sys.stdlib_module_names} and not PathFinder.find_spec(name, packages()):
+                raise UnusableTests(
+                    f"the tests import {module}, which is not installed: install it, or write `solution` for the "
+                    "response's code"
+                )
+
+
+def _check_replaced_builtins(tree: ast.Module) -> None:
+    """Raise ``UnusableTests`` for a patched builtin: the patch would not reach the code's process."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(("patch", "patch.object")):
+            target = ast.unparse(node.args[0]).strip("'\"")
+            if target.partition(".")[0] == "builtins":
+                raise UnusableTests(
+                    f"the tests patch {target}, but the code runs in another process: replace sys.stdin or sys.stdout"
+                )
 
 
 def _is_definition(node: ast.stmt) -> bool:
