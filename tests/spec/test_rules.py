@@ -26,6 +26,8 @@ ON_GPUS = (
     *("rollout.dtype=bfloat16", "trainer.dtype=bfloat16"),
 )
 
+NO_EVAL = ("data.eval=null", "data.train={size: 100}")
+
 
 def findings(path: Path, *overrides: str) -> list[Problem]:
     try:
@@ -107,6 +109,10 @@ def test_harmless_engine_arguments_are_accepted() -> None:
     assert not findings(ROOT / "specs/quickstart.yaml", f"rollout.engine_args={args}")
 
 
+def test_evaluation_sets_are_evaluated_without_held_out_prompts(write: Write) -> None:
+    assert findings(write(), *NO_EVAL, "evaluation={every: 5, sets: {a: {data: {size: 8}}}}") == []
+
+
 def test_broken_rules_yaml_breaks_most_of_them() -> None:
     problems = findings(ROOT / "tests/fixtures/broken_rules.yaml")
     assert [(p.line, p.path) for p in problems if p.severity == "error"] == [
@@ -127,11 +133,13 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (27, "trainer.minibatches"),
         (32, "pipeline.max_staleness"),
         (35, "pipeline.weight_update"),
+        (36, "evaluation.every"),
         (37, "checkpoints.every"),
         (38, "stop.steps"),
     ]
     assert [p.path for p in problems if p.severity == "warning"] == [
         "rollout.dtype",
+        "rollout.kv_cache_mb",
         "algorithm.correction.level",
         "trainer.gpus_per_rank",
         "trainer.tokens_per_microbatch",
@@ -188,6 +196,17 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "model.init.architecture",
             "vLLM's loader writes its experts",
         ),
+        (["pipeline.publish_every=4", "stop.steps=8", "evaluation.every=6"], "evaluation.every", "use 4"),
+        (
+            ["pipeline.publish_every=4", "stop.steps=8", "evaluation.sets={a: {data: {size: 1}, every: 3}}"],
+            "evaluation.sets.a.every",
+            "3 is not a multiple of pipeline.publish_every 4",
+        ),
+        ([*NO_EVAL, "evaluation.every=5"], "evaluation.every", "no held-out prompts"),
+        ([*NO_EVAL, "evaluation.prompts=8"], "evaluation.prompts", "no held-out prompts"),
+        ([*NO_EVAL, "evaluation.samples=4"], "evaluation.samples", "no held-out prompts"),
+        ([*NO_EVAL, "checkpoints.keep_best=1"], "checkpoints.keep_best", "no held-out prompts"),
+        (["rollout.kv_cache_mb=512", *ON_GPUS], "rollout.kv_cache_mb", "has no effect on GPU engines"),
         (["rollout.speculative_tokens=3"], "rollout.speculative_tokens", "engines do not guess tokens"),
         (["algorithm.router_replay=true"], "algorithm.router_replay", "on GPUs only"),
         (["model.lora={rank: 600, serve: adapter}"], "model.lora.rank", "of rank 512 at most"),

@@ -258,6 +258,22 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def held_out_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Without `data.eval`, `evaluation.prompts`, `evaluation.samples` and `checkpoints.keep_best` have no effect, and
+    `evaluation.every` needs `evaluation.sets`."""
+    if spec.data.eval is not None:
+        return
+    for key, is_set in {
+        "evaluation.every": spec.evaluation.every > 0 and not spec.evaluation.sets,
+        "evaluation.prompts": spec.evaluation.prompts is not None,
+        "evaluation.samples": spec.evaluation.samples > 1,
+        "checkpoints.keep_best": spec.checkpoints.keep_best > 0,
+    }.items():
+        if is_set:
+            yield warning(key, "has no effect: there are no held-out prompts", "set data.eval, or remove it")
+
+
+@rule
 def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
     """An evaluation set's task has the same `special_tokens` as the run: engines decode all responses alike."""
     for name, evaluation_set in spec.evaluation.sets.items():

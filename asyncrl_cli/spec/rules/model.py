@@ -14,7 +14,7 @@ from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
 from asyncrl_cli.spec.inputs import CHARACTERS, SLOT_RANKS
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import divisors, rule
+from asyncrl_cli.spec.rules.base import divisors, rule, warning
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 SIZES = (
@@ -253,8 +253,13 @@ def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.kv_cache_mb` holds a sequence of `model.max_length`, if `model.init.config` defines its size."""
+    """`rollout.kv_cache_mb` holds a sequence of `model.max_length`, if `model.init.config` defines its size. It is for
+    engines on CPUs."""
     size, cache = _sizes(spec), spec.rollout.kv_cache_mb
+    if cache is not None and spec.rollout.gpus_per_engine:
+        hint = "remove it; rollout.engine_args.gpu_memory_utilization limits their memory"
+        yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", hint)
+        return
     heads, layers = size.get("num_attention_heads"), size.get("num_hidden_layers")
     if cache is None or heads is None or layers is None or not ("head_dim" in size or "hidden_size" in size):
         return

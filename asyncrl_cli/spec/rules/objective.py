@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl_cli.spec.algorithm import GAE, GROUP_BASELINES, RUNNING_BASELINE, TURN_BASELINES, AlgorithmSpec
+from asyncrl_cli.spec.algorithm import (
+    GAE,
+    GROUP_BASELINES,
+    RUNNING_BASELINE,
+    TURN_BASELINES,
+    AlgorithmSpec,
+    CorrectionSpec,
+)
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.rules.model import MIXTURES
@@ -171,6 +178,8 @@ def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
     algorithm, correction = spec.algorithm, spec.algorithm.correction
     has_parts, has_reference = bool(algorithm.reward_parts), bool(algorithm.kl_coef)
     for key, is_meaningful, required in (
+        ("clip_low", algorithm.loss != "sapo", "loss: clip, gspo or cispo"),
+        ("clip_high", algorithm.loss != "sapo", "loss: clip, gspo or cispo"),
         ("dual_clip", algorithm.loss not in ("cispo", "sapo"), "loss: clip or gspo"),
         ("sapo_temperatures", algorithm.loss not in ("clip", "gspo", "cispo"), "loss: sapo"),
         ("sequence_divisor", algorithm.aggregation == "sequence_sum", "aggregation: sequence_sum"),
@@ -180,6 +189,8 @@ def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
         ("overlong_buffer", bool(algorithm.overlong_penalty), "overlong_penalty"),
         ("baseline_half_life", algorithm.advantage == RUNNING_BASELINE, f"advantage: {RUNNING_BASELINE}"),
         ("reward_aggregation", has_parts or algorithm.reward_aggregation == "sum_then_normalize", "reward_parts"),
+        ("kl_estimator", has_reference, "kl_coef"),
+        ("kl_placement", has_reference, "kl_coef"),
         ("reference_path", has_reference, "kl_coef, or preset: distill"),
         ("reference_update_every", has_reference, "kl_coef"),
     ):
@@ -189,8 +200,11 @@ def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
         if not is_meaningful and getattr(algorithm, key) != default:
             report = Problem if key in ("reward_aggregation", "reference_path") else warning
             yield report(f"algorithm.{key}", f"has no effect without {required}", "set that, or remove this key")
-    for choice, keys in {"level": ("cap", "mask_low", "mask_high"), "reject_by": ("reject_low", "reject_high")}.items():
+    for choice, keys in {
+        "level": ("cap", "mask_low", "mask_high"),
+        "reject_by": ("reject_low", "reject_high", "reject_over"),
+    }.items():
         for key in keys if getattr(correction, choice) is None else ():
-            if getattr(correction, key) is not None:
+            if getattr(correction, key) not in (None, CorrectionSpec().reject_over):
                 message, hint = f"has no effect without {choice}", f"set algorithm.correction.{choice}, or remove it"
                 yield Problem(f"algorithm.correction.{key}", message, hint)

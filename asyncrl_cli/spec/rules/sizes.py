@@ -32,9 +32,13 @@ def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A run ends and writes checkpoints at a published version: these steps are multiples of `publish_every`."""
-    every = spec.pipeline.publish_every
-    for path, steps in (("stop.steps", spec.stop.steps or 0), ("checkpoints.every", spec.checkpoints.every)):
+    """A run ends, evaluates and writes checkpoints at a published version: these steps are multiples of
+    `publish_every`."""
+    every, evaluation = spec.pipeline.publish_every, spec.evaluation
+    steps_of = {"stop.steps": spec.stop.steps or 0, "checkpoints.every": spec.checkpoints.every}
+    steps_of["evaluation.every"] = evaluation.every
+    steps_of |= {f"evaluation.sets.{name}.every": each.every or 0 for name, each in evaluation.sets.items()}
+    for path, steps in steps_of.items():
         if steps % every:
             near = max(every, steps // every * every)
             yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"use {near}")
