@@ -13,11 +13,12 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.commands import CommandResult
 from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import check_images, episode_sandbox
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.ready.harbor import VerifierFailed, parsed_reward
+from asyncrl_cli.tasks.ready.harbor import LOGS, Harbor, VerifierFailed, parsed_reward
 from tests.sandbox.kinds import busybox_container
 
 ACCESS = ModelAccess("http://127.0.0.1:9/v1", "key", "policy", "rollout")
@@ -141,3 +142,46 @@ def test_a_reward_file_is_read(name: str, text: str, result: RewardResult | None
         return
     with pytest.raises(VerifierFailed, match="has no reward"):
         parsed_reward(name, text)
+
+
+class ContainerStub:
+    """A container in which every command succeeds, and test.sh leaves the given files of rewards."""
+
+    base_url = None
+    scratch = "/scratch"
+
+    def __init__(self, reward_files: dict[str, str]) -> None:
+        self.reward_files = reward_files
+
+    async def run(self, command: str, **_: Any) -> CommandResult:
+        return CommandResult(0, "")
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        pass
+
+    async def read_file(self, path: str) -> bytes:
+        try:
+            return self.reward_files[path.removeprefix(f"{LOGS}/")].encode()
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+
+def played_in_stub(folder: Path, sandbox: ContainerStub) -> RewardResult:
+    (folder / "sum/tests").mkdir(parents=True)
+    (folder / "sum/task.toml").touch()
+    prompt = Prompt("harbor/train/sum", "Write the sum.", {"task": "sum"})
+    return asyncio.run(Harbor(str(folder), command="true").run(prompt, ACCESS, sandbox))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("json_text", "number", "result"),
+    [
+        ('{"reward": 1}', "0", RewardResult(0.0)),
+        ('{"reward": 0, "files": 2}', "1", RewardResult(0.0, {"files": 2.0})),
+        ('{"reward": 1, "files": 2}', "1", RewardResult(1.0, {"files": 2.0})),
+    ],
+)
+def test_of_two_reward_files_the_smaller_reward_counts(
+    tmp_path: Path, json_text: str, number: str, result: RewardResult
+) -> None:
+    assert played_in_stub(tmp_path, ContainerStub({"reward.json": json_text, "reward.txt": number})) == result

@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import import_named
@@ -151,9 +151,13 @@ async def _judge(tests: Path, settings: Mapping[str, Any], sandbox: ShellSandbox
             programs.append(inside)
     line = f"chmod +x {shlex.join(programs)} && {TESTS}/test.sh"
     result = await sandbox.run(line, time_s=_timeout_s({"verifier": settings}, "verifier"), env=settings.get("env", {}))
+    rewards = []
     for name in ("reward.json", "reward.txt"):
         with suppress(FileNotFoundError):
-            return parsed_reward(name, (await sandbox.read_file(f"{LOGS}/{name}")).decode(errors="replace"))
+            text = (await sandbox.read_file(f"{LOGS}/{name}")).decode(errors="replace")
+            rewards.append(parsed_reward(name, text))
+    if rewards:  # the tested code may have written one of two files
+        return min(rewards, key=lambda result: cast("float", result.reward))
     reason = f"reached the limit on {result.stopped}" if result.stopped else f"ended with status {result.status}"
     last_line = (result.output.strip().splitlines() or ["it printed nothing"])[-1]
     raise VerifierFailed(f"test.sh {reason} and wrote no reward: {last_line[:200]}")
