@@ -109,7 +109,7 @@ def predicted_pages(spec: ExperimentSpec, run: RunDirectory) -> dict[str, Page]:
         spec, settings=BufferSettings.from_spec(spec), calibration=calibration, measured_spec=measured_spec
     )
     ranks = separate_ranks(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
-    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, ranks)
+    predicted = predict(planned_run.scenario, spec.rollout.max_response_tokens, ranks, mode=spec.pipeline.mode)
     return {
         "calibration": calibration_page(run.run_id, calibration, reproduction.lines),
         "plan": plan_page(spec.name, predicted=predicted, plan=planned_run, reason=reason),

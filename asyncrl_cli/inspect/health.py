@@ -17,6 +17,8 @@ from typing import Any
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.resolved import setting, value_at
 from asyncrl_cli.spec.algorithm import GROUP_BASELINES
+from asyncrl_cli.spec.rules.base import argument_name
+from asyncrl_cli.spec.rules.quantization import FP8_ENGINES
 
 CALM_STEPS = 3
 """A finding ends after this many steps in a row without its symptom."""
@@ -370,6 +372,10 @@ def _logprob_gap(history: _History, largest: float, _: bool) -> Symptom:
     text = f"for equal weights, log-probs of engine and trainer differ by {gap:.2g} nats ({name}), more than {limit:g}"
     if exact:
         return text, "the engine's kernels differ", "compare `rollout.engine_args` and `trainer.attention`"
+    arguments = value_at(history.spec, "rollout.engine_args")
+    for argument, value in arguments.items() if isinstance(arguments, Mapping) else ():
+        if value in FP8_ENGINES.get(argument_name(argument), ()):
+            return text, "FP8 is too coarse for this model", f"remove `rollout.engine_args.{argument}`"
     return text, "bfloat16 is too coarse for this model", "set `rollout.dtype` and `trainer.dtype` to float32"
 
 

@@ -68,4 +68,6 @@ def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Predi
         return "the simulator does not reproduce the recorded steps within 10 %"
     longest_response = max(rollout.response for group in simulated.scenario.groups for rollout in group.rollouts)
     ranks = separate_ranks(gpus_per_engine, gpus_per_rank, setting(spec, "trainer.ranks", 1))
-    return predict(simulated.scenario, setting(spec, "rollout.max_response_tokens", longest_response), ranks)
+    max_tokens = setting(spec, "rollout.max_response_tokens", longest_response)
+    mode = str(value_at(spec, "pipeline.mode") or "async")
+    return predict(simulated.scenario, max_tokens, ranks, mode=mode)

@@ -177,13 +177,16 @@ def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
-def predict(scenario: Scenario, max_response_tokens: int, ranks: int | None, steps: int = STEPS) -> Prediction:
+def predict(
+    scenario: Scenario, max_response_tokens: int, ranks: int | None, steps: int = STEPS, mode: str = "async"
+) -> Prediction:
     """Simulate a scenario and its neighbours.
 
     Args:
         max_response_tokens: the length at which responses are cut.
         ranks: the trainer's ranks; None if trainer and engines share processors or GPUs. More of either would then slow
             down the other, so no change of their number is tried.
+        mode: `pipeline.mode`, which in other modes than `async` sets the bound and how engines take new weights.
     """
     outcome = simulate(scenario, steps)
     current_bound = scenario.settings.max_staleness
@@ -196,11 +199,18 @@ def predict(scenario: Scenario, max_response_tokens: int, ranks: int | None, ste
     }
     savings["bound"] = 1 - min(step_s for bound, step_s in bounds.items() if bound >= current_bound) / outcome.step_s
     alternatives = _alternatives(scenario, max_response_tokens, ranks)
-    if (free := free_bound(bounds)) > current_bound:
-        alternatives[f"pipeline.max_staleness={free}"] = with_bound(scenario, free)
-    # Only if publishing costs time, because groups get older with rarer versions.
-    if savings["publish"] > NOTICEABLE:
-        every = 2 * scenario.settings.publish_every
+    bound = max(free_bound(bounds), current_bound)
+    if mode != "async":
+        asynchronous = replace(with_bound(scenario, bound), weight_update="keep")
+        alternatives[f"pipeline.mode=async, pipeline.max_staleness={bound}"] = asynchronous
+    else:
+        if bound > current_bound:
+            alternatives[f"pipeline.max_staleness={bound}"] = with_bound(scenario, bound)
+        if scenario.weight_update != "keep":
+            alternatives["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep")
+    # Only if publishing costs time, because groups get older with rarer versions. A run ends at a version.
+    every = 2 * scenario.settings.publish_every
+    if savings["publish"] > NOTICEABLE and scenario.settings.total_steps % every == 0:
         rarely = replace(scenario, settings=replace(scenario.settings, publish_every=every))
         alternatives[f"pipeline.publish_every={every}"] = rarely
     return Prediction(
@@ -254,8 +264,6 @@ def _alternatives(scenario: Scenario, max_response_tokens: int, ranks: int | Non
             f"rollout.engines={2 * scenario.engines}": replace(scenario, engines=2 * scenario.engines),
             f"trainer.ranks={2 * ranks}": replace(scenario, costs=replace(scenario.costs, trainer=more_ranks)),
         }
-    if scenario.weight_update != "keep":
-        alternatives["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep")
     return alternatives
 
 

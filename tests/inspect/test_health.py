@@ -102,6 +102,12 @@ BAD: dict[str, tuple[str, str, dict[str, Any], Changes]] = {
         spec(rollout={"dtype": "bfloat16"}),
         {"engine/logprob_gap_mean": 0.03},
     ),
+    "FP8 engine": (
+        "logprob_gap",
+        "rollout.engine_args.quantization",
+        spec(rollout={"dtype": "bfloat16", "engine_args": {"quantization": "fp8_per_tensor"}}),
+        {"engine/logprob_gap_mean": 0.03},
+    ),
     "capped weights": ("limited_weights", "staleness", SPEC, {"correction/importance_capped_fraction": 0.2}),
     "masked weights": ("limited_weights", "staleness", SPEC, {"correction/importance_masked_fraction": 0.8}),
     "rejected sequences": ("limited_weights", "staleness", SPEC, {"correction/rejected_token_fraction": 0.9}),

@@ -192,6 +192,22 @@ def test_a_prediction_is_consistent() -> None:
     assert not [one for one in predict(engines, 3000, None, steps=12).changes if "engines" in one.setting]
 
 
+@pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("one_step_off", 1)])
+def test_advice_names_mode_async_where_the_mode_sets_the_bound(mode: str, bound: int) -> None:
+    of = replace(scenario(small(8, bound)), weight_update="drain")
+    settings = [change.setting for change in predict(of, 300, None, steps=12, mode=mode).changes]
+    assert any(setting.startswith("pipeline.mode=async, pipeline.max_staleness=") for setting in settings)
+    assert not [setting for setting in settings if setting.startswith(("pipeline.max", "pipeline.weight"))]
+
+
+@pytest.mark.parametrize(("total_steps", "is_offered"), [(10, True), (11, False)])
+def test_rarer_versions_are_offered_only_if_the_run_ends_at_one(total_steps: int, is_offered: bool) -> None:
+    of = in_situation("publish")
+    of = replace(of, settings=replace(of.settings, total_steps=total_steps))
+    settings = [change.setting for change in predict(of, 300, None, steps=12).changes]
+    assert ("pipeline.publish_every=2" in settings) is is_offered
+
+
 def test_slow_rewards_cost_time_that_a_larger_bound_hides() -> None:
     usual = scenario(small(8, 2))
     slow = replace(usual, costs=replace(usual.costs, overheads=replace(usual.costs.overheads, settle_s=10.0)))
