@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.sandbox.commands import CommandResult
+from asyncrl_cli.sandbox.commands import CommandResult, Stopped
 from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import check_images, episode_sandbox
@@ -145,16 +145,18 @@ def test_a_reward_file_is_read(name: str, text: str, result: RewardResult | None
 
 
 class ContainerStub:
-    """A container in which every command succeeds, and test.sh leaves the given files of rewards."""
+    """A container in which test.sh leaves the given files of rewards, and the agent's command may reach a limit."""
 
     base_url = None
     scratch = "/scratch"
 
-    def __init__(self, reward_files: dict[str, str]) -> None:
+    def __init__(self, reward_files: dict[str, str], stopped: Stopped = "") -> None:
         self.reward_files = reward_files
+        self.stopped = stopped
 
-    async def run(self, command: str, **_: Any) -> CommandResult:
-        return CommandResult(0, "")
+    async def run(self, command: str, errors_apart: bool = False, **_: Any) -> CommandResult:
+        """Only the agent's command has its errors apart."""
+        return CommandResult(None, "", self.stopped) if self.stopped and errors_apart else CommandResult(0, "")
 
     async def write_file(self, path: str, data: bytes) -> None:
         pass
@@ -185,3 +187,8 @@ def test_of_two_reward_files_the_smaller_reward_counts(
     tmp_path: Path, json_text: str, number: str, result: RewardResult
 ) -> None:
     assert played_in_stub(tmp_path, ContainerStub({"reward.json": json_text, "reward.txt": number})) == result
+
+
+@pytest.mark.parametrize("limit", ["memory", "processes", "disk"])
+def test_tests_judge_an_agent_that_reached_a_limit(tmp_path: Path, limit: Stopped) -> None:
+    assert played_in_stub(tmp_path, ContainerStub({"reward.txt": "0"}, stopped=limit)) == RewardResult(0.0)

@@ -47,6 +47,10 @@ class CommandFailed(Exception):
     """The command ended with an error, or without a reward."""
 
 
+class LimitReached(CommandFailed):
+    """The command was stopped at a limit of its sandbox."""
+
+
 class Command:
     """The task ``command``."""
 
@@ -111,7 +115,7 @@ class Command:
         # The episode has its own limit. Errors stay apart, because the last line of the output is the reward.
         result = await sandbox.run(line, time_s=YEAR_S, env=variables, errors_apart=True)
         if result.stopped:
-            raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
+            raise LimitReached(f"it reached the sandbox's limit on {result.stopped}")
         if result.status != 0:
             last_line = _last_line(result.errors) or _last_line(result.output)
             raise CommandFailed(f"it ended with status {result.status}: {last_line or 'it printed nothing'}")

@@ -32,7 +32,7 @@ from asyncrl_cli.sandbox import container
 from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split, Use
 from asyncrl_cli.tasks.function_task import AgentFunction
-from asyncrl_cli.tasks.ready.command import Command
+from asyncrl_cli.tasks.ready.command import Command, LimitReached
 
 TESTS, LOGS = "/tests", "/logs/verifier"
 """Folders in a container: the task's tests, and their reward."""
@@ -128,7 +128,7 @@ class Harbor:
         assert parent is not None
         folder = parent / prompt.fields["task"]
         settings = _settings(folder)
-        with suppress(TimeoutError):  # the tests judge what there is
+        with suppress(TimeoutError, LimitReached):  # the policy must not escape the tests by reaching a limit
             async with asyncio.timeout(_timeout_s(settings, "agent")):
                 row = Prompt(prompt.uid, prompt.content, {})
                 if self._command is not None:
