@@ -67,8 +67,7 @@ def stored(run: RunDirectory) -> Stored:
     recorded: dict[int, history.CheckpointRecord] = {}
     if (run.path / FILE).is_file():
         with reading(run.path / FILE) as connection:
-            rows = history.evaluations(connection)
-            greedy = {row.after_step: row.accuracy for row in rows if row.kind == "greedy"}
+            greedy = history.greedy_accuracies(connection)
             recorded = {record.after_step: record for record in history.checkpoints(connection)}
     try:  # read only this section: others may need environment variables that are set only where the run trains
         retention = CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])

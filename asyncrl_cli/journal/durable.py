@@ -117,7 +117,6 @@ class DurableLedger:
         with sound(self._path):
             groups = self.journal.open_groups()
         self._finished = {(group.group_id, index) for group in groups for index in group.unscored}
-        evaluations = self.journal.read(history.evaluations)
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
@@ -127,9 +126,9 @@ class DurableLedger:
             loader=self.journal.read(progress.loader_position) or self._base.get("loader"),
             groups=groups,
             waiting=tuple(prompt_from(row) for row in self._waiting()),
-            evaluated={row.after_step: row.accuracy for row in evaluations if row.kind == "greedy"},
+            evaluated=self.journal.read(history.greedy_accuracies),
             counts=self.ledger.counts(),
-            evaluations=frozenset((row.after_step, row.kind) for row in evaluations),
+            evaluations=frozenset((row.after_step, row.kind) for row in self.journal.read(history.evaluations)),
             solved=self.journal.read(progress.solved_streaks) if self._settings.note_solved else {},
         )
 
@@ -258,6 +257,11 @@ class DurableLedger:
         return {
             "next_group": max(self.journal.read(progress.next_group), self._base.get("next_group", 0)),
             "loader": self.journal.read(progress.loader_position) or self._base.get("loader"),
+            "evaluated": {
+                evaluated_step: accuracy
+                for evaluated_step, accuracy in self.journal.read(history.greedy_accuracies).items()
+                if evaluated_step <= step
+            },
             "prompts": [
                 *(to_json(prompt) for prompt in self.journal.read(progress.untrained_prompts, step)),
                 *self._waiting(),

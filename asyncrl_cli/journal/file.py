@@ -238,15 +238,16 @@ def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
 def prepare_resume(journal: Path, retrain_from: int | None, accept_data: bool) -> None:
     """Record a resume's changes.
 
-    Drops the reports of all steps from ``retrain_from`` (counted from 0) on: with other settings, or on another
-    machine, the steps may give other values now. With ``accept_data`` the prompts admitted so far are never compared
-    with the data again.
+    Drops the reports of all steps from ``retrain_from`` (counted from 0) on, and the evaluations of their weights: with
+    other settings, or on another machine, the steps may give other values now. With ``accept_data`` the prompts
+    admitted so far are never compared with the data again.
     """
     with explained(journal), closing(open_for_writing(journal)) as connection:
         if retrain_from is not None:
             connection.execute(
                 "UPDATE batches SET trained_at = NULL, digest = NULL, metrics = NULL WHERE step >= ?", (retrain_from,)
             )
+            connection.execute("DELETE FROM evaluations WHERE step > ?", (retrain_from,))
         if accept_data:
             connection.execute(
                 "INSERT OR REPLACE INTO meta SELECT ?, coalesce(max(serial), 0) FROM groups", (ACCEPTED,)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncrl_cli.journal.events import HEALTH, metrics_of
-from asyncrl_cli.journal.progress import Progress, progress
+from asyncrl_cli.journal.progress import Progress, base, progress
 from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
 from asyncrl_cli.records.generation import EngineRequest
 
@@ -151,6 +151,14 @@ def evaluations(connection: sqlite3.Connection) -> tuple[EvaluationRecord, ...]:
         "ORDER BY step, kind"
     )
     return tuple(EvaluationRecord(*row) for row in rows)
+
+
+def greedy_accuracies(connection: sqlite3.Connection) -> dict[int, float]:
+    """Return the greedy held-out accuracies, by step; also those from before the journal begins, which a checkpoint has
+    kept."""
+    kept = base(connection).get("evaluated", {})
+    recorded = connection.execute("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'")
+    return {int(step): accuracy for step, accuracy in kept.items()} | dict(recorded)
 
 
 def failures(connection: sqlite3.Connection, count: int, newest_first: bool = True) -> tuple[Fault, ...]:

@@ -60,6 +60,7 @@ class Checkpoints:
                 if not verify(final, check=check):
                     return True
                 remove(final)
+            check()  # the next call may have begun its files
             sweep(self._folder)
             unfinished.mkdir(parents=True)
             return False

@@ -142,6 +142,16 @@ def _in_short(run: RunDirectory, result: RunResult) -> str:
     return f"finished {counted(run.state.step, 'step')} in {result.seconds:.0f} s{''.join(accuracies)}"
 
 
+def link_model(run: Path, has_adapter: bool) -> None:
+    """Make the warm start's model the model of a run without steps. An earlier driver may have begun it."""
+    for name in (MODEL, ADAPTER):
+        shutil.rmtree(run / name, ignore_errors=True)
+    link = partial(shutil.copytree, copy_function=os.link)
+    link(run / WARM_START, run / MODEL, ignore=shutil.ignore_patterns(ADAPTER))
+    if has_adapter:
+        link(run / WARM_START / ADAPTER, run / ADAPTER)
+
+
 async def _run(
     experiment: Experiment, recorder: Recorder, reporter: Reporter, start: DriverStart, stop: Stop
 ) -> RunResult:
@@ -160,10 +170,7 @@ async def _run(
             work = _warm_started(experiment, recorder=recorder, reporter=reporter)
             experiment = await until_stopped(while_ray_lives(work, hint), stop)
         if not spec.stop.total:
-            link = partial(shutil.copytree, copy_function=os.link, dirs_exist_ok=True)
-            link(run.path / WARM_START, run.path / MODEL, ignore=shutil.ignore_patterns(ADAPTER))
-            if spec.model.lora is not None:
-                link(run.path / WARM_START / ADAPTER, run.path / ADAPTER)
+            link_model(run.path, spec.model.lora is not None)
             result = RunResult(time.monotonic() - started, model=run.path / MODEL)
             ending = Ending("finished", _in_short(run, result))
             return result

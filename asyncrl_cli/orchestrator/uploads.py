@@ -106,6 +106,8 @@ def copy(folder: Path, url: str) -> None:
     import fsspec
 
     files, root = fsspec.core.url_to_fs(url)
+    if files.exists(root):  # of this step before it was trained again; its list of files must not stay
+        files.rm(root, recursive=True)
     paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == FILES_FILE)
     for path in paths:
         target = f"{root}/{path.relative_to(folder).as_posix()}"

@@ -53,7 +53,8 @@ def test_a_new_journal_starts_at_step_0(path: Path) -> None:
     book, opening = opened(path)
     assert (opening.step, opening.version, opening.trained, opening.serial) == (0, 0, 0, 0)
     assert (opening.checksum, opening.loader, opening.groups, opening.waiting) == (None, None, (), ())
-    assert book.fallback(book.ledger.step) == {"next_group": 0, "loader": None, "prompts": []}
+    state = {"next_group": 0, "loader": None, "evaluated": {}, "prompts": []}
+    assert book.fallback(book.ledger.step) == state
 
 
 def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:

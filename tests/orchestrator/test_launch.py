@@ -19,8 +19,8 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import SIGNALS, Interrupted, Stop, until_stopped
-from asyncrl_cli.orchestrator.launch import _save_before_leaving
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.orchestrator.launch import _save_before_leaving, link_model
+from asyncrl_cli.runs.directory import ADAPTER, MODEL, WARM_START, RunDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -115,3 +115,14 @@ def test_ctrl_c_after_the_work_does_not_change_its_result(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert RunDirectory(directory.path).state.phase == phase
+
+
+def test_a_resume_completes_a_model_that_a_killed_driver_had_begun(tmp_path: Path) -> None:
+    (tmp_path / WARM_START / ADAPTER).mkdir(parents=True)
+    for name in ("config.json", "weights", f"{ADAPTER}/weights"):
+        (tmp_path / WARM_START / name).write_text(name)
+    link_model(tmp_path, has_adapter=True)
+    (tmp_path / MODEL / "config.json").unlink()
+    link_model(tmp_path, has_adapter=True)
+    assert sorted(path.name for path in (tmp_path / MODEL).iterdir()) == ["config.json", "weights"]
+    assert [path.name for path in (tmp_path / ADAPTER).iterdir()] == ["weights"]

@@ -17,7 +17,7 @@ from asyncrl_cli.journal.schema import FILE, JournalError, check
 from asyncrl_cli.orchestrator.launch import DriverStart
 from asyncrl_cli.orchestrator.replay import changes_since
 from asyncrl_cli.orchestrator.resume import prepare
-from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
@@ -52,13 +52,13 @@ def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict
     book.journal.close()
 
 
-def save(run: RunDirectory, step: int) -> Checkpoint:
-    """Make an intact checkpoint."""
+def save(run: RunDirectory, step: int, fallback: dict[str, Any] | None = None) -> Checkpoint:
+    """Make an intact checkpoint. ``fallback``: the driver's state in it."""
     checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
     (checkpoint.folder / "state").mkdir(parents=True)
     (checkpoint.folder / "state/shard").write_text(f"weights {step}")
     layout = {"ranks": 1, "zero_stage": 2, "dtype": "float32"}
-    state = {"step": step, "next_group": step, "prompts": [], "trainer": layout}
+    state = {"step": step, "next_group": step, "prompts": [], **(fallback or {}), "trainer": layout}
     (checkpoint.folder / "run.json").write_text(json.dumps(state))
     seal(checkpoint.folder)
     return checkpoint
@@ -84,6 +84,44 @@ def test_checkpoint_without_a_critic_is_refused_before_anything_changes(run: Run
     with pytest.raises(RunError, match="the checkpoint has no critic"):
         prepare(run, with_critic, step=None, note="algorithm.advantage=gae", without_journal=False)
     assert on_disk(run) == before
+
+
+def evaluate(run: RunDirectory, accuracies: dict[int, float]) -> None:
+    """Record greedy evaluations, by step."""
+    book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC))
+    for step, accuracy in accuracies.items():
+        result = {"accuracy": accuracy, "mean_reward": accuracy, "mean_length": 1.0, "prompts": 5}
+        book.journal.evaluated({"step": step, "kind": "greedy", **result, "oldest": step, "newest": step})
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+
+def opening(run: RunDirectory, driver_start: DriverStart) -> Opening:
+    book = DurableLedger.begin(run.path / FILE, BufferSettings.from_spec(SPEC), "resume", "", driver_start.base)
+    run_state = book.opening()
+    book.journal.close()
+    return run_state
+
+
+def test_a_step_that_is_trained_again_is_evaluated_again(run: RunDirectory) -> None:
+    record(run, taken=4)
+    evaluate(run, {2: 0.5, 4: 0.9})
+    for step in (2, 4):
+        save(run, step)
+    resumed = opening(run, start(run, step=2))
+    assert resumed.evaluated == {2: 0.5} and resumed.evaluations == {(2, "greedy")}
+
+
+def test_accuracies_survive_a_resume_without_the_journal(run: RunDirectory) -> None:
+    record(run, taken=4)
+    evaluate(run, {2: 0.9, 4: 0.4})
+    book = DurableLedger(run.path / FILE, BufferSettings.from_spec(SPEC))
+    for step in (2, 4):
+        save(run, step, book.fallback(step))
+    book.journal.close()
+    resumed = opening(run, start(run, without_journal=True))
+    assert resumed.evaluated == {2: 0.9, 4: 0.4}, "the best checkpoint stays the best"
+    assert resumed.evaluations == frozenset()
 
 
 def on_disk(run: RunDirectory) -> dict[str, bytes]:

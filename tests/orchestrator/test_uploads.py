@@ -121,6 +121,24 @@ def test_a_run_ends_while_an_upload_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     assert any("not done after 0 s for steps 2" in warning for warning in driver.warnings)
 
 
+def test_a_copy_of_the_step_from_before_does_not_make_a_begun_copy_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    for name in ("shard", "files.json"):
+        (folder / name).write_text("{}")
+    subject.copy(folder, "memory://again")
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refuse)
+    with pytest.raises(OSError, match="full"):
+        subject.copy(folder, "memory://again")
+    assert not fsspec.filesystem("memory").exists("/again/files.json")
+
+
+def refuse(*_: object) -> None:
+    raise OSError("full")
+
+
 def test_a_url_that_fsspec_cannot_write_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="fsspec cannot write nowhere:// here") as refused:
         check_upload(spec(checkpoints={"upload": "nowhere://bucket/x"}))
