@@ -1,7 +1,7 @@
 """Decides which keys of a spec may change when a run is resumed: all keys on which the journal's rows do not depend.
 
 Rows depend, for example, on the position of a prompt in the data, the size of a batch and the sampling distribution
-(decision 0009).
+(decision 0009). Held-out prompts stay, too, because a report compares accuracies before and after a resume.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ FIXED = {
     "pipeline.publish_every": "it decides which steps have a version",
 }
 """Keys that cannot change, including all keys below them, and why."""
+EVALUATED = {
+    "data.eval": "recorded accuracies belong to these prompts",
+    "evaluation.temperature": "recorded accuracies belong to this temperature",
+}
+"""Keys that cannot change for a resume, although `asyncrl evaluate` may set them, and why."""
 CHANGEABLE = re.compile(
     r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox"
     r"|tools\.mcp\.\w+\.(url|(headers|env)\..+|timeout_s))"
@@ -52,6 +57,9 @@ def check_changes(
         key for key in recorded.keys() | resumed.keys() if recorded.get(key) != resumed.get(key) and key != "runs_dir"
     )
     problems = [problem for key in changed if (problem := _problem(key)) is not None]
+    hint = "add prompts as one of evaluation.sets, or use `asyncrl evaluate`"
+    for key, why in ((key, why) for key in changed for parent, why in EVALUATED.items() if key.startswith(parent)):
+        problems.append(Problem(key, f"cannot change for a recorded run: {why}", hint))
     if resumed_spec.pipeline.max_staleness < recorded_spec.pipeline.max_staleness:
         message = f"cannot be lower than {recorded_spec.pipeline.max_staleness}: groups were admitted under that bound"
         problems.append(Problem("pipeline.max_staleness", message, "keep or raise it"))
