@@ -14,11 +14,13 @@ from typing import Any
 MASK = "***"
 NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 SECRET_PART = re.compile(
-    r"keys?|pass|pw|auth|authorization|creds?|credentials?|hooks?|private|passphrase"
-    r"|\w*(?:token|secret|secrets|password|passwords|passwd|pwd|apikey|accesskey|webhook)",
+    r"keys?|pw|auth|authorization|creds?|credentials?|hooks?|private|passphrase|cookies?"
+    r"|\w*(?:token|secret|secrets|password|passwords|passwd|pwd|webhook|(?:access|ai|api|ssh)keys?)"
+    r"|\w*(?<!by)(?<!com)pass",
     re.IGNORECASE,
 )
-"""Words in the names of variables and settings that hold secrets. They match API_KEY, but not MONKEY or TOKENIZER."""
+"""Words in the names of variables and settings that hold secrets. They match API_KEY, but not MONKEY or TOKENIZER.
+TOKENS is not one of them, because most settings with this word are numbers of tokens."""
 PLAIN_VALUE = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null", re.IGNORECASE)
 """Numbers and switches, which are not secrets."""
 MIN_LENGTH = 6
@@ -37,6 +39,10 @@ PATTERNS = (
     (re.compile(r"([?&](?:[\w-]*(?:token|key|secret|password|signature)|sig|auth)=)[^\s&#'\"]+", re.I), rf"\1{MASK}"),
     (re.compile(r"(\bBearer\s+)[\w.~+/=-]{16,}", re.IGNORECASE), rf"\1{MASK}"),
 )
+OPTION = re.compile(r"(?<![\w-])(?:--?[A-Za-z][\w-]*(?:=|[ \t]+)|[A-Z][A-Z0-9_]*=)")
+"""The name of an option or variable in a command. Lower-case names without dashes are prose, or keywords of code."""
+OPTION_VALUE = re.compile(r"""(?!['"]?[$*-])(?:'[^'\n]+'|"[^"\n]+"|[^\s'"`]+)""")
+"""The value of an option, but no reference, mask or further option."""
 
 _values: dict[str, str] = {}
 
@@ -54,7 +60,20 @@ def hide(text: str) -> str:
         text = text.replace(value, _values[value])
     for pattern, replacement in PATTERNS:
         text = pattern.sub(replacement, text)
-    return text
+    return _hide_options(text)
+
+
+def _hide_options(text: str) -> str:
+    """Mask ``--password value``, ``--password=value`` and ``PASSWORD=value``."""
+    pieces, copied_to = [], 0
+    for option in OPTION.finditer(text):
+        if option.start() < copied_to or not is_secret(option[0]):
+            continue
+        value = OPTION_VALUE.match(text, option.end())
+        if value and len(value[0]) >= MIN_LENGTH and not PLAIN_VALUE.fullmatch(value[0]):
+            pieces += [text[copied_to : option.end()], MASK]
+            copied_to = value.end()
+    return "".join([*pieces, text[copied_to:]])
 
 
 def is_secret(name: str) -> bool:
@@ -67,13 +86,22 @@ def hide_settings(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         return {key: hide_settings(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return [hide_settings(inner, name) for inner in value]
+        return [
+            hide_settings(item, _item_name(name, previous, item))
+            for previous, item in zip(["", *value], value, strict=False)
+        ]
     if not isinstance(value, str):
         return value
     masked = hide(f"{name}: {value}").removeprefix(f"{name}: ")  # with the name: a webhook keeps its host
     if not is_secret(name) or masked != value or PLAIN_VALUE.fullmatch(value) or value.startswith(("${env:", "env:")):
         return masked
     return MASK if value else value
+
+
+def _item_name(list_name: str, previous: Any, item: Any) -> str:
+    """The name of a list's item: in a list of arguments, an option such as ``--token`` names the next item."""
+    is_option = isinstance(previous, str) and OPTION.fullmatch(f"{previous}=") and is_secret(previous)
+    return previous if is_option and previous.startswith("-") and not str(item).startswith("-") else list_name
 
 
 def hide_argument(argument: str) -> str:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.core.secrets import hide, is_secret, remember
+from asyncrl_cli.core.secrets import hide, hide_settings, is_secret, remember
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.runs.directory import RunDirectory
@@ -150,6 +150,11 @@ def test_no_page_of_a_run_shows_a_password(tmp_path: Path, monkeypatch: pytest.M
         ("GET /x?a=1&access_token=opensesame&b=2", "GET /x?a=1&access_token=***&b=2"),
         ("Authorization: Bearer opensesame.opensesame", "Authorization: Bearer ***"),
         ("the bearer of this, and --set a.monkey=1", "the bearer of this, and --set a.monkey=1"),
+        ("OPENAI_API_KEY=opensesame a.py --password 'open sesame'", "OPENAI_API_KEY=*** a.py --password ***"),
+        ("env -i HF_TOKEN=opensesame a --v --api-key=opensesame -b", "env -i HF_TOKEN=*** a --v --api-key=*** -b"),
+        ("--token $TOKEN --key --port 8000 KEY=100000", "--token $TOKEN --key --port 8000 KEY=100000"),
+        ("a key value, key=prompt, sorted(key=lambda)", "a key value, key=prompt, sorted(key=lambda)"),
+        ("give `KEY=VALUE`, and --tokenizer folder", "give `KEY=VALUE`, and --tokenizer folder"),
     ],
 )
 def test_secrets_in_texts_are_hidden(text: str, shown: str | None) -> None:
@@ -163,9 +168,32 @@ def test_resolved_spec_survives_a_file_that_no_run_writes(tmp_path: Path, text: 
     assert resolved_spec(run) in ({}, {"a": [None]})
 
 
+def test_secrets_in_arguments_and_headers_are_hidden() -> None:
+    settings = {
+        "args": [
+            "--token",
+            "opensesame",
+            "--api-key=opensesame",
+            "--key",
+            "--port",
+            "8000",
+            "name",
+            "--column",
+            "text",
+        ],
+        "headers": {"Cookie": "sess=opensesame", "Accept": "text/plain"},
+        "command": "API_KEY=opensesame python a.py --password opensesame --column text",
+    }
+    assert hide_settings(settings) == {
+        "args": ["--token", "***", "--api-key=***", "--key", "--port", "8000", "name", "--column", "text"],
+        "headers": {"Cookie": "***", "Accept": "text/plain"},
+        "command": "API_KEY=*** python a.py --password *** --column text",
+    }
+
+
 def test_hiding_is_linear_and_survives_every_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word = "a." * 500_000
-    assert hide(word) == word, "a quadratic search would take an hour"
+    for word in ("a." * 500_000, "--key=" * 200_000, "--key '" * 200_000, "A_KEY" * 200_000, "-a" * 500_000):
+        assert hide(word) == word, "a quadratic search would take an hour"
     arguments = ["a=&a [*a]", f"a={'[' * 10_000}", "a=2024-13-45"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert describe_start(tmp_path / "spec.yaml")["command"] == arguments
@@ -204,6 +232,13 @@ def test_settings_with_names_of_secrets_are_masked_wherever_a_spec_is_shown(
         ("HFTOKEN", True),
         ("PGPASSWORD", True),
         ("SLACK_WEBHOOK", True),
+        ("PGPASS", True),
+        ("SSHKEY", True),
+        ("OPENAIKEY", True),
+        ("apikeys", True),
+        ("Cookie", True),
+        ("bypass", False),
+        ("tokens_per_microbatch", False),
         ("MONKEY", False),
         ("AUTHOR", False),
         ("TOKENIZER", False),
