@@ -65,15 +65,15 @@ def hide(text: str) -> str:
 
 def _hide_options(text: str) -> str:
     """Mask ``--password value``, ``--password=value`` and ``PASSWORD=value``."""
-    pieces, copied_to = [], 0
+    masked_texts, copied_to = [], 0
     for option in OPTION.finditer(text):
         if option.start() < copied_to or not is_secret(option[0]):
             continue
         value = OPTION_VALUE.match(text, option.end())
         if value and len(value[0]) >= MIN_LENGTH and not PLAIN_VALUE.fullmatch(value[0]):
-            pieces += [text[copied_to : option.end()], MASK]
+            masked_texts += [text[copied_to : option.end()], MASK]
             copied_to = value.end()
-    return "".join([*pieces, text[copied_to:]])
+    return "".join([*masked_texts, text[copied_to:]])
 
 
 def is_secret(name: str) -> bool:

@@ -203,7 +203,7 @@ async def respond(
 
 async def _generate(session: Session, prepared: Prepared, parts_queue: PartQueue | None) -> Prompts:
     n = prepared.options.n
-    on_part = None if parts_queue is None else lambda index, part: parts_queue.put_nowait((index, part))
+    on_part = None if parts_queue is None else lambda index, reply_part: parts_queue.put_nowait((index, reply_part))
     replies = await session.answer(prepared.rendered, prepared.options, on_part)
     return [replies[start : start + n] for start in range(0, len(replies), n)]
 

@@ -171,12 +171,12 @@ class Session:
             kept_replies = self._kept_replies(record.segments, limits.max_call_tokens)
             if limits.max_sampled_tokens is not None:  # the last reply had the tokens that the others left
                 remaining_tokens = limits.max_sampled_tokens - sum(
-                    kept.sampled_tokens for kept in kept_replies.values()
+                    replies.sampled_tokens for replies in kept_replies.values()
                 )
                 kept_replies = self._kept_replies(record.segments, min(limits.max_call_tokens, remaining_tokens))
-        self.calls = sum(kept.replies for kept in (kept_replies or {}).values())
+        self.calls = sum(replies.replies for replies in (kept_replies or {}).values())
         """Replies requested so far."""
-        self.sampled_tokens = sum(kept.sampled_tokens for kept in (kept_replies or {}).values())
+        self.sampled_tokens = sum(replies.sampled_tokens for replies in (kept_replies or {}).values())
         """Tokens of all complete replies."""
         self._transcript = Transcript(rollout_id, record.segments, record.on_segments, kept_replies)
         self._running: set[asyncio.Task[Rollout]] = set()
@@ -194,7 +194,7 @@ class Session:
             )
             for index, segments in recorded.items()
         }
-        return {index: kept for index, kept in kept_replies.items() if kept is not None}
+        return {index: replies for index, replies in kept_replies.items() if replies is not None}
 
     def close(self) -> None:
         """End the session: running calls are cancelled and later ones refused, both with an ``ApiError``."""

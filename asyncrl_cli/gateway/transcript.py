@@ -287,7 +287,7 @@ class Transcript:
         if not branches:
             return None
         last_branch = self._replies[-1][0] if self._replies else branches[-1]
-        root, *others = [
+        root, *branch_rollouts = [
             Rollout(
                 *branch.prefix.tokens.slice(0, branch.trained_length).arrays,
                 rollout_id=branch_id(self._rollout_id, index),
@@ -298,7 +298,7 @@ class Transcript:
             )
             for index, branch in enumerate(branches)
         ]
-        return replace(root, branches=tuple(others), finish_reason=last_branch.finish)
+        return replace(root, branches=tuple(branch_rollouts), finish_reason=last_branch.finish)
 
     def _trained_branches(self) -> list[Branch]:
         branches = [branch for branch in (*self._branches, *self._recorded.values()) if branch.trained_length]
@@ -351,7 +351,7 @@ class Transcript:
 
 def images_until(images: Sequence[PlacedImage], end: int) -> tuple[PlacedImage, ...]:
     """The images in the first ``end`` tokens."""
-    return tuple(placed for placed in images if placed.end <= end)
+    return tuple(placed_image for placed_image in images if placed_image.end <= end)
 
 
 def _run_length(versions: NDArray[np.int32], is_sampled: bool = True) -> int:

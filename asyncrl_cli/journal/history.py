@@ -154,11 +154,10 @@ def evaluations(connection: sqlite3.Connection) -> tuple[EvaluationRecord, ...]:
 
 
 def greedy_accuracies(connection: sqlite3.Connection) -> dict[int, float]:
-    """Return the greedy held-out accuracies, by step; also those from before the journal begins, which a checkpoint has
-    kept."""
-    kept = base(connection).get("evaluated", {})
+    """Return the greedy held-out accuracies, by step. A checkpoint keeps those from before the journal begins."""
+    earlier_accuracies = base(connection).get("evaluated", {})
     recorded = connection.execute("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'")
-    return {int(step): accuracy for step, accuracy in kept.items()} | dict(recorded)
+    return {int(step): accuracy for step, accuracy in earlier_accuracies.items()} | dict(recorded)
 
 
 def failures(connection: sqlite3.Connection, count: int, newest_first: bool = True) -> tuple[Fault, ...]:

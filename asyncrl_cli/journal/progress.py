@@ -167,7 +167,7 @@ def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedP
 
 def untrained_prompts(connection: sqlite3.Connection, step: int) -> list[Prompt]:
     """Return the prompts of all groups that are admitted and not trained before ``step``, in admission order, without
-    programs' own prompts, for which nobody waits any more."""
+    programs' own prompts: those programs do not wait any more."""
     rows = connection.execute(
         "SELECT id FROM groups WHERE id IN "
         f"(SELECT id FROM groups WHERE {OUTSTANDING} UNION ALL SELECT id FROM groups WHERE step >= ?) "

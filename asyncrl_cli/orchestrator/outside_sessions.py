@@ -170,8 +170,8 @@ class OutsideSessions:
             try:
                 await asyncio.shield(session.handed_out)
             except ProgramGone:
-                left = "the program that sent its prompt left before it got the session"
-                return Played(RewardFailure(left, counts=False))
+                reason = "the program that sent its prompt left before it got the session"
+                return Played(RewardFailure(reason, counts=False))
             try:
                 async with asyncio.timeout(session.deadline - time.time()):
                     return Played(await asyncio.shield(session.result))

@@ -76,7 +76,7 @@ def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
 
 
 def requests_without_tokens(vllm: Any) -> list[str]:
-    """The ids of running requests for which no token has been generated."""
+    """The ids of running requests without a generated token."""
     states = vllm.output_processor.request_states.values()
     return [state.external_req_id for state in states if not state.detokenizer.output_token_ids]
 

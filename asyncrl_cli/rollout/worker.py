@@ -121,11 +121,11 @@ class RolloutWorker:
             if task := self._running.pop(rollout_id, None):
                 task.cancel()
             self._forget(rollout_id)
-        ended = self._next_delivery
+        undelivered = self._next_delivery
         self._next_delivery = Delivery(
-            rollouts=[rollout for rollout in ended.rollouts if rollout.rollout_id not in rollout_ids],
-            failures=[failure for failure in ended.failures if failure.rollout_id not in rollout_ids],
-            aborted=[rollout_id for rollout_id in ended.aborted if rollout_id not in rollout_ids],
+            rollouts=[rollout for rollout in undelivered.rollouts if rollout.rollout_id not in rollout_ids],
+            failures=[failure for failure in undelivered.failures if failure.rollout_id not in rollout_ids],
+            aborted=[rollout_id for rollout_id in undelivered.aborted if rollout_id not in rollout_ids],
         )
         self._clock.set_busy(bool(self._running))
 

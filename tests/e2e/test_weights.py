@@ -237,7 +237,7 @@ def test_a_request_after_an_update_sees_nothing_of_the_old_weights(
 def test_a_request_without_a_token_at_the_pause_begins_under_the_new_version(
     bench: Bench, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """It was sent under the old version, whose keys and values of its prompt are in the prefix cache."""
+    """It was sent under the old version, and the prefix cache has that version's keys and values of its prompt."""
     prompt = [7] * 15 + [8] * 25
     pause = bench.engine._vllm.engine_core.pause_scheduler_async
     late: list[asyncio.Task[Rollout]] = []

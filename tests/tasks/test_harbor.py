@@ -145,7 +145,7 @@ def test_a_reward_file_is_read(name: str, text: str, result: RewardResult | None
 
 
 class ContainerStub:
-    """A container in which test.sh leaves the given files of rewards, and the agent's command may reach a limit."""
+    """A container: test.sh leaves the given files of rewards, and the agent's command may reach a limit."""
 
     base_url = None
     scratch = "/scratch"

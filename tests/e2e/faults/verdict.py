@@ -19,7 +19,7 @@ from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_snapshot
 
 LOGPROB_GAP = 1e-3
-"""Nats, in fp32: most by which engine and trainer may differ for tokens that the same weights sampled."""
+"""Nats, in fp32: largest difference between engine and trainer for tokens of equal weights."""
 CLEANING_S = 120.0
 """Seconds that the reaper has to clean up."""
 
