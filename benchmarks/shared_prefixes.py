@@ -2,7 +2,7 @@
 
     python benchmarks/shared_prefixes.py [--prompts 10 100 600 2000] [--responses 8] [--tokens 100] [--rounds 5]
     python benchmarks/shared_prefixes.py --device cuda --models 0.4B --dtype bfloat16 --groups 16
-        --attention sdpa flex_attention flash_attention_4
+        --attention sdpa varlen flash_attention_4
 
 Both train the same batches with the same engine, in turn, on one rank and one thread, at a rate that changes no weight.
 A table for each model and attention has trained tokens per second (medians), their ratio, and the largest difference in

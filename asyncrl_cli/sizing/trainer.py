@@ -208,7 +208,7 @@ def _mask_bytes(spec: ExperimentSpec, length: int) -> int:
     trainer = spec.trainer
     if trainer.attention == "varlen":  # packed rows have no mask; trees are padded, and each has its own
         return longest_tree(spec) * length * NUMBER_BYTES[trainer.dtype] if shares_prefixes(spec) else 0
-    packed = trainer.packing and not (needs_no_mask(trainer.attention) or trainer.attention == "flex_attention")
+    packed = trainer.packing and not needs_no_mask(trainer.attention)
     return length * length if packed and not shares_prefixes(spec) else 0  # a tree's mask is in the activations
 
 

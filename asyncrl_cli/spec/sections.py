@@ -232,18 +232,17 @@ class TrainerSpec(Section):
     """Tokens per forward and backward pass of a rank, including padding. With `sequence_parallel`, the ranks of a group
     share them. `auto`: the start chooses them from the memory estimate, and the run keeps them. Default: `auto` on
     GPUs, 8192 on CPUs."""
-    attention: Literal[
-        "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
-    ] = Field(
-        default_factory=lambda data: (
-            "varlen" if data.get("gpus_per_rank") and data.get("dtype") == "bfloat16" else "sdpa"
+    attention: Literal["sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"] = (
+        Field(
+            default_factory=lambda data: (
+                "varlen" if data.get("gpus_per_rank") and data.get("dtype") == "bfloat16" else "sdpa"
+            )
         )
     )
     """How attention is computed. Default: `varlen` on GPUs in bfloat16, if the model allows it, otherwise `sdpa`.
     `varlen` is the flash attention in torch itself; it needs bfloat16 and an Ampere GPU or newer. Others also need a
     package: `flash_attention_2` flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or
-    Hopper, `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs only a
-    GPU. It compiles for half a minute at the start, and was then about as fast as `sdpa` or faster."""
+    Hopper, `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell."""
     fused_kernels: bool = False
     """Compute norms, rotary embeddings and SwiGLU on GPUs by liger-kernel's Triton kernels, for `llama`, `qwen2`,
     `qwen3` and `qwen3_moe` (there without SwiGLU). They have not run on a GPU here yet. Log-probs change in their last

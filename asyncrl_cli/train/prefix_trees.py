@@ -79,12 +79,10 @@ def why_separate(trainer: TrainerSpec, config: Any, bidirectional: bool = False)
 def trees_of_update(keys: Sequence[Keys], trainer: TrainerSpec, tokens: int, config: Any) -> list[PrefixTree]:
     """Group an update's rows, with these keys, into trees for a model with this config, in micro-batches of ``tokens``.
     Depends on nothing else, so all ranks and a replay choose the same."""
-    max_positions = tokens - 1
-    masked = trainer.attention != "flex_attention"
-    on_gpu = trainer.gpus_per_rank > 0 and masked
+    on_gpu = trainer.gpus_per_rank > 0
     return plan_trees(
         keys,
-        max_positions=min(max_positions, MASK_POSITIONS) if masked else max_positions,
+        max_positions=min(tokens - 1, MASK_POSITIONS),
         pair_cost=cost_of_pair(config, on_gpu),
         ranks=trainer.ranks // trainer.sequence_parallel,
         packed_pair_cost=cost_of_pair(config, on_gpu, masked=False) if trainer.attention == "varlen" else None,
@@ -230,15 +228,12 @@ class TreeLayout:
     def masks(self, config: Any, dtype: torch.dtype) -> Any:
         """Return the ``attention_mask`` for a transformers model with this config: one, or one for each kind of layer.
 
-        With flex attention it is a block mask, otherwise [trees, 1, S, S] with 0 where a position is seen, else -inf.
+        A mask is [trees, 1, S, S], with 0 where a position is seen, else -inf.
         """
         text = config.get_text_config()
         windows = windows_of(text)
         assert windows is not None
-        if text._attn_implementation == "flex_attention":
-            masks = {layer_type: self._block_mask(window) for layer_type, window in windows.items()}
-        else:
-            masks = {layer_type: self._mask(window, dtype) for layer_type, window in windows.items()}
+        masks = {layer_type: self._mask(window, dtype) for layer_type, window in windows.items()}
         return masks if hasattr(text, "layer_types") else masks.popitem()[1]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -250,19 +245,6 @@ class TreeLayout:
         return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)[
             :, None
         ]
-
-    def _block_mask(self, window: int | None) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        ends, positions = self.ends, self.positions
-
-        def is_visible(tree: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            visible = (key <= query) & (query < ends[tree, key])
-            return visible if window is None else visible & (positions[tree, query] - positions[tree, key] < window)
-
-        trees, size = ends.shape
-        # Compiled, it makes the block mask without a mask of all pairs first.
-        return create_block_mask(is_visible, trees, None, size, size, device=str(ends.device), _compile=ends.is_cuda)
 
 
 def windows_of(text: Any) -> dict[str, int | None] | None:

@@ -103,7 +103,7 @@ def repeats(bench: Bench) -> dict[str, Any]:
     import torch
 
     figures: dict[str, Any] = {}
-    names = ("sdpa", "varlen", "flex_attention", "flash_attention_4") if bench.device == "cuda" else ("sdpa",)
+    names = ("sdpa", "varlen", "flash_attention_4") if bench.device == "cuda" else ("sdpa",)
     for attention in names:
         for dtype in (torch.bfloat16,) if needs_no_mask(attention) else (torch.float32, torch.bfloat16):
             name = f"{attention}, {str(dtype).removeprefix('torch.')}"

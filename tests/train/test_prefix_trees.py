@@ -234,19 +234,6 @@ def test_gradients_are_the_same_bits_with_several_threads() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
-def test_flex_attention_sees_the_same(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU without its compiler and, by the same code in torch, with its gradient."""
-    import torch.nn.attention.flex_attention as flex
-    from transformers.integrations import flex_attention as integration
-
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(integration.WrappedFlexAttention, "__call__", lambda self: flex.flex_attention)
-    shared, separate = both(group(LENGTHS), packing=True)
-    found = scored(make(architecture, attention="flex_attention", packing=True), shared)
-    assert_equal(found, scored(make(architecture), separate))
-
-
 def test_tokens_with_other_experts_are_not_shared() -> None:
     rows = group([3, 3])
     ids = np.arange(2 * len(rows[0])).reshape(-1, 2).astype(np.uint8)

@@ -105,8 +105,8 @@ def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("trainer.sequence_parallel", message, f"use one of {divisors(trainer.ranks)}")
     if size == 1:
         return
-    if trainer.attention in ("eager", "flex_attention"):
-        message = f"{trainer.attention} cannot be divided among the ranks of trainer.sequence_parallel"
+    if trainer.attention == "eager":
+        message = "eager cannot be divided among the ranks of trainer.sequence_parallel"
         yield Problem("trainer.attention", message, "use sdpa, or set trainer.sequence_parallel to 1")
     elif trainer.packing and trainer.attention == "sdpa":
         message = "with sdpa every rank has a mask of the full packed sequence, which sequence_parallel does not divide"
@@ -148,19 +148,17 @@ def offload(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def attention(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Flash attention (`trainer.attention`) needs GPU ranks and bfloat16. Flex attention needs GPU ranks."""
+    """Flash attention (`trainer.attention`) needs GPU ranks and bfloat16."""
     trainer = spec.trainer
     if needs_no_mask(trainer.attention) and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
         where = "GPU" if trainer.gpus_per_rank else "CPU"
         message = f"{trainer.attention} needs a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
         yield Problem("trainer.attention", message, "use sdpa")
-    elif trainer.attention == "flex_attention" and not trainer.gpus_per_rank:
-        yield Problem("trainer.attention", "flex_attention has a gradient on GPUs only", "use sdpa")
 
 
 @rule
 def share_prefixes(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.share_prefixes: true` needs `trainer.attention` to be `sdpa`, `varlen` or `flex_attention`, and excludes
+    """`trainer.share_prefixes: true` needs `trainer.attention` to be `sdpa` or `varlen`, and excludes
     `trainer.sequence_parallel`."""
     if spec.trainer.share_prefixes and (setting := why_rows_are_separate(spec.trainer)) is not None:
         yield Problem("trainer.share_prefixes", f"does not work with {setting}", "remove it, or change that setting")
