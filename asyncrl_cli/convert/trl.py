@@ -279,8 +279,7 @@ def _objective(c: ForeignConfig, updates: int) -> dict[str, Any]:
     """The keys of `algorithm` that need arithmetic. ``updates``: optimizer updates per step."""
     if c.get("variant") == "rloo" and updates > 1:
         c.check("sequence_ratios")
-    reference_steps = multiple(c.number("ref_model_sync_steps"), updates) // updates
-    values: dict[str, Any] = {"algorithm.reference_update_every": reference_steps if c.flag("sync_ref_model") else 0}
+    values: dict[str, Any] = {}
     if c.get("loss_type") == "cispo":  # `epsilon_high` is the upper edge itself.
         edge = c.number("epsilon_high", "epsilon")
         if edge <= 1:

@@ -159,8 +159,7 @@ def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[MemoryUse, ...]:
 
 def _reference_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     algorithm = spec.algorithm
-    shares_weights = spec.model.lora is not None and not algorithm.reference_update_every
-    if not algorithm.kl_coef or (shares_weights and algorithm.reference_path is None):
+    if not algorithm.kl_coef or (spec.model.lora is not None and algorithm.reference_path is None):
         return 0
     trainer = spec.trainer
     return _rank_share(

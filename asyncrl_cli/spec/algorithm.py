@@ -221,8 +221,6 @@ class AlgorithmSpec(Section):
     reference_path: Annotated[Text | None, SystemPath] = None
     """A saved model's folder (relative to this file) or hub id: the reference model, such as a teacher. Its tokenizer
     must give all tokens of the policy the same ids. null: the reference is the initial model."""
-    reference_update_every: NonNegative = 0
-    """Steps between two updates of the reference model to the policy's weights; 0 keeps the initial model."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
     """Off-policy correction."""
     overlong_penalty: float = _algorithm("overlong_penalty", 0.0, ge=0)

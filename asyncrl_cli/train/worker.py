@@ -147,7 +147,7 @@ class TrainerWorker:
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.algorithms.objective import Objective
         from asyncrl_cli.train.model.lora import base_bits
-        from asyncrl_cli.train.model.reference import Copy, load_reference
+        from asyncrl_cli.train.model.reference import load_reference
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
         from asyncrl_cli.train.precompute import Learner
         from asyncrl_cli.train.shards import adapter_layout, engine_layout
@@ -216,18 +216,12 @@ class TrainerWorker:
                 location=str(checkpoint),
                 hint="restore that model there: with model.lora.serve: adapter engines read its weights themselves",
             )
-        if checkpoint is not None and isinstance(reference, Copy):
-            reference.load(Path(checkpoint))
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """Make all optimizer updates of one step."""
         bound_log()  # the user's objective may print
-        from asyncrl_cli.train.model.reference import Copy
         from asyncrl_cli.train.step import train_batch
 
-        # Before the first update: the step's reference is the policy at its start.
-        if isinstance(reference := self._learner.reference, Copy):
-            reference.before_step(batch.step, self._model)
         with explaining_a_full_gpu(self._spec, self._rank):
             report = train_batch(self._learner, batch)
         free_gpu_cache(self._spec)
@@ -305,13 +299,12 @@ class TrainerWorker:
                     save_adapter(matrices, lora, self._model_dir, Path(adapter_folder))
 
     def save_checkpoint(self, folder: str, sharers: int) -> None:
-        """Copy this rank's shard of weights and optimizer, its counter and random-number states, and the reference.
+        """Copy this rank's shard of weights and optimizer, its counter and random-number states.
 
         Collective. Training may continue when all ranks have returned. ``sharers``: ranks on this host; 0: write files
         instead of copying.
         """
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
-        from asyncrl_cli.train.model.reference import Copy
 
         root, snapshot = Path(folder), self._snapshot
         with snapshot.recording(sharers):
@@ -319,8 +312,6 @@ class TrainerWorker:
             save_state(self._engine, snapshot, folder=root, rank=self._rank)
             if (critic := self._learner.critic) is not None:
                 save_state(critic, snapshot, folder=root / CRITIC, rank=self._rank)
-            if isinstance(self._learner.reference, Copy):
-                snapshot.files |= self._learner.reference.state(root, self._rank)
 
     def write_checkpoint(self, folder: str) -> dict[str, Digest]:
         """Write the copies of ``save_checkpoint``, while other methods may run.

@@ -31,7 +31,7 @@ RARE = {
     "qwen3_vl": (),
     "critic": ("algorithm.preset=ppo", "algorithm.kl_coef=0.1"),
     "adapters": ("model.lora={rank: 2}", "algorithm.kl_coef=0.1", "trainer.minibatches=2"),
-    "reference": ("algorithm.kl_coef=0.1", "algorithm.reference_update_every=1", "model.freeze=[vision]"),
+    "reference": ("algorithm.kl_coef=0.1", "model.freeze=[vision]"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.lora import LoraError, add_adapters, base_bits, merge, plain_weights
 from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.model.reference import unadapted
 from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
 from asyncrl_cli.weights.mapped import Copies
 
@@ -59,6 +61,17 @@ def trained(lora: LoraSpec, tied: bool = True) -> Any:
 def logprobs(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return Policy(model, 1.0)(IDS, MASK)
+
+
+def test_reference_is_the_policy_without_its_adapters() -> None:
+    policy = Policy(trained(LORA), 1.0)
+
+    class Engine(SimpleNamespace):
+        def __call__(self, *arguments: Any) -> Any:
+            return policy(*arguments)
+
+    assert torch.equal(unadapted(Engine(module=policy), IDS, MASK), logprobs(make(None)))
+    assert (logprobs(policy.model) - logprobs(make(None))).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -146,14 +146,10 @@ def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A `reference_path` has an effect and is not replaced by the policy. With `distill` and `reward_coef: 0` the
-    policy has something to learn from."""
+    """With `distill` and `reward_coef: 0` the policy has something to learn from."""
     algorithm, key = spec.algorithm, "algorithm.reference_path"
     if algorithm.reference_path is None and algorithm.preset == "distill":
         yield Problem(key, "missing: distill learns from a teacher", "name the teacher's folder or hub id")
-    if algorithm.reference_path is not None and algorithm.reference_update_every:
-        message = "would replace the model in reference_path by the policy"
-        yield Problem("algorithm.reference_update_every", message, "remove one of the two keys")
     if algorithm.reference_path is not None and algorithm.router_replay:
         message = "the model in reference_path cannot use the policy's experts"
         yield Problem("algorithm.router_replay", message, "set it to false")
@@ -192,7 +188,6 @@ def keys_of_another_choice(spec: ExperimentSpec) -> Iterator[Problem]:
         ("kl_estimator", has_reference, "kl_coef"),
         ("kl_placement", has_reference, "kl_coef"),
         ("reference_path", has_reference, "kl_coef, or preset: distill"),
-        ("reference_update_every", has_reference, "kl_coef"),
     ):
         default = AlgorithmSpec.model_fields[key].get_default(
             call_default_factory=True, validated_data={"preset": algorithm.preset}
