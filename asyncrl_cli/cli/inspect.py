@@ -119,7 +119,6 @@ def events(
             help="Only events of this kind, such as fault (docs/journal.md). May be repeated.",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new events, until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -134,7 +133,7 @@ def events(
     for name in kind or ():
         if name not in QUERIES:
             raise typer.BadParameter(f"unknown kind {name!r}; known: {', '.join(QUERIES)}", param_hint="--kind")
-    for event in run_events(find_run(runs_dir, run), kind or (), follow):
+    for event in run_events(find_run(runs_dir, run), kind or ()):
         echo(json_line(event) if as_json else as_line(event))
 
 

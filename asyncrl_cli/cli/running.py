@@ -69,7 +69,6 @@ def train(
         run = RunDirectory.create(checked_spec.runs_dir, checked_spec.name)
         manifest = describe_start(
             spec,
-            checked_spec.model.path,
             checked_spec.trainer if checked_spec.trainer.gpus_per_rank else None,
             experiment.rank_bytes,
         )

@@ -17,7 +17,6 @@ from asyncrl_cli.inspect.decoding import Decoder, message_text, open_decoder
 from asyncrl_cli.inspect.pages import WIDTH, Page, cell, duration, number, paragraph, record_table, table
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
-    RECENT_GROUPS,
     GroupRecord,
     GroupState,
     RolloutRecord,
@@ -45,7 +44,7 @@ Value = TypeVar("Value")
 
 
 def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
-    """Show counts, ages, deadlines, lengths and rewards."""
+    """Show counts, ages and deadlines."""
     buffer = overview(connection)
     document = asdict(buffer)
     document |= {"run": run.run_id, "phase": run.status, **document.pop("progress")}
@@ -78,10 +77,6 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
     lines += ["", *due] if due else []
     if newer := buffer.due[DUE_ROWS:]:
         lines.append(f"({sum(due.running + due.finished for due in newer)} groups have newer versions)")
-    for title, distributions in (("lengths in tokens", buffer.lengths), ("rewards", buffer.rewards)):
-        lines += ["", *record_table(title, distributions)] if distributions else []
-    if buffer.lengths:
-        lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
     return Page(document, lines)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.health import HealthFinding
 from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, record_table
-from asyncrl_cli.journal.events import Event, Reader
+from asyncrl_cli.journal.events import Event, events
 from asyncrl_cli.journal.history import History
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
@@ -46,8 +45,6 @@ def history_page(run: RunDirectory, history: History | None, findings: Sequence[
     if command := manifest.get("command"):
         lines.append(f"started  {manifest.get('started', '?')} on {manifest.get('host', '?')}")
         lines.append(f"command  {shlex.join([Path(command[0]).name, *command[1:]])}")
-    if origin := manifest.get("model_from"):
-        lines.append(f"model    of {origin['run']}, step {origin['step']}")
     lines.append(f"code     asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}")
     lines.append(f"folder   {run.path}")
     if history is not None:
@@ -96,10 +93,6 @@ def _work(history: History) -> list[str]:
     ]
 
 
-LOOK_S = 0.5
-"""Seconds between two looks at a followed run."""
-
-
 def as_json(event: Event) -> str:
     """Return ``event`` (its kind), ``at`` (Unix time in seconds) and its fields as JSON."""
     return json.dumps({"event": event.name, "at": event.at, **event.facts})
@@ -121,19 +114,9 @@ def as_line(event: Event) -> str:
     return f"{local_time}  {event.name:10}  {', '.join(texts)}"
 
 
-def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Iterator[Event]:
-    """Yield a run's events by time; with ``follow`` also new events until the run ends.
-
-    Raises ``JournalError`` if there is no journal.
-    """
-    reader = Reader(kinds)
-    while True:
-        running = follow and run.status in ACTIVE  # before reading: otherwise a run's last events could be missed
-        with snapshot(run.path / FILE) as connection:
-            # Read all before the first yield: SQLite cannot empty its `-wal` file while a pager that waits for its user
-            # keeps a snapshot open.
-            new_events = list(reader.read(connection))
-        yield from new_events
-        if not running:
-            return
-        time.sleep(LOOK_S)
+def run_events(run: RunDirectory, kinds: Collection[str]) -> list[Event]:
+    """Return a run's events by time. Raises ``JournalError`` if there is no journal."""
+    with snapshot(run.path / FILE) as connection:
+        # Read all before the first line is printed: SQLite cannot empty its `-wal` file while a pager that waits for
+        # its user keeps a snapshot open.
+        return list(events(connection, kinds))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from statistics import median
+from typing import Literal, get_args
 
 from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
 from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, read_tokens
@@ -27,12 +28,8 @@ GroupState = Literal["running", "finished", "taken", "trained", "rejected", "req
 """``taken``: in a batch that is not trained yet. The journal's state ``taken`` also includes ``trained``."""
 STATES: tuple[GroupState, ...] = get_args(GroupState)
 
-_WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rejected")
-
 LARGEST = 2**63 - 1
 """SQLite's largest integer."""
-RECENT_GROUPS = 1000
-"""Number of newest groups in each state whose rollouts the distributions describe."""
 
 _OUTSTANDING, _DROPPED = f"g.{OUTSTANDING}", f"g.{DROPPED}"
 _WHERE: dict[GroupState, str] = {
@@ -93,31 +90,15 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
-    """A quantity's mean, extremes and quantiles (nearest rank) over the rollouts in a state."""
-
-    state: GroupState
-    count: int
-    mean: float
-    minimum: float
-    p10: float
-    median: float
-    p90: float
-    maximum: float
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """The buffer at the unix time ``at``. ``rejected`` counts groups by reason; ``due`` starts with the oldest
-    version. ``lengths`` (sampled tokens) and ``rewards`` describe each state's ``RECENT_GROUPS`` newest groups."""
+    version."""
 
     at: float
     progress: Progress
     states: tuple[StateCount, ...]
     rejected: dict[str, int]
     due: tuple[Due, ...]
-    lengths: tuple[Distribution, ...]
-    rewards: tuple[Distribution, ...]
 
 
 def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Overview:
@@ -125,11 +106,6 @@ def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Ove
     now_s = time.time() if time_s is None else time_s
     run_progress = progress(connection)
     dropped = dropped_groups(connection)
-    lengths, rewards = [], []
-    for state in _WITH_ROLLOUTS:
-        rollouts = _recent_rollouts(connection, state)
-        lengths += _distribution(state, [tokens for tokens, _ in rollouts])
-        rewards += _distribution(state, [reward for _, reward in rollouts if reward is not None])
     # All taken groups minus the few untrained groups: both counts are fast, unlike a count by step.
     taken_or_trained, untrained = (
         connection.execute(f"SELECT count(*) FROM groups g WHERE {condition}").fetchone()[0]
@@ -148,22 +124,20 @@ def overview(connection: sqlite3.Connection, time_s: float | None = None) -> Ove
         ),
         rejected=dropped["rejected"],
         due=due_groups(connection, run_progress),
-        lengths=tuple(lengths),
-        rewards=tuple(rewards),
     )
 
 
 def _present(connection: sqlite3.Connection, state: GroupState, since: str, now_s: float) -> StateCount:
     """Count a state that only few groups have at a time."""
     rows = connection.execute(f"SELECT {since} FROM groups g WHERE {_WHERE[state]}")
-    ages = sorted(now_s - since_s for (since_s,) in rows)
+    ages = [now_s - since_s for (since_s,) in rows]
     if not ages:
         return StateCount(state, groups=0, rollouts=0, tokens=0)
     rollouts, tokens = connection.execute(
         f"SELECT count(r.finish_reason), coalesce(sum(r.tokens), 0) FROM groups g "
         f"JOIN rollouts r ON r.group_id = g.id WHERE {_WHERE[state]}"
     ).fetchone()
-    return StateCount(state, len(ages), rollouts, tokens, age_s=_quantile(ages, 0.5), oldest_s=ages[-1])
+    return StateCount(state, len(ages), rollouts, tokens, age_s=median(ages), oldest_s=max(ages))
 
 
 def due_groups(connection: sqlite3.Connection, run_progress: Progress) -> tuple[Due, ...]:
@@ -174,29 +148,6 @@ def due_groups(connection: sqlite3.Connection, run_progress: Progress) -> tuple[
     )
     bound = run_progress.settings.max_staleness
     return tuple(Due(version, run_progress.version - version, version + bound, *counts) for version, *counts in rows)
-
-
-def _recent_rollouts(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
-    """Length (so far) and reward of each rollout in a state's newest groups, without rollouts that failed before their
-    first token."""
-    order = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
-    return connection.execute(
-        f"SELECT tokens, reward FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
-        f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {order} LIMIT {RECENT_GROUPS})"
-    ).fetchall()
-
-
-def _distribution(state: GroupState, values: list[Any]) -> list[Distribution]:
-    if not values:
-        return []
-    values.sort()
-    p10, median, p90 = (_quantile(values, share) for share in (0.1, 0.5, 0.9))
-    mean = sum(values) / len(values)
-    return [Distribution(state, len(values), mean, values[0], p10, median=median, p90=p90, maximum=values[-1])]
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
 
 
 # -- lists of groups

@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.secrets import hide_argument
-from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import TrainerSpec
 
 PACKAGES = (
@@ -27,9 +26,9 @@ EVALUATED = "evaluated"
 
 
 def describe_start(
-    spec_file: Path, model: str | None = None, trainer: TrainerSpec | None = None, rank_bytes: int | None = None
+    spec_file: Path, trainer: TrainerSpec | None = None, rank_bytes: int | None = None
 ) -> dict[str, Any]:
-    """The manifest of a run that starts now. ``model``: `model.path`.
+    """The manifest of a run that starts now.
 
     ``trainer``: of a run with GPU ranks, with the micro-batch that the start has chosen; ``rank_bytes``: estimated
     memory of a rank with it.
@@ -44,7 +43,6 @@ def describe_start(
         "host": platform.node(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        **({} if model is None else _origin(Path(model))),
         **({} if trainer is None else {MICROBATCH: _microbatch(trainer, rank_bytes)}),
         "asyncrl": __version__,
         "packages": package_versions(),
@@ -58,14 +56,6 @@ def _microbatch(trainer: TrainerSpec, rank_bytes: int | None) -> dict[str, Any]:
         "gradient_checkpointing": trainer.recomputes,
         "estimated_rank_bytes": rank_bytes,
     }
-
-
-def _origin(model: Path) -> dict[str, Any]:
-    """The run and step of a saved model; empty unless it is a run's final model."""
-    run = RunDirectory(model.parent)
-    if model.name != MODEL or not (run.path / "manifest.json").is_file():
-        return {}
-    return {"model_from": {"run": run.run_id, "step": run.state.step}}
 
 
 def package_versions() -> dict[str, str]:

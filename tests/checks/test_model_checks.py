@@ -239,5 +239,5 @@ def test_start_on_gpus_gives_the_run_a_micro_batch_and_running_rollouts_in_numbe
     recorded = dump_spec(experiment.spec, {})
     assert "tokens_per_microbatch: 65536" in recorded and "gradient_checkpointing: false" in recorded
     assert "max_running_rollouts: 512" in recorded
-    manifest = describe_start(QUICKSTART, None, experiment.spec.trainer, experiment.rank_bytes)
+    manifest = describe_start(QUICKSTART, experiment.spec.trainer, experiment.rank_bytes)
     assert manifest[MICROBATCH]["tokens_per_microbatch"] == 65536 and manifest[MICROBATCH]["estimated_rank_bytes"] > 0

@@ -1,4 +1,4 @@
-"""`asyncrl events`: lines for people and for programs, for ended runs and a live run."""
+"""`asyncrl events`: lines for people and for programs, also of a live run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.inspect import history_page
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.runs.directory import RunDirectory
 from tests.cli.conftest import Done
 from tests.journal import recorded_run
 from tests.journal.recorded_run import RecordedRun, make_run, settings
@@ -59,24 +57,6 @@ def test_json_lines_have_every_field(ask: Ask, recorded: RecordedRun) -> None:
     assert {event["event"] for event in events} >= {"start", "admit", "finish", "score", "batch", "step", "publish"}
     (fault,) = [event for event in events if event["event"] == "fault"]
     assert fault.keys() == {"event", "at", "kind", "part", "message"}
-
-
-def test_following_a_run_prints_new_events_until_it_ends(
-    ask: Ask, recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    phases = iter(["running", "running", "finished"])
-
-    def status(_: RunDirectory) -> str:
-        return next(phases)
-
-    def a_step_later(_: float) -> None:
-        recorded.step()
-
-    monkeypatch.setattr(RunDirectory, "status", property(status))
-    monkeypatch.setattr(history_page.time, "sleep", a_step_later)
-    code, shown = ask("--follow", "--json", "--kind", "step")
-    assert code == 0
-    assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]
 
 
 def test_an_unknown_kind_of_event_is_refused(recorded: RecordedRun, asyncrl: Callable[..., Done]) -> None:

@@ -72,16 +72,6 @@ def test_overview_shows_ages_tokens_and_deadlines(run: RecordedRun, path: Path) 
     assert all(due.staleness == 3 - due.version for due in found.due)
 
 
-def test_distributions_describe_each_states_rollouts(journal: sqlite3.Connection) -> None:
-    found = overview(journal)
-    lengths = {row.state: row for row in found.lengths}
-    assert lengths["trained"].count == 12
-    assert (lengths["trained"].minimum, lengths["trained"].median, lengths["trained"].maximum) == (4, 4, 4)
-    rewards = {row.state: row for row in found.rewards}
-    assert (rewards["trained"].mean, rewards["trained"].minimum, rewards["trained"].maximum) == (0.5, 0, 1)
-    assert "running" not in rewards
-
-
 def test_rejected_groups_are_counted_by_reason_and_requeued_groups_separately(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +118,7 @@ def test_the_overview_reads_neither_tokens_nor_the_entire_history(journal: sqlit
     journal.set_trace_callback(statements.append)
     overview(journal)
     journal.set_trace_callback(None)
-    assert len(statements) > 10
+    assert len(statements) > 5
     for statement in statements:
         plan = [row[3] for row in journal.execute(f"EXPLAIN QUERY PLAN {statement}")]
         for table in ("segments", "rollouts", "r", "groups", "g"):
@@ -162,13 +152,11 @@ def episodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> EpisodeRun:
 
 def test_context_tokens_of_episodes_are_not_counted(episodes: EpisodeRun, path: Path) -> None:
     with queries.snapshot(path) as connection:
-        lengths = {row.state: row for row in overview(connection).lengths}
         report = staleness_report(connection)
         crossed = next(row for row in list_groups(connection, "trained", 100) if row.staleness)
         record = group_record(connection, crossed.group_id)
         batches = [read_batch(connection, step.first_step - 1) for step in report.steps]
-    assert (lengths["trained"].minimum, lengths["trained"].maximum) == (8, 8), "two calls and a branch"
-    assert crossed.tokens == 16
+    assert crossed.tokens == 16, "two calls and a branch for each of two rollouts"
     assert report.violations == ()
     for step, batch in zip(report.steps, batches, strict=True):
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]

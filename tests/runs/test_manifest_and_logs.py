@@ -12,10 +12,8 @@ import pytest
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.inspect.history_page import history_page
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
-from tests.journal.recorded_run import make_run
 
 REDIRECTED = """
 import os, subprocess, sys
@@ -104,15 +102,3 @@ def test_an_error_is_a_diagnostic_and_is_the_same_in_another_process() -> None:
     assert (str(UserError("it broke")), UserError("it broke").diagnostic()) == ("it broke", "error: it broke")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.exit_code) == (RunError, str(error), 1)
-
-
-def test_a_run_from_another_runs_model_names_the_run_and_its_step(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "first", step=7, steps=7)
-    (run.path / "model").mkdir()
-    manifest = describe_start(tmp_path / "spec.yaml", model=str(run.path / "model"))
-    assert manifest["model_from"] == {"run": "first", "step": 7}
-    later = make_run(tmp_path, "later", step=0, steps=7)
-    (later.path / "manifest.json").write_text(json.dumps(manifest))
-    assert "model    of first, step 7" in history_page(later, None).lines
-    for other in (None, str(tmp_path / "model"), str(run.path / "checkpoints"), "org/model"):
-        assert "model_from" not in describe_start(tmp_path / "spec.yaml", model=other)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from asyncrl_cli.cli.app import main as asyncrl
 from tests.e2e.conftest import Runs
-from tests.e2e.gateway.installed import AGENTS, installed
+from tests.e2e.gateway.installed import AGENTS, LIBRARIES, installed
+from tests.e2e.gateway.program_sessions import CONTINUED
 from tests.e2e.gateway.sessions import audit, write_spec
 
 
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=500, help="minimum number; rounded up to a whole step")
     parser.add_argument("--agents", help="`all`, or names of program_agents.KINDS, separated by commas")
     arguments = parser.parse_args()
-    kinds: list[str] = arguments.agents.split(",") if arguments.agents else []
+    kinds = arguments.agents.split(",") if arguments.agents else list(LIBRARIES)
     if kinds == ["all"]:
         kinds, missing = installed()
         for name, reason in missing.items():
@@ -38,7 +39,7 @@ def main() -> int:
         if ended.code:
             return 1
     audited = audit(runs.newest())
-    if not (audited.updates and audited.tool_calls and audited.continued):
+    if not all(audited.counts[name] for name in ("updates", "replies with tool calls", CONTINUED)):
         audited.problems.append("no update, no call of a tool, or no call that continued an earlier turn")
     print(f"\n{audited}", *audited.problems, f"run folder  {runs.newest()}", sep="\n")
     return 1 if audited.problems else 0

@@ -20,7 +20,7 @@ PROGRAMS = {
     "openhands": "openhands-python",
 }
 """The kinds of ``program_agents``, and the file of each in the folder's ``bin``."""
-LIBRARIES = ("plain", "streaming", "smolagents", "openai_agents")
+LIBRARIES = ("plain", "streaming", "smolagents", "openai_agents", "openai_agents_responses")
 
 
 def installed(path: Path = AGENTS / "bin") -> tuple[list[str], dict[str, str]]:

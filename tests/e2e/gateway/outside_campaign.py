@@ -20,7 +20,8 @@ from typing import Any
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import ROOT, Runs, mark_of, processes_of, until
-from tests.e2e.gateway.outside_programs import Audit, audit
+from tests.e2e.gateway.outside_programs import audit
+from tests.e2e.gateway.program_sessions import Findings
 from tests.small_models import UNTRAINED
 
 SPEC: dict[str, Any] = {
@@ -57,7 +58,7 @@ def rewarded(run: Path) -> int:
         return int(journal.execute("SELECT count(*) FROM rollouts WHERE reward IS NOT NULL").fetchone()[0])
 
 
-def disturbed(runs: Runs, steps: int, kills: int) -> tuple[Path, Audit]:
+def disturbed(runs: Runs, steps: int, kills: int) -> tuple[Path, Findings]:
     """Train for ``steps`` while 64 programs play sessions. The driver is killed ``kills`` times, and every time some
     programs are killed first; others take their place. Returns the run's folder and the audit."""
     driver = runs.start("train", runs.write_spec(**SPEC, stop={"steps": steps}))

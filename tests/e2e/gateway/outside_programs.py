@@ -16,8 +16,7 @@ import asyncio
 import json
 import random
 import time
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import httpx
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import CONTEXT
+from tests.e2e.gateway.program_sessions import Findings
 
 PATIENCE_S = 600.0
 """Seconds without any answer after which a program ends: the run is over."""
@@ -96,21 +96,9 @@ async def play_sessions(access_file: Path, log: Path, sessions: int) -> None:
             await asyncio.gather(*(program.work() for _ in range(sessions)))
 
 
-@dataclass(slots=True)
-class Audit:
-    """The findings. ``problems`` is empty if all checks pass."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
-        return f"{counts}; {len(self.problems)} problems"
-
-
-def audit(run: Path, log: Path) -> Audit:
+def audit(run: Path, log: Path) -> Findings:
     """Compare the programs' log with the journal of a run."""
-    audited = Audit()
+    audited = Findings()
     by_session: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in log.read_text().splitlines():
         event = json.loads(line)

@@ -1,8 +1,8 @@
 """A task whose agents are unmodified third-party programs (mini-swe-agent, Codex CLI, Claude Code, aider and OpenHands)
 and the libraries of ``library_agents``.
 
-Each session is an episode of the ready task ``command``, in bubblewrap: it may write to its own folders only. Between
-program and gateway is the proxy ``http_record.Recorder``; its records are written to a log, a line per session.
+A program's session is an episode of the ready task ``command``, in bubblewrap: it may write to its own folders only.
+Between agent and gateway is the proxy ``http_record.Recorder``; its records are written to a log, a line per session.
 
 The module is copied into the folder of a run's spec and imported by the run's processes, so it imports no other module
 of the tests.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from calculator import Calculator
 from http_record import Exchange, Recorder, is_call, reply_of  # type: ignore[import-not-found]
-from library_agents import LIBRARIES, LibraryAgents  # type: ignore[import-not-found]
+from library_agents import LIBRARIES  # type: ignore[import-not-found]
 
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
@@ -75,7 +75,7 @@ PROGRAMS = {
 }
 FINISH = {"mini-swe-agent": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {}"}
 """The command that ends a session. Other programs end it with a reply that calls no tool."""
-KINDS = (*(library.__name__ for library in LIBRARIES), *PROGRAMS)
+KINDS = (*LIBRARIES, *PROGRAMS)
 
 
 class Agents:
@@ -87,7 +87,6 @@ class Agents:
         self._path = path
         self._kinds = tuple(kinds)
         self._sums = Calculator(max_terms=2)
-        self._libraries = LibraryAgents(log)
         self._recorder: asyncio.Task[Recorder] | None = None
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
@@ -115,22 +114,30 @@ class Agents:
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
         """One session; its reward is 1.0 for the right number, and up to 0.5 for calls of tools."""
         kind = self._kinds[zlib.crc32(model.rollout_id.encode()) % len(self._kinds)]
-        if kind not in PROGRAMS:
-            return await self._libraries.play(kind, prompt, model)
-        question = f"{MARK}{kind} {prompt.content}"
         error = ""
         async with (await self._recording()).session(model.base_url) as (base_url, exchanges):
+            access = dataclasses.replace(model, base_url=base_url)
             try:
-                await self._command(kind, question).run(prompt, dataclasses.replace(model, base_url=base_url))
+                if kind in LIBRARIES:
+                    await LIBRARIES[kind](str(prompt.content), access)
+                else:
+                    await self._command(kind, f"{MARK}{kind} {prompt.content}").run(prompt, access)
             except CommandFailed as failed:
-                error = str(failed)
-        if PROGRAMS[kind].ends in error:
-            error = ""
-        self._libraries.write(
-            {"library": kind, "rollout": model.rollout_id, "uid": prompt.uid, "errors": []}
-            | {"failed": error, "exchanges": [exchange.as_row() for exchange in exchanges]}
-        )
+                error = "" if PROGRAMS[kind].ends in str(failed) else str(failed)
+            except Exception as failed:  # libraries raise many types, also for a refusal at a limit
+                error = f"{type(failed).__name__}: {failed}"
+        session = {"agent": kind, "rollout": model.rollout_id, "failed": error}
+        session["exchanges"] = [exchange.as_row() for exchange in exchanges]
+        self._write(json.dumps(session).encode() + b"\n")
         return _judged(exchanges, str(prompt.fields["answer"]))
+
+    def _write(self, line: bytes) -> None:
+        descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            while line:
+                line = line[os.write(descriptor, line) :]
+        finally:
+            os.close(descriptor)
 
     def _command(self, kind: str, question: str) -> Command:
         line = QUIETLY.format(f'{IN_A_BOX} sh -c {_quoted(PROGRAMS[kind].line)} {kind} "$1"')

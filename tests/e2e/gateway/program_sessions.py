@@ -1,6 +1,6 @@
-"""Sessions of programs, compared with the journal.
+"""Sessions of agents, compared with the journal.
 
-A program's requests and answers were recorded by a proxy (``http_record``). The journal has the rollout's sequences:
+An agent's requests and answers were recorded by a proxy (``http_record``). The journal has the rollout's sequences:
 context, and runs of sampled tokens, one run for each call. The two must agree:
 
 - no request was refused, except at a limit of the task;
@@ -15,6 +15,7 @@ context, and runs of sampled tokens, one run for each call. The two must agree:
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from asyncrl_cli.records.generation import CONTEXT, TokenSequence
 from tests.e2e.gateway.http_record import Exchange, Reply, conversation_of, is_call, limit_of, reply_of
 
 Decode = Callable[[Sequence[int]], str]
+CONTINUED = "calls that continue an earlier turn"
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,23 @@ class Call:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Findings:
-    """What was found in one session."""
+    """Counts by name. ``problems`` is empty if all checks pass."""
 
-    calls: int = 0
-    tool_calls: int = 0
-    continued: int = 0
-    branches: int = 0
-    limits: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
+        return f"{counts}; {len(self.problems)} problems"
 
 
 def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], decode: Decode) -> Findings:
     """Compare the record of a session with the sequences of its rollout, by their names."""
     found = Findings()
     calls = list(_answered(session, found))
-    if session["failed"] and not found.limits:
+    if session["failed"] and not found.counts["refusals at limits"]:
         found.problems.append(f"it failed: {session['failed'][-600:]}")
     runs = _runs(sequences)
     left = list(runs)
@@ -84,7 +86,8 @@ def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], dec
     found.problems += [
         f"{len(run.ids)} tokens of {run.sequence} belong to no call: {decode(run.ids)!r}" for run in left
     ]
-    found.calls, found.tool_calls = len(calls), sum(bool(call.reply.calls) for call in calls)
+    found.counts["calls"] += len(calls)
+    found.counts["replies with tool calls"] += sum(bool(call.reply.calls) for call in calls)
     continued_calls: list[Call] = []
     for number, call in enumerate(calls):
         if call.run is None:
@@ -92,14 +95,14 @@ def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], dec
         before = [run for run in runs if run.sequence == call.run.sequence and run.start < call.run.start]
         fitting_calls = [one for one in calls[:number] if one not in continued_calls and call.continues(one)]
         if before:
-            found.continued += 1
+            found.counts[CONTINUED] += 1
             previous = next((one for one in calls[:number] if one.run == before[-1]), None)
             if previous is None or not call.continues(previous):
                 found.problems.append(f"call {number} has tokens in its context that its request does not contain")
             else:
                 continued_calls.append(previous)
         elif number:
-            found.branches += 1
+            found.counts["calls that begin a branch"] += 1
             if fitting_calls:
                 found.problems.append(f"call {number} begins a branch, though it contains an earlier call")
     return found
@@ -109,7 +112,7 @@ def _answered(session: dict[str, Any], found: Findings) -> Iterator[Call]:
     for row in session["exchanges"]:
         exchange = Exchange(**row)
         if limit_of(exchange):
-            found.limits += 1
+            found.counts["refusals at limits"] += 1
         elif exchange.status >= 400:
             found.problems.append(f"{exchange.status} for {exchange.method} {exchange.path}: {exchange.answer[:500]}")
         elif is_call(exchange) and exchange.complete:
