@@ -49,6 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.stack
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_notebook_of_the_documentation_trains(tmp_path: Path) -> None:
     notebook = json.loads((REPOSITORY / "docs/notebook.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -148,9 +148,16 @@ def group_outcomes(group_id: int) -> list[Outcome]:
     return [Outcome(training_rollout_id(group_id, index), Scored(float(index))) for index in range(SETTINGS.group_size)]
 
 
-def fill(book: DurableLedger, first: int) -> tuple[Group, ...]:
-    """Admit prompts with serials from ``first`` on until there is no more room."""
-    return book.admit(candidates(first, book.ledger.room()))
+def opened(path: Path, settings: BufferSettings = SETTINGS, kind: str = "train") -> DurableLedger:
+    """A ledger that has begun to write its journal."""
+    book = DurableLedger.begin(path, settings, kind, "")
+    book.opening()
+    return book
+
+
+def fill(book: DurableLedger) -> tuple[Group, ...]:
+    """Admit the next prompts until there is no more room."""
+    return book.admit(candidates(book.journal.read(newest_serial) + 1, book.ledger.room()))
 
 
 def commit(book: DurableLedger) -> None:
@@ -158,8 +165,9 @@ def commit(book: DurableLedger) -> None:
 
 
 def finish(book: DurableLedger, *group_ids: int) -> None:
+    """Record and score all rollouts of groups, with tokens of the groups' versions."""
     for group_id in group_ids:
-        book.record(group_rollouts(group_id))
+        book.record(group_rollouts(group_id, [book.ledger.entry(group_id).version] * 2))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)
 
 
@@ -185,7 +193,7 @@ def rows_in(path: Path, table: str) -> int:
 def one_step(book: DurableLedger) -> None:
     """Train the next two groups, and publish the version after them; more groups are running."""
     step = book.ledger.step
-    fill(book, book.journal.read(newest_serial) + 1)
+    fill(book)
     finish(book, *book.ledger.running[:2])
     assert book.take(step) is None
     book.publish(publish_record(step + 1, step + 1))

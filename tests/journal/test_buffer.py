@@ -263,18 +263,6 @@ async def with_one_step(buffer: Buffer) -> None:
     await buffer.publish(publish_record(1, 1))
 
 
-@pytest.mark.usefixtures("at_once")
-async def test_a_replaced_buffer_answers_no_further_call(tmp_path: Path) -> None:
-    old = await opened(tmp_path)
-    await old.admit(candidates(1, 2))
-    new = await opened(tmp_path, kind="resume")
-    for _ in range(2):
-        with pytest.raises(JournalError, match="another process writes this journal now"):
-            await old.failed("engine", "engine-0", "a message")
-    await new.record(group_rollouts(0), [], group_outcomes(0))
-    assert opening_of(tmp_path).counts.finished == 1
-
-
 async def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
     buffer = await opened(tmp_path)
     await buffer.admit(candidates(1, 4))

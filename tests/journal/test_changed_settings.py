@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group_rollouts, publish_record
+from buffer_stand_ins import SETTINGS, commit, fill, finish, opened, publish_record
 
 from asyncrl_cli.journal.durable import DurableLedger
-from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.journal.staleness import Report, staleness_report
@@ -18,25 +17,6 @@ from asyncrl_cli.records.groups import BufferSettings, OnStale
 
 def by(on_stale: OnStale, max_staleness: int = 1) -> BufferSettings:
     return replace(SETTINGS, on_stale=on_stale, max_staleness=max_staleness)
-
-
-def opened(path: Path, settings: BufferSettings) -> DurableLedger:
-    """A buffer that has begun."""
-    book = DurableLedger(path, settings)
-    book.start("resume", "")
-    commit(book)
-    return book
-
-
-def fill(book: DurableLedger) -> None:
-    book.admit(candidates(book.journal.read(newest_serial) + 1, book.ledger.room()))
-    commit(book)
-
-
-def finish(book: DurableLedger, *group_ids: int) -> None:
-    """Record and score all rollouts of groups, with tokens of the groups' versions."""
-    for group_id in group_ids:
-        book.record(group_rollouts(group_id, [book.ledger.entry(group_id).version] * 2), group_outcomes(group_id))
 
 
 def step(book: DurableLedger) -> None:
@@ -66,7 +46,7 @@ def report_of(path: Path) -> Report:
 
 def late_run(path: Path) -> DurableLedger:
     """A run with `train`; its first groups are late."""
-    book = opened(path, by("train"))
+    book = opened(path, by("train"), "resume")
     for _ in range(4):
         step(book)
     assert book.ledger.version - book.ledger.entry(book.ledger.running[0]).version > 1
@@ -90,7 +70,7 @@ def test_each_step_is_checked_against_the_settings_at_its_time(path: Path) -> No
     assert late
     book.journal.close()
 
-    book = opened(path, by("wait", max_staleness=2))
+    book = opened(path, by("wait", max_staleness=2), "resume")
     for _ in range(2):
         step_with_all(book)
     report = report_of(path)

@@ -14,7 +14,6 @@ from buffer_stand_ins import (
     candidates,
     commit,
     contents,
-    episode,
     fill,
     finish,
     joined,
@@ -28,7 +27,6 @@ from buffer_stand_ins import (
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import LedgerError
 from asyncrl_cli.journal.schema import JournalError
-from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -55,42 +53,6 @@ def test_a_new_journal_starts_at_step_0(path: Path) -> None:
     assert (opening.checksum, opening.loader, opening.groups, opening.waiting) == (None, None, (), ())
     state = {"next_group": 0, "loader": None, "evaluated": {}, "prompts": []}
     assert book.fallback(book.ledger.step) == state
-
-
-def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
-    book, _ = opened(path, replace(SETTINGS, max_staleness=4))
-    book.admit(candidates(1, 2))
-    root = rollout("0-1", [CONTEXT, CONTEXT, 0, 0, CONTEXT, 1, 1])
-    branch, dropped = rollout("0-1.1", [CONTEXT, 2, 2, CONTEXT]), rollout("0-1.2", [CONTEXT, 3])
-    book.grown([*pieces(root, 0, 4), *pieces(branch, 0, 2), *pieces(dropped), *pieces(root, 4, 6)])
-    again = rollout("0-1.1", [CONTEXT, 2, 2, CONTEXT], seed=1)
-    book.grown(pieces(again, 0, 1))  # invalidates later segments of this sequence, and of no other
-    book, opening = reopened(book, path)
-    found = {branch: joined(of[0].rollout_id, of) for branch, of in opening.groups[0].prefixes[1].items()}
-    assert [tokens(found[at]) for at in range(3)] == [
-        tokens(part(root, 0, 6)),
-        tokens(part(again, 0, 1)),
-        tokens(dropped),
-    ]
-    row = "SELECT tokens, oldest, newest FROM rollouts WHERE group_id = 0 AND rollout_index = 1"
-    assert book.journal._connection.execute(row).fetchone() == (4, 0, 3), "given tokens have no version"
-
-    ended = episode([root, branch])
-    book.record([ended], [Outcome("0-1", Scored(0.5, {"turns": 2.0, "tool_errors": 0.0}))])
-    book.grown(pieces(dropped))  # arrives too late
-    book, opening = reopened(book, path)
-    assert opening.groups[0].scored == {1}
-    assert book.journal._connection.execute(row).fetchone() == (6, 0, 2)
-    assert book.journal._connection.execute("SELECT count(*) FROM segments WHERE branch = 2").fetchone() == (0,)
-    book.record([rollout("0-0", [CONTEXT, 0])], [Outcome("0-0", Scored(1.0))])
-    finish(book, 1)
-    assert book.take(0) is None
-    commit(book)
-    first, second = book.journal.batch(0).groups
-    assert contents(first.rollouts[1]) == contents(ended)
-    assert [one.rollout_id for one in first.rollouts[1].sequences] == ["0-1", "0-1.1"]
-    assert first.metrics == ({}, {"turns": 2.0, "tool_errors": 0.0})
-    assert second.metrics == (), "nothing was measured"
 
 
 def test_a_segment_after_a_gap_is_ignored(path: Path) -> None:
@@ -184,7 +146,8 @@ def base_of_a_checkpoint(path: Path) -> dict[str, Any]:
     book.requeue([0])
     assert book.take(1) is None
     book.publish(publish_record(2, 2))
-    fill(book, 4)
+    commit(book)
+    fill(book)
     commit(book)
     kept: dict[str, Any] = json.loads(json.dumps({"step": 2, **book.fallback(book.ledger.step)}))
     assert [prompt["uid"] for prompt in kept["prompts"]] == ["p1", "p4"]

@@ -23,6 +23,7 @@ from buffer_stand_ins import (
     fill,
     finish,
     one_step,
+    opened,
     pieces,
     prune,
     publish_record,
@@ -50,11 +51,10 @@ pytestmark = pytest.mark.slow
 
 def book_with_steps(path: Path, steps: int) -> DurableLedger:
     """A ledger with some taken steps, a finished group, and a group with a finished and an unfinished rollout."""
-    book = DurableLedger(path, SETTINGS)
-    book.opening()
+    book = opened(path)
     for _ in range(steps):
         one_step(book)
-    fill(book, book.journal.read(newest_serial) + 1)
+    fill(book)
     running = book.ledger.running
     finish(book, running[1])
     book.record([rollout(f"{running[0]}-0")])
@@ -79,8 +79,7 @@ def test_a_group_of_one_has_the_results_of_its_prompt_in_earlier_batches(data: s
     trained: list[tuple[int, str, Scored]] = []  # group, uid, result
     with TemporaryDirectory() as folder, patch("asyncrl_cli.journal.rollout_rows.MOST_VISITS", 3):
         path = Path(folder) / FILE
-        book = DurableLedger(path, SINGLE)
-        book.opening()
+        book = opened(path, SINGLE)
         batches = []
         for step in range(data.draw(st.integers(1, 7))):
             while book.take(step) is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import PROMPT_IDS, SETTINGS, commit, fill, group_outcomes, pieces, prune, rollout, rows_in
+from buffer_stand_ins import PROMPT_IDS, SETTINGS, commit, fill, group_outcomes, opened, pieces, prune, rollout, rows_in
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import JournalError
@@ -34,9 +34,8 @@ def routed(rollout_id: str, dtype: type = np.uint8, seed: int = 0) -> Rollout:
 
 
 def running(path: Path) -> tuple[DurableLedger, tuple[int, ...]]:
-    book = DurableLedger(path, SETTINGS)
-    book.opening()
-    fill(book, 1)
+    book = opened(path)
+    fill(book)
     return book, book.ledger.running
 
 

@@ -16,6 +16,7 @@ from buffer_stand_ins import (
     candidates,
     commit,
     finish,
+    opened,
     prune,
     publish_record,
     rollout,
@@ -43,12 +44,6 @@ def pictured(candidate: Candidate, *images: Image, episode: bool = False) -> Can
     return replace(candidate, prompt=prompt, images=places)
 
 
-def book_of(path: Path) -> DurableLedger:
-    book = DurableLedger(path, SETTINGS)
-    book.opening()
-    return book
-
-
 def train(book: DurableLedger, serial: int, *images: Image) -> None:
     """Train a step with two groups that have these images."""
     for group in book.admit([pictured(one, *images) for one in candidates(serial, 2)]):
@@ -59,7 +54,7 @@ def train(book: DurableLedger, serial: int, *images: Image) -> None:
 
 
 def test_a_batch_has_its_images_in_place_and_each_is_stored_and_pickled_once(path: Path) -> None:
-    book = book_of(path)
+    book = opened(path)
     train(book, 1, CAT, DOG)
     batch = batch_in(path, 0)
     wanted = (PlacedImage(CAT, 0, 1), PlacedImage(DOG, 1, 1))
@@ -70,12 +65,12 @@ def test_a_batch_has_its_images_in_place_and_each_is_stored_and_pickled_once(pat
 
 
 def test_running_groups_and_prompts_have_their_images_after_a_restart(path: Path) -> None:
-    book = book_of(path)
+    book = opened(path)
     book.admit([pictured(candidates(1, 1)[0], CAT), pictured(candidates(2, 1)[0], DOG, episode=True)])
     commit(book)
     kept = book.fallback(0)
     book.journal.close()
-    single, episode = book_of(path).opening().groups
+    single, episode = DurableLedger(path, SETTINGS).opening().groups
     assert single.images == (PlacedImage(CAT, 0, 1),) and single.prompt.images == (CAT,)
     assert episode.images == () and episode.prompt.images == (DOG,)
     path.unlink()
@@ -84,7 +79,7 @@ def test_running_groups_and_prompts_have_their_images_after_a_restart(path: Path
 
 
 def test_images_of_later_turns_and_branches_are_recorded_with_the_rollout(path: Path) -> None:
-    book = book_of(path)
+    book = opened(path)
     groups = book.admit([pictured(one, DOG, episode=True) for one in candidates(1, 2)])
 
     def played(name: str, *places: PlacedImage, branches: tuple[Rollout, ...] = ()) -> Rollout:
@@ -104,7 +99,7 @@ def test_images_of_later_turns_and_branches_are_recorded_with_the_rollout(path: 
 
 
 def test_a_requeued_prompt_keeps_its_images(path: Path) -> None:
-    book = book_of(path)
+    book = opened(path)
     (first,) = book.admit([pictured(one, CAT) for one in candidates(1, 1)])
     entry = book.ledger.admit()
     book.journal.requeued(first.group_id, entry)
@@ -115,7 +110,7 @@ def test_a_requeued_prompt_keeps_its_images(path: Path) -> None:
 
 
 def test_pruning_deletes_images_that_no_kept_group_needs(path: Path) -> None:
-    book = book_of(path)
+    book = opened(path)
     train(book, 1, CAT, DOG)
     train(book, 3, DOG)
     prune(book, 1)
@@ -139,7 +134,7 @@ def test_pruning_deletes_images_that_no_kept_group_needs(path: Path) -> None:
     ],
 )
 def test_damaged_images_are_noticed(path: Path, damage: str) -> None:
-    book = book_of(path)
+    book = opened(path)
     train(book, 1, CAT)
     book.journal.close()
     with closing(sqlite3.connect(path)) as connection, connection:

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import SETTINGS, candidates, commit, fill, finish, one_step, prune, publish_record, rollout
+from buffer_stand_ins import (
+    SETTINGS,
+    candidates,
+    commit,
+    fill,
+    finish,
+    one_step,
+    opened,
+    prune,
+    publish_record,
+    rollout,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -27,13 +38,6 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 pytestmark = pytest.mark.slow
 
 HALF_A_PAIR = "caf\ud83d"
-
-
-def opened(path: Path, kind: str = "train") -> DurableLedger:
-    """A buffer that has begun."""
-    book = DurableLedger.begin(path, SETTINGS, kind, "")
-    book.opening()
-    return book
 
 
 # -- one writer
@@ -81,7 +85,7 @@ def test_after_any_actions_of_two_writers_the_journal_is_the_newer_ones(
     path = tmp_path_factory.mktemp("journal") / FILE
     books = [opened(path)]
     one_step(books[0])
-    books.append(opened(path, "resume"))
+    books.append(opened(path, kind="resume"))
     old = books[0]
     for turn in turns:
         if turn:
@@ -202,7 +206,7 @@ def test_a_row_that_cannot_be_stored_is_refused_before_the_commit(
     path: Path, note: Callable[[DurableLedger], object]
 ) -> None:
     book = opened(path)
-    fill(book, 1)
+    fill(book)
     finish(book, *book.ledger.running[:2])
     assert book.take(0) is None
     before = book.ledger.snapshot()
@@ -338,10 +342,10 @@ def test_checkpoints_in_the_journal_match_the_disk(path: Path) -> None:
     commit(book)
     folder_of(path, 1).rmdir()
     book.journal.close()
-    book = opened(path, "resume")
+    book = opened(path, kind="resume")
     assert recorded(path) == {1: False, 2: True, 3: True}
     folder_of(path, 1).mkdir()
-    opened(path, "resume")
+    opened(path, kind="resume")
     assert recorded(path) == {1: True, 2: True, 3: True}
 
 

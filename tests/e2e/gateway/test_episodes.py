@@ -294,6 +294,7 @@ SHORTENING = (
 )
 
 
+@pytest.mark.rotating
 def test_history_by_the_template_is_the_context_of_later_turns(runs: Runs) -> None:
     """The template shortens earlier replies, as others drop earlier reasoning."""
     (runs.folder / "shortening.jinja").write_text(SHORTENING)
