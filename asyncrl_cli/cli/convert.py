@@ -162,14 +162,12 @@ def _convert(label: str, trainer: Trainer, values: Mapping[str, Any], output: Pa
 
 def _write(path: Path, content: bytes, force: bool) -> None:
     """Write a spec. Raises ``ConfigError`` if the file exists with other content, unless ``force``."""
-    from asyncrl_cli.core.files import output_file
-
     try:
         if not force and path.exists() and (not path.is_file() or path.read_bytes() != content):
             message = "the file exists, with other content"
             raise ConfigError(message, location=str(path), hint="name another file with -o, or use --force")
-        with output_file(path) as file:
-            file.write(content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"the spec cannot be written: {reason}", location=str(path)) from error

@@ -10,7 +10,6 @@ import typer
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.core.files import is_replaceable
 from asyncrl_cli.runs.catalogue import find_run
 
 
@@ -29,18 +28,18 @@ def report(
 
     Reads the journal of a run that is running, stopped or dead.
     """
-    from asyncrl_cli.inspect.report.page import render, summarize, write
+    from asyncrl_cli.inspect.report.page import render, summarize
 
     found_run = find_run(runs_dir, run)
-    page = render(summarize(found_run))
+    page = render(summarize(found_run)).encode()
     path = output or found_run.path / "report.html"
     is_new_folder = not path.parent.is_dir()
     try:
-        write(page, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(page)
     except OSError as error:
         message = f"the report cannot be written: {error.strerror}"
         raise RunError(message, location=str(path), hint="name another file with -o") from None
     if is_new_folder:
         echo(f"created the folder {path.parent}", err=True)
-    # The file may itself be standard output.
-    echo(f"wrote {path} ({len(page.encode()) / 1e6:.1f} MB)", err=not is_replaceable(path))
+    echo(f"wrote {path} ({len(page) / 1e6:.1f} MB)", err=True)  # the file may itself be standard output

@@ -45,12 +45,6 @@ def require_folder(path: str | Path, location: str) -> None:
         )
 
 
-def is_replaceable(path: Path) -> bool:
-    """True if a new file may replace the path: it is a regular file, or does not exist. Devices, pipes and links
-    (`/dev/stdout`) must be written to directly."""
-    return not path.is_symlink() and (path.is_file() or not path.exists())
-
-
 def read_regular(path: str | Path, limit: int) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes. Raises ``OSError`` without reading anything
     else: a pipe would block, and a device or a sparse file may have no end."""
@@ -83,15 +77,6 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = False) ->
             sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)  # frees the space on a full disk
-
-
-@contextmanager
-def output_file(path: Path) -> Iterator[BinaryIO]:
-    """Create the folder of a user's output file, and open the file, atomically if ``is_replaceable``. Raises
-    ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) if is_replaceable(path) else path.open("wb") as file:
-        yield file
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def fetch(version: str, folder: Path) -> Package:
 def misfits(package: Package) -> list[str]:
     """Return the uses that do not fit a release of vLLM, with their places in our code."""
     uses = [use for use in all_uses()[0] if use.library == "vllm"]
-    wrong = [f"{use}\n    {what}" for use in uses if (what := problem(use, package, installed=False))]
+    wrong = [f"{use}\n    {what}" for use in uses if (what := problem(use, package))]
     return wrong + list(vllm_contract.problems(package))
 
 

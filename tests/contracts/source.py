@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
 from inspect import Parameter, Signature
 from pathlib import Path
 
@@ -126,15 +124,6 @@ class Package:
                     return Definition(self, one.module, node)
         return None
 
-    def inherits_unknown(self, where: Definition, name: str) -> bool:
-        """True if a class inherits the member from a base class of another package, which is imported to find out."""
-        for one in self.bases(where):
-            assert isinstance(one.node, ast.ClassDef)
-            for base in one.node.bases:
-                if self.resolve(one, base) is None and hasattr(_imported_base(self, one, base), name):
-                    return True
-        return False
-
     def fields(self, where: Definition) -> list[Parameter]:
         """The fields of a dataclass, a struct or a model, as parameters of its constructor."""
         found: dict[str, Parameter] = {}
@@ -235,24 +224,3 @@ def _lazy(statement: ast.Assign, name: str) -> str | None:
                 if place.startswith(".") and ":" in place:
                     return place.replace(":", ".")
     return None
-
-
-@cache
-def _imported(dotted: str) -> object:
-    module, _, name = dotted.rpartition(".")
-    return getattr(import_module(module), name, None)
-
-
-def _imported_base(package: Package, where: Definition, base: ast.expr) -> object:
-    """A base class of another package, such as ``torch.nn.Module``."""
-    name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-    tree = package.tree(where.module)
-    assert tree is not None
-    for statement in statements(tree.body):
-        if isinstance(statement, ast.ImportFrom) and not statement.level:
-            for alias in statement.names:
-                if (alias.asname or alias.name) == name:
-                    return _imported(f"{statement.module}.{alias.name}")
-    first = name.partition(".")[0]
-    imported = {alias.name for one in tree.body if isinstance(one, ast.Import) for alias in one.names}
-    return _imported(name) if first in imported and "." in name else None

@@ -200,7 +200,8 @@ class _Reader:
         more: bool = False,
         call: bool = False,
     ) -> None:
-        if not target.endswith(("?", "()")) and target.partition(".")[0] in LIBRARIES:
+        # Python, a metaclass or a library below defines names such as __dict__, __members__ and __struct_fields__.
+        if not target.endswith(("?", "()", "__")) and target.partition(".")[0] in LIBRARIES:
             place = f"asyncrl_cli/{self.file}:{getattr(node, 'lineno', 0)}"
             self.uses.append(Use(place, " ".join(text.split())[:120], target, positional, keywords, more, call))
 

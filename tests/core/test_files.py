@@ -1,18 +1,14 @@
-"""Output files that a user names: regular files are replaced atomically, others are written in place."""
+"""Files and folders appear complete or not at all."""
 
 from __future__ import annotations
 
-import os
-import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.core.files import atomic_folder, atomic_write
-from asyncrl_cli.inspect.report.page import write
 
 
 def test_a_regular_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
@@ -27,29 +23,6 @@ def test_a_regular_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     with atomic_write(path) as file:
         file.write(b"second")
     assert path.read_bytes() == b"second"
-
-
-def test_a_pipe_is_written_to(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    got: list[str] = []
-    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
-    reader.start()
-    write("a page", pipe)
-    reader.join()
-    assert got == ["a page"]
-    assert stat.S_ISFIFO(pipe.stat().st_mode)
-
-
-def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
-    """`/dev/stdout` is also a link."""
-    link, target = tmp_path / "link", tmp_path / "target"
-    link.symlink_to(target)
-    for text in ("new", "other"):
-        write(text, link)
-        assert link.is_symlink()
-        assert target.read_text() == text
-    assert {found.name for found in tmp_path.iterdir()} == {"link", "target"}
 
 
 def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:

@@ -14,10 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.decoding import open_decoder
 from asyncrl_cli.inspect.health import health
@@ -157,11 +155,6 @@ def _figure_data(chart: Chart) -> dict[str, Any]:
     # The page's script sets all colours, which plotly's template would override.
     layout = {name: value for name, value in figure["layout"].items() if name != "template"}
     return {"data": figure["data"], "layout": layout}
-
-
-def write(text: str, path: Path) -> None:
-    with output_file(path) as file:
-        file.write(text.encode())
 
 
 def embedded(value: Any) -> str:

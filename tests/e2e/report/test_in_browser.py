@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.inspect.report.charts import SERIES
-from asyncrl_cli.inspect.report.page import render, summarize, write
+from asyncrl_cli.inspect.report.page import render, summarize
 from tests.e2e.report.browser import Page, browser, installed, page
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
@@ -35,7 +35,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = made_run(folder, patch, SITUATIONS["tight bound"])
         vary_metrics(run, SERIES)
         (run.path / "spec.yaml").write_text(f"name: {run.run_id}\n")
-        write(render(summarize(run)), folder / "report.html")
+        (folder / "report.html").write_text(render(summarize(run)))
     return folder / "report.html"
 
 
