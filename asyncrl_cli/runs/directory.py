@@ -4,7 +4,7 @@
       manifest.json     command, host, code and package versions of the start
       spec.yaml         the resolved spec
       state.json        the run's phase and progress; replaced after every step
-      lock              locked (flock), like the folder, by the driver; the kernel frees both locks when it ends
+      lock              locked (flock) by the driver; the kernel frees the lock when it ends
       metrics.jsonl     one line per step, and per update of the warm start
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
       mlflow.json       MLflow's id of the run, and how far metrics.jsonl was sent to it
@@ -30,7 +30,6 @@ import json
 import os
 import secrets
 import shlex
-import stat
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -92,7 +91,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._locks: list[int] = []
+        self._lock: int | None = None
         self._state: RunState | None = None
 
     @classmethod
@@ -155,27 +154,25 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """Stop being the driver."""
-        while self._locks:
-            os.close(self._locks.pop())
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _try_lock(self) -> bool:
-        """Lock the folder and the file ``lock``. The file alone could be removed and made again while it is locked, and
-        some network file systems cannot lock folders."""
-        path, locks = self.path / "lock", []
+        """Lock the file ``lock``; False if another process has. If someone removes the file, a second driver can start:
+        then the journal refuses the first one's commits (decision 0013)."""
+        path = self.path / "lock"
         try:
-            locks.append(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            locks.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-            # If the file was replaced after it was opened, another process could lock the new one.
-            if all(_locked(lock, fcntl.LOCK_EX) for lock in locks) and os.path.samestat(
-                os.fstat(locks[1]), path.stat()
-            ):
-                os.ftruncate(locks[1], 0)
-                os.pwrite(locks[1], f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
-                self._locks, locks = locks, []
-                return True
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise
+        except BlockingIOError:
+            return False
         except FileNotFoundError:
-            if not self.path.is_dir():
-                raise RunError("the run's folder is gone", location=str(self.path)) from None
+            raise RunError("the run's folder is gone", location=str(self.path)) from None
         except OSError as error:
             raise RunError(
                 f"the run cannot be locked: {error.strerror}",
@@ -183,15 +180,22 @@ class RunDirectory:
                 hint="a process that changes a run needs a lock in its folder: copy the folder to a location where "
                 "you can write, and use the copy",
             ) from None
-        finally:
-            for descriptor in locks:
-                os.close(descriptor)
-        return False
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        self._lock = lock
+        return True
 
     @property
     def is_driven(self) -> bool:
         """True if a living process drives this run."""
-        return bool(self._locks) or any(_is_locked(path) for path in (self.path / "lock", self.path))
+        if self._lock is not None:
+            return True
+        with suppress(OSError), (self.path / "lock").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     def write_json(self, name: str, value: Any, private: bool = False) -> None:
         """Replace a JSON file atomically."""
@@ -276,27 +280,3 @@ class RunDirectory:
         except (OSError, ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
-
-
-def _locked(descriptor: int, operation: int) -> bool:
-    """Try to lock; True if we have the lock. If the file system cannot lock folders, a folder counts as locked."""
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise
-    return True
-
-
-def _is_locked(path: Path) -> bool:
-    """True if another process has locked a file or folder."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return not _locked(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,7 @@ from asyncrl_cli.checks.machine import GIB, REQUIRED, machine_checks
 from asyncrl_cli.checks.programs import run_program
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.doctor import show_findings
+from asyncrl_cli.system.reaper import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -121,16 +122,9 @@ open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
     children = {int(pid) for pid in pids.read_text().split()}
     assert len(children) == 2
     deadline = time.monotonic() + 120
-    while any(_lives(pid) for pid in children):
+    while not all(map(has_ended, children)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 Doctor = Callable[..., tuple[object, str]]

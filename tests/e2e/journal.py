@@ -5,16 +5,35 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import closing
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.journal.history import engine_requests
+from asyncrl_cli.journal.queries import GroupRecord, RolloutRecord, group_record, snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.records.generation import EVALUATION
+from asyncrl_cli.records.generation import EVALUATION, Segment
 from asyncrl_cli.spec.load import load_spec
 from tests.e2e.conftest import rows
+
+
+def groups_of(run: Path) -> list[GroupRecord]:
+    """All groups of a run with their rollouts, in admission order."""
+    with snapshot(run / FILE) as journal:
+        ids = journal.execute("SELECT id FROM groups ORDER BY id").fetchall()
+        return [group_record(journal, group_id) for (group_id,) in ids]
+
+
+def batched_groups(run: Path) -> list[GroupRecord]:
+    """The groups in a run's batches."""
+    return [group for group in groups_of(run) if group.row.step is not None]
+
+
+def sequences_of(rollout: RolloutRecord) -> dict[str, list[Segment]]:
+    """A rollout's segments by the ids of its sequences."""
+    by_sequence = groupby(rollout.segments, key=lambda segment: segment.rollout_id)
+    return {sequence_id: list(segments) for sequence_id, segments in by_sequence}
 
 
 def probe_gaps(run: Path) -> dict[int, float]:

@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from asyncrl_cli.journal.queries import group_record, snapshot
-from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import CONTEXT
 
 from .conftest import LIMIT_S, Runs, rows, until
+from .journal import groups_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -26,8 +25,7 @@ def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert all(1.0 <= row["task/tries"] <= 2.0 for row in metrics), "the agent's measurement is a metric"
-    with snapshot(run / FILE) as journal:
-        trained = [group_record(journal, group) for (group,) in journal.execute("SELECT id FROM groups").fetchall()]
+    trained = groups_of(run)
     assert len(trained) == 3 * 4 and all(group.row.state == "trained" for group in trained)
     for rollout in (rollout for group in trained for rollout in group.rollouts):
         # One sequence: question, reply, and (unless that was right) hint and reply.

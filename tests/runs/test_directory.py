@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -215,30 +214,6 @@ def test_a_run_that_cannot_be_locked_says_so(run: RunDirectory, problem: str, mo
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(RunError, match=rf"lock: the run cannot be locked: {refusal.strerror} \(.*copy the folder"):
         run.lock()
-
-
-def test_a_removed_lock_file_does_not_make_room_for_a_second_driver(run: RunDirectory) -> None:
-    (run.path / "lock").unlink()
-    other = RunDirectory(run.path)
-    assert other.is_driven
-    with pytest.raises(RunError, match="is being driven"):
-        other.lock()
-
-
-def test_a_lock_on_a_file_that_was_replaced_does_not_count(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.unlock()
-    lock, flock, replaced = run.path / "lock", fcntl.flock, []
-
-    def replace_then_lock(descriptor: int, kind: int) -> None:
-        if not replaced:
-            replaced.append(lock.stat().st_ino)
-            lock.rename(lock.with_name("old"))
-            lock.touch()
-        flock(descriptor, kind)
-
-    monkeypatch.setattr(fcntl, "flock", replace_then_lock)
-    run.lock()
-    assert lock.read_text().startswith("pid ") and (run.path / "old").stat().st_ino == replaced[0]
 
 
 def test_a_start_that_cannot_be_written_says_where(run: RunDirectory) -> None:

@@ -22,10 +22,11 @@ from typing import Any
 
 import httpx
 
-from asyncrl_cli.journal.queries import group_record, snapshot
+from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.records.generation import CONTEXT
+from asyncrl_cli.records.generation import CONTEXT, TokenSequence
 from tests.e2e.gateway.program_sessions import Findings
+from tests.e2e.journal import groups_of, sequences_of
 
 PATIENCE_S = 600.0
 """Seconds without any answer after which a program ends: the run is over."""
@@ -103,10 +104,10 @@ def audit(run: Path, log: Path) -> Findings:
     for line in log.read_text().splitlines():
         event = json.loads(line)
         by_session[event["session"]].append(event)
+    groups = groups_of(run)
+    rollouts = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
+    trained = {group.row.group_id for group in groups if group.row.step is not None}
     with snapshot(run / FILE) as journal:
-        groups = [group for (group,) in journal.execute("SELECT id FROM groups ORDER BY id").fetchall()]
-        rollouts = {item.rollout_id: item for group in groups for item in group_record(journal, group).rollouts}
-        trained = {group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'").fetchall()}
         audited.counts["versions"] = journal.execute("SELECT count(*) FROM publishes").fetchone()[0]
         audited.counts["starts"] = journal.execute("SELECT count(*) FROM starts").fetchone()[0]
     for name, events in by_session.items():
@@ -119,11 +120,9 @@ def audit(run: Path, log: Path) -> Findings:
         rollout = rollouts[name]
         if rollout.reward != rewards[0]["reward"]:
             audited.problems.append(f"{name}: reward {rollout.reward}, but {rewards[0]['reward']} was accepted")
-        ids: defaultdict[str, list[int]] = defaultdict(list)
-        versions: defaultdict[str, list[int]] = defaultdict(list)
-        for segment in rollout.segments:
-            ids[segment.rollout_id] += segment.ids.tolist()
-            versions[segment.rollout_id] += [segment.version] * len(segment.ids)
+        sequences = {name: TokenSequence.join(segments) for name, segments in sequences_of(rollout).items()}
+        ids = {name: tokens.ids.tolist() for name, tokens in sequences.items()}
+        versions = {name: tokens.versions.tolist() for name, tokens in sequences.items()}
         replies = [event for event in events if event["event"] == "reply"]
         for number, reply in enumerate(replies):
             start, end = len(reply["prompt"]), len(reply["prompt"]) + len(reply["sampled"])

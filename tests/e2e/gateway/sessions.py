@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from asyncrl_cli.journal.queries import group_record, snapshot
-from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.records.generation import CONTEXT, Segment, TokenSequence
+from asyncrl_cli.records.generation import CONTEXT, TokenSequence
 from tests.e2e.conftest import ROOT, Runs, rows, steps_of
 from tests.e2e.gateway.program_sessions import Decode, Findings, compare
+from tests.e2e.journal import batched_groups, sequences_of
 
 GROUPS_A_STEP, GROUP_SIZE = 5, 4
 LOG = "sessions.jsonl"
@@ -103,16 +102,8 @@ def audit(run: Path) -> Findings:
     for session in rows(run.parent / "agents", LOG):
         logged[session["rollout"]].append(session)
     decode = _decoder(run)
-    with snapshot(run / FILE) as journal:
-        recorded = [
-            rollout
-            for (group,) in journal.execute("SELECT id FROM groups WHERE step IS NOT NULL ORDER BY id").fetchall()
-            for rollout in group_record(journal, group).rollouts
-        ]
-        (publishes,) = journal.execute("SELECT count(*) FROM publishes").fetchone()
-    found.counts["versions"] = publishes - 1
     found.counts["updates"] = int(sum(row["train/updates"] for row in steps_of(run)))
-    for rollout in recorded:
+    for rollout in (rollout for group in batched_groups(run) for rollout in group.rollouts):
         name = rollout.rollout_id
         if len(logged[name]) != 1:
             found.problems.append(f"{name}: {len(logged[name])} sessions")
@@ -122,10 +113,7 @@ def audit(run: Path) -> Findings:
         found.counts["tokens"] += rollout.tokens
         sampled = {segment.version for segment in rollout.segments if segment.version != CONTEXT}
         found.counts["sessions with several versions"] += len(sampled) > 1
-        segments: defaultdict[str, list[Segment]] = defaultdict(list)
-        for segment in rollout.segments:
-            segments[segment.rollout_id].append(segment)
-        sequences = {sequence: TokenSequence.join(parts) for sequence, parts in segments.items()}
+        sequences = {name: TokenSequence.join(segments) for name, segments in sequences_of(rollout).items()}
         compared = compare(session, sequences, decode)
         found.counts.update(compared.counts)
         found.problems += [f"{name}, {session['agent']}: {problem}" for problem in compared.problems]

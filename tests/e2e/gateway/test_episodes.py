@@ -8,21 +8,22 @@ import shlex
 import signal
 import sys
 import textwrap
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import psutil
 import pytest
 
 from asyncrl_cli.inspect.decoding import open_decoder
-from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.records.generation import CONTEXT
+from asyncrl_cli.journal.queries import RolloutRecord
+from asyncrl_cli.records.generation import CONTEXT, Segment
 from asyncrl_cli.runs.directory import RunDirectory
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, steps_of, until
 from tests.e2e.faults.parts import processes_of_part
+from tests.e2e.journal import groups_of, sequences_of
 from tests.e2e.test_data import MIXTRAL
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 from tests.small_models import UNTRAINED
@@ -71,7 +72,7 @@ PLAYERS = """
 
             self.turn += 1
             again = [{"role": "user", "content": f"turn {self.turn}>"}]
-            return Step(again, len(reply["content"]) / 40, self.turn == 2, {"turns": 1.0})
+            return Step(again, 0.5, self.turn == 2, {"turns": 1.0})
 
     async def bad(row, model):
         kind = row["kind"]
@@ -111,61 +112,39 @@ SMALL: dict[str, Any] = {
 }
 
 
-class Piece(NamedTuple):
-    start: int
-    version: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-    @property
-    def by_token(self) -> list[tuple[int, float]]:
-        """What must not change."""
-        return list(zip(self.tokens, self.logprobs, strict=True))
-
-
 class Played(NamedTuple):
-    """A recorded rollout: its pieces by branch."""
+    """A recorded rollout, with the prompt and the state of its group."""
 
     uid: str
     state: str
-    failure: str
-    metrics: dict[str, float]
-    pieces: dict[int, list[Piece]]
+    rollout: RolloutRecord
 
 
-def played(run: Path) -> dict[tuple[int, int], Played]:
-    """The rollouts in the journal, by group and index."""
-    with closing(open_for_reading(run / FILE)) as journal:
-        pieces: dict[tuple[int, int], dict[int, list[Piece]]] = {}
-        segments = journal.execute(
-            "SELECT group_id, rollout_index, branch, start, version, tokens, logprobs FROM segments ORDER BY 1, 2, 3, 4"
-        )
-        for group_id, index, branch, start, version, tokens, logprobs in segments:
-            piece = Piece(
-                start,
-                version,
-                tuple(np.frombuffer(tokens, "<i4").tolist()),
-                tuple(np.frombuffer(logprobs, "<f4").tolist()),
-            )
-            pieces.setdefault((group_id, index), {}).setdefault(branch, []).append(piece)
-        found = journal.execute(
-            "SELECT group_id, rollout_index, uid, state, failure, metrics FROM rollouts "
-            "JOIN groups ON groups.id = group_id"
-        ).fetchall()
+def played(run: Path) -> dict[str, Played]:
+    """The rollouts in the journal, by id."""
     return {
-        (group_id, index): Played(
-            uid, state, failure or "", json.loads(metrics or "{}"), pieces.get((group_id, index), {})
-        )
-        for group_id, index, uid, state, failure, metrics in found
+        rollout.rollout_id: Played(group.row.uid, group.row.state, rollout)
+        for group in groups_of(run)
+        for rollout in group.rollouts
     }
 
 
-def calls(rollout: Played) -> list[int]:
+def trained(run: Path) -> list[Played]:
+    """The rollouts in batches."""
+    return [one for one in played(run).values() if one.state in ("taken", "trained")]
+
+
+def calls(rollout: RolloutRecord) -> list[int]:
     """The number of the policy's replies in each sequence."""
     return [
-        sum(sampled for sampled, _ in groupby(pieces, key=lambda piece: piece.version != CONTEXT))
-        for pieces in rollout.pieces.values()
+        sum(sampled for sampled, _ in groupby(segments, key=lambda segment: segment.version != CONTEXT))
+        for segments in sequences_of(rollout).values()
     ]
+
+
+def tokens_of(segments: Sequence[Segment]) -> list[tuple[int, float]]:
+    """The tokens with their log-probs, which must not change."""
+    return [pair for one in segments for pair in zip(one.ids.tolist(), one.logprobs.tolist(), strict=True)]
 
 
 def write(runs: Runs, name: str, count: int, **fields: Any) -> str:
@@ -195,7 +174,7 @@ class Killed(NamedTuple):
 
     run: Path
     steps: int
-    before: dict[tuple[int, int], Played]
+    before: dict[str, Played]
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +199,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     run = runs.newest()
 
     def some_are_halfway() -> bool:
-        found = played(run).values()
-        return any(one.state == "taken" for one in found) and any(
-            one.state == "running" and sum(calls(one)) >= 2 for one in found
+        return bool(trained(run)) and any(
+            one.state == "running" and sum(calls(one.rollout)) >= 2 for one in played(run).values()
         )
 
     try:
@@ -230,12 +208,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         mark = mark_of(process.pid)
         (gateway,) = processes_of_part(mark, "gateway")
         os.kill(gateway, signal.SIGKILL)
-        taken = sum(one.state == "taken" for one in played(run).values())
+        taken = len(trained(run))
         until(
-            lambda: (
-                (sum(one.state == "taken" for one in played(run).values()) > taken + 32 and some_are_halfway())
-                or process.poll() is not None
-            ),
+            lambda: (len(trained(run)) > taken + 32 and some_are_halfway()) or process.poll() is not None,
             "training to continue with another gateway",
         )
         assert processes_of_part(mark, "gateway") not in ([], [gateway])
@@ -244,31 +219,29 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         process.communicate()
     until(lambda: not processes_of(mark), "the run's processes to end", 60)
     before = played(run)
-    steps = 3 + sum(one.state == "taken" for one in before.values()) // 16
+    steps = 3 + sum(one.state in ("taken", "trained") for one in before.values()) // 16
     runs.succeed("resume", run.name, "--runs-dir", runs.folder, "--steps", str(steps))
     return Killed(run, steps, before)
 
 
 def test_agents_environments_and_commands_are_trained(killed: Killed) -> None:
-    found = played(killed.run)
-    trained = [one for one in found.values() if one.state == "taken"]
-    assert len(trained) == killed.steps * 4 * 4
-    assert {rollout.uid.partition("/")[0] for rollout in trained} == set(USES)
+    in_batches = trained(killed.run)
+    assert len(in_batches) == killed.steps * 4 * 4
+    assert {one.uid.partition("/")[0] for one in in_batches} == set(USES)
     versions = set()
-    for rollout in trained:
-        name = rollout.uid.partition("/")[0]
+    for uid, _, rollout in in_batches:
+        name = uid.partition("/")[0]
         assert calls(rollout) == [CALLS[name]], "one sequence each, without branches"
         assert set(rollout.metrics) == METRICS[name]
-        (pieces,) = rollout.pieces.values()
-        assert pieces[0].version == CONTEXT
-        assert [piece.start for piece in pieces[1:]] == [piece.start + len(piece.tokens) for piece in pieces[:-1]]
-        for piece in pieces:
-            assert all(value == 0 if piece.version == CONTEXT else value <= 0 for value in piece.logprobs)
-        sampled = [piece.version for piece in pieces if piece.version != CONTEXT]
+        segments = rollout.segments  # without gaps: ``group_record`` has joined them
+        assert segments[0].version == CONTEXT
+        for segment in segments:
+            assert all(value == 0 if segment.version == CONTEXT else value <= 0 for value in segment.logprobs)
+        sampled = [segment.version for segment in segments if segment.version != CONTEXT]
         assert sampled == sorted(sampled)
         versions |= set(sampled)
     assert versions > {0}, "weights were updated while episodes ran"
-    assert {one.failure for one in found.values()} == {""}, "no agent received an error"
+    assert {one.rollout.failure for one in played(killed.run).values()} == {None}, "no agent received an error"
     assert len(steps_of(killed.run)) == killed.steps
     samples = rows(killed.run, f"evaluations/step-{killed.steps:06}-greedy.jsonl")[1:]
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
@@ -277,14 +250,13 @@ def test_agents_environments_and_commands_are_trained(killed: Killed) -> None:
 def test_recorded_turns_are_not_sampled_again_after_kills(killed: Killed) -> None:
     after = played(killed.run)
     kept = 0
-    for key, rollout in killed.before.items():
-        now = after[key]
-        assert now.failure == ""
-        for branch, pieces in rollout.pieces.items():
-            old = [token for piece in pieces for token in piece.by_token]
-            new = [token for piece in now.pieces[branch] for token in piece.by_token]
+    for rollout_id, earlier in killed.before.items():
+        later = after[rollout_id].rollout
+        assert later.failure is None
+        for sequence_id, segments in sequences_of(earlier.rollout).items():
+            old, new = tokens_of(segments), tokens_of(sequences_of(later)[sequence_id])
             assert new[: len(old)] == old
-            kept += rollout.state == "running"
+            kept += earlier.state == "running"
     assert kept, "some rollouts were unfinished"
 
 
@@ -307,18 +279,18 @@ def test_history_by_the_template_is_the_context_of_later_turns(runs: Runs) -> No
         data=data,
         stop={"steps": 2},
     )
-    trained = [rollout for rollout in played(run).values() if rollout.state == "taken"]
-    assert len(trained) == 2 * 4 * 4 and {tuple(calls(rollout)) for rollout in trained} == {(1, 1)}
+    rollouts = [one.rollout for one in trained(run)]
+    assert len(rollouts) == 2 * 4 * 4 and {tuple(calls(rollout)) for rollout in rollouts} == {(1, 1)}
     decoder = open_decoder(RunDirectory(run))
     assert decoder is not None
-    for rollout in trained:
+    for rollout in rollouts:
         first, second = (
             [
                 decoder.split_text(ids, [len(ids)])[0]
                 for is_context in (True, False)
-                for ids in [[t for piece in pieces if (piece.version == CONTEXT) == is_context for t in piece.tokens]]
+                for ids in [[t for one in segments if (one.version == CONTEXT) == is_context for t in one.ids.tolist()]]
             ]
-            for pieces in rollout.pieces.values()
+            for segments in sequences_of(rollout).values()
         )
         assert second[0].startswith(first[0] + first[1].strip()[:1])
         assert second[0].endswith("turn 0>") and len(second[0]) < len(first[0]) + 16
@@ -337,11 +309,11 @@ def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs:
     settings = SMALL | {"task": {"use": None, "mix": mix, "sandbox": {"memory_mb": 256, "disk_mb": 16}}}
     data = {"train": {"size": 60}, "eval": {"size": 4}}
     run = runs.train(**settings, data=data)
-    trained = [one for one in played(run).values() if one.state == "taken"]
-    assert len(trained) == 4 * 4 * 4
-    assert {tuple(calls(one)) for one in trained} == {(1,), (2,)}
-    assert {one.failure for one in played(run).values()} == {""}
-    assert {name for one in trained for name in one.metrics} == {"letters", "lines"}
+    rollouts = [one.rollout for one in trained(run)]
+    assert len(rollouts) == 4 * 4 * 4
+    assert {tuple(calls(rollout)) for rollout in rollouts} == {(1,), (2,)}
+    assert {one.rollout.failure for one in played(run).values()} == {None}
+    assert {name for rollout in rollouts for name in rollout.metrics} == {"letters", "lines"}
 
     process = runs.start("train", runs.write_spec(**settings, data=data, stop={"steps": 1000}))
     sandboxed: list[psutil.Process] = []
@@ -378,16 +350,16 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
     )
     reasons: dict[str, set[str]] = {kind: set() for kind in kinds}
     ended: dict[str, set[str]] = {kind: set() for kind in kinds}
-    for rollout in played(run).values():
-        kind = rollout.uid.partition("/")[0].replace("-", " ")
-        ended[kind].add(rollout.state)
-        reasons[kind] |= {rollout.failure} - {""}
+    for uid, state, rollout in played(run).values():
+        kind = uid.partition("/")[0].replace("-", " ")
+        ended[kind].add(state)
+        reasons[kind] |= {rollout.failure or ""} - {""}
     assert all("had not ended after 20 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
     assert all("reached its limit of 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
     assert all("exit status 5" in reason for reason in reasons["ends its process"]) and reasons["ends its process"]
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
     for kind in ("prints", "leaves children", "is correct"):
-        assert "taken" in ended[kind] and not reasons[kind], kind
+        assert "trained" in ended[kind] and not reasons[kind], kind
     logs = sum(log.stat().st_size for log in run.glob("logs/episode-worker-*.log*"))
     assert 16_000_000 < logs < 100_000_000, "at most 32 MiB for each of a few workers"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", SLEEP_S]]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import Runs, steps_of
 from tests.e2e.gateway.sessions import CALCULATOR, warm_start
-from tests.e2e.gateway.test_episodes import played
+from tests.e2e.gateway.test_episodes import trained
 from tests.small_models import UNTRAINED
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
@@ -103,10 +103,10 @@ def test_a_policy_is_trained_with_the_tools_of_mcp_servers(tmp_path: Path, monke
             )
         finally:
             server.kill()
-    trained = [one for one in played(run).values() if one.state == "taken"]
-    assert len(trained) == 2 * 4 * 4
+    in_batches = trained(run)
+    assert len(in_batches) == 2 * 4 * 4
     for name in ("judged", "scored"):
-        member = [one for one in trained if one.uid.startswith(f"{name}/")]
+        member = [one.rollout for one in in_batches if one.uid.startswith(f"{name}/")]
         calls = sum(one.metrics.get("tool_calls", 0) for one in member)
         assert calls >= len(member) / 2, "the warm start taught the model to call the tool"
         assert sum(one.metrics.get("tool_errors", 0) for one in member) < calls / 2

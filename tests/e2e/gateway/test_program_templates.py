@@ -6,16 +6,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.journal.queries import RolloutRecord, group_record, snapshot
-from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.queries import RolloutRecord
 from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import Runs
 from tests.e2e.gateway.installed import AGENTS, installed
+from tests.e2e.journal import batched_groups, sequences_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.nightly]
 
@@ -74,9 +73,7 @@ def test_a_template_is_played_by_its_program_and_trained(name: str, tmp_path: Pa
     }
     changes = (f"{key}={value}" for key, value in (HERE | own).items())
     run = runs.train_spec(runs.folder / "mine/spec.yaml", *changes)
-    with snapshot(run / FILE) as journal:
-        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
-        rollouts = [rollout for group in ids for rollout in group_record(journal, group).rollouts]
+    rollouts = [rollout for group in batched_groups(run) for rollout in group.rollouts]
     assert len(rollouts) == GROUPS * GROUP_SIZE
     assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
     assert all(rollout.tokens > 0 and rollout.failure is None for rollout in rollouts), "each has called the model"
@@ -85,7 +82,7 @@ def test_a_template_is_played_by_its_program_and_trained(name: str, tmp_path: Pa
 
 def longest_context(rollout: RolloutRecord) -> int:
     """The largest number of context tokens in one of its sequences."""
-    given = Counter[str]()
-    for segment in rollout.segments:
-        given[segment.rollout_id] += len(segment.ids) if segment.version == CONTEXT else 0
-    return max(given.values())
+    return max(
+        sum(len(segment.ids) for segment in segments if segment.version == CONTEXT)
+        for segments in sequences_of(rollout).values()
+    )

@@ -12,11 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl_cli.data.sources import read_source
-from asyncrl_cli.journal.queries import group_record, snapshot
-from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.spec.load import load_spec
 
 from ..conftest import Runs, rows
+from ..journal import batched_groups
 
 pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
@@ -104,9 +103,7 @@ def test_shards_begun_answers_and_variables_reach_the_model_and_survive_a_resume
     assert recorded.path == [str(folder / "part-1.json"), str(folder / "part-2.jsonl.gz")]
     by_uid = {prompt.uid: prompt for prompt in read_source(recorded, "train", Path())}
     assert len(by_uid) == len(ROWS)
-    with snapshot(run / FILE) as journal:
-        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
-        groups = [group_record(journal, group) for group in ids]
+    groups = batched_groups(run)
     assert len(groups) == 3 * 8
     begun = 0
     for group in groups:

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from asyncrl_cli.cli.app import app
 from asyncrl_cli.core.intervals import wilson
-from asyncrl_cli.journal.queries import GroupRecord, group_record, snapshot
-from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.journal.queries import GroupRecord
 
 from ..conftest import Runs, rows
+from ..gateway.test_episodes import PLAYERS
+from ..journal import batched_groups
 from ..served import logprobs_of, serving
 
 pytestmark = pytest.mark.stack
@@ -60,10 +61,7 @@ def saved(shared_runs: Runs) -> Saved:
     dry = call("train", folder / "spec.yaml", *changes, "--dry-run")
     run = shared_runs.train_spec(folder / "spec.yaml", *settings)
     call("checkpoint", "export", run, "--to", folder / "exported")
-    with snapshot(run / FILE) as journal:
-        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
-        groups = tuple(group_record(journal, group) for group in ids)
-    return Saved(folder / "model", run, folder / "exported", dry, groups)
+    return Saved(folder / "model", run, folder / "exported", dry, tuple(batched_groups(run)))
 
 
 def test_the_dry_run_shows_the_prompt_that_was_trained_on(saved: Saved) -> None:
@@ -174,39 +172,11 @@ def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(sav
     assert not changed - {saved.run / "lock"}
 
 
-EPISODES = """
-    import asyncio, json, urllib.request
-
-    async def agent(row, model):
-        body = {"messages": [{"role": "user", "content": row["prompt"]}], "model": model.model}
-        request = urllib.request.Request(
-            model.base_url + "/chat/completions",
-            json.dumps(body).encode(),
-            {"Authorization": "Bearer " + model.api_key, "Content-Type": "application/json"},
-        )
-        answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
-        return float(len(answer["choices"][0]["message"]["content"] or "") % 2)
-
-    class Echo:
-        def __init__(self, prompt):
-            self.prompt, self.turn = prompt["prompt"], 0
-
-        def reset(self):
-            return [{"role": "user", "content": self.prompt}]
-
-        def step(self, reply):
-            from asyncrl_cli.tasks.base import Step
-
-            self.turn += 1
-            return Step([{"role": "user", "content": "again"}], 0.5, self.turn == 2, {"turns": 1.0})
-"""
-
-
 @pytest.mark.rotating
 def test_a_models_folder_is_evaluated_with_agents_and_environments_of_a_spec(
     saved: Saved, shared_runs: Runs, tmp_path: Path
 ) -> None:
-    (tmp_path / "players.py").write_text(textwrap.dedent(EPISODES))
+    (tmp_path / "players.py").write_text(textwrap.dedent(PLAYERS))
     data = {"path": str(saved.initial.parent / "eval.jsonl"), "prompt_column": "question", "size": 5}
     spec = yaml.safe_load((saved.initial.parent / "spec.yaml").read_text()) | {
         "runs_dir": str(tmp_path / "runs"),

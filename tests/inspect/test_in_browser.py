@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.inspect.report.charts import SERIES
 from asyncrl_cli.inspect.report.page import render, summarize
-from tests.e2e.report.browser import Page, browser, installed, page
+from tests.inspect.browser import Page, browser, installed, page
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(installed() is None, reason="there is no Chromium")]
