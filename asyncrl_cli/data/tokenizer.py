@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-IMAGE_MARKS = ("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
-"""Stand for an image in the chat templates of Qwen's models and of Gemma 3. A processor replaces them with the image's
-placeholders."""
 TEMPLATE_BYTES = 2**20
 """Larger files of chat templates are refused."""
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
@@ -43,17 +40,6 @@ CHAT_TEMPLATE = (
 A tool's result is in brackets, and tool calls have the hermes form, which vLLM and gateway/parsers.py read. A longer
 conversation's rendering begins with the shorter one's.
 """
-
-CONTENT_PARTS = (
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] or [] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-)
-
-
-def image_template(mark: str) -> str:
-    """Return ``CHAT_TEMPLATE`` for messages that may have images, each written as ``mark``."""
-    content = CONTENT_PARTS.replace("IMAGE", mark)
-    return CHAT_TEMPLATE.replace("{{ message['content'] }}", content).replace("{{ message['content'] or '' }}", content)
 
 
 def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
@@ -118,9 +104,8 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
 
 
 def templates_texts(tokenizer: Any) -> bool:
-    """True if the tokenizer's chat template adds anything to a user's text; ``CHAT_TEMPLATE`` adds nothing."""
-    plain = {CHAT_TEMPLATE, *map(image_template, IMAGE_MARKS)}
-    return tokenizer.chat_template is not None and tokenizer.chat_template not in plain
+    """True if the tokenizer has a chat template other than ``CHAT_TEMPLATE``, which adds nothing to a user's text."""
+    return tokenizer.chat_template not in (None, CHAT_TEMPLATE)
 
 
 @contextmanager

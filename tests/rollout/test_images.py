@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from asyncrl_cli.data.images import ImageTokens
-from asyncrl_cli.data.tokenizer import IMAGE_MARKS
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.rollout.priority_semaphore import Aborted
@@ -30,6 +29,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.skipif(find_spec("torchvision") is 
 RED, BLUE, GREEN = (Image.from_bytes(picture(colour, width=112)) for colour in ("red", "blue", "green"))
 TEXT = "look at @ and at @. which?"
 TOKENS = 40
+IMAGE_MARKS = ("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+"""Stand for an image in the chat templates of Qwen's models and of Gemma 3."""
 
 
 class VisionBench(Bench):
