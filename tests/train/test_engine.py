@@ -1,4 +1,4 @@
-"""Real DeepSpeed: the result does not depend on ZeRO stage, ranks, micro-batches and recomputation."""
+"""Real DeepSpeed: the result does not depend on ranks, micro-batches and recomputation (ZeRO: test_zero_engines.py)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ TEN_STEPS = ("trainer.zero_stage=3", "stop.steps=10")
 ONE_RANK = {
     "plain": (),
     "separate rows": ("trainer.share_prefixes=false",),
-    "ZeRO 0": ("trainer.zero_stage=0",),
-    "ZeRO 2": ("trainer.zero_stage=2",),
-    "ZeRO 3": ("trainer.zero_stage=3",),
     "small micro-batches": ("trainer.tokens_per_microbatch=128",),
     "recomputed": ("trainer.gradient_checkpointing=true",),
     "packed": PACKED,
