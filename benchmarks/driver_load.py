@@ -48,7 +48,6 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.continuation import finished, split_by_version
-from asyncrl_cli.rollout.priority_semaphore import PrioritySemaphore
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -92,7 +91,7 @@ class SimulatedEngine:
     dead = False
 
     def __init__(self, slots: int, rate: float, mean_tokens: int) -> None:
-        self._slots = PrioritySemaphore(slots)
+        self._slots = asyncio.Semaphore(slots)
         self._slot_rate = rate / slots
         self._mean_tokens = mean_tokens
         self._running: dict[str, Running] = {}
@@ -106,7 +105,7 @@ class SimulatedEngine:
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         """A rollout, generated at the speed of a slot."""
-        async with self._slots.slot(request.priority):
+        async with self._slots:
             length = np.random.default_rng(request.sampling.seed).exponential(self._mean_tokens)
             tokens = min(max(int(length), request.generated + 1), request.sampling.max_tokens)
             running = Running(request, tokens, time.monotonic(), [(self._version, request.generated)])

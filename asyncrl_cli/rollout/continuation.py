@@ -19,6 +19,17 @@ from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest
 from asyncrl_cli.rollout.response_text import cut
 
 
+class Aborted(Exception):
+    """A request was aborted on command. This is not a failure: the caller continues from its tokens.
+
+    ``segments``: the tokens generated after its prefix.
+    """
+
+    def __init__(self, segments: list[Segment]) -> None:
+        super().__init__("the request was aborted")
+        self.segments = segments
+
+
 def split_by_version(
     rollout_id: str,
     start: int,

@@ -33,10 +33,9 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.rollout.activity import Occupancy
-from asyncrl_cli.rollout.continuation import finished, split_by_version
+from asyncrl_cli.rollout.continuation import Aborted, finished, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
-from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.rollout.vllm_core import HOLD_S, LONGEST_HOLD_S
 from asyncrl_cli.rollout.vllm_images import VllmImages
@@ -105,7 +104,7 @@ class Engine:
         # vLLM never queues requests: it gets only as many as it runs at a time, and none while it loads weights. Those
         # without a token at a pause are submitted again. So the cache salt, chosen when a request is submitted, names
         # the version of its first token (decision 0005).
-        self._slots = PrioritySemaphore(spec.rollout.running_rollouts)
+        self._slots = asyncio.Semaphore(spec.rollout.running_rollouts)
         self._loading = True
         self._aborts = 0
         self._changed = asyncio.Condition()  # notified when _loading, _aborts or _version has changed
@@ -127,7 +126,7 @@ class Engine:
             return finished(request, segments=[], reason="length", decode=self._decode)
         aborts = self._aborts
         processed = await self._images.processed(request.images)
-        async with self._slots.slot(request.priority):
+        async with self._slots:
             while True:
                 output = await self._final_output(request, prefix_ids, processed, aborts)
                 if output.finish_reason != "abort" or output.token_ids or self._aborts > aborts:
@@ -147,9 +146,8 @@ class Engine:
     async def abort(self) -> None:
         """Make every running or waiting request raise ``Aborted``. On return, none of them is being generated."""
         async with self._scheduler:
-            # First the requests that wait for a slot or a version: none of them may reach vLLM during the abort.
+            # First: requests that wait for a slot or a version find this before they reach vLLM (``_final_output``).
             self._aborts += 1
-            self._slots.abort_waiters()
             await self._wake()
             try:
                 while self._occupancy.requests:  # repeated: a request may have been on its way (decision 0005)

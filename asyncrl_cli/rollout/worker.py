@@ -31,7 +31,7 @@ from asyncrl_cli.records.generation import EVALUATION, Attestation, Delivery, Ro
 from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.token_prefix import TokenPrefix
 from asyncrl_cli.rollout.activity import ActivityClock
-from asyncrl_cli.rollout.priority_semaphore import Aborted
+from asyncrl_cli.rollout.continuation import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.logs import redirect_output

@@ -16,7 +16,7 @@ import torch
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.images import Image, PlacedImage
-from asyncrl_cli.rollout.priority_semaphore import Aborted
+from asyncrl_cli.rollout.continuation import Aborted
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from tests.data.pictures import picture

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
+from asyncrl_cli.rollout.continuation import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -332,7 +332,7 @@ def test_requests_survive_aborts_and_new_weights(
     async def check() -> None:
         benches = [bench, other]
         for one in benches:
-            one.engine._slots = PrioritySemaphore(2)
+            one.engine._slots = asyncio.Semaphore(2)
         await asyncio.gather(*(one.publish(50, "drain", endless=True) for one in benches))
         engines = [StandInProcess(f"engine-{n}", partial(LocalEngine, worker(one))) for n, one in enumerate(benches)]
         client = GenerationClient(engines, slots=2, retries=0, hang_s=LIMIT_S, decode=bench.engine._decode)
@@ -369,7 +369,7 @@ def test_requests_survive_aborts_and_new_weights(
         assert sum(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts) >= 4
         assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {50, 51, 52}
         for one in benches:
-            one.engine._slots = PrioritySemaphore(64)
+            one.engine._slots = asyncio.Semaphore(64)
 
     loops.run(check())
 

@@ -21,7 +21,7 @@ from asyncrl_cli.records.generation import (
     RolloutRequest,
     Segment,
 )
-from asyncrl_cli.rollout.priority_semaphore import Aborted
+from asyncrl_cli.rollout.continuation import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
