@@ -19,7 +19,7 @@ from asyncrl_cli.checks import model, prompts, services
 from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of, joined, run_check
 from asyncrl_cli.checks.hosts import examine_cluster, refuse
 from asyncrl_cli.checks.machine import START_CHECKS, machine_checks
-from asyncrl_cli.checks.memory import check_memory_estimate, rank_bytes, resolve_microbatch, resolve_rollouts
+from asyncrl_cli.checks.memory import check_memory_estimate, resolve_microbatch, resolve_rollouts
 from asyncrl_cli.checks.programs import check_engine
 from asyncrl_cli.checks.trial import try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
@@ -283,9 +283,7 @@ class StartChecks:
         assert self._sized is not None and self._experiment is not None
         self._spec, result = resolve_microbatch(self._spec, self._sized)
         experiment_spec = self._experiment.spec.model_copy(update={"trainer": self._spec.trainer})
-        self._experiment = replace(
-            self._experiment, spec=experiment_spec, rank_bytes=rank_bytes(self._spec, self._sized)
-        )
+        self._experiment = replace(self._experiment, spec=experiment_spec)
         return result
 
     def _weights_memory(self) -> Result:

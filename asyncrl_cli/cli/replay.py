@@ -29,8 +29,8 @@ def replay(
 ) -> None:
     """Train again from the journal, without rollout engines, and compare the weights.
 
-    Starts from the newest checkpoint before --from, or from the initial model. Exit code: 0 when all published versions
-    are equal, or when --set changed something; 1 when one differs.
+    Starts from the newest checkpoint before --from, or from the initial model, which a warm start made. Exit code: 0
+    when all published versions are equal, or when --set changed something; 1 when one differs.
     """
     from asyncrl_cli.cli.running import search_path
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, verified_checkpoint
@@ -52,7 +52,7 @@ def replay(
 
     recorded_count = recorded_steps(run) if spec.stop.total else 0
     end = min(last_step or recorded_count, recorded_count)
-    if first_step > max(end, not spec.stop.total):
+    if first_step > end:
         raise RunArgumentError(
             f"cannot replay from step {first_step}: the run has trained {counted(recorded_count, 'step')}",
             location=run.run_id,
@@ -86,7 +86,6 @@ def replay(
             search_path=search_path(run),
             logs=logs,
             checkpoint=checkpoint,
-            repeats_warm_start=checkpoint is None and not changed,
             first_step=first_step - 1,
             end_step=end,
         ),
@@ -95,8 +94,6 @@ def replay(
     )
     if changed:
         echo(f"replayed steps {first_step} to {end} with {', '.join(changed)}", err=as_json)
-    elif not end:
-        return
     elif differing:
         echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
         reasons = changes_since(run, checkpoint.step if checkpoint else 0)

@@ -67,11 +67,7 @@ def train(
         checked_spec = experiment.spec  # with `stop.epochs` converted to steps
         # After the checks, because a refused spec must leave no folder behind (decision 0028).
         run = RunDirectory.create(checked_spec.runs_dir, checked_spec.name)
-        manifest = describe_start(
-            spec,
-            checked_spec.trainer if checked_spec.trainer.gpus_per_rank else None,
-            experiment.rank_bytes,
-        )
+        manifest = describe_start(spec)
         run.begin(dump_spec(checked_spec, loaded_spec.references), checked_spec.stop.total, manifest)
         drive(experiment, run=run, start=DriverStart(), quiet=quiet)
 

@@ -25,14 +25,15 @@ class Experiment:
     eval_prompts: Sequence[Prompt]
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """The prompts of further evaluation sets, by name."""
-    episodic: frozenset[str] = frozenset()
-    """The names of the evaluation sets with episodes as rollouts; "" stands for the run's own task."""
     tasks: Mapping[str, Any] = field(default_factory=dict)
     """The tasks of the further evaluation sets by name, and the run's own task as ""."""
     monitors: Sequence[Monitor] = ()
     """The monitors that ``tracking`` enables, such as TensorBoard; not started."""
-    rank_bytes: int | None = None
-    """Estimated bytes of a GPU rank, activations included; None if unknown."""
+
+    @property
+    def episodic(self) -> frozenset[str]:
+        """The names of the evaluation sets with episodes as rollouts; "" stands for the run's own task."""
+        return frozenset(name for name, task in self.tasks.items() if is_episodic(task))
 
     @classmethod
     def load(
@@ -71,7 +72,6 @@ class Experiment:
                 train_prompts,
                 eval_prompts,
                 sets,
-                frozenset(name for name, set_task in tasks.items() if is_episodic(set_task)),
                 tasks,
             )
 

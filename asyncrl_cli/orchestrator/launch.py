@@ -50,7 +50,7 @@ from asyncrl_cli.orchestrator.outside_sessions import OutsideSessions
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.task_actors import TaskActors
-from asyncrl_cli.orchestrator.warm_start import CHECKPOINTS, WarmStart, recorded_updates, with_its_result
+from asyncrl_cli.orchestrator.warm_start import WarmStart, recorded_updates, with_its_result
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings
@@ -59,7 +59,7 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import ADAPTER, MODEL, WARM_START, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sharing import shares_gpus
-from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
+from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.ready.external import External
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.probe import prompt_tokens
@@ -213,20 +213,16 @@ async def _warm_started(experiment: Experiment, recorder: Recorder, reporter: Re
     if not (run.path / WARM_START).is_dir():
         updates, rows = recorded_updates(run)  # without later updates of a driver that was killed
         run.write_rows("metrics.jsonl", [*rows, *(row for row in run.read("metrics.jsonl") if row["step"] > 0)])
-        budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, reporter.warn)
-        note = partial(recorder.append, "metrics.jsonl")
         warm_start = WarmStart(
             spec,
             run,
             experiment.search_path,
-            run.path / "logs",
-            budget,
+            warn=reporter.warn,
             status=reporter.status,
-            note=note,
+            note=partial(recorder.append, "metrics.jsonl"),
             noted_updates=updates,
         )
-        await warm_start.make(run.path / WARM_START)
-        await asyncio.to_thread(shutil.rmtree, run.path / CHECKPOINTS, ignore_errors=True)
+        await warm_start.make()
     return replace(experiment, spec=with_its_result(spec, run))
 
 
@@ -270,17 +266,10 @@ async def _start(
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     outside = None
     if isinstance(experiment.tasks.get(""), External):
-        outside = OutsideSessions(
-            spec.task.episode.timeout_s,
-            group_size=spec.rollout.group_size,
-            has_prompts=spec.data.train.path is not None,
-            hand_out=buffer.handed_out,
-            flush=buffer.flush,
-            outcome=buffer.outcome,
-            handed_out={
-                training_rollout_id(group.group_id, index) for group in opening.groups for index in group.prefixes
-            },
-        )
+        handed_out = {
+            training_rollout_id(group.group_id, index) for group in opening.groups for index in group.prefixes
+        }
+        outside = OutsideSessions(spec, buffer, handed_out)
     tasks = TaskActors(experiment, factory, budget, outside, run.outside_access)
     closing += [tasks.stop, stop_engines]
     # Twice the watchdog's limit: the watchdog's error says more, so it must come first.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +27,11 @@ from typing import Any
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
-from asyncrl_cli.journal.rollout_rows import RolloutOutcome
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.prompt import OWN_UID_PREFIX, Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult
 from asyncrl_cli.tasks.function_task import row_of
 from asyncrl_cli.workers.messages import Played
@@ -93,22 +94,12 @@ class OutsideSessions:
     """All outside sessions of a run, and the programs that wait for one.
 
     Args:
-        timeout_s: seconds from the handing out of a session to its deadline.
-        group_size: rollouts of a group.
-        has_prompts: the run has prompts (`data.train.path`).
-        hand_out: records that a rollout is handed out.
-        flush: returns when all recorded tokens are on disk.
-        outcome: reads how a rollout has ended.
         handed_out: the rollouts that an earlier driver handed out.
         counts: numbers of sessions and refusals, by metric.
     """
 
-    timeout_s: float
-    group_size: int
-    has_prompts: bool
-    hand_out: Callable[[str], Awaitable[None]]
-    flush: Callable[[], Awaitable[None]]
-    outcome: Callable[[str], Awaitable[RolloutOutcome | None]]
+    spec: ExperimentSpec
+    buffer: Buffer
     handed_out: Collection[str] = ()
     on_demand: Callable[[], None] = lambda: None
     """Called when a program begins to wait for a group."""
@@ -159,7 +150,7 @@ class OutsideSessions:
         session = self._sessions[key]
         session.prompt, session.access = prompt, access
         if session.handed_out.done() and not session.deadline:  # by an earlier driver
-            session.deadline = time.time() + self.timeout_s
+            session.deadline = self._deadline()
         self._opening -= 1
         try:
             self._match()
@@ -198,7 +189,7 @@ class OutsideSessions:
         own_prompts = sum(1 for caller in self._callers if caller.prompt is not None and not caller.admitted)
         waiting = sum(1 for caller in self._callers if caller.prompt is None)
         missing_sessions = max(0, waiting - len(self._offers) - self._opening)
-        return own_prompts + -(-missing_sessions // self.group_size)
+        return own_prompts + -(-missing_sessions // self.spec.rollout.group_size)
 
     def own_prompt(self) -> Prompt | None:
         """The next program's own prompt, which the caller will admit; None if no program waits with one."""
@@ -239,7 +230,7 @@ class OutsideSessions:
                 return ClientAnswer(200, await self._open(request))
             if request.action is Action.COMMIT:
                 # The link has handled the session's tokens before this request (``actor.Incoming``).
-                await self.flush()
+                await self.buffer.flush()
                 return ClientAnswer(200, {})
             return ClientAnswer(200, await self._end(request))
         except Refusal as refusal:
@@ -271,9 +262,9 @@ class OutsideSessions:
         if (session := self._sessions.get(rollout_id)) is None:
             raise Refusal(503, "no_session", "the group of this session has just ended; ask again")
         try:
-            await self.hand_out(rollout_id)
+            await self.buffer.handed_out(rollout_id)
         finally:  # if the program is gone, too: the journal may have it
-            session.deadline = time.time() + self.timeout_s
+            session.deadline = self._deadline()
             session.handed_out.set_result(None)
             self.counts["sessions/handed_out"] += 1
         access = session.access
@@ -290,11 +281,11 @@ class OutsideSessions:
 
     def _prompt_of(self, request: ClientRequest) -> Prompt | None:
         if request.prompt is None:
-            if not self.has_prompts:
+            if self.spec.data.train.path is None:
                 raise Refusal(400, "invalid_value", "the run has no prompts (data.train.path): send one as `prompt`")
             return None
-        if self.group_size > 1:
-            message = f"a program's own prompt needs rollout.group_size 1, and this run has {self.group_size}"
+        if (group_size := self.spec.rollout.group_size) > 1:
+            message = f"a program's own prompt needs rollout.group_size 1, and this run has {group_size}"
             raise Refusal(400, "invalid_value", message)
         try:
             prompt = RowForm("the request").prompt({**request.fields, "prompt": request.prompt}, 0)
@@ -333,7 +324,7 @@ class OutsideSessions:
 
     async def _ended_with(self, name: str, score: Scored) -> Mapping[str, Any]:
         """The answer about a session that has ended, perhaps under an earlier driver."""
-        outcome = await self.outcome(name)
+        outcome = await self.buffer.outcome(name)
         if outcome is None:
             raise Refusal(404, "session_not_found", f"there is no session {name}")
         if outcome.score == score:  # a repeated request: its first answer was lost
@@ -341,6 +332,9 @@ class OutsideSessions:
         if outcome.score is not None and outcome.score != MASKED:
             raise _second_reward(name)
         raise self._late_refusal(name, ENDINGS.get(outcome.group_state, LEFT_TEXT))
+
+    def _deadline(self) -> float:
+        return time.time() + self.spec.task.episode.timeout_s
 
     def _late_refusal(self, name: str, reason: str) -> Refusal:
         self.counts["sessions/late"] += 1

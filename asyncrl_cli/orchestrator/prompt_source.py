@@ -16,8 +16,8 @@ from asyncrl_cli.records.prompt import Prompt
 
 MAX_SKIPS_IN_A_ROW = 10_000
 """The run ends after this many consecutive prompts that are too long or unusable."""
-UNUSABLE_NAMED = 20
-"""Number of unusable rows that get a warning each; all are counted."""
+SKIPPED_NAMED = 5
+"""Number of skipped prompts that get a warning each; all are counted."""
 PROMPTS_WITH_IMAGES = 8
 """Number of prompts that are encoded at a time if they may have images."""
 
@@ -25,7 +25,7 @@ PROMPTS_WITH_IMAGES = 8
 class PromptSource:
     """The training prompts in order, after the prompts that an earlier driver left unused.
 
-    ``skipped`` counts prompts that are too long, ``unusable`` counts rows that cannot be encoded.
+    ``skipped`` counts prompts that are too long or cannot be encoded.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PromptSource:
         self._unused_prompts = deque(unused_prompts)
         self._warn = warn
         self._outside = outside
-        self.skipped = self.unusable = 0
+        self.skipped = 0
         self._serial = 0
         self._all_solved = False
         self._ready = deque[Candidate]()  # encoded with their images
@@ -59,36 +59,27 @@ class PromptSource:
     def metrics(self) -> Mapping[str, float]:
         """Metrics of a step about the prompts."""
         metrics = {"data/skipped_prompts": float(self.skipped)}
-        if self.unusable:
-            metrics["data/unusable_prompts"] = float(self.unusable)
         if self.filter is not None:
             metrics["data/filtered_prompts"] = float(self.filter.filtered)
         return metrics if self._outside is None else {**metrics, **self._outside.counts}
 
     def next(self) -> tuple[Prompt, Encoded]:
         """The next usable prompt. Raises ``RunError`` after skipping ``MAX_SKIPS_IN_A_ROW`` prompts."""
-        last_error = ""
         for _ in range(MAX_SKIPS_IN_A_ROW):
             try:
                 prompt = self._unused_prompts.popleft() if self._unused_prompts else self._unsolved()
                 encoded = self.encoder.encode_with_images(prompt)
             except DataError as error:
-                # Rows are not checked when the data is opened.
-                self.unusable += 1
-                if self.unusable <= UNUSABLE_NAMED:
-                    self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
-                last_error = f"; the last one: {error}"
-                continue
-            if encoded is not None:
-                return prompt, encoded
+                problem = str(error)  # rows are not checked when the data is opened
+            else:
+                if encoded is not None:
+                    return prompt, encoded
+                problem = f"prompt {prompt.uid} is longer than rollout.max_prompt_tokens"
             self.skipped += 1
-            if self.skipped == 1:
-                self._warn(
-                    f"prompt {prompt.uid} is longer than rollout.max_prompt_tokens and is skipped; "
-                    "the metric data/skipped_prompts counts such prompts"
-                )
+            if self.skipped <= SKIPPED_NAMED:
+                self._warn(f"{problem}; it is skipped, and the metric data/skipped_prompts counts such prompts")
         raise RunError(
-            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable{last_error}",
+            f"{MAX_SKIPS_IN_A_ROW} prompts in a row cannot be used; the last one: {problem}",
             location="data.train",
             hint="raise rollout.max_prompt_tokens, or correct the rows",
         )

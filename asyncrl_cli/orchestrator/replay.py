@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.history import starts, step_metrics
@@ -21,9 +20,9 @@ from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, while_ray_lives
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost
-from asyncrl_cli.orchestrator.warm_start import WarmStart, with_its_result
+from asyncrl_cli.orchestrator.warm_start import with_its_result
 from asyncrl_cli.runs.checkpoints import Checkpoint
-from asyncrl_cli.runs.directory import WARM_START, RunDirectory
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -71,7 +70,6 @@ class ReplayPlan:
     checkpoint: Checkpoint | None  # the trainer's start; None for the initial model
     first_step: int  # the first step to show, counted from 0 like all steps in the journal
     end_step: int  # the step after the last one
-    repeats_warm_start: bool  # otherwise the run's own result is used
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
@@ -85,11 +83,7 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
     run, spec, checkpoint = plan.run, plan.spec, plan.checkpoint
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
     if spec.model.warm_start is not None:
-        if plan.repeats_warm_start:
-            await _repeat_warm_start(plan, budget, progress)
         spec = with_its_result(spec, run)
-    if not plan.end_step:
-        return
     factory = ActorFactory(spec, plan.logs, plan.search_path)
     ranks = factory.ranks(spec.pipeline.stall_minutes * 60, progress)
     replicas = Replicas(factory.host_agent, factory.address_of, budget)
@@ -133,20 +127,3 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
         raise RunError(f"the trainer died: {lost}", location=run.run_id, hint=f"its log is in {plan.logs}") from None
     finally:
         connection.close()
-
-
-async def _repeat_warm_start(plan: ReplayPlan, budget: RestartBudget, progress: Callable[[str], None]) -> None:
-    """Make the run's warm start again. Raises ``RunError`` if its weights differ from the recorded ones."""
-    warm_start = WarmStart(
-        plan.spec, plan.run, plan.search_path, plan.logs, budget, status=progress, note=lambda row: None
-    )
-    with TemporaryDirectory(prefix=".warm-start-", dir=plan.run.path) as temporary:
-        folder = Path(temporary) / WARM_START
-        await warm_start.make(folder)
-        if not warm_start.is_repeated(folder):
-            raise RunError(
-                "the warm start has other weights than when it was recorded",
-                location=str(plan.run.path / WARM_START),
-                hint="compare the machine, the package versions and the rows; --from STEP starts from a checkpoint",
-            )
-    progress("the warm start's weights are equal")

@@ -21,7 +21,6 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import newest_undamaged
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.manifest import MICROBATCH
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.worker import FullGpu
 
@@ -128,12 +127,6 @@ class ResilientTrainer:
 
     async def _reduce(self, batch: TrainingBatch, error: FullGpu) -> NoReturn:
         """Halve the micro-batches of a batch, and raise ``TrainerLost``. Raises ``error`` if they have only one row."""
-        recorded = self._run.manifest.get(MICROBATCH, {})
-        if estimated_bytes := recorded.get("estimated_rank_bytes"):
-            error.message += (
-                f"; estimated at the start: {estimated_bytes / 1e9:.1f} GB with trainer.tokens_per_microbatch "
-                f"{recorded['tokens_per_microbatch']:,}"
-            )
         tokens = batch.tokens_per_microbatch or self._microbatch_tokens
         if tokens <= batch.longest_row:
             raise error

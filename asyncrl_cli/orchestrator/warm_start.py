@@ -10,8 +10,8 @@ newest checkpoint. Rows, their order and the updates depend only on the spec and
 from __future__ import annotations
 
 import asyncio
-import filecmp
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from asyncrl_cli.runs.checkpoints import complete_checkpoints, newest_undamaged
 from asyncrl_cli.runs.directory import ADAPTER, WARM_START, RunDirectory
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.model.initial import model_stub
 
@@ -66,37 +66,32 @@ class WarmStart:
     spec: ExperimentSpec
     run: RunDirectory
     search_path: Path
-    logs: Path
-    budget: RestartBudget
+    warn: Callable[[str], None]
     status: Callable[[str], None]
     note: Callable[[dict[str, float]], None]
     noted_updates: int = 0
 
-    async def make(self, folder: Path) -> None:
-        """Train, and save the model in ``folder``. Ranks that die are restarted from the newest checkpoint.
+    async def make(self) -> None:
+        """Train, and save the model in the run's folder. Ranks that die are restarted from the newest checkpoint.
 
         Raises ``DataError`` for rows that cannot be encoded, and ``RunError``.
         """
         rows = await asyncio.to_thread(self._encoded_rows)
-        factory = ActorFactory(_spec_of_ranks(self.spec), self.logs, self.search_path)
+        budget = RestartBudget(self.spec.pipeline.max_restarts, not_recorded, self.warn)
+        factory = ActorFactory(_spec_of_ranks(self.spec), self.run.path / "logs", self.search_path)
         group = factory.trainer_group()
         ranks = factory.ranks(2 * self.spec.pipeline.stall_minutes * 60, self.status, group)
         try:
             while True:
                 try:
-                    await self._train(ranks, rows, folder)
+                    await self._train(ranks, rows)
                 except TrainerLost as lost:
-                    await self.budget.spend("trainer", lost.name, lost.cause)
+                    await budget.spend("trainer", lost.name, lost.cause)
                 else:
-                    return
+                    break
         finally:
             group.remove()
-
-    def is_repeated(self, folder: Path) -> bool:
-        """True if the weights in ``folder`` equal the recorded ones, byte for byte."""
-        recorded = self.run.path / WARM_START
-        names = [path.name for path in recorded.glob("*.safetensors")]
-        return bool(names) and filecmp.cmpfiles(recorded, folder, names, shallow=False)[0] == names
+        await asyncio.to_thread(shutil.rmtree, self.run.path / CHECKPOINTS, ignore_errors=True)
 
     def _encoded_rows(self) -> list[SupervisedRow]:
         warm_start = self.spec.model.warm_start
@@ -111,14 +106,13 @@ class WarmStart:
         self.status(f"warm start on {counted(len(rows), 'row')}{too_long}")
         return rows
 
-    async def _train(self, ranks: TrainerRanks, rows: Sequence[SupervisedRow], folder: Path) -> None:
+    async def _train(self, ranks: TrainerRanks, rows: Sequence[SupervisedRow]) -> None:
         warm_start = self.spec.model.warm_start
         assert warm_start is not None
         held_out, rows = _split(rows, warm_start.held_out_rows, self.spec.seed)
         updates, tokens = warm_start.updates(len(rows)), 0
         self.status("starting the trainer of the warm start")
-        # A replay makes the warm start in another folder, from its beginning.
-        saving_every = self.spec.checkpoints.every if folder.parent == self.run.path else 0
+        saving_every = self.spec.checkpoints.every
         saved = newest_undamaged(self.run, folder=CHECKPOINTS) if saving_every else None
         checkpoints = Checkpoints(self.run.path / CHECKPOINTS, ranks, _spec_of_ranks(self.spec))
         first_update = saved.step if saved is not None else 0
@@ -152,7 +146,8 @@ class WarmStart:
                 await checkpoints.copy(update + 1, in_background=False)
                 await checkpoints.write(update + 1, {"step": update + 1})
                 await asyncio.to_thread(checkpoints.prune, {})
-        with atomic_folder(folder.absolute()) as unfinished:  # the ranks may have another working directory
+        folder = (self.run.path / WARM_START).absolute()  # the ranks may have another working directory
+        with atomic_folder(folder) as unfinished:
             await ranks.save_model(unfinished, unfinished / ADAPTER)
 
 

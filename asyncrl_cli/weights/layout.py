@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Bytes. Tensors start on cache-line boundaries."""
 CHUNK_BYTES = 4 * 2**20
-"""The largest chunk: small enough that another holder can soon take over, large enough that a request costs little."""
+"""The largest chunk: small enough to fetch it again after a fault, large enough that a request costs little."""
 PAGE = mmap.PAGESIZE
 FIRST_EXPERT = ".experts.0."
 """Part of the checkpoint name of a tensor that belongs to a layer's first expert."""

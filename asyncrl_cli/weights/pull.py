@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
-from typing import NamedTuple
 
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
 from asyncrl_cli.weights.replica import Buffer, Replica, digest_of
@@ -24,11 +23,8 @@ STREAMS = max(4, min((os.cpu_count() or 1) // 2, 16))
 (docs/performance.md); half of the host's cores stay free."""
 ASK_AGAIN_S = 0.5
 """Seconds after which an incomplete holder is asked again which chunks it has."""
-RETRY_S = 0.25
-MAX_RETRY_S = 5.0
-"""First and longest delay in seconds after a holder's fault; the delay doubles with each further fault."""
-SLOW_S = 3.0
-"""A chunk may take this many seconds plus three times an idle holder's time for a chunk; then that holder takes it."""
+RETRY_S = 1.0
+"""Seconds until a holder is asked again after a fault."""
 ASK = -1
 """Used in place of a chunk's index: ask the holder which chunks it has."""
 
@@ -39,10 +35,8 @@ class _Holder:
     chunks: bytes = b""  # 1 for each chunk that it has, otherwise 0
     ask_at: float = 0.0
     retry_at: float = 0.0
-    faults: int = 0  # number of faults since its last chunk
     fault: str = ""  # the last fault
     refused: bool = False  # it sent wrong bytes, and is not asked again
-    chunk_s: float = 0.0  # duration of its last chunk
 
     def has(self, index: int) -> bool:
         return bool(self.chunks) and self.chunks[index] == 1
@@ -51,19 +45,11 @@ class _Holder:
         self.fault = str(fault)
         self.refused = self.refused or isinstance(fault, _WrongBytes)
         self.chunks, self.ask_at = b"", 0.0  # a restarted agent has other chunks
-        time_s = time.monotonic()
-        if time_s >= self.retry_at:  # otherwise another of its connections has reported the same event
-            self.retry_at = time_s + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
-            self.faults = min(self.faults + 1, 16)
+        self.retry_at = time.monotonic() + RETRY_S
 
 
 class _WrongBytes(HolderFault):
     """A chunk does not have the manifest's digest."""
-
-
-class _Transfer(NamedTuple):
-    connection: Connection
-    since: float
 
 
 class Pull:
@@ -86,7 +72,7 @@ class Pull:
         self._deadline = self._started + timeout_s
         self._changed = Condition()
         self._queue: list[int] = []
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: set[int] = set()
         self._connections: list[Connection] = []
         self._fetched_bytes = 0
         self._superseded = False
@@ -156,7 +142,7 @@ class Pull:
     def _stream(self, holder: _Holder, buffer: Buffer) -> None:
         connection = self._connection(holder)
         try:
-            while (job := self._next_job(holder, connection)) is not None:
+            while (job := self._next_job(holder)) is not None:
                 try:
                     if job == ASK:
                         chunks = connection.available_chunks(self.manifest.version, len(self.manifest.digests))
@@ -182,7 +168,7 @@ class Pull:
             self._connections.append(connection)
         return connection
 
-    def _next_job(self, holder: _Holder, connection: Connection) -> int | None:
+    def _next_job(self, holder: _Holder) -> int | None:
         """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits if there is nothing to do."""
         with self._changed:
             while not (self._is_closed or holder.refused or self._complete()):
@@ -190,16 +176,12 @@ class Pull:
                 if time_s < holder.retry_at:
                     self._changed.wait(holder.retry_at - time_s)
                 elif (index := self._take(holder)) is not None:
-                    self._transfers[index] = _Transfer(connection, time_s)
+                    self._transfers.add(index)
                     return index
                 elif time_s >= holder.ask_at and not (holder.chunks and all(holder.chunks)):
                     holder.ask_at = time_s + ASK_AGAIN_S
                     return ASK
                 else:
-                    # This holder is idle: take over chunks that it would have sent three times by now.
-                    for index, transfer in self._transfers.items():
-                        if holder.has(index) and time_s - transfer.since > SLOW_S + 3 * holder.chunk_s:
-                            transfer.connection.abort()
                     self._changed.wait(ASK_AGAIN_S)
         return None
 
@@ -219,9 +201,7 @@ class Pull:
             raise _WrongBytes(f"it sent wrong bytes for chunk {index}")
         self._replica.add(buffer, index, digest)
         with self._changed:
-            transfer = self._transfers.pop(index)
-            holder.chunk_s = time.monotonic() - transfer.since
-            holder.faults = 0
+            self._transfers.remove(index)
             self._fetched_bytes += sum(len(view) for view in views)
             if self._complete():
                 self._changed.notify_all()
@@ -231,6 +211,6 @@ class Pull:
             if not self._is_closed:
                 holder.failed(fault)
             if job != ASK:
-                del self._transfers[job]
+                self._transfers.remove(job)
                 self._queue.append(job)
             self._changed.notify_all()

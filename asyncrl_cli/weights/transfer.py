@@ -92,7 +92,7 @@ class Connection:
             _receive_body(answer, into, expected)
         except (OSError, HTTPException, HolderFault) as error:
             self.close()
-            raise HolderFault("it was slower than another" if self._aborted else _reason(error)) from None
+            raise HolderFault(_reason(error)) from None
 
     def _connect(self) -> None:
         self._http.sock = connection = socket.socket(family_of(self._host), socket.SOCK_STREAM)

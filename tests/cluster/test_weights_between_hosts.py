@@ -78,8 +78,7 @@ def test_a_host_gets_the_version_from_two_and_gives_it_to_the_next(weights: Weig
     host, command = weights.puller("three", *holders)
     pulled = _wait(command, "equal")
     assert pulled["equal"] and pulled["fetched"] == MIB * 2**20
-    # On a busy machine a holder may be so slow that the other takes over its chunk.
-    assert set(pulled["faults"].values()) <= {"it was slower than another"}
+    assert not pulled["faults"]
     for other in list(weights.network.hosts.values())[:2]:
         other.kill()
     host.fast()

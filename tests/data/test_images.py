@@ -280,7 +280,7 @@ def test_a_row_with_a_lost_image_is_skipped_with_a_warning_and_counted(folder: P
     warnings: list[str] = []
     source = PromptSource(PromptLoader(rows, 0, shuffle=False), encoder(model), warn=warnings.append)
     assert asyncio.run(source.prepare(10)) == PROMPTS_WITH_IMAGES
-    assert source.unusable == 1 and "rows.jsonl:2: image 1" in warnings[0] and "unusable_prompts" in warnings[0]
+    assert source.skipped == 1 and "rows.jsonl:2: image 1" in warnings[0] and "skipped_prompts" in warnings[0]
     candidates = [source.candidate() for _ in range(10)]
     assert [candidate.serial for candidate in candidates] == [*range(1, 11)]
     assert [candidate.images[0].image.data for candidate in candidates] == [RED, *[BLUE] * 9]

@@ -1,4 +1,4 @@
-"""Supervised steps before reinforcement learning: killed, resumed and replayed, they give the same weights."""
+"""Supervised steps before reinforcement learning: killed and resumed, they give the same weights."""
 
 from __future__ import annotations
 
@@ -66,9 +66,6 @@ def test_killed_warm_starts_give_the_weights_of_an_undisturbed_one(shared_runs: 
     assert weights(killed) == weights(run) and not (killed / "warm_start_checkpoints").exists()
     assert [row["step"] for row in rows(killed, "metrics.jsonl")] == list(range(-UPDATES, 1))
 
-    replayed = shared_runs.succeed("replay", run)
-    assert "the warm start's weights are equal" in replayed.err
-
 
 def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: Runs) -> None:
     sections = settings(shared_runs, stop={"steps": 2}, algorithm={"uniform_groups": "train"})
@@ -81,5 +78,5 @@ def test_reinforcement_learning_begins_with_the_warm_starts_model(shared_runs: R
     assert [row["step"] for row in rows(run, "metrics.jsonl")] == list(range(-UPDATES, 3))
     assert rows(run, "metrics.jsonl")[-1]["correction/logprob_gap_max"] < 1e-3
     replayed = shared_runs.succeed("replay", run)
-    assert "the warm start's weights are equal" in replayed.err and "equal" in replayed.out
+    assert "equal" in replayed.out
     assert (run / "adapter/adapter_model.safetensors").read_bytes() == adapters[1]

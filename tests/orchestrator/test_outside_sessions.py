@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from stand_ins import spec
+
 from asyncrl_cli.gateway.sessions import Action, ClientAnswer, ClientRequest
 from asyncrl_cli.journal.rollout_rows import RolloutOutcome
 from asyncrl_cli.orchestrator.outside_sessions import MASKED, OWN_UID_PREFIX, OutsideSessions
@@ -22,28 +24,28 @@ class Run:
         self, group_size: int = 2, timeout_s: float = 60.0, has_prompts: bool = True, handed_out: Sequence[str] = ()
     ) -> None:
         self.journal: dict[str, RolloutOutcome] = {}
-        self.handed_out: list[str] = []
+        self.recorded: list[str] = []  # the ids of sessions that were handed out
         self.commits = asyncio.Event()  # rewards reach the journal while it is set
         self.commits.set()
         self.admits = True
         self.groups = 0
         self.played: dict[str, asyncio.Task[Played]] = {}
         self.group_size = group_size
-        self.sessions = OutsideSessions(
-            timeout_s,
-            group_size=group_size,
-            has_prompts=has_prompts,
-            hand_out=self._hand_out,
-            flush=self.commits.wait,  # type: ignore[arg-type]
-            outcome=self._outcome,
-            on_demand=self.admit,
-            handed_out=handed_out,
+        settings = spec(
+            rollout={"group_size": group_size},
+            task={"use": "external", "episode": {"timeout_s": timeout_s}},
+            data={"train": {"path": __file__}} if has_prompts else {},
         )
+        here: Any = self
+        self.sessions = OutsideSessions(settings, here, handed_out, on_demand=self.admit)
 
-    async def _hand_out(self, rollout_id: str) -> None:
-        self.handed_out.append(rollout_id)
+    async def handed_out(self, rollout_id: str) -> None:
+        self.recorded.append(rollout_id)
 
-    async def _outcome(self, rollout_id: str) -> RolloutOutcome | None:
+    async def flush(self) -> None:
+        await self.commits.wait()
+
+    async def outcome(self, rollout_id: str) -> RolloutOutcome | None:
         return self.journal.get(rollout_id)
 
     def admit(self) -> None:
@@ -82,7 +84,7 @@ async def test_a_groups_sessions_go_to_the_callers_as_they_come() -> None:
     names = [str(answer.body["session"]) for answer in answers]
     assert len(set(names)) == 64
     assert run.groups == 16, "no more groups than callers need"
-    assert sorted(run.handed_out) == sorted(names), "recorded before the answer"
+    assert sorted(run.recorded) == sorted(names), "recorded before the answer"
     assert all(
         answer.body["prompt"] == {"uid": f"row {name.split('-')[0]}", "prompt": "1+1="}
         for answer, name in zip(answers, names, strict=True)
@@ -178,7 +180,7 @@ async def test_a_lost_gateway_keeps_sessions_and_rewards() -> None:
     run.play(name, Prompt("row 0", "1+1="))
     await asyncio.sleep(0)
     assert (await run.reward(name, 1.0)).status == 200
-    assert run.handed_out == [name]
+    assert run.recorded == [name]
 
 
 async def test_a_caller_that_leaves_makes_room_for_the_next() -> None:
