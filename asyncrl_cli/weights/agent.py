@@ -27,7 +27,6 @@ class HostAgent:
         self._pulling: asyncio.Task[Pulled] | None = None
         self._replica: Replica
         self._connect: partial[Connection]
-        self._node_id = ""
 
     async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str) -> Endpoint:
         """Map the memory, and serve it on this address of the host. Raises ``RunError``."""
@@ -35,8 +34,8 @@ class HostAgent:
 
         self._replica = await asyncio.to_thread(Replica, slots, ranks)  # a large model's chunks take seconds
         self._connect = partial(Connection, token=token)
-        self._node_id = ray.get_runtime_context().get_node_id()
-        return Endpoint(self._node_id, WeightServer(self._replica, token, interface_ip).url)
+        node_id = ray.get_runtime_context().get_node_id()
+        return Endpoint(node_id, WeightServer(self._replica, token, interface_ip).url)
 
     async def begin(self, version: int, keep: Manifest | None, ranks: Sequence[int]) -> str:
         return await asyncio.to_thread(self._replica.begin, version, keep, ranks)
@@ -62,8 +61,7 @@ class HostAgent:
                     location="weights",
                 )
             self._pull.supersede()
-        peers = [holder for holder in holders if holder.node_id != self._node_id]
-        self._pull = Pull(self._replica, manifest=manifest, connect=self._connect, holders=peers, timeout_s=timeout_s)
+        self._pull = Pull(self._replica, manifest=manifest, connect=self._connect, holders=holders, timeout_s=timeout_s)
         # Shielded: if the caller gives up, the fetch continues, and the next call joins it.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)

@@ -59,12 +59,9 @@ class Manifest:
     def from_digests(
         cls, version: int, slots: tuple[TensorSlot, ...], ranks: int, by_agent: Iterable[Mapping[int, str]]
     ) -> Manifest:
-        """Join the agents' digests, which are by chunk index. Raises ``RuntimeError`` if a chunk has none."""
+        """Join the agents' digests, which are by chunk index."""
         digests = {index: digest for agent_digests in by_agent for index, digest in agent_digests.items()}
-        count = len(chunks_of(slots, ranks))
-        if len(digests) < count:
-            raise RuntimeError(f"{count - len(digests)} of {count} chunks of weight version {version} have no digest")
-        return cls(version, slots, ranks, tuple(digests[index] for index in range(count)))
+        return cls(version, slots, ranks, tuple(digests[chunk.index] for chunk in chunks_of(slots, ranks)))
 
     @property
     def checksum(self) -> str:

@@ -74,34 +74,6 @@ def at(client: GenerationClient, rollout_id: str) -> StandInEngine:
 # -- abort and continue
 
 
-async def test_a_pause_aborts_on_every_engine_and_sends_nothing_before_the_resume() -> None:
-    async with connected_client(engines=2) as client:
-        first, second = actors(client)
-        asking = await begun(client, request("a"), request("b"), request("c"))
-        for pause in (1, 2):
-            running = [list(engine.pending) for engine in client.engines]
-            sent = len(first.ids + second.ids)
-            await client.pause()
-            assert (first.aborts, second.aborts) == (pause, pause)
-            for actor, names in zip((first, second), running, strict=True):
-                news = [segment(name, pause - 1, 1, version=pause) for name in names if name in "ab"]
-                await actor.deliver(segments=news, aborted=names)
-            asking += await begun(client, request(f"later-{pause}"))
-            assert client.free == 0
-            assert len(first.ids + second.ids) == sent
-            await client.resume()
-            await turns()
-            assert len(first.ids + second.ids) == sent + 3 + pause
-        last = {asked.rollout_id: asked for engine in (first, second) for asked in engine.submitted}
-        assert [last[name].remaining_tokens for name in ("a", "b", "c", "later-1", "later-2")] == [6, 6, 8, 8, 8]
-        for name, asked in last.items():
-            rest = segment(name, asked.generated, asked.remaining_tokens, version=3)
-            await at(client, name).deliver(complete(asked, rest, reason="length"))
-        answers = await asyncio.gather(*asking)
-        assert [answer.versions.tolist()[:3] for answer in answers[:3]] == [[1, 2, 3], [1, 2, 3], [3, 3, 3]]
-        assert all(answer.ids.tolist() == list(range(5, 13)) for answer in answers)
-
-
 async def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
     async with connected_client() as client:
         (engine,) = actors(client)
@@ -115,6 +87,7 @@ async def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
         await pausing
         assert (engine.ids, engine.aborts) == (["a"], 1), "it accepts earlier requests before the abort"
         await engine.deliver(aborted=["a"])
+        assert (engine.ids, client.free) == (["a"], 0), "nothing is sent before the resume"
         await client.resume()
         await turns()
         assert engine.ids == ["a", "a", "b"], "in their order"
@@ -484,24 +457,6 @@ async def test_an_error_in_the_owners_callback_ends_the_collection() -> None:
 
 
 # -- engines that are lost
-
-
-async def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
-    client = client_over(2)
-    owner = Owner()
-    await asked(client, owner, "a", "b")
-    for number, actor in enumerate(actors(client)):
-        actor.die()
-        await lost(client, number)
-    await asked(client, owner, "c")
-    assert client.running == 3
-    assert client.serving() == []
-    restarted = await restart(client.engines[1])
-    await client.flush()
-    assert restarted.ids, "it sends the waiting requests"
-    other = await restart(client.engines[0])
-    await client.flush()
-    assert sorted(restarted.ids + other.ids) == ["a", "b", "c"]
 
 
 async def test_a_silent_engine_is_lost_after_its_results_are_delivered() -> None:

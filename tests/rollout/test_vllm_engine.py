@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import TokenSequence
 from asyncrl_cli.rollout.engine import _segments
 from asyncrl_cli.rollout.engine_settings import (
     BLOCK_SIZE,
@@ -121,12 +120,6 @@ def answer(tokens: int, spans: list[tuple[int, int, int]] | None) -> Any:
     versions = spans and [SimpleNamespace(start=start, end=end, version=str(version)) for start, end, version in spans]
     flat = SimpleNamespace(logprobs=[-float(token) for token in range(tokens)])
     return SimpleNamespace(token_ids=list(range(tokens)), weight_versions=versions, logprobs=flat)
-
-
-def test_every_token_has_the_version_of_its_span() -> None:
-    tokens = TokenSequence.join(_segments(request("7-0"), answer(5, [(0, 2, 7), (2, 3, 8), (3, 5, 10)])))
-    assert tokens.versions.tolist() == [7, 7, 8, 10, 10]
-    assert tokens.logprobs.tolist() == [0, -1, -2, -3, -4]
 
 
 @pytest.mark.parametrize("spans", [None, [], [(1, 5, 1)]])

@@ -121,16 +121,6 @@ def test_every_request_gets_the_same(drawn: list[Any], hold_s: dict[str, float])
     assert joined == plain
 
 
-def test_a_request_that_may_wait_comes_in_one_record_and_others_at_once() -> None:
-    def held(request_id: str) -> float:
-        return 60.0 if request_id[0] == "a" else 0.0
-
-    step = {"of": ["a", "b"], "tokens": 1, "ended": set(), "version": "4"}
-    found = read_all([step, step, step | {"ended": {"a"}}], lambda get: JoinedOutputs(get, held).get)
-    sent = [[(one.request_id, len(one.new_token_ids)) for one in entry[1].outputs] for entry in found[:-1]]
-    assert sent == [[("b0", 1)], [("b0", 1)], [("a0", 3), ("b0", 1)]]
-
-
 def test_waiting_tokens_are_sent_at_their_deadline() -> None:
     source: queue.Queue[Any] = queue.Queue()
     source.put((0, message(outputs=[record("a", [1]), record("b", [2])], weight_version="4")))

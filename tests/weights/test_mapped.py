@@ -85,11 +85,6 @@ def publish(replica: Replica, mapped: MappedReplica, version: int, keep: Manifes
         return Manifest.from_digests(version, SLOTS, 2, [replica.digest(version, {0, 1}, threads)])
 
 
-def test_tensors_have_their_names_dtypes_and_shapes(replica: Replica, mapped: MappedReplica) -> None:
-    with mapped.open(replica.begin(1), 1) as tensors:
-        assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()] == SHAPES
-
-
 def test_a_path_of_another_version_is_refused(replica: Replica, mapped: MappedReplica) -> None:
     old = publish(replica, mapped, 1)
     path = replica.path(old)
